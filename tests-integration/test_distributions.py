@@ -1,0 +1,127 @@
+"""The five distributions as they ship: their wheels, their metadata, and the one environment."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
+
+
+def metadata(package: str) -> dict[str, object]:
+    """The ``[project]`` table of a package."""
+    text = (ROOT / "packages" / package / "pyproject.toml").read_text()
+    return dict(tomllib.loads(text)["project"])
+
+
+def version(package: str) -> str:
+    """The version that the package's source file states."""
+    source = ROOT / "packages" / package / "src/mcore" / package[6:] / "_version.py"
+    return re.fullmatch(r'__version__ = "(.+)"\n', source.read_text())[1]
+
+
+def build(source: Path, target: str, out: Path) -> Path:
+    """Build a wheel or an sdist of a source tree without network; return the file."""
+    subprocess.run(
+        [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(out)],
+        cwd=source, check=True, capture_output=True,
+    )  # fmt: skip
+    (built,) = out.iterdir()
+    return built
+
+
+def contents(wheel: Path) -> dict[str, bytes]:
+    """Every file of a wheel but the list of their hashes."""
+    with zipfile.ZipFile(wheel) as archive:
+        return {name: archive.read(name) for name in archive.namelist() if "RECORD" not in name}
+
+
+def test_there_are_five_packages() -> None:
+    assert PACKAGES == [
+        "mcore-modules", "mcore-observe", "mcore-parallel", "mcore-tensor", "mcore-versioning",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_wheel_holds_the_package_alone_and_the_sdist_builds_the_same(
+    package: str, tmp_path: Path
+) -> None:
+    name = package[6:]
+    files = contents(build(ROOT / "packages" / package, "wheel", tmp_path / "wheel"))
+    assert f"mcore/{name}/py.typed" in files
+    assert f"mcore/{name}/__init__.py" in files
+    assert "mcore/__init__.py" not in files
+    info = f"mcore_{name}-{version(package)}.dist-info/"
+    assert all(path.startswith((f"mcore/{name}/", info)) for path in files)
+    licence = next(body for path, body in files.items() if path.endswith("licenses/LICENSE"))
+    assert licence == (ROOT / "LICENSE").read_bytes()
+
+    sdist = build(ROOT / "packages" / package, "sdist", tmp_path / "sdist")
+    subprocess.run(["tar", "-xzf", sdist, "-C", tmp_path], check=True)
+    unpacked = tmp_path / sdist.name.removesuffix(".tar.gz")
+    assert (unpacked / "tests").is_dir()
+    assert contents(build(unpacked, "wheel", tmp_path / "rebuilt")) == files
+
+
+def test_no_package_owns_the_namespace() -> None:
+    assert list(ROOT.glob("packages/*/src/mcore/__init__.py")) == []
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_siblings_are_ranges_that_admit_them_and_torch_is_a_floor(package: str) -> None:
+    requirements = [Requirement(text) for text in metadata(package)["dependencies"]]
+    for requirement in requirements:
+        operators = {part.operator for part in requirement.specifier}
+        if requirement.name.startswith("mcore-"):
+            assert operators == {">=", "<"}
+            assert requirement.specifier.contains(version(requirement.name), prereleases=True)
+        else:
+            assert operators == {">="}
+    names = {canonicalize_name(requirement.name) for requirement in requirements}
+    assert ("torch" in names) == (package != "mcore-versioning")
+
+
+def test_no_environment_has_two_torch_pins() -> None:
+    shown = subprocess.run(
+        [sys.executable, "-m", "hatch", "env", "show", "--json"],
+        cwd=ROOT, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    environments = json.loads(shown.stdout)
+    assert {"default", "peers"} <= set(environments)
+    for environment in environments.values():
+        pins = [x for x in environment.get("dependencies", []) if Requirement(x).name == "torch"]
+        assert len(pins) <= 1
+    assert "torch==2.13.0" in environments["default"]["dependencies"]
+
+
+def test_ci_ends_with_the_test_command_of_the_readme() -> None:
+    last = (ROOT / ".ci/run").read_text().rstrip().splitlines()[-1]
+    assert last == "hatch run test"
+    assert f"pip install hatch && {last}\n" in (ROOT / "README.md").read_text()
+
+
+def test_the_readme_names_every_command() -> None:
+    scripts = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]["default"]["scripts"]
+    readme = (ROOT / "README.md").read_text()
+    assert [name for name in scripts if f"hatch run {name}" not in readme] == []
+
+
+def test_the_type_checker_and_the_import_rules_name_every_package() -> None:
+    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
+    for package in PACKAGES:
+        assert f"$MYPY_CONFIG_FILE_DIR/packages/{package}/src" in tools["mypy"]["mypy_path"]
+        assert f"mcore.{package[6:]}" in tools["importlinter"]["root_packages"]

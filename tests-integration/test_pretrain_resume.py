@@ -1,0 +1,97 @@
+"""A resumed run goes on where the first start stopped, in the same layout and in another one."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.training import train
+from rank_testing import run_ranks
+
+STEPS = 12
+STOP = 6
+SMALL = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "train_iters": STEPS,
+    "global_batch_size": 8,
+    "warmup_iters": 2,
+    "eval_interval": 5,
+    "eval_batches": 1,
+    "save_interval": 0,
+}
+
+
+def train_here(settings: Settings, run_dir: str, resume: bool) -> None:
+    """One rank of the main job, in a process group that exists."""
+    path = Path(run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    train(settings, RunFolder(path), torch.device("cpu"), resume=path if resume else None)
+
+
+def start(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[float]:
+    """Run the job on its ranks and return all losses that its folder has by then."""
+    run_ranks(train_here, settings.world_size, settings, str(run_dir), resume, timeout_s=120)
+    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    losses = {record["step"]: record["lm loss"] for record in records if "lm loss" in record}
+    assert list(losses) == list(range(1, len(losses) + 1)), "steps in order, none twice"
+    return list(losses.values())
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        Settings(tp=2, cp=1, dp=1, dropout=0.1, **SMALL),
+        Settings(tp=1, cp=2, dp=1, bf16=True, **SMALL),
+        Settings(tp=1, cp=1, dp=2, dropout=0.1, untied=True, **SMALL),
+    ],
+    ids=["tp2-dropout", "cp2-bf16", "dp2-untied-dropout"],
+)
+def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> None:
+    whole = start(settings, tmp_path / "whole")
+    first = start(dataclasses.replace(settings, exit_after=STOP), tmp_path / "parts")
+    assert len(first) == STOP
+    assert first == whole[:STOP]
+    resumed = start(settings, tmp_path / "parts", resume=True)
+    assert resumed == whole
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ((2, 1, 1), (1, 1, 2)),
+        ((1, 1, 2), (2, 1, 1)),
+        ((2, 2, 1), (1, 1, 1)),
+        ((1, 1, 1), (3, 1, 1)),
+    ],
+)
+def test_another_layout_goes_on_with_equal_losses(
+    before: tuple[int, int, int], after: tuple[int, int, int], tmp_path: Path
+) -> None:
+    shape = {**SMALL, "hidden_size": 48, "num_attention_heads": 12}
+    one = Settings(**dict(zip(("tp", "cp", "dp"), before, strict=True)), **shape)
+    other = Settings(**dict(zip(("tp", "cp", "dp"), after, strict=True)), **shape)
+    whole = start(one, tmp_path / "whole")
+    start(dataclasses.replace(one, exit_after=STOP), tmp_path / "parts")
+    resumed = start(other, tmp_path / "parts", resume=True)
+    assert resumed == pytest.approx(whole, rel=1e-4)
+    assert resumed[:STOP] == whole[:STOP]
+
+
+def test_steps_logged_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
+    """A run killed between checkpoints has logged steps that the next start does again."""
+    settings = Settings(tp=1, cp=1, dp=1, **SMALL)
+    whole = start(settings, tmp_path / "whole")
+    start(dataclasses.replace(settings, exit_after=STOP), tmp_path / "parts")
+    with (tmp_path / "parts" / "metrics.jsonl").open("a") as metrics:
+        metrics.write(json.dumps({"step": STOP + 1, "lm loss": 99.0}) + "\n")
+        metrics.write('{"step": 8, "lm lo')
+    assert start(settings, tmp_path / "parts", resume=True) == whole

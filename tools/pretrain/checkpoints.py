@@ -1,0 +1,116 @@
+"""What a checkpoint of the job holds, and which one a run goes on from."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore.modules import MegatronModule
+from mcore.observe import TrainState
+from mcore.parallel import ProcessGroups
+from mcore.parallel.checkpoint import (
+    latest_checkpoint,
+    load_sharded_state_dict,
+    make_sharded_object_for_checkpoint,
+    save_sharded_state_dict,
+)
+from pretrain.optimizer import MainWeightAdamW
+from pretrain.random_streams import restore_streams, save_streams
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.usage import UsageError
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+def latest_step(folder: RunFolder) -> int:
+    """The step of the last complete checkpoint; UsageError where there is none."""
+    path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    match = _NAME.fullmatch(path.name) if path is not None else None
+    if match is None:
+        raise UsageError(f"--resume {folder.path}: no complete checkpoint in {folder.checkpoints}")
+    return int(match[1])
+
+
+def describe_latest(folder: RunFolder) -> str:
+    """A sentence on how to go on after a run ended early."""
+    try:
+        step = latest_step(folder)
+    except UsageError:
+        return "There is no complete checkpoint yet."
+    return (
+        f"The last complete checkpoint is {folder.checkpoint(step)}; continue with: "
+        f"{resume_command(folder.path)}"
+    )
+
+
+def resume_command(run_dir: Path) -> str:
+    """The command that continues a run."""
+    return f"hatch run pretrain --resume {run_dir}"
+
+
+class CheckpointedState:
+    """Model, optimizer, counters and random streams of a run, as one sharded state.
+
+    All ranks build it over their parts of the same run and call its methods together.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: MegatronModule,
+        optimizer: MainWeightAdamW,
+        train_state: TrainState,
+        groups: ProcessGroups,
+        device: torch.device,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.train_state = train_state
+        self.groups = groups
+        self.device = device
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; it appears under its name only when all ranks have written."""
+        save_sharded_state_dict({**self._tensors(), **self._facts(), **self._streams()}, path)
+
+    def load(self, path: Path) -> None:
+        """Read a checkpoint of any layout; random streams only where the layout is the same."""
+        facts = load_sharded_state_dict(self._facts(), path)
+        state = self._tensors()
+        if facts["layout"] == self._layout():
+            state.update(self._streams())
+        loaded = load_sharded_state_dict(state, path)
+        if "random_streams" in loaded:
+            restore_streams(loaded["random_streams"], self.device)
+        self.train_state.load_state_dict(facts["train_state"])
+        self.optimizer.set_updates(facts["updates"])
+
+    def _tensors(self) -> dict[str, Any]:
+        metadata = {"dp_cp_group": self.groups.dp_cp, "tp_group": self.groups.tp}
+        model = self.model.sharded_state_dict(prefix="model.", metadata=metadata)
+        return {**model, **self.optimizer.sharded_state_dict(model)}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "layout": self._layout(),
+            "updates": self.optimizer.updates,
+            "train_state": self.train_state.state_dict(),
+        }
+
+    def _layout(self) -> list[int]:
+        return [self.settings.tp, self.settings.cp, self.settings.dp]
+
+    def _streams(self) -> dict[str, Any]:
+        offsets = tuple(
+            (axis, self.groups.rank(name), self.groups.size(name))
+            for axis, name in enumerate(("tp", "dp_cp"))
+        )
+        streams = make_sharded_object_for_checkpoint(
+            save_streams(self.device), "random_streams", offsets, replica_id=0
+        )
+        return {"random_streams": streams}

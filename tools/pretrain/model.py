@@ -1,0 +1,131 @@
+"""The GPT: embedding, transformer layers, tied or untied head over bytes."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+
+from mcore.modules import GraphableMegatronModule, MegatronModule, TransformerConfig
+from mcore.parallel import ProcessGroups
+from mcore.parallel.regions import copy_to_tensor_model_parallel_region
+from mcore.tensor import make_viewless_tensor
+from pretrain.attention import SelfAttention, causal_mask, rotary_table
+from pretrain.corpus import VOCABULARY_SIZE
+from pretrain.linears import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    TensorParallelModule,
+    VocabParallelEmbedding,
+)
+from pretrain.parameter_init import ParameterInit
+
+
+class FeedForward(MegatronModule):
+    """Two linears with GELU between them, split over the tp group by column and by row."""
+
+    def __init__(self, config: TransformerConfig, init: ParameterInit, name: str) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        inner = config.ffn_hidden_size or 4 * hidden
+        self.widen = ColumnParallelLinear(
+            config, init, f"{name}.widen", (hidden, inner), weight_init=config.init_method
+        )
+        self.narrow = RowParallelLinear(
+            config,
+            init,
+            f"{name}.narrow",
+            (inner, hidden),
+            weight_init=config.output_layer_init_method,
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[s, b, h]`` to the same."""
+        return self.narrow(F.gelu(self.widen(hidden)))
+
+
+class TransformerLayer(GraphableMegatronModule):
+    """Pre-norm attention and feed-forward, each added to the residual stream."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        init: ParameterInit,
+        number: int,
+        *,
+        cp_group: torch.distributed.ProcessGroup | None,
+        dropout: float,
+    ) -> None:
+        super().__init__(config)
+        name = f"layers.{number}"
+        device = init.device
+        self.attention_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
+        self.attention = SelfAttention(
+            config, init, f"{name}.attention", cp_group=cp_group, dropout=dropout
+        )
+        self.feed_forward_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
+        self.feed_forward = FeedForward(config, init, f"{name}.feed_forward")
+        self.dropout = dropout
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        rotary: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[s / cp, b, h]`` to the same, as a tensor that is no view."""
+        attended = self.attention(self.attention_norm(hidden_states), rotary, attention_mask)
+        hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
+        widened = self.feed_forward(self.feed_forward_norm(hidden_states))
+        hidden_states = hidden_states + F.dropout(widened, self.dropout, self.training)
+        return make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
+
+
+class OutputHead(TensorParallelModule):
+    """A weight of its own for the logits, where the head is not tied to the embedding."""
+
+    shard_axes: ClassVar = {"weight": 0}
+    padded: ClassVar = ("weight",)
+
+    def __init__(self, config: TransformerConfig, init: ParameterInit) -> None:
+        super().__init__(config, init)
+        shape = (VOCABULARY_SIZE, config.hidden_size)
+        self.weight = init.shard("head.weight", shape, config.init_method, axis=0)
+
+
+class GPT(MegatronModule):
+    """Byte ids of this rank's part of the sequences to logits of this rank's part of the bytes."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        init: ParameterInit,
+        groups: ProcessGroups,
+        *,
+        untied: bool,
+        dropout: float,
+    ) -> None:
+        super().__init__(config)
+        self.tp_group = groups.tp
+        self.cp_group = groups.cp
+        self.head_size = config.hidden_size // config.num_attention_heads
+        self.embedding = VocabParallelEmbedding(config, init, VOCABULARY_SIZE)
+        self.layers = torch.nn.ModuleList(
+            TransformerLayer(config, init, number, cp_group=groups.cp, dropout=dropout)
+            for number in range(config.num_layers)
+        )
+        self.final_norm = torch.nn.LayerNorm(config.hidden_size, device=init.device)
+        self.head = OutputHead(config, init) if untied else None
+
+    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits."""
+        positions = position_ids[0]
+        rotary = rotary_table(positions, self.head_size)
+        mask = causal_mask(positions, self.cp_group)
+        hidden = self.embedding(tokens.transpose(0, 1))
+        for layer in self.layers:
+            hidden = layer(hidden, rotary=rotary, attention_mask=mask)
+        hidden = self.final_norm(hidden)
+        weight = self.embedding.weight if self.head is None else self.head.weight
+        return F.linear(copy_to_tensor_model_parallel_region(hidden, self.tp_group), weight)

@@ -1,0 +1,33 @@
+"""Builds this rank's part of the model from the settings."""
+
+from __future__ import annotations
+
+import torch
+
+from mcore.modules import Float16Module, MegatronModule, TransformerConfig
+from mcore.parallel import ProcessGroups
+from pretrain.model import GPT
+from pretrain.parameter_init import ParameterInit
+from pretrain.settings import Settings
+
+
+def transformer_config(settings: Settings) -> TransformerConfig:
+    """The configuration that the model's modules read."""
+    return TransformerConfig(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        tensor_model_parallel_size=settings.tp,
+        context_parallel_size=settings.cp,
+        bf16=settings.bf16,
+        params_dtype=torch.bfloat16 if settings.bf16 else torch.float32,
+    )
+
+
+def build_model(
+    settings: Settings, config: TransformerConfig, groups: ProcessGroups, device: torch.device
+) -> MegatronModule:
+    """The GPT on ``device``, in bfloat16 behind a ``Float16Module`` where asked for."""
+    init = ParameterInit(settings.seed, device, groups.tp)
+    model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
+    return Float16Module(config, model) if settings.bf16 else model

@@ -1,0 +1,207 @@
+"""AdamW over fp32 main weights: gradients reduced in one bucket, clipped, stepped, checkpointed."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel import ProcessGroups
+from mcore.parallel.checkpoint import ShardedTensor
+from mcore.parallel.groups import get_pg_size
+from mcore.parallel.tensor_parallel import (
+    copy_tensor_model_parallel_attributes,
+    param_is_not_tensor_parallel_duplicate,
+)
+from mcore.tensor import (
+    get_global_memory_buffer,
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
+
+_STATE_NAMES = ("exp_avg", "exp_avg_sq")
+
+
+class MainWeightAdamW:
+    """Keeps fp32 weights beside a model of any precision and updates both.
+
+    All ranks build it over their own slices of the same model and call its methods together.
+
+    Args:
+        model: what is trained; a parameter found twice (tied weights) counts once.
+        groups: ``dp_cp`` replicas average gradients, ``tp`` ranks share the gradient norm.
+        weight_decay: AdamW's, for parameters of two and more dimensions.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, groups: ProcessGroups, *, weight_decay: float
+    ) -> None:
+        self.groups = groups
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.main = [_main_weight(param) for param in self.params]
+        decayed = [main for main in self.main if main.dim() >= 2]
+        others = [main for main in self.main if main.dim() < 2]
+        self.adamw = torch.optim.AdamW(
+            [
+                {"params": decayed, "weight_decay": weight_decay},
+                {"params": others, "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            lr=0.0,
+        )
+        for main in self.main:
+            moments = {name: torch.zeros_like(main.detach()) for name in _STATE_NAMES}
+            self.adamw.state[main] = {"step": torch.zeros(()), **moments}
+        numel = sum(param.numel() for param in self.params) + 1
+        self._bucket = get_global_memory_buffer().get_tensor(
+            (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
+        )
+        self._views = _views(self._bucket, self.params)
+        self._accumulated = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates so far, which AdamW's bias correction counts."""
+        return int(self.adamw.state[self.main[0]]["step"].item())
+
+    def set_updates(self, updates: int) -> None:
+        """Say how many updates the moments have seen, as after loading them."""
+        for main in self.main:
+            self.adamw.state[main]["step"].fill_(updates)
+
+    def accumulate_gradients(self) -> None:
+        """Add the model's gradients to the fp32 bucket and drop them; call after each backward."""
+        gradients = [_gradient(param) for param in self.params]
+        if self._accumulated:
+            torch._foreach_add_(self._views, gradients)
+        else:
+            torch._foreach_copy_(self._views, gradients)
+        self._accumulated += 1
+        for param in self.params:
+            param.grad = None
+
+    def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
+
+        One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss. Leaves the
+        averages in the ``grad`` of the main weights, which are views of the bucket.
+
+        Args:
+            loss_sum: 0-d sum of this rank's micro-batch losses.
+
+        Returns:
+            The mean loss as a tensor of its own, equal on all ranks of ``dp_cp``.
+        """
+        self._bucket[-1] = loss_sum.detach()
+        if get_pg_size(self.groups.dp_cp) > 1:
+            dist.all_reduce(self._bucket, group=self.groups.dp_cp)
+        self._bucket /= self._accumulated * get_pg_size(self.groups.dp_cp)
+        for main, view in zip(self.main, self._views, strict=True):
+            main.grad = view
+        self._accumulated = 0
+        return self._bucket[-1].clone()
+
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``limit``; 0 only measures.
+
+        One all-reduce over ``tp``: slices are summed, copies count once.
+
+        Returns:
+            The norm before scaling, 0-d, equal on all ranks.
+        """
+        counted = [
+            main.grad
+            for main in self.main
+            if main.grad is not None
+            and param_is_not_tensor_parallel_duplicate(main, tp_group=self.groups.tp)
+        ]
+        flag = torch.zeros(1, dtype=torch.int, device=self.main[0].device)
+        norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [counted], False)
+        square = norm.square()
+        if get_pg_size(self.groups.tp) > 1:
+            dist.all_reduce(square, group=self.groups.tp)
+        norm = square.sqrt()
+        if limit > 0:
+            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+            gradients = [main.grad for main in self.main if main.grad is not None]
+            local_multi_tensor_applier(
+                local_multi_tensor_scale, flag, [gradients, gradients], scale
+            )
+        return norm[0]
+
+    def step(self, learning_rate: float) -> None:
+        """Update the main weights and copy them into the model."""
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        with torch.no_grad():
+            for param, main in zip(self.params, self.main, strict=True):
+                if param is not main:
+                    param.copy_(main)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of this step, as after an update or instead of one."""
+        for main in self.main:
+            main.grad = None
+
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Main weights and moments, sharded like the parameters they belong to.
+
+        Args:
+            model_state: the model's sharded state dict, whose data are the live parameters.
+        """
+        position = {id(param): place for place, param in enumerate(self.params)}
+        state: dict[str, Any] = {}
+        for key, value in model_state.items():
+            if not isinstance(value, ShardedTensor) or id(value.data) not in position:
+                continue
+            place = position[id(value.data)]
+            for name, tensor in self._tensors(place):
+                new_key = f"optimizer.{name}.{key}"
+                state[new_key] = dataclasses.replace(
+                    value, key=new_key, data=tensor, dtype=tensor.dtype
+                )
+        return state
+
+    def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        main = self.main[place]
+        if main is not self.params[place]:
+            yield "main", main.detach()
+        for name in _STATE_NAMES:
+            yield name, self.adamw.state[main][name]
+
+
+def learning_rate_at(
+    step: int, *, peak: float, final: float, warmup_iters: int, train_iters: int
+) -> float:
+    """Linear warm-up, then a half cosine to ``final``; ``step`` counts from 1."""
+    if step <= warmup_iters:
+        return peak * step / warmup_iters
+    progress = (step - warmup_iters) / max(1, train_iters - warmup_iters)
+    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+
+
+def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    if param.dtype == torch.float32:
+        return param
+    main = torch.nn.Parameter(param.detach().float())
+    copy_tensor_model_parallel_attributes(main, param)
+    return main
+
+
+def _gradient(param: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _views(bucket: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    views, start = [], 0
+    for param in params:
+        views.append(bucket[start : start + param.numel()].view(param.shape))
+        start += param.numel()
+    return views

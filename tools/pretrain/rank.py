@@ -1,0 +1,100 @@
+"""One rank: its device, its process group, and how it leaves when something fails."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import signal
+import sys
+import time
+import traceback
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel.checkpoint import CheckpointingException
+from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
+from pretrain.settings import Request
+from pretrain.training import train
+from pretrain.usage import EXIT_USAGE, UsageError
+
+_EXIT_FAILED = 1
+_WAIT_FOR_CULPRIT_S = 2.0
+_CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe")
+
+
+def run_rank(request: Request) -> int:
+    """Train as the rank that the launcher's environment names; returns the exit code."""
+    # The launcher ends the ranks. Python's own handlers would wait for a collective to return.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    device = _device()
+    torch.set_num_threads(_threads())
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        timeout=datetime.timedelta(seconds=request.settings.timeout_s),
+    )
+    try:
+        train(request.settings, _agree_on_folder(request, device), device, resume=request.resume)
+    except (UsageError, CheckpointingException) as error:
+        if dist.get_rank() == 0:
+            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+        dist.barrier()
+        return EXIT_USAGE
+    except Exception as error:
+        _leave_after(error)
+    dist.destroy_process_group()
+    return 0
+
+
+def _leave_after(error: Exception) -> None:
+    """Print what happened and end the process, without waiting for ranks that may be gone."""
+    lost_peer = any(words in str(error).lower() for words in _CONNECTION_WORDS)
+    if lost_peer:
+        # The peer that failed is to be seen first by whoever watches the ranks.
+        time.sleep(_WAIT_FOR_CULPRIT_S)
+        print(f"pretrain: rank {dist.get_rank()} lost its peer", file=sys.stderr, flush=True)
+    else:
+        text = "".join(traceback.format_exception(error))
+        print(f"pretrain: rank {dist.get_rank()} failed:\n{text}", file=sys.stderr, flush=True)
+    os._exit(_EXIT_FAILED)
+
+
+def _device() -> torch.device:
+    if not torch.accelerator.is_available():
+        return torch.device("cpu")
+    index = int(os.environ.get("LOCAL_RANK", "0"))
+    if index >= torch.accelerator.device_count():
+        raise UsageError(
+            f"rank {os.environ['RANK']} is number {index} on its machine, which has "
+            f"{torch.accelerator.device_count()} accelerators: start fewer ranks there"
+        )
+    torch.accelerator.set_device_index(index)
+    return torch.device(torch.accelerator.current_accelerator(check_available=True), index)
+
+
+def _threads() -> int:
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return max(1, (os.cpu_count() or 1) // local_ranks)
+
+
+def _agree_on_folder(request: Request, device: torch.device) -> RunFolder:
+    """The run's folder, equal on all ranks; rank 0 names and makes it unless it exists already."""
+    if request.resume is not None:
+        return RunFolder(request.resume)
+    layout = request.settings.layout
+    facts = torch.zeros(3, dtype=torch.int64, device=device)
+    problem: UsageError | None = None
+    if dist.get_rank() == 0:
+        started = int(time.time())
+        number = free_number(request.runs_dir, layout, started)
+        try:
+            make_run_folder(request.run_dir or name_run(request.runs_dir, layout, started, number))
+        except UsageError as error:
+            problem = error
+        facts.copy_(torch.tensor([started, number, int(problem is not None)]))
+    dist.broadcast(facts, src=0)
+    started, number, failed = facts.tolist()
+    path = request.run_dir or name_run(request.runs_dir, layout, started, number)
+    if failed:
+        raise problem or UsageError(f"rank 0 could not make the run folder {path}")
+    return RunFolder(path)

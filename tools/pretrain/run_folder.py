@@ -1,0 +1,68 @@
+"""The folder of a run: its name, its making, and where things lie in it."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from pretrain.usage import UsageError
+
+
+@dataclass(frozen=True)
+class RunFolder:
+    """Paths of a run."""
+
+    path: Path
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def tensorboard(self) -> Path:
+        """Event files."""
+        return self.path / "tensorboard"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def loss_picture(self) -> Path:
+        """Train and validation loss over steps."""
+        return self.path / "loss.png"
+
+    def checkpoint(self, step: int) -> Path:
+        """Where the checkpoint of a step lies."""
+        return self.checkpoints / f"step_{step:08d}"
+
+
+def name_run(runs_dir: Path, layout: str, started: int, number: int = 1) -> Path:
+    """``<timestamp>-<layout>`` below the folder of runs; ``-2`` for the second of one moment."""
+    stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
+    return runs_dir / (f"{stamp}-{layout}" + (f"-{number}" if number > 1 else ""))
+
+
+def free_number(runs_dir: Path, layout: str, started: int) -> int:
+    """The first number whose name is not taken."""
+    number = 1
+    while name_run(runs_dir, layout, started, number).exists():
+        number += 1
+    return number
+
+
+def make_run_folder(path: Path) -> RunFolder:
+    """Make the folder of a new run; UsageError if it has content or cannot be made."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        if any(path.iterdir()):
+            raise UsageError(f"--run-dir {path} is not empty: name a new folder, or --resume it")
+        probe = path / ".writable"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise UsageError(f"cannot write the run folder {path}: {error.strerror}") from None
+    return RunFolder(path)

@@ -1,0 +1,113 @@
+"""What one rank computes: an optimizer step over its rows, and the validation loss."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+
+from mcore.modules import MegatronModule
+from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
+from mcore.parallel.groups import get_pg_size
+from pretrain.corpus import Corpus, draw_batch
+from pretrain.loss import vocab_parallel_cross_entropy
+from pretrain.optimizer import MainWeightAdamW, learning_rate_at
+from pretrain.settings import Settings
+
+_VALIDATION_SEED = 1
+
+
+class Steps:
+    """Draws batches, runs the model over them and updates it; all ranks call it together."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: MegatronModule,
+        optimizer: MainWeightAdamW,
+        corpus: Corpus,
+        groups: ProcessGroups,
+        device: torch.device,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.corpus = corpus
+        self.groups = groups
+        self.device = device
+        self.rows_per_rank = settings.global_batch_size // settings.dp
+
+    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float, bool]:
+        """Forward, backward and update of one step.
+
+        Returns:
+            Mean loss of the global batch before the update (0-d tensor), gradient norm (0-d
+            tensor), learning rate, and whether the update was left out because a gradient was not
+            finite. Equal on all ranks.
+        """
+        settings = self.settings
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for first in range(0, self.rows_per_rank, settings.rows_per_forward):
+            rows = self._rows(first, settings.rows_per_forward)
+            loss = self._loss(self._batch(self.corpus.train, rows, settings.seed, step))
+            loss.backward()
+            self.optimizer.accumulate_gradients()
+            loss_sum += loss.detach()
+        mean_loss = self.optimizer.reduce_gradients(loss_sum)
+        norm = self.optimizer.clip_gradients(settings.clip_grad)
+        rate = learning_rate_at(
+            step,
+            peak=settings.lr,
+            final=settings.min_lr,
+            warmup_iters=settings.warmup_iters,
+            train_iters=settings.train_iters,
+        )
+        skipped = not bool(norm.isfinite())
+        if skipped:
+            self.optimizer.drop_gradients()
+        else:
+            self.optimizer.step(rate)
+        return mean_loss, norm, rate, skipped
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean loss over the same validation batches each time; equal on all ranks.
+
+        One all-reduce over ``dp_cp``.
+        """
+        self.model.eval()
+        rows = self._rows(0, self.rows_per_rank)
+        seed = self.settings.seed + _VALIDATION_SEED
+        total = torch.zeros((), device=self.device)
+        for number in range(self.settings.eval_batches):
+            total += self._loss(self._batch(self.corpus.validation, rows, seed, number))
+        if get_pg_size(self.groups.dp_cp) > 1:
+            dist.all_reduce(total, group=self.groups.dp_cp)
+        return float(total.item()) / (self.settings.eval_batches * get_pg_size(self.groups.dp_cp))
+
+    def _rows(self, first: int, count: int) -> slice:
+        start = self.groups.rank("dp") * self.rows_per_rank + first
+        return slice(start, start + count)
+
+    def _batch(
+        self, text: torch.Tensor, rows: slice, seed: int, step: int
+    ) -> dict[str, torch.Tensor]:
+        batch = draw_batch(
+            text,
+            rows=rows,
+            batch_size=self.settings.global_batch_size,
+            seq_length=self.settings.seq_length,
+            seed=seed,
+            step=step,
+        )
+        local = get_batch_on_this_cp_rank(batch, self.groups.cp)
+        return {name: tensor.to(self.device) for name, tensor in local.items()}
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Mean over this rank's bytes; ranks hold equally many, so means may be averaged."""
+        logits = self.model(batch["tokens"], batch["position_ids"])
+        losses = vocab_parallel_cross_entropy(
+            logits, batch["labels"].transpose(0, 1), self.groups.tp
+        )
+        mask = batch["loss_mask"].transpose(0, 1)
+        return (losses * mask).sum() / mask.sum()

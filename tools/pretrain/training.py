@@ -1,0 +1,167 @@
+"""The training loop of one rank."""
+
+from __future__ import annotations
+
+import collections
+import math
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.observe import GlobalState, TrainState, training_log
+from mcore.parallel import ProcessGroups
+from pretrain.checkpoints import CheckpointedState, latest_step
+from pretrain.corpus import Corpus, load_corpus
+from pretrain.flops import training_flops
+from pretrain.loss_picture import TRAIN_LOSS, VALIDATION_LOSS, draw_losses
+from pretrain.model_build import build_model, transformer_config
+from pretrain.observation import is_writer, observe_run, progress_bar
+from pretrain.optimizer import MainWeightAdamW
+from pretrain.random_streams import seed_streams
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, write_settings
+from pretrain.steps import Steps
+from pretrain.summary import Summary
+from pretrain.usage import UsageError
+
+
+def train(
+    settings: Settings, folder: RunFolder, device: torch.device, *, resume: Path | None
+) -> None:
+    """Train as one rank of a process group that exists; all ranks call it together.
+
+    Args:
+        settings: the run, equal on all ranks.
+        folder: where the run writes; it exists.
+        device: this rank's device.
+        resume: the run folder to continue, or None for a new run.
+    """
+    groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
+    corpus = load_corpus()
+    _check_corpus(corpus, device)
+    seed_streams(settings.seed, groups, device)
+    config = transformer_config(settings)
+    model = build_model(settings, config, groups, device)
+    optimizer = MainWeightAdamW(model, groups, weight_decay=settings.weight_decay)
+    progress = TrainState()
+    state = CheckpointedState(settings, model, optimizer, progress, groups, device)
+    if resume is not None:
+        state.load(folder.checkpoint(latest_step(folder)))
+    if dist.get_rank() == 0:
+        write_settings(settings, folder.path, [("corpus_crc32", corpus.checksum)])
+    steps = Steps(settings, model, optimizer, corpus, groups, device)
+    observed = observe_run(settings, folder, progress, config)
+    Loop(settings, folder, groups, steps, state, observed).run()
+
+
+class Loop:
+    """Steps, logs, validation and checkpoints in their order; all ranks run it together."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: RunFolder,
+        groups: ProcessGroups,
+        steps: Steps,
+        state: CheckpointedState,
+        observed: GlobalState,
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.groups = groups
+        self.steps = steps
+        self.state = state
+        self.observed = observed
+        self.progress: TrainState = observed.train_state
+        self.first_step = self.progress.step
+        self.summary = Summary(folder, settings, first_step=self.first_step)
+        self.flops_per_step = training_flops(settings)
+        self.totals: dict[str, Any] = {}
+        self.report_memory = True
+        self.finished: collections.deque[float] = collections.deque([time.time()], maxlen=101)
+
+    def run(self) -> None:
+        """Train to the last step; print where everything is."""
+        last = self._last_step()
+        self.observed.timers("interval-time", log_level=0).start()
+        with progress_bar(self.settings, self.first_step) as bar:
+            while self.progress.step < last:
+                self._step()
+                bar.update()
+                step = self.progress.step
+                if step == last or _due(step, self.settings.eval_interval):
+                    self._validate()
+                if step == last or _due(step, self.settings.save_interval):
+                    self.state.save(self.folder.checkpoint(step))
+        self.observed.close()
+        if is_writer():
+            draw_losses(self.folder.metrics, self.folder.loss_picture)
+            print("\n" + "\n".join(self.summary.lines()), flush=True)
+
+    def _last_step(self) -> int:
+        if not self.settings.exit_after:
+            return self.settings.train_iters
+        return min(self.settings.train_iters, self.first_step + self.settings.exit_after)
+
+    def _step(self) -> None:
+        progress = self.progress
+        self.summary.start_step()
+        loss, norm, rate, skipped = self.steps.train_step(progress.step + 1)
+        self.summary.end_step()
+        progress.step += 1
+        progress.consumed_train_samples += self.settings.global_batch_size
+        progress.floating_point_operations_so_far += self.flops_per_step
+        if skipped:
+            progress.skipped_train_samples += self.settings.global_batch_size
+        self.finished.append(time.time())
+        self.report_memory = training_log(
+            {TRAIN_LOSS: loss},
+            self.totals,
+            rate,
+            None,
+            1.0,
+            self.report_memory,
+            int(skipped),
+            norm,
+            None,
+            None,
+            self.observed.cfg,
+            self.observed,
+            self.finished,
+            [self.steps.model],
+            pg_collection=self.groups,
+            loaded_iteration=self.first_step,
+            seq_length=self.settings.seq_length,
+        )
+
+    def _validate(self) -> None:
+        loss = self.steps.validation_loss()
+        self.summary.validation = loss
+        if not is_writer():
+            return
+        step = self.progress.step
+        for sink in self.observed.sinks():
+            sink.log({VALIDATION_LOSS: loss}, step)
+        perplexity = math.exp(min(loss, 20.0))
+        print(
+            f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
+            f"lm loss PPL: {perplexity:.6E} |",
+            flush=True,
+        )
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0
+
+
+def _check_corpus(corpus: Corpus, device: torch.device) -> None:
+    """Raise UsageError on all ranks where their texts differ."""
+    facts = torch.tensor([corpus.checksum, -corpus.checksum], device=device)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+    if facts[0] != -facts[1]:
+        raise UsageError(
+            "the ranks read different texts: start them all with the same Python version"
+        )
