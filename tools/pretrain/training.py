@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import math
 import time
 from pathlib import Path
@@ -18,7 +17,7 @@ from pretrain.corpus import Corpus, load_corpus
 from pretrain.flops import training_flops
 from pretrain.loss_picture import TRAIN_LOSS, VALIDATION_LOSS, draw_losses
 from pretrain.model_build import build_model, transformer_config
-from pretrain.observation import is_writer, observe_run, progress_bar
+from pretrain.observation import is_writer, log_metrics, observe_run, progress_bar
 from pretrain.optimizer import MainWeightAdamW
 from pretrain.random_streams import seed_streams
 from pretrain.run_folder import RunFolder
@@ -81,7 +80,7 @@ class Loop:
         self.flops_per_step = training_flops(settings)
         self.totals: dict[str, Any] = {}
         self.report_memory = True
-        self.finished: collections.deque[float] = collections.deque([time.time()], maxlen=101)
+        self.finished = [time.time()]
 
     def run(self) -> None:
         """Train to the last step; print where everything is."""
@@ -117,6 +116,7 @@ class Loop:
         if skipped:
             progress.skipped_train_samples += self.settings.global_batch_size
         self.finished.append(time.time())
+        del self.finished[: -(self.observed.cfg.logger.throughput_window_size + 1)]
         self.report_memory = training_log(
             {TRAIN_LOSS: loss},
             self.totals,
@@ -143,8 +143,7 @@ class Loop:
         if not is_writer():
             return
         step = self.progress.step
-        for sink in self.observed.sinks():
-            sink.log({VALIDATION_LOSS: loss}, step)
+        log_metrics(self.observed, {VALIDATION_LOSS: loss})
         perplexity = math.exp(min(loss, 20.0))
         print(
             f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "

@@ -1,5 +1,113 @@
 """Process groups, device meshes, RNG streams, context-parallel slicing and sharded checkpoints."""
 
 from mcore.parallel._version import __version__
+from mcore.parallel.checkpoint import (
+    make_sharded_tensor_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+)
+from mcore.parallel.context_parallel import (
+    cp_unzigzag,
+    cp_zigzag_index,
+    get_batch_on_this_cp_rank,
+)
+from mcore.parallel.groups import (
+    comm_device,
+    get_pg_rank,
+    get_pg_size,
+    get_pg_src_rank,
+    get_tensor_model_parallel_group_if_none,
+    is_distributed,
+)
+from mcore.parallel.process_groups import (
+    ProcessGroupCollection,
+    ProcessGroups,
+    clear_default_process_groups,
+    get_default_process_groups,
+    set_default_process_groups,
+    use_process_groups,
+)
+from mcore.parallel.reductions import (
+    logical_and_across_model_parallel_group,
+    reduce_max_memory_across_pp_group,
+    reduce_max_stat_across_model_parallel_group,
+    reduce_step_stats,
+)
+from mcore.parallel.regions import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from mcore.parallel.rng import (
+    CudaRNGStatesTracker,
+    RNGStatesTracker,
+    UnknownRngStreamError,
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+    initialize_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
+from mcore.parallel.rng_seeding import model_parallel_cuda_manual_seed
+from mcore.parallel.rng_state import convert_cuda_rng_state
+from mcore.parallel.tensor_parallel import (
+    copy_tensor_model_parallel_attributes,
+    get_mcore_tensor_parallel_partition_dim,
+    is_mcore_tensor_model_parallel,
+    is_mcore_tensor_parallel_duplicated,
+    param_is_not_tensor_parallel_duplicate,
+    set_tensor_model_parallel_attributes,
+)
 
-__all__ = ["__version__"]
+__all__ = [
+    "CudaRNGStatesTracker",
+    "ProcessGroupCollection",
+    "ProcessGroups",
+    "RNGStatesTracker",
+    "UnknownRngStreamError",
+    "__version__",
+    "clear_default_process_groups",
+    "comm_device",
+    "convert_cuda_rng_state",
+    "copy_tensor_model_parallel_attributes",
+    "copy_to_tensor_model_parallel_region",
+    "cp_unzigzag",
+    "cp_zigzag_index",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "get_all_rng_states",
+    "get_batch_on_this_cp_rank",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_default_process_groups",
+    "get_expert_parallel_rng_tracker_name",
+    "get_mcore_tensor_parallel_partition_dim",
+    "get_pg_rank",
+    "get_pg_size",
+    "get_pg_src_rank",
+    "get_tensor_model_parallel_group_if_none",
+    "initialize_rng_tracker",
+    "is_distributed",
+    "is_graph_safe_cuda_rng_tracker",
+    "is_mcore_tensor_model_parallel",
+    "is_mcore_tensor_parallel_duplicated",
+    "logical_and_across_model_parallel_group",
+    "make_sharded_tensor_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "model_parallel_cuda_manual_seed",
+    "param_is_not_tensor_parallel_duplicate",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_max_memory_across_pp_group",
+    "reduce_max_stat_across_model_parallel_group",
+    "reduce_scatter_to_sequence_parallel_region",
+    "reduce_step_stats",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "set_default_process_groups",
+    "set_tensor_model_parallel_attributes",
+    "use_process_groups",
+]

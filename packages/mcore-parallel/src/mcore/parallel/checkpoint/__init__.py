@@ -1,0 +1,89 @@
+"""Sharded checkpoints: describe, validate, save and load what many ranks hold together."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from mcore.parallel.checkpoint.background import SaveHandle
+from mcore.parallel.checkpoint.builders import (
+    make_sharded_object_for_checkpoint,
+    make_sharded_tensor_for_checkpoint,
+    make_sharded_tensors_for_checkpoint,
+    make_tp_sharded_tensor_for_checkpoint,
+    sharded_state_dict_default,
+)
+from mcore.parallel.checkpoint.directory import (
+    is_complete_checkpoint,
+    keep_last,
+    latest_checkpoint,
+    list_checkpoints,
+    remove_incomplete,
+)
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.group_ranks import ensure_metadata_has_dp_cp_group
+from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
+from mcore.parallel.checkpoint.shard_records import ShardRecord, describe_shards
+from mcore.parallel.checkpoint.sharded import (
+    ReplicaId,
+    ShardedBase,
+    ShardedTensor,
+    is_main_replica,
+)
+from mcore.parallel.checkpoint.sharded_objects import (
+    CommonStateDict,
+    LocalNonpersistentObject,
+    ShardedObject,
+    ShardedStateDict,
+    StateDict,
+)
+from mcore.parallel.checkpoint.validation import validate_plans, validate_sharding_integrity
+
+if TYPE_CHECKING:
+    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+
+__all__ = [
+    "CheckpointingException",
+    "CommonStateDict",
+    "LocalNonpersistentObject",
+    "ReplicaId",
+    "SaveHandle",
+    "ShardRecord",
+    "ShardedBase",
+    "ShardedLoadPlanner",
+    "ShardedObject",
+    "ShardedSavePlanner",
+    "ShardedStateDict",
+    "ShardedTensor",
+    "StateDict",
+    "describe_shards",
+    "ensure_metadata_has_dp_cp_group",
+    "is_complete_checkpoint",
+    "is_main_replica",
+    "keep_last",
+    "latest_checkpoint",
+    "list_checkpoints",
+    "load_sharded_state_dict",
+    "make_sharded_object_for_checkpoint",
+    "make_sharded_tensor_for_checkpoint",
+    "make_sharded_tensors_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "remove_incomplete",
+    "save_sharded_state_dict",
+    "sharded_state_dict_default",
+    "validate_plans",
+    "validate_sharding_integrity",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the planners at their first use: torch.distributed.checkpoint takes seconds."""
+    if name == "ShardedLoadPlanner":
+        from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+
+        return ShardedLoadPlanner
+    if name == "ShardedSavePlanner":
+        from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+
+        return ShardedSavePlanner
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,147 @@
+"""Saves that go on in the background, one after the other, on a process group of their own."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.groups import group_ranks
+
+__all__ = ["SaveHandle", "start_in_background"]
+
+logger = logging.getLogger(__name__)
+
+
+class SaveHandle:
+    """A save that goes on in the background.
+
+    Args:
+        path: Where the checkpoint appears.
+        future: Settled when the save has finished or failed.
+
+    Attributes:
+        path: Where the checkpoint appears.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from mcore.parallel.checkpoint import ShardedTensor, save_sharded_state_dict
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> folder = tempfile.mkdtemp()
+        >>> handle = save_sharded_state_dict({"w": shard}, folder + "/step_1", async_=True)
+        >>> handle.result().name
+        'step_1'
+        >>> handle.done()
+        True
+    """
+
+    def __init__(self, path: Path, future: concurrent.futures.Future[None]) -> None:
+        self.path = path
+        self._future = future
+
+    def done(self) -> bool:
+        """Say whether the save has finished or failed on this rank."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Path:
+        """Wait until the checkpoint is complete under its name.
+
+        Args:
+            timeout: Longest wait in seconds; None waits as long as it takes.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointingException: The save failed; all ranks get it.
+            TimeoutError: It is not finished yet; it goes on.
+        """
+        try:
+            self._future.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            raise TimeoutError(
+                f"the save to {self.path} is not finished after {timeout} s"
+            ) from error
+        return self.path
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Do the same as :meth:`result` without a return value."""
+        self.result(timeout)
+
+
+@dataclass
+class _Lane:
+    """The background saves of one set of ranks.
+
+    They have a group of their own, for the caller's goes on to be used by other threads, and run
+    one after the other, in the order of the calls, which is the same on all ranks.
+    """
+
+    world: dist.ProcessGroup | None
+    team: Team
+    last: concurrent.futures.Future[None] | None = None
+
+
+_lock = threading.Lock()
+_lanes: dict[tuple[int, ...], _Lane] = {}
+
+
+def _lane_of(team: Team) -> _Lane:
+    """Return the lane of a team, made at the first use; collective over the team then."""
+    world = None if team.group is None else dist.group.WORLD
+    ranks = () if team.group is None else tuple(group_ranks(team.group))
+    with _lock:
+        for old in [key for key, lane in _lanes.items() if lane.world is not world]:
+            del _lanes[old]
+        lane = _lanes.get(ranks)
+    if lane is None:
+        lane = _Lane(world, _private_team(team, list(ranks)))
+        with _lock:
+            _lanes[ranks] = lane
+    return lane
+
+
+def _private_team(team: Team, ranks: list[int]) -> Team:
+    if team.group is None:
+        return team
+    everyone = len(ranks) == dist.get_world_size()
+    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
+    return Team(group, team.rank, team.size)
+
+
+def start_in_background(path: Path, team: Team, save: Callable[[Team], None]) -> SaveHandle:
+    """Run a save in a thread, after the background saves of the same ranks before it.
+
+    Collective over the team: the first call makes a gloo group of its ranks.
+
+    Args:
+        path: Where the checkpoint appears.
+        team: The ranks that save together.
+        save: The work; gets the team whose group is free for it.
+
+    Returns:
+        The handle. The interpreter does not exit before the work is done.
+    """
+    lane = _lane_of(team)
+    before, future = lane.last, concurrent.futures.Future[None]()
+    lane.last = future
+
+    def work() -> None:
+        if before is not None:
+            concurrent.futures.wait([before])
+        try:
+            save(lane.team)
+        except BaseException as error:
+            logger.error("the background save to %s failed: %s", path, error)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=work, name=f"save-{path.name}").start()
+    return SaveHandle(path, future)

@@ -1,0 +1,354 @@
+"""Make sharded tensors and objects out of what a module's state dict holds."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore.parallel.checkpoint.dtensor_builders import (
+    cut_over_tensor_parallel,
+    prepend_axes,
+    shard_of_dtensor,
+    with_fields,
+)
+from mcore.parallel.checkpoint.dtensor_shards import replica_index
+from mcore.parallel.checkpoint.group_ranks import (
+    ensure_metadata_has_dp_cp_group,
+    mesh_has_group,
+    resolve_ranks,
+)
+from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedTensor
+from mcore.parallel.checkpoint.sharded_objects import ShardedObject, ShardedStateDict
+from mcore.parallel.groups import GroupLike
+from mcore.tensor.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = [
+    "ensure_metadata_has_dp_cp_group",
+    "make_sharded_object_for_checkpoint",
+    "make_sharded_tensor_for_checkpoint",
+    "make_sharded_tensors_for_checkpoint",
+    "make_tp_sharded_tensor_for_checkpoint",
+    "sharded_state_dict_default",
+]
+
+_GROUP_OPTIONS = frozenset({"tp_group", "dp_cp_group"})
+_FIELD_OPTIONS = frozenset({"allow_shape_mismatch", "flattened_range"})
+Offsets = Sequence[Sequence[int]]
+
+
+def make_tp_sharded_tensor_for_checkpoint(
+    tensor: torch.Tensor,
+    key: str,
+    tp_axis: int = 0,
+    replica_id: ReplicaId | None = None,
+    prepend_offsets: Offsets = (),
+    **kwargs: Any,
+) -> ShardedTensor:
+    """Describe a tensor that is cut along one axis over the tensor-parallel group.
+
+    No communication; works on meta tensors. A DTensor contributes its own cuts; when its mesh
+    does not include the tensor-parallel ranks, the cut over them is composed with its own.
+
+    Args:
+        tensor: This rank's part. It becomes ``data`` itself, not a copy.
+        key: Name in the checkpoint.
+        tp_axis: The axis that is cut; negative counts from the end.
+        replica_id: Number of this copy; None gives ``(0, 0, rank among the copies)``.
+        prepend_offsets: ``(axis, index, count)`` of axes put before those of the tensor.
+        kwargs: ``tp_group``, ``dp_cp_group`` (process group, 1-D mesh or None: the default
+            ProcessGroups', else size 1 where that is certain) and ``allow_shape_mismatch``.
+
+    Returns:
+        The description.
+
+    Raises:
+        ValueError: ``tp_axis`` is outside the tensor, the tensor has no axis, or this rank is not
+            in a group.
+        TypeError: An unknown keyword.
+        RuntimeError: A group is unknown while the world has several ranks.
+        CheckpointingException: Wrong offsets.
+
+    Example:
+        >>> shard = make_tp_sharded_tensor_for_checkpoint(torch.zeros(4, 6), "w", tp_axis=-1)
+        >>> shard.global_shape, shard.replica_id
+        ((4, 6), (0, 0, 0))
+    """
+    fields = _checked_fields("make_tp_sharded_tensor_for_checkpoint", kwargs)
+    axis = _checked_axis(key, tensor, tp_axis)
+    counts_own_copies = replica_id is not None or is_dtensor(tensor)
+    ranks = resolve_ranks(*_groups(kwargs), need_dp_cp=not counts_own_copies)
+    if is_dtensor(tensor):
+        shard = shard_of_dtensor(tensor, key, replica_id, **fields)
+        if not mesh_has_group(tensor.device_mesh, ranks.tp_group):
+            shard = cut_over_tensor_parallel(shard, axis, ranks)
+        return prepend_axes(shard, prepend_offsets)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *prepend_offsets,
+        (axis + len(prepend_offsets), ranks.tp_rank, ranks.tp_size),
+        replica_id=(0, 0, ranks.dp_cp_rank) if replica_id is None else replica_id,
+        prepend_axis_num=len(prepend_offsets),
+        **fields,
+    )
+
+
+def make_sharded_tensor_for_checkpoint(
+    tensor: torch.Tensor,
+    key: str,
+    prepend_offsets: Offsets = (),
+    replica_id: ReplicaId | None = None,
+    **kwargs: Any,
+) -> ShardedTensor:
+    """Describe a tensor that every tensor- and data-parallel rank has a copy of.
+
+    No communication; works on meta tensors. A DTensor contributes its own cuts.
+
+    Args:
+        tensor: The tensor. It becomes ``data`` itself, not a copy.
+        key: Name in the checkpoint.
+        prepend_offsets: ``(axis, index, count)`` of axes put before those of the tensor.
+        replica_id: Number of this copy; None gives ``(0, tp rank, rank among the copies)``.
+        kwargs: ``tp_group``, ``dp_cp_group`` (process group, 1-D mesh or None: the default
+            ProcessGroups', else size 1 where that is certain) and ``allow_shape_mismatch``.
+
+    Returns:
+        The description.
+
+    Raises:
+        ValueError: This rank is not in a group.
+        TypeError: An unknown keyword.
+        RuntimeError: A group is unknown while the world has several ranks.
+        CheckpointingException: Wrong offsets.
+
+    Example:
+        >>> shard = make_sharded_tensor_for_checkpoint(torch.zeros(3), "norm", ((0, 1, 4),))
+        >>> shard.global_shape, shard.global_offset
+        ((4, 3), (1, 0))
+    """
+    fields = _checked_fields("make_sharded_tensor_for_checkpoint", kwargs)
+    if is_dtensor(tensor):
+        shard = shard_of_dtensor(tensor, key, replica_id, **fields)
+        if replica_id is None:
+            shard = _replicated_over_tensor_parallel(shard, tensor, *_groups(kwargs))
+        return prepend_axes(shard, prepend_offsets)
+    if replica_id is None:
+        ranks = resolve_ranks(*_groups(kwargs))
+        replica_id = (0, ranks.tp_rank, ranks.dp_cp_rank)
+    return ShardedTensor.from_rank_offsets(
+        key,
+        tensor,
+        *prepend_offsets,
+        replica_id=replica_id,
+        prepend_axis_num=len(prepend_offsets),
+        **fields,
+    )
+
+
+def _replicated_over_tensor_parallel(
+    shard: ShardedTensor,
+    tensor: DTensor,
+    tp_group: GroupLike | None,
+    dp_cp_group: GroupLike | None,
+) -> ShardedTensor:
+    """Count the tensor-parallel copies where the DTensor's mesh does not."""
+    ranks = resolve_ranks(tp_group, dp_cp_group, need_dp_cp=False)
+    if mesh_has_group(tensor.device_mesh, ranks.tp_group):
+        return shard
+    return with_fields(shard, replica_id=(0, ranks.tp_rank, replica_index(tensor)))
+
+
+def make_sharded_object_for_checkpoint(
+    obj: Any,
+    key: str,
+    sharded_offsets: Offsets = (),
+    replica_id: ReplicaId | None = None,
+    *,
+    tp_group: GroupLike | None = None,
+    dp_cp_group: GroupLike | None = None,
+    **kwargs: Any,
+) -> ShardedObject:
+    """Describe a picklable object as one cell of an array of objects.
+
+    No communication.
+
+    Args:
+        obj: The object.
+        key: Name of the array in the checkpoint.
+        sharded_offsets: ``(axis, index, count)`` for the axes 0..n-1 of the array in any order;
+            none gives an array of one cell.
+        replica_id: Number of this copy; None gives ``(0, tp rank, rank among the copies)``.
+        tp_group: Tensor-parallel group; None as in the tensor builders.
+        dp_cp_group: Data- and context-parallel group; None as in the tensor builders.
+        kwargs: None are known; each is an error.
+
+    Returns:
+        The description.
+
+    Raises:
+        ValueError: The axes are not 0..n-1, or this rank is not in a group.
+        TypeError: An unknown keyword.
+        RuntimeError: A group is unknown while the world has several ranks.
+        CheckpointingException: An index outside its count.
+
+    Example:
+        >>> make_sharded_object_for_checkpoint(b"state", "rng", ((0, 1, 4),)).unique_key
+        'rng/shard_1_4'
+    """
+    _reject_unknown("make_sharded_object_for_checkpoint", kwargs, frozenset())
+    if replica_id is None:
+        ranks = resolve_ranks(tp_group, dp_cp_group)
+        replica_id = (0, ranks.tp_rank, ranks.dp_cp_rank)
+    offsets = sorted(tuple(offset) for offset in sharded_offsets) or [(0, 0, 1)]
+    if [offset[0] for offset in offsets] != list(range(len(offsets))):
+        raise ValueError(
+            f"key {key!r}: sharded_offsets {tuple(sharded_offsets)} of an object must name the "
+            f"axes 0 to {len(offsets) - 1}, each once"
+        )
+    return ShardedObject(
+        key=key,
+        data=obj,
+        global_shape=tuple(count for _, _, count in offsets),
+        global_offset=tuple(place for _, place, _ in offsets),
+        replica_id=replica_id,
+    )
+
+
+def make_sharded_tensors_for_checkpoint(
+    state_dict: Mapping[str, Any],
+    prefix: str,
+    tensor_parallel_layers_axis_map: Mapping[str, int] | None = None,
+    sharded_offsets: Offsets = (),
+    extra_state_suffix: str = "_extra_state",
+    tp_group: GroupLike | None = None,
+    dp_cp_group: GroupLike | None = None,
+) -> ShardedStateDict:
+    """Describe every entry of a module's state dict.
+
+    No communication; works on meta tensors.
+
+    Args:
+        state_dict: Names to tensors, as from ``state_dict(keep_vars=True)``.
+        prefix: Put before each name to make the key.
+        tensor_parallel_layers_axis_map: Names that are cut over the tensor-parallel group, with
+            the axis; the others are replicated.
+        sharded_offsets: ``(axis, index, count)`` of axes put before those of each tensor.
+        extra_state_suffix: Entries whose name ends with it become objects.
+        tp_group: Tensor-parallel group; None as in the single builders.
+        dp_cp_group: Data- and context-parallel group; None as in the single builders.
+
+    Returns:
+        Keys to descriptions, each key equal to its value's ``key``.
+
+    Raises:
+        TypeError: An entry is neither a tensor nor extra state.
+        ValueError, RuntimeError, CheckpointingException: As in the single builders.
+
+    Example:
+        >>> sharded = make_sharded_tensors_for_checkpoint({"weight": torch.zeros(2)}, "layer.")
+        >>> sharded["layer.weight"].key
+        'layer.weight'
+    """
+    axes = tensor_parallel_layers_axis_map or {}
+    groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    sharded: ShardedStateDict = {}
+    for name, value in state_dict.items():
+        key = f"{prefix}{name}"
+        if name.endswith(extra_state_suffix):
+            sharded[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, **groups)
+        elif not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"key {key!r}: expected a tensor, got {type(value).__name__}; only names that end "
+                f"with {extra_state_suffix!r} may hold other objects"
+            )
+        elif name in axes:
+            sharded[key] = make_tp_sharded_tensor_for_checkpoint(
+                value, key, axes[name], prepend_offsets=sharded_offsets, **groups
+            )
+        else:
+            sharded[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
+    return sharded
+
+
+def sharded_state_dict_default(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: Mapping[str, Any] | None = None,
+    tp_group: GroupLike | None = None,
+) -> ShardedStateDict:
+    """Ask a module for its sharded state dict, or describe its tensors as replicated.
+
+    No communication; works on meta tensors.
+
+    Args:
+        module: A module with a ``sharded_state_dict`` method, or any other.
+        prefix: Put before each name to make the key.
+        sharded_offsets: ``(axis, index, count)`` of axes put before those of each tensor.
+        metadata: Handed to the method; its ``tp_group`` and ``dp_cp_group`` serve modules that
+            have none. Not changed.
+        tp_group: Tensor-parallel group, before that of ``metadata``.
+
+    Returns:
+        Keys to descriptions, whose ``data`` are the live parameters and buffers.
+
+    Raises:
+        TypeError: ``metadata`` is no mapping.
+        ValueError, RuntimeError, CheckpointingException: As in the builders.
+
+    Example:
+        >>> sharded = sharded_state_dict_default(torch.nn.Linear(2, 1), "head.")
+        >>> sorted(sharded)
+        ['head.bias', 'head.weight']
+    """
+    own = getattr(module, "sharded_state_dict", None)
+    if own is not None:
+        if tp_group is not None:
+            metadata = {**(metadata or {}), "tp_group": tp_group}
+        described: ShardedStateDict = own(
+            prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
+        )
+        return described
+    known = ensure_metadata_has_dp_cp_group(metadata)
+    return make_sharded_tensors_for_checkpoint(
+        module.state_dict(prefix="", keep_vars=True),
+        prefix,
+        {},
+        sharded_offsets,
+        tp_group=known.get("tp_group") if tp_group is None else tp_group,
+        dp_cp_group=known["dp_cp_group"],
+    )
+
+
+def _groups(kwargs: dict[str, Any]) -> tuple[GroupLike | None, GroupLike | None]:
+    return kwargs.get("tp_group"), kwargs.get("dp_cp_group")
+
+
+def _checked_fields(function: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ShardedTensor among the keywords; TypeError for unknown ones."""
+    _reject_unknown(function, kwargs, _GROUP_OPTIONS | _FIELD_OPTIONS)
+    return {name: value for name, value in kwargs.items() if name in _FIELD_OPTIONS}
+
+
+def _reject_unknown(function: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
+    unknown = sorted(kwargs.keys() - known)
+    if unknown:
+        hint = f"; known: {', '.join(sorted(known))}" if known else ""
+        raise TypeError(f"{function}() got unknown keywords {', '.join(unknown)}{hint}")
+
+
+def _checked_axis(key: str, tensor: torch.Tensor, tp_axis: int) -> int:
+    if not -tensor.ndim <= tp_axis < tensor.ndim:
+        raise ValueError(
+            f"key {key!r}: tp_axis {tp_axis} is outside a tensor of shape {tuple(tensor.shape)}"
+            + (
+                "; describe a 0-d tensor with make_sharded_tensor_for_checkpoint"
+                * (not tensor.ndim)
+            )
+        )
+    return tp_axis % tensor.ndim

@@ -1,0 +1,89 @@
+"""Writes that survive a crash: synced files and directories, and one rename that publishes."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from pathlib import Path
+
+__all__ = [
+    "incomplete_sibling",
+    "is_incomplete_name",
+    "make_directories",
+    "publish",
+    "sync_directory",
+    "sync_file",
+    "write_file",
+]
+
+_INCOMPLETE = re.compile(r"\..+\.incomplete-[0-9a-f]{16}", re.S)
+
+
+def incomplete_sibling(path: Path, token: int) -> Path:
+    """Return the name beside ``path`` under which its content is made.
+
+    Example:
+        >>> incomplete_sibling(Path("runs/step_2"), 255).as_posix()
+        'runs/.step_2.incomplete-00000000000000ff'
+    """
+    return path.with_name(f".{path.name}.incomplete-{token:016x}")
+
+
+def is_incomplete_name(name: str) -> bool:
+    """Say whether a name is one of :func:`incomplete_sibling`.
+
+    Example:
+        >>> is_incomplete_name(".step_2.incomplete-00000000000000ff"), is_incomplete_name("step_2")
+        (True, False)
+    """
+    return _INCOMPLETE.fullmatch(name) is not None
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on storage; on Windows there is no such call."""
+    if os.name != "nt":
+        sync_file(path)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and wait until its content is on storage."""
+    with path.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and its missing parents, each durably named in its own parent."""
+    if path.is_dir():
+        return
+    if path.exists():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    make_directories(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+def publish(incomplete: Path, final: Path) -> None:
+    """Give a finished directory its final name, in one step that a crash cannot split.
+
+    Args:
+        incomplete: The directory, all of whose files are synced.
+        final: The name, on the same file system, that nothing has yet.
+
+    Raises:
+        OSError: Something with content has the name by now; ``incomplete`` is still there.
+    """
+    sync_directory(incomplete)
+    incomplete.rename(final)
+    sync_directory(final.parent)

@@ -1,0 +1,269 @@
+"""Tell torch.distributed.checkpoint what each rank reads, and refuse what does not fit."""
+
+from __future__ import annotations
+
+import io
+import logging
+from itertools import groupby
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+
+from mcore.parallel.checkpoint.errors import CheckpointingException, bounded_list
+from mcore.parallel.checkpoint.load_targets import (
+    Target,
+    changes_dtype,
+    hole_problem,
+    target_of,
+    tensor_problem,
+)
+from mcore.parallel.checkpoint.state_tree import (
+    Entries,
+    Path,
+    flatten_state_dict,
+    rebuild_state_dict,
+)
+
+__all__ = ["ShardedLoadPlanner"]
+
+logger = logging.getLogger(__name__)
+
+
+class ShardedLoadPlanner(LoadPlanner):
+    """Plans a load into :class:`ShardedTensor` and :class:`ShardedObject` values.
+
+    Works with ``torch.distributed.checkpoint.load`` and any storage reader, on checkpoints of
+    this package and of torch.distributed.checkpoint itself. Tensors are filled in place, on every
+    rank; :meth:`loaded_state_dict` gives them and all other values after the load.
+
+    Args:
+        strict: Refuse a checkpoint that lacks a key; otherwise the local value stays.
+        weights_only: Unpickle objects with torch's restricted unpickler. False runs whatever code
+            the checkpoint holds.
+
+    Example:
+        >>> import tempfile
+        >>> from mcore.parallel.checkpoint import (
+        ...     make_sharded_tensor_for_checkpoint,
+        ...     save_sharded_state_dict,
+        ... )
+        >>> import torch.distributed.checkpoint as dcp
+        >>> folder = tempfile.mkdtemp() + "/step_1"
+        >>> shard = make_sharded_tensor_for_checkpoint(torch.arange(3.0), "w")
+        >>> save_sharded_state_dict({"w": shard}, folder)
+        >>> target = make_sharded_tensor_for_checkpoint(torch.zeros(3), "w")
+        >>> planner = ShardedLoadPlanner()
+        >>> dcp.load({"w": target}, checkpoint_id=folder, planner=planner, no_dist=True)
+        >>> planner.loaded_state_dict()["w"]
+        tensor([0., 1., 2.])
+    """
+
+    def __init__(self, *, strict: bool = True, weights_only: bool = True) -> None:
+        self._strict = strict
+        self._weights_only = weights_only
+        self._is_coordinator = False
+        self._state_dict: dict[str, Any] = {}
+        self._entries = Entries([], [], {}, [])
+        self._metadata = Metadata({})
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._targets: dict[str, list[torch.Tensor]] = {}
+        self._results: dict[Path, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._zeroed: list[torch.Tensor] = []
+        self._problems: list[str] = []
+        self._casts: list[str] = []
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict to fill and the index of the checkpoint."""
+        if metadata is None:
+            raise CheckpointingException("a load needs the index of the checkpoint, got None")
+        self._state_dict, self._metadata = state_dict, metadata
+        self._entries = flatten_state_dict(state_dict)
+        self._is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> LoadPlan:
+        """List what this rank reads, after checking that all of it fits.
+
+        Raises:
+            CheckpointingException: A key is missing, a dtype or shape differs, or the checkpoint
+                does not hold all elements; at most 20 such problems are listed.
+        """
+        self._start_over()
+        items = self._object_items() + self._common_items() + self._tensor_items()
+        if self._problems:
+            raise CheckpointingException(
+                bounded_list("the checkpoint does not fit the state dict", self._problems)
+            )
+        return LoadPlan(items)
+
+    def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
+        """Accept all plans: ranks read independently."""
+        return global_plan
+
+    def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
+        """Accept the plan; from here on targets are written."""
+        for tensor in self._zeroed:
+            tensor.zero_()
+        if self._casts and self._is_coordinator:
+            logger.info(
+                "%d tensors change their dtype on load, such as %s",
+                len(self._casts),
+                self._casts[0],
+            )
+        return central_plan
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle an object or common value.
+
+        Raises:
+            CheckpointingException: It cannot be unpickled.
+        """
+        name = read_item.dest_index.fqn
+        try:
+            self._values[name] = torch.load(
+                value, map_location="cpu", weights_only=self._weights_only
+            )
+        except Exception as error:
+            raise CheckpointingException(
+                f"key {name!r} cannot be unpickled ({type(error).__name__}: {error})"
+                + ("; pass weights_only=False if you trust the file" * self._weights_only)
+            ) from error
+
+    def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
+        """Return the part of the target tensor that a read item fills."""
+        place = read_item.dest_index.index
+        tensor = self._targets[read_item.dest_index.fqn][0 if place is None else place]
+        for dim, (start, length) in enumerate(
+            zip(read_item.dest_offsets, read_item.lengths, strict=True)
+        ):
+            tensor = tensor.narrow(dim, start, length)
+        return tensor
+
+    def commit_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> None:
+        """Do nothing: tensors are read into place."""
+
+    def loaded_state_dict(self) -> dict[str, Any]:
+        """Return the loaded tensors and values in the structure of the state dict.
+
+        Call it after the load. No communication.
+
+        Returns:
+            A new dict; a tensor is the ``data`` it was loaded into.
+        """
+        values = dict(self._results)
+        values.update(self._entries.local)
+        named = [(path, obj.unique_key, obj.data) for path, obj in self._entries.objects]
+        named += [(path, name, value) for name, (path, value) in self._entries.common.items()]
+        for path, name, local in named:
+            if path not in values:
+                values[path] = self._values.get(name, local)
+        return rebuild_state_dict(self._state_dict, values)
+
+    def _object_items(self) -> list[ReadItem]:
+        names = dict.fromkeys(obj.unique_key for _, obj in self._entries.objects)
+        return [item for name in names for item in self._bytes_items(name, "an object")]
+
+    def _common_items(self) -> list[ReadItem]:
+        items: list[ReadItem] = []
+        for name, (path, local) in self._entries.common.items():
+            saved = self._metadata.state_dict_metadata.get(name)
+            if isinstance(saved, TensorStorageMetadata):
+                items += self._common_tensor_items(name, path, local, saved)
+            else:
+                items += self._bytes_items(name, "a value")
+        return items
+
+    def _common_tensor_items(
+        self, name: str, path: Path, local: Any, saved: TensorStorageMetadata
+    ) -> list[ReadItem]:
+        if isinstance(local, torch.Tensor):
+            value = torch.empty_like(local, requires_grad=False)
+        else:
+            value = torch.empty(saved.size, dtype=saved.properties.dtype)
+        self._results[path] = value
+        shape = tuple(value.shape)
+        return self._read_tensors(name, [Target(value, shape, (0,) * len(shape), shape, False)])
+
+    def _tensor_items(self) -> list[ReadItem]:
+        items: list[ReadItem] = []
+        for key, group in groupby(self._entries.tensors, key=lambda entry: entry[1].key):
+            targets = []
+            for path, shard in group:
+                self._results[path], target = target_of(shard)
+                targets.append(target)
+            items += self._read_tensors(key, targets)
+        return items
+
+    def _bytes_items(self, name: str, wanted: str) -> list[ReadItem]:
+        saved = self._metadata.state_dict_metadata.get(name)
+        if isinstance(saved, BytesStorageMetadata):
+            nowhere = torch.Size([0])
+            index = MetadataIndex(name)
+            return [ReadItem(LoadItemType.BYTE_IO, index, nowhere, index, nowhere, nowhere)]
+        if saved is not None:
+            self._problems.append(f"key {name!r}: the checkpoint has a tensor, not {wanted}")
+        else:
+            self._note_missing(name)
+        return []
+
+    def _read_tensors(self, key: str, targets: list[Target]) -> list[ReadItem]:
+        saved = self._metadata.state_dict_metadata.get(key)
+        if saved is None:
+            if any(prod(target.global_shape) for target in targets):
+                self._note_missing(key)
+            return []
+        problems = [problem for t in targets if (problem := tensor_problem(key, saved, t))]
+        if problems or not isinstance(saved, TensorStorageMetadata):
+            self._problems += dict.fromkeys(problems)
+            return []
+        filled = [target for target in targets if target.tensor.numel()]
+        if key in self._targets:
+            self._problems.append(f"key {key!r} names a tensor and a plain value; rename one")
+        self._targets[key] = [target.tensor for target in filled]
+        items = create_read_items_for_chunk_list(key, saved, [t.chunk for t in filled])
+        self._check_filling(key, saved, filled, items)
+        return items
+
+    def _check_filling(
+        self,
+        key: str,
+        saved: TensorStorageMetadata,
+        targets: list[Target],
+        items: list[ReadItem],
+    ) -> None:
+        """Note holes, casts and what must be zeroed because the checkpoint has less of it."""
+        found = [0] * len(targets)
+        for item in items:
+            found[item.dest_index.index or 0] += prod(item.lengths)
+        for target, elements in zip(targets, found, strict=True):
+            if tuple(saved.size) != target.global_shape:
+                self._zeroed.append(target.tensor)
+            elif elements != target.tensor.numel():
+                self._problems.append(hole_problem(key, target, elements))
+        if targets and changes_dtype(saved, targets[0]):
+            self._casts.append(
+                f"{key!r} from {saved.properties.dtype} to {targets[0].tensor.dtype}"
+            )
+
+    def _note_missing(self, name: str) -> None:
+        if self._strict:
+            self._problems.append(
+                f"key {name!r} is missing in the checkpoint; pass strict=False to keep the local "
+                "value"
+            )

@@ -1,0 +1,82 @@
+"""Read the index file of torch.distributed.checkpoint without running code from it."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.torch_private import METADATA_FILE, METADATA_GLOBALS
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import Metadata
+
+__all__ = ["needed_sizes", "read_metadata"]
+
+
+class _MetadataUnpickler(pickle.Unpickler):
+    """Knows only what such an index is made of; anything else is refused."""
+
+    def find_class(self, module_name: str, global_name: str) -> Any:
+        allowed = (
+            (module_name, global_name) in METADATA_GLOBALS
+            or (module_name == "torch" and _is_dtype(global_name))
+            or (module_name.partition(".")[0] == "pathlib" and global_name.endswith("Path"))
+        )
+        if not allowed:
+            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
+        return super().find_class(module_name, global_name)
+
+
+def _is_dtype(name: str) -> bool:
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def read_metadata(directory: Path, *, weights_only: bool = True) -> Metadata:
+    """Read what a checkpoint holds and where.
+
+    Args:
+        directory: The checkpoint.
+        weights_only: Refuse an index that names anything but the classes of an index.
+
+    Returns:
+        The index.
+
+    Raises:
+        CheckpointingException: The file is missing, damaged or refers to foreign code.
+    """
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    path = directory / METADATA_FILE
+    try:
+        with path.open("rb") as stream:
+            load = _MetadataUnpickler if weights_only else pickle.Unpickler
+            metadata = load(stream).load()
+    except FileNotFoundError as error:
+        raise CheckpointingException(_no_checkpoint(directory)) from error
+    except Exception as error:
+        raise CheckpointingException(
+            f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint"
+            + (", or pass weights_only=False if you trust it" * weights_only)
+        ) from error
+    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
+        raise CheckpointingException(f"{path} is no index of a checkpoint")
+    return metadata
+
+
+def _no_checkpoint(directory: Path) -> str:
+    if not directory.exists():
+        return f"{directory} does not exist; list_checkpoints({str(directory.parent)!r}) lists some"
+    return f"{directory} is no checkpoint: it has no file {METADATA_FILE}"
+
+
+def needed_sizes(metadata: Metadata) -> dict[str, int]:
+    """Return how many bytes each payload file must have at least, by file name."""
+    sizes: dict[str, int] = {}
+    for place in metadata.storage_data.values():
+        end = place.offset + place.length
+        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
+    return sizes

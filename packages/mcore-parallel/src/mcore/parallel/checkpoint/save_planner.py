@@ -1,0 +1,246 @@
+"""Tell torch.distributed.checkpoint what each rank writes, and refuse what is not whole."""
+
+from __future__ import annotations
+
+import io
+import json
+import warnings
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+
+from mcore.parallel.checkpoint.common_digest import digest_of
+from mcore.parallel.checkpoint.dtensor_shards import boxed
+from mcore.parallel.checkpoint.errors import CheckpointingException, bounded_list
+from mcore.parallel.checkpoint.shard_records import (
+    ShardRecord,
+    decode_records,
+    describe_entries,
+    encode_records,
+)
+from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
+from mcore.parallel.checkpoint.staging import (
+    StagedValue,
+    data_problem,
+    serialized,
+    written_shards,
+)
+from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
+from mcore.parallel.checkpoint.validation import raise_if_not_whole, validate_plans
+
+__all__ = ["ShardedSavePlanner"]
+
+
+@dataclass(frozen=True)
+class _RankReport:
+    """What the coordinator needs of a rank besides its write items, packed.
+
+    Copies are packed apart from written parts: ranks with the same copies send the same bytes,
+    which the coordinator unpacks once.
+    """
+
+    written: bytes
+    copies: bytes
+    common: bytes
+
+
+class ShardedSavePlanner(SavePlanner):
+    """Plans a save of :class:`ShardedTensor` and :class:`ShardedObject` values.
+
+    Works with ``torch.distributed.checkpoint.save`` and any storage writer. Main replicas write
+    tensors and objects; the coordinator writes all other leaves. The coordinator refuses plans in
+    which an element is written twice or by nobody, and warns of common leaves that differ.
+
+    Args:
+        entries: Leaves that were sorted by kind before, in place of those of the state dict.
+
+    Example:
+        >>> import tempfile
+        >>> import torch.distributed.checkpoint as dcp
+        >>> from mcore.parallel.checkpoint import make_sharded_tensor_for_checkpoint
+        >>> shard = make_sharded_tensor_for_checkpoint(torch.arange(3.0), "w")
+        >>> folder = tempfile.mkdtemp()
+        >>> metadata = dcp.save(
+        ...     {"w": shard}, checkpoint_id=folder, planner=ShardedSavePlanner(), no_dist=True
+        ... )
+        >>> metadata.state_dict_metadata["w"].size
+        torch.Size([3])
+    """
+
+    def __init__(self, entries: Entries | None = None) -> None:
+        self._prepared = entries
+        self._entries = entries or Entries([], [], {}, [])
+        self._is_coordinator = False
+        self._tensors: dict[MetadataIndex, torch.Tensor] = {}
+        self._values: dict[str, Any] = {}
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state dict of this rank."""
+        self._entries = self._prepared or flatten_state_dict(state_dict)
+        self._is_coordinator = is_coordinator
+
+    def create_local_plan(self) -> SavePlan:
+        """List what this rank writes.
+
+        Raises:
+            CheckpointingException: A part that this rank must write has no data.
+        """
+        self._tensors, self._values = {}, {}
+        items = self._tensor_items() + self._object_items()
+        if self._is_coordinator:
+            items += self._common_items()
+        return SavePlan(items, planner_data=self._report())
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Check the plans of all ranks against each other and describe the checkpoint.
+
+        Raises:
+            CheckpointingException: The parts do not make whole tensors.
+        """
+        reports = [plan.planner_data for plan in all_plans]
+        records = _unpacked(reports, each_copy=False)
+        if validate_plans(records):
+            raise_if_not_whole(_unpacked(reports, each_copy=True))
+        _warn_of_differences([report.common for report in reports])
+        plain = [replace(plan, planner_data=None) for plan in all_plans]
+        plans, metadata = create_default_global_save_plan(plain)
+        _describe_empty_tensors(metadata, records)
+        return plans, metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Accept the coordinator's plan."""
+        return new_plan
+
+    def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
+        """Return the tensor, or the pickled object, of a write item."""
+        if write_item.type != WriteItemType.BYTE_IO:
+            return self._tensors[write_item.index]
+        name = write_item.index.fqn
+        return io.BytesIO(serialized(name, self._values[name]))
+
+    def _tensor_items(self) -> list[WriteItem]:
+        items = []
+        for shard in written_shards(self._entries):
+            if shard.data is None:
+                raise CheckpointingException(f"{shard.key!r} {data_problem(None)}")
+            index = MetadataIndex(shard.key, shard.global_offset)
+            self._tensors[index] = boxed(shard.data, shard.prepend_axis_num)
+            items.append(_write_item(index, WriteItemType.SHARD, self._tensors[index], shard))
+        return items
+
+    def _object_items(self) -> list[WriteItem]:
+        items = []
+        for _, obj in self._entries.objects:
+            if is_main_replica(obj.replica_id):
+                self._values[obj.unique_key] = obj.data
+                items.append(WriteItem(MetadataIndex(obj.unique_key), WriteItemType.BYTE_IO))
+        return items
+
+    def _common_items(self) -> list[WriteItem]:
+        items = []
+        for name, (_, value) in self._entries.common.items():
+            content = value.content if isinstance(value, StagedValue) else value
+            if isinstance(content, torch.Tensor):
+                index = MetadataIndex(name, [0] * content.ndim)
+                self._tensors[index] = content.detach()
+                items.append(_write_item(index, WriteItemType.TENSOR, self._tensors[index]))
+            else:
+                self._values[name] = value
+                items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
+        return items
+
+    def _report(self) -> _RankReport:
+        records = describe_entries(self._entries, with_common=self._is_coordinator)
+        digests = {
+            name: (value.digest if isinstance(value, StagedValue) else digest_of(value)).hex()
+            for name, (_, value) in self._entries.common.items()
+        }
+        return _RankReport(
+            written=encode_records([record for record in records if record.is_main]),
+            copies=encode_records([record for record in records if not record.is_main]),
+            common=zlib.compress(json.dumps(digests).encode(), 1),
+        )
+
+
+def _write_item(
+    index: MetadataIndex,
+    kind: WriteItemType,
+    tensor: torch.Tensor,
+    shard: ShardedTensor | None = None,
+) -> WriteItem:
+    offset = index.offset if index.offset is not None else torch.Size()
+    return WriteItem(
+        index=index,
+        type=kind,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(offset, tensor.size()),
+            properties=TensorProperties(dtype=tensor.dtype),
+            size=tensor.size() if shard is None else torch.Size(shard.global_shape),
+        ),
+    )
+
+
+def _unpacked(reports: Sequence[_RankReport], *, each_copy: bool) -> list[list[ShardRecord]]:
+    """Unpack every rank's records; equal lists of copies once, unless each is to be named."""
+    seen: set[bytes] = set()
+    ranks = []
+    for report in reports:
+        records = decode_records(report.written)
+        if each_copy or report.copies not in seen:
+            seen.add(report.copies)
+            records += decode_records(report.copies)
+        ranks.append(records)
+    return ranks
+
+
+def _warn_of_differences(packed: Sequence[bytes]) -> None:
+    if len(set(packed)) < 2:
+        return
+    first: dict[str, str] = json.loads(zlib.decompress(packed[0]))
+    differing: set[str] = set()
+    for other in set(packed) - {packed[0]}:
+        digests: dict[str, str] = json.loads(zlib.decompress(other))
+        names = first.keys() | digests.keys()
+        differing |= {name for name in names if first.get(name) != digests.get(name)}
+    if differing:
+        warnings.warn(
+            "values outside ShardedTensor and ShardedObject differ between ranks; those of the "
+            "first rank are saved:\n" + bounded_list("differing keys", sorted(differing)),
+            stacklevel=2,
+        )
+
+
+def _describe_empty_tensors(metadata: Metadata, ranks: Sequence[Sequence[ShardRecord]]) -> None:
+    """List tensors without elements in the index, though nothing is stored for them."""
+    for record in (record for records in ranks for record in records):
+        if record.kind == "tensor" and not prod(record.global_shape):
+            metadata.state_dict_metadata[record.key] = TensorStorageMetadata(
+                properties=TensorProperties(dtype=getattr(torch, record.dtype)),
+                size=torch.Size(record.global_shape),
+                chunks=[],
+            )

@@ -1,0 +1,393 @@
+"""A rank's box of a global tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from operator import index
+from typing import Any
+
+import torch
+
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.tensor.dtensor import to_local_if_dtensor
+
+__all__ = [
+    "ReplicaId",
+    "ShardedBase",
+    "ShardedTensor",
+    "is_main_replica",
+]
+
+ReplicaId = int | tuple[int, ...]
+Shape = tuple[int, ...]
+
+
+def is_main_replica(replica_id: ReplicaId) -> bool:
+    """Say whether this copy of a shard is the one that is written.
+
+    Args:
+        replica_id: An integer (numpy integers too) or a tuple of integers.
+
+    Returns:
+        True for 0 or all zeros.
+
+    Example:
+        >>> is_main_replica((0, 0, 0)), is_main_replica((0, 1, 0)), is_main_replica(0)
+        (True, False, True)
+    """
+    parts = replica_id if isinstance(replica_id, tuple) else (replica_id,)
+    return all(index(part) == 0 for part in parts)
+
+
+class ShardedBase:
+    """What :class:`ShardedTensor` and :class:`ShardedObject` have in common, for isinstance.
+
+    Attributes:
+        key: Name in the checkpoint.
+        data: This rank's part.
+        replica_id: Which of the identical copies this is; all zeros is the one that is written.
+    """
+
+    key: str
+    data: Any
+    replica_id: ReplicaId
+
+
+@dataclass
+class ShardedTensor(ShardedBase):
+    """A rank's box of a global tensor.
+
+    Axes prepended to the tensor (stacked layers, say) come first in ``global_shape`` and
+    ``global_offset`` and are not part of ``local_shape``. Comparing two with ``==`` compares the
+    descriptions, not ``data``.
+
+    Attributes:
+        key: Name in the checkpoint. A rank may hold several boxes of one key.
+        data: The local tensor, or the DTensor whose local shard it is; None when only described.
+        dtype: Its dtype.
+        local_shape: Shape of this rank's part, in elements.
+        global_shape: Shape of the whole tensor, prepended axes first.
+        global_offset: Where this part starts in it.
+        axis_fragmentations: Number of equal parts along each global axis; None when the parts
+            are no regular grid.
+        replica_id: ``(pp, tp, dp)``-style number of the copy; all zeros is written.
+        prepend_axis_num: Number of prepended axes.
+        allow_shape_mismatch: Loading reads the overlap and zeroes the rest when the global shape
+            in the checkpoint differs (padded vocabulary).
+        flattened_range: Always None; a shard is a box.
+
+    Raises:
+        CheckpointingException: The numbers contradict each other or ``data``.
+
+    Example:
+        >>> ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6), (0, 1, 2)).global_offset
+        (4, 0)
+    """
+
+    key: str
+    data: torch.Tensor | None = field(repr=False, compare=False)
+    dtype: torch.dtype
+    local_shape: Shape
+    global_shape: Shape
+    global_offset: Shape
+    axis_fragmentations: Shape | None
+    replica_id: ReplicaId = 0
+    prepend_axis_num: int = 0
+    allow_shape_mismatch: bool = False
+    flattened_range: None = None
+
+    def __post_init__(self) -> None:
+        self.validate_metadata_integrity()
+
+    @classmethod
+    def from_rank_offsets(
+        cls,
+        key: str,
+        data: torch.Tensor,
+        *rank_offsets: Sequence[int],
+        replica_id: ReplicaId = 0,
+        prepend_axis_num: int = 0,
+        **init_kwargs: Any,
+    ) -> ShardedTensor:
+        """Describe a part of a regular grid by its place along each cut axis.
+
+        No communication.
+
+        Args:
+            key: Name in the checkpoint.
+            data: This rank's part; all parts have its shape.
+            rank_offsets: ``(axis, index, count)`` each: this is part ``index`` of ``count`` along
+                ``axis``, counted with the prepended axes. Axes that are not named are not cut.
+            replica_id: Number of the copy.
+            prepend_axis_num: How many leading axes exist only in the global tensor.
+            init_kwargs: Further fields, such as ``allow_shape_mismatch``.
+
+        Returns:
+            The description, with ``data`` itself inside.
+
+        Raises:
+            CheckpointingException: An axis outside the tensor or named twice, an index outside
+                ``[0, count)`` or a count below 1.
+
+        Example:
+            >>> shard = ShardedTensor.from_rank_offsets(
+            ...     "w", torch.zeros(4, 6), (0, 1, 3), (1, 1, 2), prepend_axis_num=1
+            ... )
+            >>> shard.global_shape, shard.global_offset
+            ((3, 8, 6), (1, 4, 0))
+        """
+        local_shape = tuple(data.shape)
+        places = _places_by_axis(key, rank_offsets, len(local_shape) + prepend_axis_num)
+        sizes = (1,) * prepend_axis_num + local_shape
+        cuts = [places.get(axis, (0, 1)) for axis in range(len(sizes))]
+        return cls(
+            key=key,
+            data=data,
+            dtype=data.dtype,
+            local_shape=local_shape,
+            global_shape=tuple(s * count for s, (_, count) in zip(sizes, cuts, strict=True)),
+            global_offset=tuple(s * place for s, (place, _) in zip(sizes, cuts, strict=True)),
+            axis_fragmentations=tuple(count for _, count in cuts),
+            replica_id=replica_id,
+            prepend_axis_num=prepend_axis_num,
+            **init_kwargs,
+        )
+
+    @property
+    def has_regular_grid(self) -> bool:
+        """Whether all parts have this part's shape."""
+        return self.axis_fragmentations is not None
+
+    @property
+    def box_shape(self) -> Shape:
+        """``local_shape`` with a leading 1 for each prepended axis."""
+        return (1,) * self.prepend_axis_num + self.local_shape
+
+    def local_chunk_offset_in_global(self) -> Shape:
+        """Return this part's place in the grid of parts.
+
+        Returns:
+            One index per global axis; 0 along an axis where the part is empty.
+
+        Raises:
+            CheckpointingException: The parts are no regular grid.
+
+        Example:
+            >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6), (0, 1, 2))
+            >>> shard.local_chunk_offset_in_global()
+            (1, 0)
+        """
+        if not self.has_regular_grid:
+            raise CheckpointingException(
+                f"key {self.key!r}: the parts have different shapes (axis_fragmentations is "
+                "None), so a part has no index in a grid; use global_offset"
+            )
+        return tuple(
+            offset // size if size else 0
+            for offset, size in zip(self.global_offset, self.box_shape, strict=True)
+        )
+
+    def without_data(self) -> ShardedTensor:
+        """Return the description alone, with ``data`` None.
+
+        Example:
+            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2)).without_data().data is None
+            True
+        """
+        return replace(self, data=None)
+
+    def init_data(
+        self,
+        device: torch.device | str,
+        init_fn: Callable[..., torch.Tensor] = torch.empty,
+    ) -> None:
+        """Allocate ``data`` where there is none; an existing one stays.
+
+        Args:
+            device: Where to allocate.
+            init_fn: Called as ``init_fn(local_shape, dtype=dtype, device=device)``.
+
+        Raises:
+            CheckpointingException: What ``init_fn`` returned has another shape or dtype.
+
+        Example:
+            >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2)).without_data()
+            >>> shard.init_data("cpu", torch.ones)
+            >>> shard.data
+            tensor([1., 1.])
+        """
+        if self.data is None:
+            self.data = init_fn(self.local_shape, dtype=self.dtype, device=device)
+            self.validate_metadata_integrity()
+
+    def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
+        """Cut this part along one local axis, as if every part were cut in the same way.
+
+        The global shape and offset along the axis shrink by ``length / local size``.
+
+        Args:
+            dim: Axis of the local tensor, without prepended axes; negative counts from the end.
+            start: First element, in the local part.
+            length: Number of elements.
+
+        Returns:
+            A list with the one narrowed part, whose ``data`` is a view.
+
+        Raises:
+            CheckpointingException: The range lies outside the part, or the global shape or
+                offset does not shrink to a whole number.
+
+        Example:
+            >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6), (0, 1, 2))
+            >>> [half] = shard.narrow(0, 2, 2)
+            >>> half.global_shape, half.global_offset
+            ((4, 6), (2, 0))
+        """
+        dim = _checked_range(self, dim, start, length)
+        axis = dim + self.prepend_axis_num
+        local = self.local_shape[dim]
+        return [
+            replace(
+                self,
+                data=None
+                if self.data is None
+                else to_local_if_dtensor(self.data).narrow(dim, start, length),
+                local_shape=_replaced(self.local_shape, dim, length),
+                global_shape=_scaled(self.key, self.global_shape, axis, length, local),
+                global_offset=_scaled(self.key, self.global_offset, axis, length, local),
+            )
+        ]
+
+    def validate_metadata_integrity(self) -> None:
+        """Check that the fields agree with each other and with ``data``.
+
+        Raises:
+            CheckpointingException: They do not; the text names the key and both values.
+
+        Example:
+            >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2)).validate_metadata_integrity()
+        """
+        problem = (
+            self._problem_with_data()
+            or self._problem_with_ranks()
+            or self._problem_with_bounds()
+            or self._problem_with_grid()
+        )
+        if problem is not None:
+            raise CheckpointingException(f"key {self.key!r}: {problem}")
+
+    def _problem_with_data(self) -> str | None:
+        if self.flattened_range is not None:
+            return f"flattened_range is {self.flattened_range!r}; only None is supported"
+        if self.data is None:
+            return None
+        if self.data.dtype != self.dtype:
+            return f"dtype is {self.dtype} but data has {self.data.dtype}"
+        found = tuple(to_local_if_dtensor(self.data).shape)
+        return (
+            None
+            if found == self.local_shape
+            else (f"local_shape is {self.local_shape} but data has {found}")
+        )
+
+    def _problem_with_ranks(self) -> str | None:
+        ndim = len(self.local_shape) + self.prepend_axis_num
+        if self.prepend_axis_num >= 0 and len(self.global_shape) == len(self.global_offset) == ndim:
+            return None
+        return (
+            f"local_shape {self.local_shape} with {self.prepend_axis_num} prepended axes needs "
+            f"{ndim} entries in global_shape {self.global_shape} and global_offset "
+            f"{self.global_offset}"
+        )
+
+    def _problem_with_bounds(self) -> str | None:
+        axes = zip(self.global_offset, self.box_shape, self.global_shape, strict=True)
+        for axis, (offset, size, total) in enumerate(axes):
+            if offset < 0 or size < 0 or offset + size > total:
+                return (
+                    f"axis {axis}: offset {offset} + size {size} lies outside the global size "
+                    f"{total}"
+                )
+        return None
+
+    def _problem_with_grid(self) -> str | None:
+        if self.axis_fragmentations is None:
+            return None
+        if len(self.axis_fragmentations) != len(self.global_shape):
+            return (
+                f"axis_fragmentations {self.axis_fragmentations} needs one entry per axis of "
+                f"global_shape {self.global_shape}"
+            )
+        axes = zip(
+            self.axis_fragmentations,
+            self.box_shape,
+            self.global_shape,
+            self.global_offset,
+            strict=True,
+        )
+        for axis, (count, size, total, offset) in enumerate(axes):
+            if count * size != total or (size and offset % size):
+                return (
+                    f"axis {axis}: {count} parts of {size} at offset {offset} are no regular grid "
+                    f"of the global size {total}; give axis_fragmentations=None for uneven parts"
+                )
+        return None
+
+
+def _places_by_axis(
+    key: str, rank_offsets: Sequence[Sequence[int]], ndim: int
+) -> dict[int, tuple[int, int]]:
+    """Check ``(axis, index, count)`` triples and return index and count per axis."""
+    places: dict[int, tuple[int, int]] = {}
+    for triple in rank_offsets:
+        if len(triple) != 3:
+            raise CheckpointingException(
+                f"key {key!r}: offset {tuple(triple)} must be (axis, index, count)"
+            )
+        axis, place, count = (index(number) for number in triple)
+        if not 0 <= axis < ndim:
+            raise CheckpointingException(
+                f"key {key!r}: axis {axis} of offset {tuple(triple)} is outside the {ndim} axes "
+                "(prepended ones included)"
+            )
+        if axis in places:
+            raise CheckpointingException(f"key {key!r}: axis {axis} has two offsets; give one")
+        if count < 1 or not 0 <= place < count:
+            raise CheckpointingException(
+                f"key {key!r}: offset {tuple(triple)} needs count >= 1 and 0 <= index < count"
+            )
+        places[axis] = (place, count)
+    return places
+
+
+def _checked_range(shard: ShardedTensor, dim: int, start: int, length: int) -> int:
+    ndim = len(shard.local_shape)
+    if not -ndim <= dim < ndim:
+        raise CheckpointingException(
+            f"key {shard.key!r}: cannot narrow axis {dim} of local shape {shard.local_shape}"
+        )
+    dim %= ndim
+    if start < 0 or length < 0 or start + length > shard.local_shape[dim]:
+        raise CheckpointingException(
+            f"key {shard.key!r}: cannot narrow axis {dim} to [{start}, {start + length}) of local "
+            f"shape {shard.local_shape}"
+        )
+    return dim
+
+
+def _replaced(shape: Shape, axis: int, value: int) -> Shape:
+    return (*shape[:axis], value, *shape[axis + 1 :])
+
+
+def _scaled(key: str, shape: Shape, axis: int, length: int, local: int) -> Shape:
+    """Multiply one entry by ``length / local``, which must give a whole number."""
+    if local == 0:
+        return shape
+    scaled, rest = divmod(shape[axis] * length, local)
+    if rest:
+        raise CheckpointingException(
+            f"key {key!r}: {shape[axis]} along axis {axis} times {length}/{local} is no whole "
+            "number; narrow only where all parts are cut alike"
+        )
+    return _replaced(shape, axis, scaled)

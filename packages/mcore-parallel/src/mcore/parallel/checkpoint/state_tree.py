@@ -1,0 +1,142 @@
+"""Nested state dicts as named leaves, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore.parallel.checkpoint.dtensor_builders import shard_of_dtensor
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
+from mcore.parallel.checkpoint.sharded_objects import LocalNonpersistentObject, ShardedObject
+from mcore.tensor.dtensor import is_dtensor
+
+__all__ = ["Entries", "Path", "flatten_state_dict", "rebuild_state_dict"]
+
+Path = tuple[Any, ...]
+_ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
+
+
+@dataclass(frozen=True)
+class Entries:
+    """The leaves of a state dict by kind, each kind in an order that all ranks share.
+
+    Attributes:
+        tensors: Path and shard, sorted by key and offset.
+        objects: Path and object, sorted by unique key.
+        common: Dotted name to path and value of the leaves that every rank holds alike, sorted.
+        local: Path and value of the leaves that are never saved.
+    """
+
+    tensors: list[tuple[Path, ShardedTensor]]
+    objects: list[tuple[Path, ShardedObject]]
+    common: dict[str, tuple[Path, Any]]
+    local: list[tuple[Path, Any]]
+
+
+def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
+    """Sort the leaves of a nested state dict by kind.
+
+    Dicts are always entered, lists when they hold a dict or a tensor, tuples when they hold a
+    sharded value; all other values are leaves. The names of common leaves are the keys and list
+    places on the way, joined by dots, as in torch.distributed.checkpoint. A bare DTensor counts
+    as a shard whose key is that name.
+
+    Args:
+        state_dict: What is saved or loaded.
+
+    Returns:
+        The leaves.
+
+    Raises:
+        CheckpointingException: It is no dict, two leaves have one name, or a leaf is an object
+            with a state dict of its own.
+    """
+    if not isinstance(state_dict, Mapping):
+        raise CheckpointingException(
+            f"a state dict must be a dict, got {type(state_dict).__name__}"
+        )
+    entries = Entries([], [], {}, [])
+    for path, value in _leaves((), state_dict):
+        _add(entries, path, value)
+    entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, _name(item[0])))
+    entries.objects.sort(key=lambda item: (item[1].unique_key, _name(item[0])))
+    common = dict(sorted(entries.common.items()))
+    return Entries(entries.tensors, entries.objects, common, entries.local)
+
+
+def _add(entries: Entries, path: Path, value: Any) -> None:
+    name = _name(path)
+    if isinstance(value, ShardedTensor):
+        entries.tensors.append((path, value))
+    elif isinstance(value, ShardedObject):
+        entries.objects.append((path, value))
+    elif isinstance(value, LocalNonpersistentObject):
+        entries.local.append((path, value.unwrap()))
+    elif is_dtensor(value):
+        entries.tensors.append((path, shard_of_dtensor(value, name)))
+    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+        raise CheckpointingException(
+            f"{name!r} is a {type(value).__name__}; put what its state_dict() returns there"
+        )
+    elif name in entries.common:
+        raise CheckpointingException(
+            f"two leaves of the state dict have the name {name!r}; rename one of them"
+        )
+    else:
+        entries.common[name] = (path, value)
+
+
+def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+    if not _is_entered(node):
+        yield path, node
+        return
+    items = node.items() if isinstance(node, Mapping) else enumerate(node)
+    for key, value in items:
+        yield from _leaves((*path, key), value)
+
+
+def _is_entered(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        return True
+    if isinstance(node, list):
+        return any(
+            isinstance(item, _ATOMS) or (isinstance(item, Mapping | list) and _is_entered(item))
+            for item in node
+        )
+    return isinstance(node, tuple) and _has_sharded(node)
+
+
+def _has_sharded(node: Any) -> bool:
+    if isinstance(node, tuple | list):
+        return any(map(_has_sharded, node))
+    if isinstance(node, Mapping):
+        return any(map(_has_sharded, node.values()))
+    return isinstance(node, ShardedBase | LocalNonpersistentObject)
+
+
+def _name(path: Path) -> str:
+    return ".".join(map(str, path))
+
+
+def rebuild_state_dict(state_dict: Mapping[Any, Any], values: Mapping[Path, Any]) -> dict[Any, Any]:
+    """Return a state dict of the same structure with the values of the given paths.
+
+    Containers are new; leaves whose path is missing in ``values`` stay what they are.
+    """
+    rebuilt: dict[Any, Any] = _rebuilt((), state_dict, values)
+    return rebuilt
+
+
+def _rebuilt(path: Path, node: Any, values: Mapping[Path, Any]) -> Any:
+    if not _is_entered(node):
+        return values.get(path, node)
+    if isinstance(node, Mapping):
+        return {key: _rebuilt((*path, key), value, values) for key, value in node.items()}
+    items = [_rebuilt((*path, place), value, values) for place, value in enumerate(node)]
+    if isinstance(node, list):
+        return items
+    return type(node)(*items) if hasattr(node, "_fields") else tuple(items)

@@ -1,0 +1,308 @@
+"""Slices of a batch for the ranks of a context-parallel group, balanced for causal attention.
+
+A sequence is cut into `2 * cp` equal chunks and rank r takes the chunks r and `2 * cp - 1 - r`, one
+from each end. A causal query at position p attends to p + 1 keys, so the two chunks together cost
+the same on every rank. The scheme is the one of Megatron-LM's context parallelism.
+"""
+
+from __future__ import annotations
+
+import operator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from mcore.parallel.default_groups import get_default_process_groups
+from mcore.parallel.groups import get_pg_rank, get_pg_size, is_distributed
+from mcore.parallel.packed_documents import (
+    check_divisible,
+    check_length,
+    read_borders,
+    zigzag_positions,
+)
+from mcore.tensor.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping, Sequence
+
+    from mcore.parallel.groups import GroupLike
+
+__all__ = ["cp_unzigzag", "cp_zigzag_index", "get_batch_on_this_cp_rank"]
+
+METADATA_KEYS = frozenset(
+    {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"}
+)
+PACKED_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+
+
+def get_batch_on_this_cp_rank(
+    batch: dict[str, Any],
+    cp_group: GroupLike | None = None,
+    *,
+    is_hybrid_cp: bool = False,
+    hybrid_cp_group_func: Callable[..., Any] | None = None,
+    use_per_sequence_balancing: bool = False,
+    seq_dims: Mapping[str, int | None] | None = None,
+) -> dict[str, Any]:
+    """Return the part of a batch that this rank of the context-parallel group works on.
+
+    No communication. Three ways to split, all by the two-chunk scheme of this module:
+
+    - per sequence, when the batch has no `cu_seqlens` or with `use_per_sequence_balancing`: each
+      tensor along its sequence dim;
+    - packed, when it has `cu_seqlens`: inside every document, so that each stays balanced, for
+      the keys `tokens`, `labels`, `loss_mask`, `position_ids` and those in `seq_dims`;
+    - hybrid, with `is_hybrid_cp` where the batch has `cu_seqlens` or `local_cp_size`: per sequence
+      over a group chosen for this batch, which the result holds as `hybrid_cp_group`.
+
+    Tensors that are split are checked before any is copied. `None`, values that are no tensors
+    and the keys `cu_seqlens`, `cu_seqlens_padded`, `max_seqlen`, `local_cp_size` and
+    `hybrid_cp_group` pass through; lengths in them stay those of the whole sequence.
+
+    Args:
+        batch: Tensors by name, `[b, s]` or `[b, s, ...]`; an `attention_mask` is `[b, 1, sq, sk]`,
+            of which the query dim is split, or `[b, s]`. Packed batches have `cu_seqlens` `[n]` or
+            `[1, n]`, the borders of the documents; `cu_seqlens_padded` is used instead where
+            present. Hybrid batches have `local_cp_size`, an int or a tensor of one element. A
+            `cu_seqlens` or `local_cp_size` on an accelerator is read with one host sync.
+        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default `cp` of the
+            default `ProcessGroups`, else one rank.
+        is_hybrid_cp: The batch says itself, by `local_cp_size`, how many ranks share it.
+        hybrid_cp_group_func: Called as `hybrid_cp_group_func(group_size=n)` for the group of the
+            n ranks that share a hybrid batch; needed when n > 1.
+        use_per_sequence_balancing: Split per sequence even if there is a `cu_seqlens`.
+        seq_dims: Sequence dim by key where it is not dim 1 (dim 2 for an `attention_mask` with
+            three or more dims); `None` lets the key pass through.
+
+    Returns:
+        A new dict with the same keys. Split tensors are new, contiguous, `1 / cp` as long in the
+        sequence dim and differentiable. With one rank, with a `local_cp_size` of 1, and where
+        torch.distributed is not initialised: a shallow copy.
+
+    Raises:
+        TypeError: `cp_group` is a bool, or a tensor to split is a DTensor.
+        ValueError: A length is not divisible by `2 * cp`, a tensor lacks its sequence dim,
+            `cu_seqlens` does not describe the sequence, a packed batch has an attention mask, a
+            hybrid one lacks what it needs, or this rank is not in the group.
+
+    Example:
+        >>> batch = {"tokens": torch.arange(8)[None], "labels": None}
+        >>> part = get_batch_on_this_cp_rank(batch)
+        >>> part["tokens"] is batch["tokens"], part is batch
+        (True, False)
+    """
+    if isinstance(cp_group, bool):
+        raise TypeError(
+            "got a bool as cp_group: pass is_hybrid_cp by keyword, "
+            f"get_batch_on_this_cp_rank(batch, is_hybrid_cp={cp_group})"
+        )
+    dims = dict(seq_dims or {})
+    has_documents = batch.get("cu_seqlens") is not None
+    asks_for_ranks = batch.get("local_cp_size") is not None
+    # A pipeline stage without inputs has neither, and nothing to ask the group for.
+    if is_hybrid_cp and not use_per_sequence_balancing and (has_documents or asks_for_ranks):
+        return _split_hybrid(batch, hybrid_cp_group_func, dims)
+    if cp_group is None:
+        defaults = get_default_process_groups()
+        cp_group = None if defaults is None else defaults.cp
+    size, rank = get_pg_size(cp_group), get_pg_rank(cp_group)
+    if size == 1:
+        return dict(batch)
+    if has_documents and not use_per_sequence_balancing:
+        return _split_packed(batch, size, rank, dims)
+    return _split_per_sequence(batch, size, rank, dims)
+
+
+def cp_zigzag_index(
+    seq_len: int,
+    cp_size: int,
+    cp_rank: int,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    device: torch.device | str | None = None,
+) -> Tensor:
+    """Return the positions of a sequence that one context-parallel rank works on, in its order.
+
+    Args:
+        seq_len: Length of the whole sequence.
+        cp_size: Number of context-parallel ranks, cp.
+        cp_rank: The rank asked for, 0 to cp - 1.
+        cu_seqlens: Borders of the documents packed into the sequence, `[n]` or `[1, n]`, from 0 to
+            `seq_len`; each document is then balanced on its own. On an accelerator it is read
+            with one host sync.
+        device: Where the result goes; default the CPU.
+
+    Returns:
+        int64 tensor `[seq_len / cp]`.
+
+    Raises:
+        ValueError: `cp_rank` is not below `cp_size`, the sequence or a document is not divisible
+            by `2 * cp`, or `cu_seqlens` does not describe the sequence. One rank takes any length.
+
+    Example:
+        >>> cp_zigzag_index(16, 2, 0).tolist()
+        [0, 1, 2, 3, 12, 13, 14, 15]
+        >>> cp_zigzag_index(16, 2, 1, cu_seqlens=[0, 4, 16]).tolist()
+        [1, 2, 7, 8, 9, 10, 11, 12]
+    """
+    if cp_size < 1 or not 0 <= cp_rank < cp_size:
+        raise ValueError(f"cp_rank {cp_rank} is not one of the {cp_size} ranks 0 to {cp_size - 1}")
+    if seq_len < 0:
+        raise ValueError(f"seq_len is {seq_len}, expected 0 or more")
+    borders = read_borders([0, seq_len] if cu_seqlens is None else cu_seqlens)
+    check_length(borders, seq_len, "the sequence")
+    if cp_size == 1:
+        return torch.arange(seq_len, device=device or "cpu")
+    check_divisible(borders, cp_size)
+    return zigzag_positions(borders, cp_size, cp_rank).to(device or "cpu")
+
+
+def cp_unzigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
+    """Put the shards of all context-parallel ranks back into the order of the sequence.
+
+    The inverse of the per-sequence split; no communication. Differentiable, e.g. after gathering
+    keys along dim 0: `cp_unzigzag(gathered.chunk(cp), dim=0)`.
+
+    Args:
+        shards: One tensor for each rank, in rank order, of equal shape.
+        dim: The sequence dim of the shards.
+
+    Returns:
+        A new tensor, cp times as long in `dim`; a single shard is returned as it is.
+
+    Raises:
+        ValueError: No shards, shards of different shapes, without `dim`, or of odd length.
+
+    Example:
+        >>> shards = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
+        >>> cp_unzigzag(shards, dim=0)
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
+    """
+    if len(shards) == 0:
+        raise ValueError("got no shards, expected one for each context-parallel rank")
+    shapes = [tuple(shard.shape) for shard in shards]
+    if len(set(shapes)) > 1:
+        raise ValueError(f"the shards of all ranks must have one shape, got {shapes}")
+    if not -len(shapes[0]) <= dim < len(shapes[0]):
+        raise ValueError(f"shards of shape {shapes[0]} have no dim {dim}")
+    if len(shards) == 1:
+        return shards[0]
+    length = shapes[0][dim]
+    if length % 2:
+        raise ValueError(
+            f"shards of shape {shapes[0]} have odd length {length} in dim {dim}; each must hold "
+            "two chunks of equal length"
+        )
+    ascending = [shard.narrow(dim, 0, length // 2) for shard in shards]
+    descending = [shard.narrow(dim, length // 2, length // 2) for shard in reversed(shards)]
+    return torch.cat(ascending + descending, dim)
+
+
+def _split_per_sequence(
+    batch: dict[str, Any], size: int, rank: int, seq_dims: dict[str, int | None]
+) -> dict[str, Any]:
+    names = [name for name in batch if name not in METADATA_KEYS or name in seq_dims]
+    dims = _dims_to_split(batch, names, seq_dims)
+    for name, dim in dims.items():
+        length = batch[name].shape[dim]
+        if length % (2 * size):
+            raise ValueError(
+                f"{name} of shape {tuple(batch[name].shape)} has length {length} in dim {dim}, "
+                f"not divisible by {2 * size} (2 * context-parallel size {size}): pad it"
+            )
+    return {**batch, **{n: _two_chunks(batch[n], dim, size, rank) for n, dim in dims.items()}}
+
+
+def _two_chunks(tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
+    length = tensor.shape[dim] // (2 * size)
+    starts = (rank * length, (2 * size - 1 - rank) * length)
+    # cat keeps a channels-last layout of its inputs, hence the last call.
+    return torch.cat([tensor.narrow(dim, start, length) for start in starts], dim).contiguous()
+
+
+def _split_packed(
+    batch: dict[str, Any], size: int, rank: int, seq_dims: dict[str, int | None]
+) -> dict[str, Any]:
+    if batch.get("attention_mask") is not None:
+        raise ValueError(
+            "a batch with cu_seqlens must not have an attention_mask (the documents define it), "
+            f"got a {type(batch['attention_mask']).__name__}: set it to None"
+        )
+    names = [name for name in batch if name in PACKED_KEYS or name in seq_dims]
+    dims = _dims_to_split(batch, names, seq_dims)
+    if not dims:
+        return dict(batch)
+    padded = batch.get("cu_seqlens_padded")
+    borders = read_borders(batch["cu_seqlens"] if padded is None else padded)
+    for name, dim in dims.items():
+        shape = tuple(batch[name].shape)
+        check_length(borders, shape[dim], f"dim {dim} of {name} with shape {shape}")
+    check_divisible(borders, size)
+    positions = zigzag_positions(borders, size, rank)
+    indices = {device: positions.to(device) for device in {batch[n].device for n in dims}}
+    parts = {n: batch[n].index_select(dim, indices[batch[n].device]) for n, dim in dims.items()}
+    return {**batch, **parts}
+
+
+def _split_hybrid(
+    batch: dict[str, Any],
+    group_func: Callable[..., Any] | None,
+    seq_dims: dict[str, int | None],
+) -> dict[str, Any]:
+    size = _local_cp_size(batch.get("local_cp_size"))
+    if size == 1:
+        return dict(batch)
+    if group_func is None:
+        raise ValueError(
+            f"is_hybrid_cp with a local_cp_size of {size} needs hybrid_cp_group_func, called as "
+            f"hybrid_cp_group_func(group_size={size})"
+        )
+    if not is_distributed():
+        return dict(batch)
+    group = group_func(group_size=size)
+    if get_pg_size(group) != size:
+        raise ValueError(
+            f"hybrid_cp_group_func(group_size={size}) returned a group of {get_pg_size(group)}"
+        )
+    part = _split_per_sequence(batch, size, get_pg_rank(group), seq_dims)
+    return {**part, "hybrid_cp_group": group}
+
+
+def _local_cp_size(value: Any) -> int:
+    if isinstance(value, Tensor):
+        value = value.item() if value.numel() == 1 else value.tolist()
+    try:
+        size = operator.index(value)
+    except TypeError:
+        size = 0
+    if size < 1:
+        raise ValueError(
+            f"is_hybrid_cp needs batch['local_cp_size'], an int or a tensor of one int, at least "
+            f"1; got {value!r}"
+        )
+    return size
+
+
+def _dims_to_split(
+    batch: dict[str, Any], names: Sequence[str], seq_dims: dict[str, int | None]
+) -> dict[str, int]:
+    """Return the sequence dim, counted from the front, of each tensor among the names."""
+    dims = {}
+    for name in names:
+        tensor = batch[name]
+        if not isinstance(tensor, Tensor):
+            continue
+        usual = 2 if name == "attention_mask" and tensor.dim() >= 3 else 1
+        dim = seq_dims.get(name, usual)
+        if dim is None:
+            continue
+        if is_dtensor(tensor):
+            raise TypeError(f"{name} is a DTensor, which is not split here: give its local tensor")
+        if not -tensor.dim() <= dim < tensor.dim():
+            raise ValueError(
+                f"{name} of shape {tuple(tensor.shape)} has no dim {dim} to split: name its "
+                f"sequence dim in seq_dims, or let it pass with seq_dims={{{name!r}: None}}"
+            )
+        dims[name] = dim % tensor.dim()
+    return dims

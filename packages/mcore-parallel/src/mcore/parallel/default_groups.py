@@ -1,0 +1,146 @@
+"""The default ProcessGroups of this process: one slot, set only by the caller."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mcore.parallel.torch_compat import is_distributed
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from mcore.parallel.process_groups import ProcessGroups
+
+__all__ = [
+    "clear_default_process_groups",
+    "get_default_process_groups",
+    "set_default_process_groups",
+    "use_process_groups",
+]
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A default with the world group it was set under."""
+
+    groups: ProcessGroups | None = None
+    world: dist.ProcessGroup | None = None
+
+    def is_stale(self) -> bool:
+        return self.groups is not None and self.world is not _current_world()
+
+
+# A lock and a plain global, not a contextvar: autograd and data-loader threads must see the value.
+_lock = threading.Lock()
+_slot = _Slot()
+
+
+def _current_world() -> dist.ProcessGroup | None:
+    return dist.group.WORLD if is_distributed() else None
+
+
+def _swap(new: _Slot) -> _Slot:
+    global _slot
+    with _lock:
+        old, _slot = _slot, new
+    return old
+
+
+def _drop(stale: _Slot) -> bool:
+    """Empty the slot unless another thread has filled it since; say whether this call did."""
+    global _slot
+    with _lock:
+        if _slot is not stale:
+            return False
+        _slot = _Slot()
+    return True
+
+
+def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | None:
+    """Make ``pgs`` the groups that functions of mcore use when no group is given.
+
+    Local to the process, seen by all its threads, no communication. The default belongs to the
+    world group of the moment: it is dropped once torch.distributed is destroyed or initialised
+    again. Works without torch.distributed too.
+
+    Args:
+        pgs: The new default; None clears it.
+
+    Returns:
+        The previous default, or None when there was none or it belonged to an earlier world.
+
+    Example:
+        >>> from mcore.parallel import ProcessGroups
+        >>> set_default_process_groups(ProcessGroups.from_sizes())
+        >>> clear_default_process_groups()
+    """
+    old = _swap(_Slot() if pgs is None else _Slot(pgs, _current_world()))
+    return None if old.is_stale() else old.groups
+
+
+def get_default_process_groups() -> ProcessGroups | None:
+    """Return the groups that functions of mcore use when no group is given.
+
+    Returns:
+        What :func:`set_default_process_groups` stored, or None. When the world group has changed
+        since then (torch.distributed destroyed or initialised again) the stored value is dropped,
+        with one RuntimeWarning, and None is returned.
+
+    Example:
+        >>> get_default_process_groups() is None
+        True
+    """
+    slot = _slot
+    if slot.is_stale() and _drop(slot):
+        warnings.warn(
+            "the default ProcessGroups belonged to a torch.distributed world that no longer "
+            "exists and was dropped; make a new one and call set_default_process_groups(...)",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return _slot.groups
+
+
+def clear_default_process_groups() -> None:
+    """Forget the default groups; does nothing when there are none.
+
+    Example:
+        >>> clear_default_process_groups()
+        >>> get_default_process_groups() is None
+        True
+    """
+    _swap(_Slot())
+
+
+@contextmanager
+def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | None]:
+    """Make ``pgs`` the default inside a ``with`` block and restore the previous one after it.
+
+    Local to the process, but seen by all its threads. The previous default comes back on
+    exceptions too.
+
+    Args:
+        pgs: The default inside the block; None means no default there.
+
+    Yields:
+        ``pgs``.
+
+    Example:
+        >>> from mcore.parallel import ProcessGroups
+        >>> with use_process_groups(ProcessGroups()) as pgs:
+        ...     get_default_process_groups() is pgs
+        True
+        >>> get_default_process_groups() is None
+        True
+    """
+    old = _swap(_Slot() if pgs is None else _Slot(pgs, _current_world()))
+    try:
+        yield pgs
+    finally:
+        _swap(old)

@@ -1,0 +1,332 @@
+"""ProcessGroups: every group that a rank belongs to, in one explicit object."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from mcore.parallel.default_groups import (
+    clear_default_process_groups,
+    get_default_process_groups,
+    set_default_process_groups,
+    use_process_groups,
+)
+from mcore.parallel.groups import (
+    as_process_group,
+    get_pg_rank,
+    get_pg_size,
+    group_ranks,
+    is_distributed,
+)
+from mcore.parallel.groups_from_mesh import groups_from_mesh
+from mcore.parallel.groups_from_sizes import groups_from_sizes
+from mcore.parallel.rank_layout import (
+    GROUP_FIELDS,
+    ParallelSizes,
+    hierarchical_lists,
+    layouts_of_sizes,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Collection, Mapping, Sequence
+
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = [
+    "ProcessGroupCollection",
+    "ProcessGroups",
+    "clear_default_process_groups",
+    "get_default_process_groups",
+    "set_default_process_groups",
+    "use_process_groups",
+]
+
+_NEEDS_INIT = (
+    "needs torch.distributed, which is not initialised; "
+    "call torch.distributed.init_process_group first"
+)
+
+
+@dataclass(kw_only=True, slots=True, repr=False)
+class ProcessGroups:
+    """The process groups that this rank belongs to; a field that is not set reads None.
+
+    None means no parallelism of that kind: the size is 1 and the rank 0. A name that is no field
+    is an AttributeError, a keyword that is no field a TypeError. The fields can be assigned.
+    Making an object does no communication; :meth:`from_sizes` and :meth:`from_mesh` do.
+
+    Args:
+        tp: Tensor parallel.
+        pp: Pipeline parallel.
+        mp: Model parallel: pipeline and tensor.
+        embd: The ranks of this pipeline that hold the word embedding, on those ranks.
+        pos_embd: The ranks of this pipeline that hold the position embedding, on those ranks.
+        cp: Context parallel.
+        tp_cp: Tensor and context parallel.
+        ep: Expert parallel.
+        expt_tp: Tensor parallel inside the experts.
+        tp_ep: Expert and expert-tensor parallel.
+        tp_ep_pp: Expert, expert-tensor and pipeline parallel.
+        dp: Data parallel.
+        dp_cp: Data and context parallel: the copies of a dense parameter.
+        tp_dp_cp: Tensor, data and context parallel.
+        expt_dp: Data parallel for the experts.
+        intra_dp_cp: Data and context parallel inside one instance of a distributed optimizer.
+        intra_expt_dp: The same for the experts.
+        inter_dist_opt: Across the instances of a distributed optimizer.
+        hcp: Hierarchical context parallel, innermost level first.
+        dense_mesh: The mesh of the dense view.
+        expert_mesh: The mesh of the expert view.
+
+    Example:
+        >>> pgs = ProcessGroups()
+        >>> pgs, pgs.tp, pgs.size("tp")
+        (ProcessGroups(empty), None, 1)
+    """
+
+    tp: dist.ProcessGroup | None = None
+    pp: dist.ProcessGroup | None = None
+    mp: dist.ProcessGroup | None = None
+    embd: dist.ProcessGroup | None = None
+    pos_embd: dist.ProcessGroup | None = None
+    cp: dist.ProcessGroup | None = None
+    tp_cp: dist.ProcessGroup | None = None
+    ep: dist.ProcessGroup | None = None
+    expt_tp: dist.ProcessGroup | None = None
+    tp_ep: dist.ProcessGroup | None = None
+    tp_ep_pp: dist.ProcessGroup | None = None
+    dp: dist.ProcessGroup | None = None
+    dp_cp: dist.ProcessGroup | None = None
+    tp_dp_cp: dist.ProcessGroup | None = None
+    expt_dp: dist.ProcessGroup | None = None
+    intra_dp_cp: dist.ProcessGroup | None = None
+    intra_expt_dp: dist.ProcessGroup | None = None
+    inter_dist_opt: dist.ProcessGroup | None = None
+    hcp: list[dist.ProcessGroup] | None = None
+    dense_mesh: DeviceMesh | None = None
+    expert_mesh: DeviceMesh | None = None
+
+    @classmethod
+    def from_sizes(
+        cls,
+        *,
+        tp: int = 1,
+        cp: int = 1,
+        pp: int = 1,
+        ep: int = 1,
+        expt_tp: int | None = None,
+        device_type: str | None = None,
+        order: str = "tp-cp-ep-dp-pp",
+        groups: Collection[str] | None = None,
+        embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+        position_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+        hcp_sizes: Sequence[int] | None = None,
+    ) -> ProcessGroups:
+        """Create every group of this rank from the sizes of the parallelisms.
+
+        Collective on the world group: every rank calls it with the same arguments, and all groups
+        are made now, in one fixed order. Data parallelism takes the ranks that are left:
+        ``dp = world / (tp * cp * pp)`` and ``expt_dp = world / (expt_tp * ep * pp)``. Fields with
+        the same ranks share one group, and the world group serves where all ranks take part.
+
+        Args:
+            tp: Tensor-parallel size.
+            cp: Context-parallel size; only in the dense view.
+            pp: Pipeline-parallel size.
+            ep: Expert-parallel size; only in the expert view.
+            expt_tp: Tensor-parallel size inside the experts; None means ``tp``.
+            device_type: The device type of ``dense_mesh`` and ``expert_mesh``; None means the
+                accelerator if the world group's backend serves it, else ``"cpu"``.
+            order: The axes from fastest to slowest: in the default, the ranks of one
+                tensor-parallel group are adjacent and those of a pipeline far apart.
+            groups: The names of the fields to create; None means all. A mesh is made when all
+                its dimensions are.
+            embedding_ranks: From the ranks of one pipeline, first stage first, those of ``embd``;
+                None means the first and the last.
+            position_embedding_ranks: The same for ``pos_embd``; None means the first.
+            hcp_sizes: Factors of ``cp``, the fastest first; makes ``hcp``, one group each.
+
+        Returns:
+            The groups of this rank. ``inter_dist_opt`` stays None, for there is one optimizer
+            instance. Without torch.distributed, and all sizes 1, every field is None.
+
+        Raises:
+            ValueError: A size below 1, a world that cannot be divided, a malformed ``order``, an
+                unknown name in ``groups``, or factors whose product is not ``cp``.
+            RuntimeError: torch.distributed is not initialised and a size is above 1.
+
+        Example:
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> pgs = ProcessGroups.from_sizes(tp=1, groups=("tp", "dp"))
+            >>> pgs
+            ProcessGroups(tp=1, dp=1)
+            >>> dist.destroy_process_group()
+        """
+        sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
+        wanted = _wanted(groups)
+        if hcp_sizes is None and groups is not None and "hcp" in groups:
+            raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
+        if not is_distributed():
+            _require_one_process(sizes, order, hcp_sizes)
+            return cls()
+        choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+        return cls(**groups_from_sizes(sizes, order, wanted, choices, hcp_sizes, device_type))
+
+    @classmethod
+    def from_mesh(
+        cls,
+        mesh: DeviceMesh,
+        expert_mesh: DeviceMesh | None = None,
+        *,
+        names: Mapping[str, str] | None = None,
+        groups: Collection[str] | None = None,
+    ) -> ProcessGroups:
+        """Take the groups of named device meshes and create what is composed of them.
+
+        Collective on the world group: every rank calls it with the same arguments. A field is the
+        group of the dimension of the same name (``tp``, ``cp``, ``dp``, ``pp`` of ``mesh``;
+        ``ep``, ``expt_dp``, ``expt_tp`` of ``expert_mesh``, or of ``mesh`` when there is none). A
+        dimension that is missing has size 1, and its field stays None. Composites are flattened
+        in the mesh under the field's name; fields with the same ranks share one group.
+
+        Args:
+            mesh: The dense mesh, with dimension names.
+            expert_mesh: The expert mesh, with dimension names and the same pipelines.
+            names: The dimension that stands for a field, such as ``{"dp": "replicate"}``.
+            groups: The names of the fields to fill; None means all that the meshes give.
+
+        Returns:
+            The groups of this rank, with ``dense_mesh`` and ``expert_mesh`` as given.
+
+        Raises:
+            TypeError: What is no DeviceMesh was given.
+            ValueError: A mesh without dimension names, an unknown name, pipelines that differ,
+                a mesh over a part of the world where a new group would be needed, or (after all
+                groups are made) this rank is in no mesh.
+            RuntimeError: torch.distributed is not initialised.
+
+        Example:
+            >>> from torch.distributed.device_mesh import init_device_mesh
+            >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+            >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+            >>> ProcessGroups.from_mesh(mesh, groups=("tp", "dp"))
+            ProcessGroups(tp=1, dp=1, dense_mesh=(1, 1))
+            >>> dist.destroy_process_group()
+        """
+        wanted = _wanted(groups)
+        if groups is not None and "hcp" in groups:
+            raise ValueError("a mesh gives no hcp; use from_sizes(hcp_sizes=...) or assign it")
+        if not is_distributed():
+            raise RuntimeError(f"from_mesh {_NEEDS_INIT}")
+        choices = _embedding_choices(None, None)
+        return cls(**groups_from_mesh(mesh, expert_mesh, names, wanted, choices))
+
+    def size(self, name: str) -> int:
+        """Return the number of ranks in the group of field ``name``, 1 where it is not set.
+
+        Raises:
+            AttributeError: ``name`` is no field.
+            TypeError: The field is not one group (``hcp``, a mesh).
+
+        Example:
+            >>> ProcessGroups().size("dp_cp")
+            1
+        """
+        return get_pg_size(self._group(name))
+
+    def rank(self, name: str) -> int:
+        """Return this rank's place in the group of field ``name``, 0 where it is not set.
+
+        Raises:
+            AttributeError: ``name`` is no field.
+            TypeError: The field is not one group (``hcp``, a mesh).
+
+        Example:
+            >>> ProcessGroups().rank("dp_cp")
+            0
+        """
+        return get_pg_rank(self._group(name))
+
+    def ranks(self, name: str) -> list[int]:
+        """List the global ranks in the group of field ``name`` in the group's order.
+
+        A field that is not set gives this rank alone.
+
+        Raises:
+            AttributeError: ``name`` is no field.
+            TypeError: The field is not one group (``hcp``, a mesh).
+
+        Example:
+            >>> ProcessGroups().ranks("dp_cp")
+            [0]
+        """
+        member = as_process_group(self._group(name))
+        if member is None:
+            return [dist.get_rank() if is_distributed() else 0]
+        return group_ranks(member)
+
+    def _group(self, name: str) -> dist.ProcessGroup | None:
+        if name not in _FIELD_NAMES:
+            raise AttributeError(
+                f"ProcessGroups has no field {name!r}; its fields are {', '.join(_FIELD_NAMES)}"
+            )
+        value = getattr(self, name)
+        if name in ("hcp", "dense_mesh", "expert_mesh") and value is not None:
+            raise TypeError(f"the field {name} is not one process group but {_shown(value)}")
+        group: dist.ProcessGroup | None = value
+        return group
+
+    def __repr__(self) -> str:
+        shown = ((name, getattr(self, name)) for name in _FIELD_NAMES)
+        parts = [f"{name}={_shown(value)}" for name, value in shown if value is not None]
+        return f"ProcessGroups({', '.join(parts) or 'empty'})"
+
+
+ProcessGroupCollection = ProcessGroups
+_FIELD_NAMES = tuple(field.name for field in fields(ProcessGroups))
+
+
+def _shown(value: object) -> object:
+    """Return a size, a list of sizes or the shape of a mesh; never raise."""
+    if isinstance(value, list | tuple):
+        return [_shown(item) for item in value]
+    shape = getattr(value, "shape", None)
+    if shape is not None:
+        return tuple(shape)
+    size = getattr(value, "size", None)
+    return size() if callable(size) else value
+
+
+def _wanted(groups: Collection[str] | None) -> tuple[str, ...]:
+    if groups is None:
+        return GROUP_FIELDS
+    if isinstance(groups, str):
+        raise TypeError(f"groups must be a collection of names, got the string {groups!r}")
+    for name in groups:
+        if name not in GROUP_FIELDS:
+            raise ValueError(
+                f"groups has {name!r}, which cannot be created; known: {', '.join(GROUP_FIELDS)}"
+            )
+    return tuple(name for name in GROUP_FIELDS if name in groups)
+
+
+def _embedding_choices(
+    word: Callable[[list[int]], Sequence[int]] | None,
+    position: Callable[[list[int]], Sequence[int]] | None,
+) -> dict[str, Callable[[list[int]], Sequence[int]]]:
+    return {
+        "embd": word or (lambda ranks: [ranks[0], ranks[-1]]),
+        "pos_embd": position or (lambda ranks: [ranks[0]]),
+    }
+
+
+def _require_one_process(sizes: ParallelSizes, order: str, hcp_sizes: Sequence[int] | None) -> None:
+    given = {name: value for name, value in vars(sizes).items() if value > 1}
+    if given:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise RuntimeError(f"{shown} {_NEEDS_INIT}")
+    layouts_of_sizes(sizes, 1, order)
+    if hcp_sizes is not None:
+        hierarchical_lists([[0]], hcp_sizes)

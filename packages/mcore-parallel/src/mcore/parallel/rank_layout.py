@@ -1,0 +1,271 @@
+"""Which ranks form which group: arithmetic on rank numbers, without any process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import zip_longest
+from math import prod
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+__all__ = [
+    "DENSE_FIELDS",
+    "EMBEDDING_FIELDS",
+    "EXPERT_FIELDS",
+    "EXPERT_NAMES",
+    "GROUP_FIELDS",
+    "ORDER_TOKENS",
+    "Layout",
+    "ParallelSizes",
+    "embedding_lists",
+    "hierarchical_lists",
+    "layouts_of_sizes",
+    "require_equal_pipelines",
+]
+
+# The axes that each group is flattened from.
+DENSE_FIELDS: dict[str, tuple[str, ...]] = {
+    "tp": ("tp",),
+    "pp": ("pp",),
+    "mp": ("pp", "tp"),
+    "cp": ("cp",),
+    "tp_cp": ("cp", "tp"),
+    "dp": ("dp",),
+    "dp_cp": ("dp", "cp"),
+    "tp_dp_cp": ("dp", "cp", "tp"),
+    "intra_dp_cp": ("dp", "cp"),
+}
+EXPERT_FIELDS: dict[str, tuple[str, ...]] = {
+    "ep": ("ep",),
+    "expt_tp": ("expt_tp",),
+    "tp_ep": ("ep", "expt_tp"),
+    "tp_ep_pp": ("pp", "ep", "expt_tp"),
+    "expt_dp": ("expt_dp",),
+    "intra_expt_dp": ("expt_dp",),
+}
+EMBEDDING_FIELDS = ("embd", "pos_embd")
+# All fields that can be created, in the one order of creation.
+GROUP_FIELDS = (
+    *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
+    *("dp", "dp_cp", "tp_dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "hcp"),
+)
+ORDER_TOKENS = ("tp", "cp", "ep", "dp", "pp")
+EXPERT_NAMES = {"tp": "expt_tp", "dp": "expt_dp"}  # how an order token is called in the expert view
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Ranks arranged along named axes, the slowest axis first.
+
+    Args:
+        axes: The name of each axis.
+        ranks: The global ranks, int64, one dimension for each axis.
+    """
+
+    axes: tuple[str, ...]
+    ranks: torch.Tensor
+
+    @classmethod
+    def row_major(cls, sizes: Mapping[str, int]) -> Layout:
+        """Number the ranks 0, 1, ... with the last axis fastest."""
+        shape = tuple(sizes.values())
+        return cls(tuple(sizes), torch.arange(prod(shape)).reshape(shape))
+
+    def size(self, axis: str) -> int:
+        """Return the length of an axis, 1 where the layout has no such axis."""
+        return self.ranks.shape[self.axes.index(axis)] if axis in self.axes else 1
+
+    def present(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Return those of ``axes`` that the layout has, in its own order."""
+        wanted = set(axes)
+        return tuple(axis for axis in self.axes if axis in wanted)
+
+    def lists(self, axes: Iterable[str]) -> list[list[int]]:
+        """List the groups of ranks that differ only along ``axes``, each in ascending order.
+
+        The lists partition the ranks of the layout. Axes that it lacks have size 1.
+
+        Example:
+            >>> Layout.row_major({"dp": 2, "tp": 2}).lists(["dp"])
+            [[0, 2], [1, 3]]
+        """
+        along = self.present(axes)
+        members = prod(self.size(axis) for axis in along)
+        sources = [self.axes.index(axis) for axis in along]
+        moved = self.ranks.movedim(sources, list(range(-len(along), 0)))
+        rows: list[list[int]] = moved.reshape(-1, members).sort(dim=1).values.tolist()
+        return rows
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How many ranks each kind of parallelism takes; the data-parallel sizes follow."""
+
+    tp: int
+    cp: int
+    pp: int
+    ep: int
+    expt_tp: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            require_positive_int(name, value)
+
+    def dense(self, world: int) -> dict[str, int]:
+        """Return the sizes of the dense view by order token, or raise ValueError."""
+        taken = self.tp * self.cp * self.pp
+        dp = _quotient(world, taken, f"tp * cp * pp = {self.tp} * {self.cp} * {self.pp}")
+        return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": dp}
+
+    def expert(self, world: int) -> dict[str, int]:
+        """Return the sizes of the expert view by order token, or raise ValueError."""
+        taken = self.expt_tp * self.ep * self.pp
+        dp = _quotient(world, taken, f"expt_tp * ep * pp = {self.expt_tp} * {self.ep} * {self.pp}")
+        return {"tp": self.expt_tp, "ep": self.ep, "pp": self.pp, "dp": dp}
+
+
+def require_positive_int(name: str, value: object) -> None:
+    """Raise TypeError for what is no int and ValueError for what is below 1."""
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}")
+
+
+def _quotient(world: int, taken: int, factors: str) -> int:
+    if world % taken:
+        raise ValueError(
+            f"the world size {world} is not divisible by {factors} = {taken}; "
+            "start another number of ranks or change the sizes"
+        )
+    return world // taken
+
+
+def layouts_of_sizes(sizes: ParallelSizes, world: int, order: str) -> tuple[Layout, Layout]:
+    """Arrange ``world`` ranks into the dense and the expert layout.
+
+    Args:
+        sizes: The sizes of the parallelisms.
+        world: The number of ranks.
+        order: Tokens of ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` joined by ``-``, fastest first. Size
+            1 axes may be left out.
+
+    Returns:
+        The dense layout (axes ``pp, dp, cp, tp`` in the order asked for, slowest first) and the
+        expert layout (``pp, expt_dp, ep, expt_tp``).
+
+    Raises:
+        ValueError: The world cannot be divided, the order is malformed, or the two layouts have
+            different pipeline groups.
+
+    Example:
+        >>> dense, expert = layouts_of_sizes(ParallelSizes(2, 1, 1, 1, 2), 4, "tp-cp-ep-dp-pp")
+        >>> dense.axes, dense.lists(["tp"])
+        (('pp', 'dp', 'cp', 'tp'), [[0, 1], [2, 3]])
+    """
+    views = (sizes.dense(world), sizes.expert(world))
+    tokens = _parse_order(order, views)
+    slowest_first = tokens[::-1]
+    dense = Layout.row_major({t: views[0][t] for t in slowest_first if t in views[0]})
+    expert = Layout.row_major(
+        {EXPERT_NAMES.get(t, t): views[1][t] for t in slowest_first if t in views[1]}
+    )
+    require_equal_pipelines(dense, expert, f"order {order!r}")
+    return dense, expert
+
+
+def _parse_order(order: str, views: Iterable[Mapping[str, int]]) -> list[str]:
+    tokens = order.split("-")
+    for token in tokens:
+        if token not in ORDER_TOKENS:
+            raise ValueError(
+                f"order {order!r} has the unknown token {token!r}; "
+                f"use each of {', '.join(ORDER_TOKENS)} at most once, joined by '-'"
+            )
+    if len(set(tokens)) != len(tokens):
+        raise ValueError(f"order {order!r} names an axis twice")
+    missing = [token for token in ORDER_TOKENS if token not in tokens]
+    for token in missing:
+        size = max(view.get(token, 1) for view in views)
+        if size > 1:
+            raise ValueError(f"order {order!r} lacks {token!r}, whose size is {size}")
+    return tokens + missing
+
+
+def require_equal_pipelines(dense: Layout, expert: Layout, source: str) -> None:
+    """Raise ValueError when the pipeline groups of the two layouts differ."""
+    ours, theirs = dense.lists(["pp"]), expert.lists(["pp"])
+    nobody: list[int] = []
+    for mine, other in zip_longest(ours, theirs, fillvalue=nobody):
+        if mine != other:
+            raise ValueError(
+                f"the dense and the expert layout have different pp groups (from {source}): "
+                f"{mine} and {other}; put pp where both agree, such as last in the order"
+            )
+
+
+def embedding_lists(
+    pipelines: Sequence[list[int]],
+    choose: Callable[[list[int]], Sequence[int]],
+    field: str,
+) -> list[list[int]]:
+    """Choose the ranks of each pipeline that hold an embedding, dropping pipelines without any.
+
+    Args:
+        pipelines: The pipeline groups, first stage first.
+        choose: Gives some of the ranks of one pipeline; a rank given twice counts once.
+        field: What is chosen, for the error text.
+
+    Raises:
+        ValueError: ``choose`` gave a rank of another pipeline.
+
+    Example:
+        >>> embedding_lists([[0, 2, 4], [1, 3, 5]], lambda ranks: [ranks[0], ranks[-1]], "embd")
+        [[0, 4], [1, 5]]
+    """
+    chosen = []
+    for ranks in pipelines:
+        some = sorted(set(choose(list(ranks))))
+        if not set(some) <= set(ranks):
+            raise ValueError(f"{field}: chose ranks {some}, which are not all in pipeline {ranks}")
+        if some:
+            chosen.append(some)
+    return chosen
+
+
+def hierarchical_lists(
+    cp_lists: Sequence[list[int]], hcp_sizes: Sequence[int]
+) -> list[list[list[int]]]:
+    """Split every context-parallel group along the factors of its size, the first one fastest.
+
+    Args:
+        cp_lists: The context-parallel groups.
+        hcp_sizes: The factors; their product is the size of each group.
+
+    Returns:
+        For each factor the list of groups whose ranks differ only in that factor.
+
+    Raises:
+        ValueError: The product differs from the size of the groups, or a factor is below 1.
+
+    Example:
+        >>> hierarchical_lists([[0, 1, 2, 3]], [2, 2])
+        [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
+    """
+    cp = len(cp_lists[0])
+    for size in hcp_sizes:
+        require_positive_int("each of hcp_sizes", size)
+    if prod(hcp_sizes) != cp:
+        raise ValueError(
+            f"the product of hcp_sizes {list(hcp_sizes)} is {prod(hcp_sizes)}, but cp is {cp}"
+        )
+    factors = len(hcp_sizes)
+    grid = torch.tensor(cp_lists).reshape(-1, *reversed(hcp_sizes))
+    return [
+        grid.movedim(factors - level, -1).reshape(-1, size).tolist()
+        for level, size in enumerate(hcp_sizes)
+    ]

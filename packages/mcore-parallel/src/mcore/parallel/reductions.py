@@ -1,0 +1,333 @@
+"""Maxima and agreements of a few numbers over model-parallel ranks, one small collective each.
+
+Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss.
+
+A value that cannot be encoded does not keep its rank from the collective: the rank says so in the
+message, and every rank of the group raises.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel.default_groups import get_default_process_groups
+from mcore.parallel.double_encoding import (
+    NO_VALUE,
+    decode_double,
+    encode_double,
+    encode_double_tensor,
+)
+from mcore.parallel.groups import as_process_group, comm_device
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Mapping, Sequence
+
+    from mcore.parallel.groups import GroupLike
+
+__all__ = [
+    "logical_and_across_model_parallel_group",
+    "reduce_max_memory_across_pp_group",
+    "reduce_max_stat_across_model_parallel_group",
+    "reduce_step_stats",
+]
+
+Stat = float | torch.Tensor | None
+
+
+def reduce_max_stat_across_model_parallel_group(
+    stat: Stat, mp_group: GroupLike | None
+) -> float | None:
+    """Return the largest value of a statistic over a group, such as the gradient norm.
+
+    One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
+    same result in full double precision. A tensor on an accelerator is not waited for before the
+    collective.
+
+    Args:
+        stat: A number, a tensor of one element, or None on ranks that have none.
+        mp_group: The group; None means ``mp`` of the default ProcessGroups.
+
+    Returns:
+        The maximum; ranks with None do not count, and None only when all have None. NaN when any
+        rank has NaN. Without torch.distributed, without a group and in a group of one rank:
+        ``stat`` as a float or None, without communication.
+
+    Raises:
+        ValueError: This rank is not a member of the group, or another rank's ``stat`` is no
+            number (on all ranks of the group).
+        TypeError: This rank's ``stat`` is no number.
+
+    Example:
+        >>> reduce_max_stat_across_model_parallel_group(2, None)
+        2.0
+    """
+    group = _group_or_default(mp_group, "mp")
+    if group is None:
+        return _own_stat(stat)
+    codes, error = _attempt(lambda: [_stat_code(stat)], 1)
+    return decode_double(_max_reduce(codes, error, group)[0])
+
+
+def logical_and_across_model_parallel_group(
+    input: bool | torch.Tensor, mp_group: GroupLike | None
+) -> bool:
+    """Say whether a condition holds on every rank of a group.
+
+    One all-reduce (MIN of two int32) over ``mp_group``; every rank of it calls this and gets the
+    same answer.
+
+    Args:
+        input: Anything with a truth value, numpy scalars and tensors of one element included.
+        mp_group: The group; None means ``mp`` of the default ProcessGroups.
+
+    Returns:
+        True when ``input`` is true on every rank. Without torch.distributed, without a group and
+        in a group of one rank: ``bool(input)``, without communication.
+
+    Raises:
+        ValueError: This rank is not a member of the group, or ``input`` has no truth value on
+            another rank (on all ranks of the group).
+        TypeError: ``input`` is a tensor of several elements on this rank; other objects raise
+            what ``bool(input)`` raises.
+
+    Example:
+        >>> logical_and_across_model_parallel_group(True, None)
+        True
+    """
+    group = _group_or_default(mp_group, "mp")
+    if group is None:
+        return bool(input)
+    flags, error = _attempt(lambda: [_truth(input)], 1)
+    message = _message([int(error is None), *flags], torch.int32, group)
+    dist.all_reduce(message, op=dist.ReduceOp.MIN, group=group)
+    all_valid, answer = message.tolist()
+    _raise_on_all_ranks(not all_valid, error)
+    return bool(answer)
+
+
+def reduce_max_memory_across_pp_group(
+    memory_report: Mapping[str, int | float],
+    pp_group: GroupLike | None,
+    *,
+    strict: bool = False,
+) -> dict[str, int | float]:
+    """Return the maximum of every entry of a memory report over the pipeline stages.
+
+    One all-reduce (MAX of int64, two for each entry and three more) over ``pp_group``; every rank
+    of it calls this with the same keys, in any order, and gets the same values. ``strict`` adds
+    one of three int64.
+
+    Args:
+        memory_report: The value of each metric: ints of up to 64 bits, floats, bools. Entries that
+            are int on some ranks and float on others are compared as floats.
+        pp_group: The group; None means ``pp`` of the default ProcessGroups.
+        strict: Compare the keys before anything else. Without it different keys are found only
+            when every rank has as many.
+
+    Returns:
+        A new dict with the caller's order of keys. Ints stay ints and exact, bools stay bools
+        (true when any is), NaN on any rank gives NaN. An empty report gives an empty dict without
+        a reduction: then it must be empty on all ranks. Without torch.distributed, without a
+        group and in a group of one rank: a copy, without communication.
+
+    Raises:
+        ValueError: This rank is not a member of the group, the keys differ between the ranks, or
+            another rank has a value that is no number (on all ranks of the group).
+        TypeError: This rank has a value that is no number.
+        OverflowError: This rank has an int of more than 64 bits.
+
+    Example:
+        >>> reduce_max_memory_across_pp_group({"peak_bytes": 7}, None)
+        {'peak_bytes': 7}
+    """
+    group = _group_or_default(pp_group, "pp")
+    if group is None:
+        return dict(memory_report)
+    names = sorted(memory_report, key=str)
+    digest = _digest(names)
+    if strict:
+        _require_equal_keys(_max_reduce([digest, -digest], None, group), names)
+    if not names:
+        return {}
+    codes, error = _attempt(
+        lambda: [code for name in names for code in _memory_codes(name, memory_report[name])],
+        2 * len(names),
+    )
+    reduced = _max_reduce([digest, -digest, *codes], error, group)
+    _require_equal_keys(reduced[:2], names)
+    pairs = zip(reduced[2::2], reduced[3::2], strict=True)
+    largest = {
+        name: _memory_value(whole, double, memory_report[name])
+        for name, (whole, double) in zip(names, pairs, strict=True)
+    }
+    return {name: largest[name] for name in memory_report}
+
+
+def reduce_step_stats(
+    stats: Mapping[str, Stat],
+    flags: Mapping[str, bool | torch.Tensor],
+    group: GroupLike | None,
+) -> tuple[dict[str, float | None], dict[str, bool]]:
+    """Reduce all statistics and conditions of one training step in a single collective.
+
+    One all-reduce (MAX of int64, one for each entry and three more) over ``group``; every rank of
+    it calls this with the same keys, in any order, and gets the same result. One wait for the
+    device instead of one for each entry.
+
+    Args:
+        stats: What :func:`reduce_max_stat_across_model_parallel_group` takes, by name.
+        flags: What :func:`logical_and_across_model_parallel_group` takes, by name.
+        group: The group; None means ``mp`` of the default ProcessGroups.
+
+    Returns:
+        The maximum of each statistic and the conjunction of each flag, as new dicts with the
+        caller's order of keys. Without torch.distributed, without a group and in a group of one
+        rank: this rank's own values, without communication.
+
+    Raises:
+        ValueError: This rank is not a member of the group, the keys differ between the ranks
+            (found when every rank has as many), or another rank has a value that cannot be
+            reduced (on all ranks of the group).
+        TypeError: This rank has such a value.
+
+    Example:
+        >>> reduce_step_stats({"grad_norm": 2.5, "zeros": None}, {"update_ok": True}, None)
+        ({'grad_norm': 2.5, 'zeros': None}, {'update_ok': True})
+    """
+    member = _group_or_default(group, "mp")
+    if member is None:
+        alone = {name: _own_stat(stat) for name, stat in stats.items()}
+        return alone, {name: bool(flag) for name, flag in flags.items()}
+    stat_names, flag_names = sorted(stats, key=str), sorted(flags, key=str)
+    keys = [*stat_names, "", *flag_names]
+    digest = _digest(keys)
+    codes, error = _attempt(
+        lambda: [
+            *(_stat_code(stats[name]) for name in stat_names),
+            *(1 - _truth(flags[name]) for name in flag_names),  # MAX of "not" is "not all"
+        ],
+        len(stats) + len(flags),
+    )
+    reduced = _max_reduce([digest, -digest, *codes], error, member)
+    _require_equal_keys(reduced[:2], keys)
+    by_stat = dict(zip(stat_names, reduced[2:], strict=False))
+    by_flag = dict(zip(flag_names, reduced[2 + len(stats) :], strict=True))
+    return (
+        {name: decode_double(by_stat[name]) for name in stats},
+        {name: not by_flag[name] for name in flags},
+    )
+
+
+def _group_or_default(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
+    """Return the group to communicate over, or None when there is nobody else in it."""
+    chosen = getattr(get_default_process_groups(), field, None) if group is None else group
+    member = as_process_group(chosen)
+    return None if member is None or member.size() == 1 else member
+
+
+def _own_stat(stat: Stat) -> float | None:
+    if stat is None:
+        return None
+    return float(stat.detach() if isinstance(stat, torch.Tensor) else stat)
+
+
+def _stat_code(stat: Stat) -> int | torch.Tensor:
+    return (
+        encode_double_tensor(stat)
+        if isinstance(stat, torch.Tensor)
+        else encode_double(_own_stat(stat))
+    )
+
+
+def _truth(value: object) -> int | torch.Tensor:
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise TypeError(f"expected a tensor of one element, got shape {tuple(value.shape)}")
+        return (value.detach().reshape(()) != 0).to(torch.int32)
+    return int(bool(value))
+
+
+def _memory_codes(name: str, value: Any) -> tuple[int, int]:
+    """Return the value as an int64 and as a double, one of them absent."""
+    item = getattr(value, "item", None)
+    plain = item() if callable(item) else value
+    if isinstance(plain, float):
+        return NO_VALUE, encode_double(plain)
+    if not isinstance(plain, int):
+        raise TypeError(f"{name} must be an int, a float or a bool, got {value!r}")
+    if not -(2**63) <= plain < 2**63:
+        raise OverflowError(f"{name} is {plain}, which does not fit into 64 bits")
+    return int(plain), NO_VALUE
+
+
+def _memory_value(whole: int, double: int, own: object) -> int | float:
+    largest = decode_double(double)
+    if largest is None:
+        is_flag = isinstance(own, bool) or str(getattr(own, "dtype", "")).endswith("bool")
+        return bool(whole) if is_flag and whole in (0, 1) else whole
+    if whole == NO_VALUE or math.isnan(largest):
+        return largest
+    return max(largest, float(whole))
+
+
+def _attempt(
+    encode: Callable[[], list[int | torch.Tensor]], count: int
+) -> tuple[Sequence[int | torch.Tensor], Exception | None]:
+    """Encode, or give ``count`` zeros and the error: the rank must reach the collective."""
+    try:
+        return encode(), None
+    except Exception as error:
+        return [0] * count, error
+
+
+def _digest(names: Iterable[str]) -> int:
+    text = "\0".join(str(name) for name in names)
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
+
+
+def _message(
+    codes: Sequence[int | torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup
+) -> torch.Tensor:
+    """Put the codes on the device of the group's collectives, without waiting for a device."""
+    device = comm_device(group)
+    to_accelerator = device.type != "cpu"  # the other way the copy must have arrived
+    plain = [0 if isinstance(code, torch.Tensor) else code for code in codes]
+    message = torch.tensor(plain, dtype=dtype).to(device, non_blocking=to_accelerator)
+    for index, code in enumerate(codes):
+        if isinstance(code, torch.Tensor):
+            message[index] = code.to(device, non_blocking=to_accelerator)
+    return message
+
+
+def _max_reduce(
+    codes: Sequence[int | torch.Tensor], error: Exception | None, group: dist.ProcessGroup
+) -> list[int]:
+    """Return the maxima of the codes over the group; raise on all ranks if one has an error."""
+    message = _message([int(error is not None), *codes], torch.int64, group)
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    any_error, *reduced = message.tolist()
+    _raise_on_all_ranks(bool(any_error), error)
+    return reduced
+
+
+def _raise_on_all_ranks(any_error: bool, error: Exception | None) -> None:
+    if error is not None:
+        raise error
+    if any_error:
+        raise ValueError(
+            "another rank of the group gave a value that cannot be reduced; see the error there"
+        )
+
+
+def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:
+    highest, minus_lowest = extremes
+    if highest != -minus_lowest:
+        raise ValueError(
+            f"the keys differ between the ranks of the group; this rank (global rank "
+            f"{dist.get_rank()}) has {len(names)}: {', '.join(str(name) for name in names)}"
+        )

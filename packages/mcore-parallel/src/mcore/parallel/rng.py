@@ -1,0 +1,192 @@
+"""The tracker of random number streams that a process shares."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import warnings
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from mcore.parallel.rng_tracker import (
+    CudaRNGStatesTracker,
+    RNGStatesTracker,
+    RngTracker,
+    UnknownRngStreamError,
+    get_data_parallel_rng_tracker_name,
+    get_expert_parallel_rng_tracker_name,
+)
+from mcore.parallel.rng_transformer_engine import is_te_tracker, make_te_tracker
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "RNGStatesTracker",
+    "RngTracker",
+    "TrackerFlags",
+    "UnknownRngStreamError",
+    "ensure_tracker",
+    "get_all_rng_states",
+    "get_cuda_rng_tracker",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+    "initialize_rng_tracker",
+    "is_graph_safe_cuda_rng_tracker",
+]
+
+logger = logging.getLogger(__name__)
+
+
+class TrackerFlags(NamedTuple):
+    """What kind of tracker is asked for; all False means whatever there is."""
+
+    use_te_rng_tracker: bool
+    inference_rng_tracker: bool
+    use_cudagraphable_rng: bool
+
+    def __str__(self) -> str:
+        return ", ".join(f"{name}={value}" for name, value in self._asdict().items())
+
+
+@dataclass(frozen=True)
+class _Shared:
+    """The tracker, how it was asked for, and the other wishes that were warned about."""
+
+    tracker: RngTracker
+    flags: TrackerFlags
+    refused: set[TrackerFlags] = field(default_factory=set)
+
+
+_lock = threading.Lock()
+_shared: _Shared | None = None
+
+
+def initialize_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+    force_reset: bool = False,
+) -> None:
+    """Make the tracker that the process shares, unless there is one.
+
+    Local to the process; no communication. Where a tracker exists already, other flags than its
+    own change nothing but warn once; the defaults mean "whatever there is" and never warn.
+
+    Args:
+        use_te_rng_tracker: Take TransformerEngine's tracker (>= 1.5.0), which serves CUDA graphs
+            and FP8; without TransformerEngine this package's, with a logged warning.
+        inference_rng_tracker: Take a tracker that leaves the random numbers alone.
+        use_cudagraphable_rng: Take a tracker that CUDA graphs can capture.
+        force_reset: Drop the tracker that exists, with its streams.
+
+    Raises:
+        RuntimeError: TransformerEngine is asked for and too old.
+
+    Example:
+        >>> initialize_rng_tracker(force_reset=True)
+        >>> get_cuda_rng_tracker().is_initialized()
+        False
+    """
+    flags = TrackerFlags(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    ensure_tracker(flags, force_reset, stacklevel=3)
+
+
+def get_cuda_rng_tracker(
+    use_te_rng_tracker: bool = False,
+    inference_rng_tracker: bool = False,
+    use_cudagraphable_rng: bool = False,
+) -> RngTracker:
+    """Return the tracker that the process shares, made at the first call.
+
+    Args:
+        use_te_rng_tracker: As for `initialize_rng_tracker`.
+        inference_rng_tracker: As for `initialize_rng_tracker`.
+        use_cudagraphable_rng: As for `initialize_rng_tracker`.
+
+    Returns:
+        The same object at every call, until it is reset by force.
+
+    Raises:
+        RuntimeError: TransformerEngine is asked for and too old.
+
+    Example:
+        >>> get_cuda_rng_tracker() is get_cuda_rng_tracker()
+        True
+    """
+    flags = TrackerFlags(use_te_rng_tracker, inference_rng_tracker, use_cudagraphable_rng)
+    return ensure_tracker(flags, force_reset=False, stacklevel=3)
+
+
+def get_all_rng_states() -> dict[str, Any]:
+    """Return the states of the shared tracker's streams, e.g. to register them with a graph.
+
+    Returns:
+        A new dict, state by name; empty while there is no tracker and for an inference tracker.
+        No tracker is made.
+
+    Example:
+        >>> isinstance(get_all_rng_states(), dict)
+        True
+    """
+    shared = _shared
+    if shared is None or shared.tracker.is_inference_rng_tracker:
+        return {}
+    return shared.tracker.get_states()
+
+
+def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
+    """Say whether forks of a tracker can be captured in CUDA graphs.
+
+    Args:
+        tracker: Any tracker, this package's or TransformerEngine's.
+
+    Returns:
+        True if its states are generators.
+
+    Example:
+        >>> is_graph_safe_cuda_rng_tracker(CudaRNGStatesTracker(use_cudagraphable_rng=True))
+        True
+    """
+    return is_te_tracker(tracker) or bool(getattr(tracker, "use_cudagraphable_rng", False))
+
+
+def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> RngTracker:
+    """Return the shared tracker, made if need be; warn once about flags that are not its own.
+
+    Args:
+        flags: What is asked for.
+        force_reset: Make a new tracker in any case.
+        stacklevel: Whose line the warning shows, as for `warnings.warn` called here.
+
+    Example:
+        >>> ensure_tracker(TrackerFlags(False, False, False), False, 2) is get_cuda_rng_tracker()
+        True
+    """
+    global _shared
+    with _lock:
+        shared = _shared
+        if shared is None or force_reset:
+            _shared = _Shared(_make_tracker(flags), flags)
+            return _shared.tracker
+        differs = any(flags) and flags != shared.flags and flags not in shared.refused
+        if differs:
+            shared.refused.add(flags)
+    if differs:
+        warnings.warn(
+            f"rng tracker already initialised with {shared.flags}; asked for {flags}: use "
+            "force_reset to replace it",
+            RuntimeWarning,
+            stacklevel=stacklevel,
+        )
+    return shared.tracker
+
+
+def _make_tracker(flags: TrackerFlags) -> RngTracker:
+    if flags.use_te_rng_tracker:
+        tracker = make_te_tracker(flags.inference_rng_tracker)
+        if tracker is not None:
+            return tracker
+        logger.warning(
+            "use_te_rng_tracker: TransformerEngine is not installed "
+            "(pip install 'mcore-parallel[te]'); using the tracker of mcore.parallel"
+        )
+    return CudaRNGStatesTracker(flags.use_cudagraphable_rng, flags.inference_rng_tracker)

@@ -1,0 +1,263 @@
+"""States of a device's default random number generator, read and set.
+
+The names say cuda for the sake of Megatron-LM code; any device whose torch module has default
+generators works, and so does the CPU. A state is either plain, a uint8 tensor on the CPU, or a
+`torch.Generator` handle: inside a CUDA graph only the handle may be exchanged, because replay
+advances the state behind the handle.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from mcore.tensor.device import current_device
+
+__all__ = [
+    "RngState",
+    "clone_rng_state",
+    "convert_cuda_rng_state",
+    "default_generator",
+    "read_rng_state",
+    "require_graph_safe_generators",
+    "resolve_rng_device",
+    "write_rng_state",
+]
+
+RngState: TypeAlias = "Tensor | torch.Generator"
+
+# The one device type that is named here: the documented default argument, and the type whose
+# generators torch can register with a graph.
+CUDA = "cuda"
+CURRENT_INDEX = -1
+
+
+def _get_cuda_rng_state(
+    device: int | str | torch.device = CUDA, clone: bool = False, graph_safe: bool = False
+) -> RngState:
+    """Return the state of a device's default random number generator.
+
+    Args:
+        device: Accelerator index, name or device. "cuda" without an index and -1 mean the current
+            accelerator, or the CPU where there is none.
+        clone: With `graph_safe`, return an independent copy instead of the live handle. Plain
+            states are always fresh tensors.
+        graph_safe: Return a `torch.Generator` that shares its state with the default generator.
+            Where the device cannot share it (the CPU), an independent copy of the generator.
+
+    Returns:
+        A uint8 tensor on the CPU, or a generator. No communication; nothing is advanced.
+
+    Raises:
+        RuntimeError: The device was named explicitly and does not exist.
+
+    Example:
+        >>> state = _get_cuda_rng_state("cpu")
+        >>> first = torch.rand(2)
+        >>> _set_cuda_rng_state(state, "cpu")
+        >>> torch.equal(torch.rand(2), first)
+        True
+    """
+    state = read_rng_state(default_generator(resolve_rng_device(device)), graph_safe)
+    return clone_rng_state(state) if clone and graph_safe else state
+
+
+def _set_cuda_rng_state(
+    new_state: RngState, device: int | str | torch.device = CURRENT_INDEX, graph_safe: bool = False
+) -> None:
+    """Set the state of a device's default random number generator; in effect on return.
+
+    Args:
+        new_state: What `_get_cuda_rng_state` returned with the same `graph_safe`. Not cloned.
+        device: As for `_get_cuda_rng_state`.
+        graph_safe: `new_state` is a generator, whose state the default generator shares from now
+            on; where the device cannot share it (the CPU), it takes a copy.
+
+    Raises:
+        RuntimeError: The device was named explicitly and does not exist, or the state is one of
+            another kind of device.
+        TypeError: `new_state` is not of the kind that `graph_safe` asks for.
+
+    Example:
+        >>> _set_cuda_rng_state(torch.Generator().manual_seed(1), "cpu", graph_safe=True)
+        >>> torch.initial_seed()
+        1
+    """
+    write_rng_state(default_generator(resolve_rng_device(device)), new_state, graph_safe)
+
+
+def convert_cuda_rng_state(
+    state: RngState, to_graphable: bool = False, *, device: int | str | torch.device | None = None
+) -> RngState:
+    """Convert a state between its plain and its graph-safe form; the sequence goes on unchanged.
+
+    Args:
+        state: A plain state (uint8 tensor) or a `torch.Generator`.
+        to_graphable: Return a generator, else a plain state.
+        device: Device of a generator that is made; default the current accelerator, else the CPU.
+
+    Returns:
+        `state` itself where it has the wanted form already, else an independent copy.
+
+    Raises:
+        RuntimeError: The plain state is not one of `device`.
+        TypeError: `state` is neither a tensor nor a generator.
+
+    Example:
+        >>> plain = torch.Generator().manual_seed(1).get_state()
+        >>> generator = convert_cuda_rng_state(plain, to_graphable=True, device="cpu")
+        >>> torch.equal(convert_cuda_rng_state(generator), plain)
+        True
+    """
+    if not isinstance(state, (Tensor, torch.Generator)):
+        raise TypeError(f"expected a tensor or torch.Generator as rng state, got {type(state)}")
+    if isinstance(state, torch.Generator):
+        return state if to_graphable else state.get_state()
+    if not to_graphable:
+        return state
+    generator = torch.Generator(resolve_rng_device(CURRENT_INDEX if device is None else device))
+    return generator.set_state(state)
+
+
+def resolve_rng_device(device: int | str | torch.device) -> torch.device:
+    """Return the device meant by an argument of this module, with the index of an accelerator.
+
+    Args:
+        device: As for `_get_cuda_rng_state`.
+
+    Returns:
+        A device that exists.
+
+    Raises:
+        RuntimeError: It was named explicitly and does not exist.
+
+    Example:
+        >>> resolve_rng_device("cpu")
+        device(type='cpu')
+    """
+    current = current_device()
+    if device == CURRENT_INDEX:
+        return current
+    if isinstance(device, int):
+        device = torch.device(CUDA if current.type == "cpu" else current.type, device)
+    named = torch.device(device)
+    if named.type == "cpu":
+        return torch.device("cpu")
+    if named.index is None:
+        if named.type in (CUDA, current.type):
+            return current
+    elif named.type == current.type and named.index < torch.accelerator.device_count():
+        return named
+    raise RuntimeError(
+        f"device {str(named)!r} does not exist, the current device is {str(current)!r}: pass -1 "
+        "for the current accelerator (the CPU where there is none), or 'cpu'"
+    )
+
+
+def default_generator(device: torch.device) -> torch.Generator:
+    """Return the generator that draws on a device use when they are given none.
+
+    Args:
+        device: A device with an index, or the CPU. Its runtime is initialised.
+
+    Returns:
+        The generator itself, not a copy.
+
+    Raises:
+        RuntimeError: torch gives no access to the device's generators.
+
+    Example:
+        >>> default_generator(torch.device("cpu")) is torch.default_generator
+        True
+    """
+    if device.type == "cpu":
+        return torch.default_generator
+    module = torch.get_device_module(device)
+    if hasattr(module, "init"):
+        module.init()  # the generators exist only from here on
+    generators: tuple[torch.Generator, ...] | None = getattr(module, "default_generators", None)
+    if generators is None:
+        raise RuntimeError(
+            f"{module.__name__} has no default_generators, so the rng state of {device} cannot be "
+            "exchanged: pass device='cpu'"
+        )
+    return generators[device.index]
+
+
+def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
+    """Return a generator's plain state, or a handle that shares its state where it can be shared.
+
+    Example:
+        >>> read_rng_state(torch.Generator(), graph_safe=False).dtype
+        torch.uint8
+    """
+    if not graph_safe:
+        return generator.get_state()
+    if _shares_state(generator.device.type):
+        return generator.graphsafe_get_state()
+    return generator.clone_state()
+
+
+def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: bool) -> None:
+    """Make a generator go on from a plain state, or share the state of a handle where it can.
+
+    Raises:
+        TypeError: `state` is not of the kind that `graph_safe` asks for.
+
+    Example:
+        >>> generator = torch.Generator()
+        >>> write_rng_state(generator, torch.Generator().manual_seed(1), graph_safe=True)
+        >>> generator.initial_seed()
+        1
+    """
+    expected = torch.Generator if graph_safe else Tensor
+    if not isinstance(state, expected):
+        raise TypeError(
+            f"expected a {expected.__name__} as rng state (graph_safe={graph_safe}), got a "
+            f"{type(state).__name__}: use convert_cuda_rng_state(state, to_graphable={graph_safe})"
+        )
+    if isinstance(state, Tensor):
+        generator.set_state(state)
+    elif _shares_state(generator.device.type):
+        generator.graphsafe_set_state(state)
+    else:
+        generator.set_state(state.get_state())
+
+
+@functools.cache
+def _shares_state(device_type: str) -> bool:
+    """Say whether generators of a device type can share one state, asked once of torch."""
+    try:
+        torch.Generator(device_type).graphsafe_get_state()
+    except NotImplementedError:
+        return False
+    return True
+
+
+def clone_rng_state(state: RngState) -> RngState:
+    """Return a copy of a state that draws from the original do not advance.
+
+    Example:
+        >>> original = torch.Generator().manual_seed(1)
+        >>> clone_rng_state(original) is original
+        False
+    """
+    return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
+
+
+def require_graph_safe_generators(device: torch.device) -> None:
+    """Raise RuntimeError if graphs on this device cannot register generators.
+
+    Devices without graphs pass: there a copy of the generator stands for the handle.
+
+    Example:
+        >>> require_graph_safe_generators(torch.device("cpu"))
+    """
+    if device.type == CUDA and not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
+        raise RuntimeError(
+            "use_cudagraphable_rng needs torch.cuda.CUDAGraph.register_generator_state, which "
+            f"torch {torch.__version__} lacks: use a CUDA build that has it, or turn the flag off"
+        )

@@ -1,0 +1,294 @@
+"""Named streams of random numbers on one device, each usable for a while as the default."""
+
+from __future__ import annotations
+
+import warnings
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+
+from mcore.parallel.rng_state import (
+    RngState,
+    clone_rng_state,
+    default_generator,
+    read_rng_state,
+    require_graph_safe_generators,
+    resolve_rng_device,
+    write_rng_state,
+)
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator, Mapping
+    from contextlib import AbstractContextManager
+
+__all__ = [
+    "CudaRNGStatesTracker",
+    "RNGStatesTracker",
+    "RngTracker",
+    "UnknownRngStreamError",
+    "check_new_stream",
+    "get_data_parallel_rng_tracker_name",
+    "get_expert_parallel_rng_tracker_name",
+]
+
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
+_EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"
+_DATA_PARALLEL_RNG_TRACKER_NAME = "data-parallel-rng"
+
+
+def get_expert_parallel_rng_tracker_name() -> str:
+    """Return the name of the stream that differs between expert-parallel ranks.
+
+    Example:
+        >>> get_expert_parallel_rng_tracker_name()
+        'expert-parallel-rng'
+    """
+    return _EXPERT_PARALLEL_RNG_TRACKER_NAME
+
+
+def get_data_parallel_rng_tracker_name() -> str:
+    """Return the name of the stream that all ranks of one model replica share.
+
+    Example:
+        >>> get_data_parallel_rng_tracker_name()
+        'data-parallel-rng'
+    """
+    return _DATA_PARALLEL_RNG_TRACKER_NAME
+
+
+class UnknownRngStreamError(KeyError):
+    """A stream was asked for by a name under which none was added."""
+
+    def __str__(self) -> str:  # KeyError shows the repr of its argument
+        return str(self.args[0])
+
+
+class RngTracker(Protocol):
+    """What every tracker offers, that of this package and that of TransformerEngine."""
+
+    is_inference_rng_tracker: bool
+
+    def is_initialized(self) -> bool: ...
+    def reset(self) -> None: ...
+    def get_states(self, *, clone: bool = False) -> dict[str, Any]: ...
+    def set_states(self, states: Mapping[str, Any]) -> None: ...
+    def add(self, name: str, seed: int) -> None: ...
+    def fork(
+        self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
+    ) -> AbstractContextManager[None]: ...
+
+
+class CudaRNGStatesTracker:
+    """Keeps named streams of random numbers and makes one the device's default inside `fork`.
+
+    Local to the process; no communication. Forks may be nested in any order and depth, the same
+    name included: every stream gives the numbers it would give if it were used alone. Not meant
+    for use by several threads at once, like the default generator that it exchanges.
+
+    Attributes:
+        states_: State by name: a uint8 tensor, or a `torch.Generator` when graph-safe. The states
+            of streams in use are brought up to date by `get_states`.
+        seeds_: The seeds in use.
+        use_cudagraphable_rng: Whether states are generators.
+        is_inference_rng_tracker: Whether this tracker leaves the random numbers alone.
+
+    Example:
+        >>> tracker = CudaRNGStatesTracker(device="cpu")
+        >>> tracker.add("dropout", 1234)
+        >>> with tracker.fork("dropout"):
+        ...     drawn = torch.rand(3)
+        >>> torch.equal(drawn, torch.rand(3, generator=torch.Generator().manual_seed(1234)))
+        True
+    """
+
+    def __init__(
+        self,
+        use_cudagraphable_rng: bool = False,
+        is_inference_rng_tracker: bool = False,
+        *,
+        device: int | str | torch.device | None = None,
+    ) -> None:
+        """Make a tracker without streams.
+
+        Args:
+            use_cudagraphable_rng: Keep generators and exchange handles, so that forks can be
+                captured in CUDA graphs. On devices without graphs, the CPU among them, copies of
+                generators give the same numbers.
+            is_inference_rng_tracker: Make `add` and `set_states` do nothing and `fork` leave the
+                default random numbers as they are, for any name.
+            device: Device of the streams; default the current accelerator, else the CPU, at the
+                first use after `reset`.
+        """
+        self.use_cudagraphable_rng = use_cudagraphable_rng
+        self.is_inference_rng_tracker = is_inference_rng_tracker
+        self._device_wanted = device
+        self._cached_generator: torch.Generator | None = None
+        self._has_warned = False
+        self.reset()
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the streams; the first use decides where none was given.
+
+        Raises:
+            RuntimeError: It does not exist, or is a CUDA device without graph-safe generators.
+        """
+        return self._generator.device
+
+    @device.setter
+    def device(self, device: int | str | torch.device | None) -> None:
+        if self.states_:
+            raise ValueError(
+                f"the streams {sorted(self.states_)} are on {self.device}: reset() the tracker "
+                "before giving it another device"
+            )
+        self._device_wanted = device
+        self._cached_generator = None
+
+    def is_initialized(self) -> bool:
+        """Say whether `add` or `set_states` was called since the last `reset`."""
+        return self._is_initialized
+
+    def reset(self) -> None:
+        """Forget all streams and seeds; a stream in use is not stored when its fork ends."""
+        self.states_: dict[str, Any] = {}
+        self.seeds_: set[int] = set()
+        self._is_initialized = False
+        self._active: list[str] = []  # replaced, never cleared: open forks know by it that they end
+        self._cached_generator = None
+
+    def get_states(self, *, clone: bool = False) -> dict[str, Any]:
+        """Return the states of all streams.
+
+        Args:
+            clone: Copy the states. Plain states are never changed by draws; generators are live
+                handles, which draws advance.
+
+        Returns:
+            A new dict, state by name.
+        """
+        if self._active:
+            self.states_[self._active[-1]] = self._read()
+        if not clone:
+            return dict(self.states_)
+        return {name: clone_rng_state(state) for name, state in self.states_.items()}
+
+    def set_states(self, states: Mapping[str, Any]) -> None:
+        """Replace all streams; the device's current random numbers are left alone.
+
+        Args:
+            states: State by name, as from `get_states`; the dict is copied, seeds are forgotten.
+                Values are looked at when they are used.
+        """
+        if self.is_inference_rng_tracker:
+            return
+        self.states_ = dict(states)
+        self.seeds_ = set()
+        self._is_initialized = True
+
+    def add(self, name: str, seed: int) -> None:
+        """Add a stream; the device's current random numbers are left alone.
+
+        Args:
+            name: A new name.
+            seed: A new seed.
+
+        Raises:
+            ValueError: The name or the seed is in use; nothing is changed.
+        """
+        if self.is_inference_rng_tracker:
+            return
+        check_new_stream(name, seed, self.states_, self.seeds_)
+        generator = torch.Generator(self.device).manual_seed(seed)
+        self.states_[name] = generator if self.use_cudagraphable_rng else generator.get_state()
+        self.seeds_.add(seed)
+        self._is_initialized = True
+
+    @contextmanager
+    def fork(
+        self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
+    ) -> Iterator[None]:
+        """Draw from a named stream inside a `with` block.
+
+        On entry the device's default generator becomes the stream; on exit, exceptions included,
+        the stream is stored where it stands and the previous numbers go on.
+
+        Args:
+            name: Name of an added stream.
+            check_cpu: Warn, once for each tracker, when the block of a tracker for another device
+                drew from the CPU's default generator, which is not forked. Costs a copy and a
+                comparison of 5 kB; turn it off where that matters.
+
+        Yields:
+            Nothing.
+
+        Raises:
+            UnknownRngStreamError: No stream has this name; a KeyError.
+            TypeError: The stored state is of the wrong kind.
+        """
+        if self.is_inference_rng_tracker:
+            yield
+            return
+        generator, active = self._generator, self._active
+        previous = self._enter(name)
+        watches_cpu = check_cpu and not self._has_warned and generator.device.type != "cpu"
+        cpu_state = torch.get_rng_state() if watches_cpu else None
+        try:
+            yield
+        finally:
+            if active is self._active:
+                previous = self._leave(name, previous)
+            write_rng_state(generator, previous, self.use_cudagraphable_rng)
+            if cpu_state is not None and not torch.equal(cpu_state, torch.get_rng_state()):
+                self._has_warned = True
+                warnings.warn(
+                    "CPU RNG state changed within GPU RNG context", RuntimeWarning, stacklevel=3
+                )
+
+    def _enter(self, name: str) -> RngState:
+        """Make a stream the default and return the state that was."""
+        if name not in self.states_:
+            raise UnknownRngStreamError(f"cuda rng state {name} is not added")
+        previous = self._read()
+        if self._active:  # the stream in use may be entered again before its fork ends
+            self.states_[self._active[-1]] = previous
+        write_rng_state(self._generator, self.states_[name], self.use_cudagraphable_rng)
+        self._active.append(name)
+        return previous
+
+    def _leave(self, name: str, previous: RngState) -> RngState:
+        """Store the stream where it stands and return the state that goes on."""
+        self._active.pop()
+        self.states_[name] = self._read()
+        return self.states_.get(self._active[-1], previous) if self._active else previous
+
+    @property
+    def _generator(self) -> torch.Generator:
+        if self._cached_generator is None:
+            wanted = self._device_wanted
+            device = resolve_rng_device(-1 if wanted is None else wanted)
+            if self.use_cudagraphable_rng:
+                require_graph_safe_generators(device)
+            self._cached_generator = default_generator(device)
+        return self._cached_generator
+
+    def _read(self) -> RngState:
+        return read_rng_state(self._generator, self.use_cudagraphable_rng)
+
+
+RNGStatesTracker = CudaRNGStatesTracker
+
+
+def check_new_stream(name: str, seed: int, states: Mapping[str, Any], seeds: set[int]) -> None:
+    """Raise ValueError if a seed or a stream's name is in use.
+
+    Example:
+        >>> check_new_stream("b", 1, {"a": ...}, {1})
+        Traceback (most recent call last):
+        ValueError: seed 1 already exists
+    """
+    if seed in seeds:
+        raise ValueError(f"seed {seed} already exists")
+    if name in states:
+        raise ValueError(f"cuda rng state {name} already exists")

@@ -1,0 +1,121 @@
+"""The adapter to TransformerEngine's tracker of random number streams."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+from mcore.parallel.rng_state import clone_rng_state
+from mcore.parallel.rng_tracker import (
+    _MODEL_PARALLEL_RNG_TRACKER_NAME,
+    RngTracker,
+    check_new_stream,
+)
+from mcore.versioning import get_te_version, is_te_min_version
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+__all__ = ["is_te_tracker", "make_te_tracker"]
+
+TE_MODULE = "transformer_engine.pytorch.distributed"
+MIN_TE_VERSION = "1.5.0"
+
+
+def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None:
+    """Make a tracker on top of TransformerEngine's, with the interface of this package.
+
+    TransformerEngine is imported here. Its tracker can be captured in CUDA graphs and serves
+    layers in FP8; it exchanges the states of the current CUDA device.
+
+    Args:
+        is_inference_rng_tracker: As for `CudaRNGStatesTracker`.
+
+    Returns:
+        The tracker, an instance of TransformerEngine's class, or None without TransformerEngine.
+
+    Raises:
+        RuntimeError: TransformerEngine is older than 1.5.0 or cannot be imported.
+
+    Example:
+        >>> tracker = make_te_tracker()
+        >>> tracker is None or is_te_tracker(tracker)
+        True
+    """
+    if not is_te_min_version("0.0.0"):
+        return None
+    if not is_te_min_version(MIN_TE_VERSION):
+        raise RuntimeError(
+            f"use_te_rng_tracker needs TransformerEngine >= {MIN_TE_VERSION}, found "
+            f"{get_te_version()}: upgrade it (pip install 'mcore-parallel[te]') or turn the flag "
+            "off"
+        )
+    try:
+        base = importlib.import_module(TE_MODULE).CudaRNGStatesTracker
+    except (ImportError, OSError, AttributeError) as error:
+        raise RuntimeError(
+            f"use_te_rng_tracker: TransformerEngine {get_te_version()} is installed, but its "
+            f"tracker {TE_MODULE}.CudaRNGStatesTracker cannot be imported: {error}"
+        ) from error
+    tracker: RngTracker = _adapted_class(base)(is_inference_rng_tracker)
+    return tracker
+
+
+def is_te_tracker(tracker: object) -> bool:
+    """Say whether a tracker is one of TransformerEngine's; imports nothing.
+
+    Example:
+        >>> is_te_tracker(None)
+        False
+    """
+    base = getattr(sys.modules.get(TE_MODULE), "CudaRNGStatesTracker", None)
+    return base is not None and isinstance(tracker, base)
+
+
+@functools.cache
+def _adapted_class(base: Any) -> Any:
+    class TECudaRNGStatesTracker(base):  # type: ignore[misc]
+        """TransformerEngine's tracker with the checks and the states of this package's."""
+
+        def __init__(self, is_inference_rng_tracker: bool) -> None:
+            self.is_inference_rng_tracker = is_inference_rng_tracker
+            super().__init__()
+            self.reset()
+
+        def is_initialized(self) -> bool:
+            return self._is_initialized
+
+        def reset(self) -> None:
+            super().reset()
+            self._is_initialized = False
+
+        def get_states(self, *, clone: bool = False) -> dict[str, Any]:
+            states = dict(super().get_states())
+            return {n: clone_rng_state(s) for n, s in states.items()} if clone else states
+
+        def set_states(self, states: Mapping[str, Any]) -> None:
+            if self.is_inference_rng_tracker:
+                return
+            super().set_states(dict(states))
+            self.seeds_: set[int] = set()
+            self._is_initialized = True
+
+        def add(self, name: str, seed: int) -> None:
+            if self.is_inference_rng_tracker:
+                return
+            check_new_stream(name, seed, self.states_, self.seeds_)
+            super().add(name, seed)
+            self._is_initialized = True
+
+        def fork(
+            self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
+        ) -> AbstractContextManager[None]:
+            if self.is_inference_rng_tracker:
+                return nullcontext()
+            forked: AbstractContextManager[None] = super().fork(name)
+            return forked
+
+    return TECudaRNGStatesTracker

@@ -1,0 +1,222 @@
+"""Attributes that say how a parameter is split over the tensor-parallel ranks."""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+
+from mcore.parallel.default_groups import get_default_process_groups
+from mcore.parallel.groups import get_pg_rank
+
+if TYPE_CHECKING:
+    import torch
+
+    from mcore.parallel.groups import GroupLike
+
+__all__ = [
+    "copy_tensor_model_parallel_attributes",
+    "get_mcore_tensor_parallel_partition_dim",
+    "is_mcore_tensor_model_parallel",
+    "is_mcore_tensor_parallel_duplicated",
+    "param_is_not_tensor_parallel_duplicate",
+    "set_tensor_model_parallel_attributes",
+]
+
+logger = logging.getLogger(__name__)
+
+_SET_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
+_DIM_OF_MODE: dict[str, int | None] = {"column": 0, "row": 1, "duplicated": None}
+_ABSENT = object()
+
+
+def _attribute(param: object, name: str, default: Any = _ABSENT) -> Any:
+    """Read an attribute of the parameter, else of the original that a DTensor was made from."""
+    value = getattr(param, name, _ABSENT)
+    if value is _ABSENT:
+        value = getattr(getattr(param, "_orig_param", None), name, default)
+    return value
+
+
+def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
+    """Return the dimension along which a parameter is split over the tensor-parallel ranks.
+
+    Reads the parameter's attributes only: no communication, and the same answer without
+    torch.distributed. For a DTensor the attributes of the DTensor come first, then those of its
+    ``_orig_param``.
+
+    Args:
+        param: Any object. ``_tensor_parallel_mode`` (``"column"``, ``"row"``, ``"duplicated"``)
+            decides where it has one of these values; else ``tensor_model_parallel`` (True) with
+            ``partition_dim`` (0 or more).
+
+    Returns:
+        0 for a column-parallel parameter (its rows are split), 1 for a row-parallel one, another
+        dimension as set, or None when every rank holds the whole parameter.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.empty(4, 2))
+        >>> get_mcore_tensor_parallel_partition_dim(weight) is None
+        True
+        >>> set_tensor_model_parallel_attributes(weight, True, 1)
+        >>> get_mcore_tensor_parallel_partition_dim(weight)
+        1
+    """
+    dim = _marked_dim(param)
+    mode = _attribute(param, "_tensor_parallel_mode", None)
+    if not (isinstance(mode, str) and mode in _DIM_OF_MODE):
+        return dim
+    if mode == "duplicated" and dim is not None:
+        logger.debug(
+            "parameter marked both duplicated and split along dimension %d: taken as duplicated",
+            dim,
+        )
+    return _DIM_OF_MODE[mode]
+
+
+def _marked_dim(param: object) -> int | None:
+    if not _attribute(param, "tensor_model_parallel", False):
+        return None
+    dim = int(_attribute(param, "partition_dim", -1))
+    return dim if dim >= 0 else None
+
+
+def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
+    """Say whether a parameter is split over the tensor-parallel ranks.
+
+    Args:
+        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
+
+    Returns:
+        True when it has a partition dimension.
+
+    Example:
+        >>> import torch
+        >>> is_mcore_tensor_model_parallel(torch.nn.Parameter(torch.empty(2)))
+        False
+    """
+    return get_mcore_tensor_parallel_partition_dim(param) is not None
+
+
+def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
+    """Say whether every tensor-parallel rank holds the whole parameter.
+
+    Also True for a plain parameter that carries no tensor-parallel attribute at all.
+
+    Args:
+        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
+
+    Returns:
+        True when it has no partition dimension.
+
+    Example:
+        >>> import torch
+        >>> is_mcore_tensor_parallel_duplicated(torch.nn.Parameter(torch.empty(2)))
+        True
+    """
+    return get_mcore_tensor_parallel_partition_dim(param) is None
+
+
+def param_is_not_tensor_parallel_duplicate(
+    param: torch.Tensor,
+    tp_group: GroupLike | None = None,
+    expert_tp_group: GroupLike | None = None,
+) -> bool:
+    """Say whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
+
+    A parameter marked ``tensor_model_parallel`` counts on every rank, for each holds another part.
+    Any other counts on rank 0 of its group only. No communication.
+
+    Args:
+        param: The parameter; ``allreduce`` False on it marks an expert parameter.
+        tp_group: The tensor-parallel group of dense parameters; None means the default
+            ProcessGroups' ``tp``, else rank 0.
+        expert_tp_group: The tensor-parallel group of expert parameters; None means the default
+            ProcessGroups' ``expt_tp``, else rank 0.
+
+    Returns:
+        True when this rank counts the parameter. Without torch.distributed always True.
+
+    Raises:
+        ValueError: This rank is not a member of the group that decides.
+
+    Example:
+        >>> import torch
+        >>> param_is_not_tensor_parallel_duplicate(torch.nn.Parameter(torch.empty(2)))
+        True
+    """
+    if _attribute(param, "tensor_model_parallel", False):
+        return True
+    is_expert = _attribute(param, "allreduce", True) is False
+    group = expert_tp_group if is_expert else tp_group
+    if group is None:
+        default = get_default_process_groups()
+        group = getattr(default, "expt_tp" if is_expert else "tp", None)
+    return get_pg_rank(group) == 0
+
+
+def set_tensor_model_parallel_attributes(
+    param: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1
+) -> None:
+    """Mark how a parameter is split over the tensor-parallel ranks.
+
+    Sets ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on the parameter; no
+    communication.
+
+    Args:
+        param: The parameter, or any object that takes attributes.
+        is_parallel: True when each rank holds another part.
+        dim: The dimension that is split, 0 or more; any int (by habit -1) when it is not.
+        stride: How many interleaved blocks each rank holds along ``dim``, 1 or more.
+
+    Raises:
+        ValueError: One of the attributes is set already, or ``dim`` or ``stride`` cannot be.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.empty(4, 2))
+        >>> set_tensor_model_parallel_attributes(weight, True, 0)
+        >>> weight.tensor_model_parallel, weight.partition_dim, weight.partition_stride
+        (True, 0, 1)
+    """
+    for name in _SET_ATTRIBUTES:
+        if hasattr(param, name):
+            raise ValueError(
+                f"{name} is already {getattr(param, name)!r} on the parameter; mark it once, or "
+                "delete the attribute first"
+            )
+    ndim = getattr(param, "ndim", None)
+    if is_parallel and (dim < 0 or (ndim is not None and dim >= ndim)):
+        raise ValueError(
+            f"a parallel parameter needs a dim of 0 or more and below its {ndim} dimensions, "
+            f"got {dim}"
+        )
+    if stride < 1:
+        raise ValueError(f"stride must be at least 1, got {stride}")
+    for name, value in zip(_SET_ATTRIBUTES, (is_parallel, dim, stride), strict=True):
+        setattr(param, name, value)
+
+
+def copy_tensor_model_parallel_attributes(dst: torch.Tensor, src: torch.Tensor) -> None:
+    """Copy the marks of one parameter to another, such as its fp32 main copy.
+
+    Copies those of ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and
+    ``_tensor_parallel_mode`` that ``src`` has, over any that ``dst`` has; no communication.
+
+    Args:
+        dst: The parameter to mark.
+        src: The parameter to copy from.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.empty(4, 2))
+        >>> set_tensor_model_parallel_attributes(weight, True, 0)
+        >>> main = weight.detach().double()
+        >>> copy_tensor_model_parallel_attributes(main, weight)
+        >>> get_mcore_tensor_parallel_partition_dim(main)
+        0
+    """
+    for name in (*_SET_ATTRIBUTES, "_tensor_parallel_mode"):
+        value = _attribute(src, name)
+        if value is not _ABSENT:
+            setattr(dst, name, value)

@@ -1,0 +1,26 @@
+"""What the tests of this package share: worlds of many ranks that one process can play."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch.distributed as dist
+
+from mcore.parallel.default_groups import clear_default_process_groups
+
+
+@pytest.fixture
+def fake_world() -> Iterator[Callable[[int, int], None]]:
+    """Become one rank of a world whose collectives do nothing: groups, shapes, never values."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def become(rank: int, world_size: int, backend: str = "fake") -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        dist.init_process_group(backend, store=FakeStore(), rank=rank, world_size=world_size)
+
+    yield become
+    clear_default_process_groups()
+    if dist.is_initialized():
+        dist.destroy_process_group()

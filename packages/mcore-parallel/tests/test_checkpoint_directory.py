@@ -1,0 +1,142 @@
+"""Directories of checkpoints: order, completeness, retention, names."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore.parallel.checkpoint import (
+    CheckpointingException,
+    is_complete_checkpoint,
+    keep_last,
+    latest_checkpoint,
+    list_checkpoints,
+    make_sharded_tensor_for_checkpoint,
+    remove_incomplete,
+    save_sharded_state_dict,
+)
+from mcore.parallel.checkpoint.durable_files import incomplete_sibling, make_directories
+from mcore.parallel.checkpoint.manifest import read_manifest
+
+
+def save(path: Path, written_at: int | None = None) -> Path:
+    weight = make_sharded_tensor_for_checkpoint(torch.arange(4.0), "w")
+    save_sharded_state_dict({"w": weight}, path)
+    if written_at is not None:
+        os.utime(path / ".metadata", (written_at, written_at))
+    return path
+
+
+def names(paths: list[Path]) -> list[str]:
+    return [path.name for path in paths]
+
+
+def test_order_is_that_of_the_step_numbers(tmp_path: Path) -> None:
+    for name in ("step_100", "step_9", "iter-0000020", "model_7b_step3"):
+        save(tmp_path / name)
+    expected = ["model_7b_step3", "step_9", "iter-0000020", "step_100"]
+    assert names(list_checkpoints(tmp_path)) == expected
+    assert latest_checkpoint(str(tmp_path)) == tmp_path / "step_100"
+
+
+def test_last_number_counts_where_no_step_is_named(tmp_path: Path) -> None:
+    for name in ("7b-10", "7b-9"):
+        save(tmp_path / name)
+    assert names(list_checkpoints(tmp_path)) == ["7b-9", "7b-10"]
+
+
+def test_a_name_without_number_makes_time_decide(tmp_path: Path) -> None:
+    save(tmp_path / "step_9", written_at=300)
+    save(tmp_path / "final", written_at=200)
+    save(tmp_path / "step_1", written_at=100)
+    assert names(list_checkpoints(tmp_path)) == ["step_1", "final", "step_9"]
+
+
+def test_only_complete_checkpoints_are_listed(tmp_path: Path) -> None:
+    good = save(tmp_path / "step_1")
+    for name, spoil in {
+        "step_2": lambda path: (path / "__0_0.distcp").unlink(),
+        "step_3": lambda path: (path / ".metadata").unlink(),
+        "step_4": lambda path: os.truncate(path / "__0_0.distcp", 10),
+        "step_5": lambda path: (path / "manifest.json").write_text("[]"),
+        "step_6": lambda path: path.rename(incomplete_sibling(path, 77)),
+    }.items():
+        spoil(save(tmp_path / name))
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "step_7").write_text("a file")
+    assert list_checkpoints(tmp_path) == [good]
+    assert not is_complete_checkpoint(tmp_path / "notes")
+    assert not is_complete_checkpoint(tmp_path / "step_7")
+
+
+def test_missing_root_has_no_checkpoints(tmp_path: Path) -> None:
+    root = tmp_path / "none"
+    assert (list_checkpoints(root), latest_checkpoint(root)) == ([], None)
+    assert (keep_last(root, 1), remove_incomplete(root)) == ([], [])
+
+
+def test_retention_keeps_the_newest_good_ones(tmp_path: Path) -> None:
+    for step in range(1, 6):
+        save(tmp_path / f"step_{step}")
+    os.truncate(tmp_path / "step_5" / "__0_0.distcp", 3)
+    assert names(keep_last(tmp_path, 2)) == ["step_1", "step_2"]
+    assert names(list_checkpoints(tmp_path)) == ["step_3", "step_4"]
+    assert names(keep_last(tmp_path, 1)) == ["step_3"]
+    assert keep_last(tmp_path, 1) == []
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["step_4", "step_5"]
+    with pytest.raises(ValueError, match="at least 1, got 0"):
+        keep_last(tmp_path, 0)
+    assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
+
+
+def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
+    save(tmp_path / "step_1")
+    left = incomplete_sibling(tmp_path / "step_2", 5)
+    (left / "deep").mkdir(parents=True)
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".step_3.incomplete-xyz").mkdir()
+    assert remove_incomplete(tmp_path) == [left]
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        ".hidden",
+        ".step_3.incomplete-xyz",
+        "step_1",
+    ]
+
+
+def test_manifest_lists_each_file_with_its_size(tmp_path: Path) -> None:
+    path = save(tmp_path / "step_1")
+    written = json.loads((path / "manifest.json").read_text())
+    assert (written["format"], written["version"]) == ("mcore sharded checkpoint", 1)
+    sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
+    del sizes["manifest.json"]
+    assert sorted(sizes) == [".metadata", "__0_0.distcp"]
+    assert read_manifest(path) == sizes
+
+
+def test_parents_are_made_and_a_link_counts_as_existing(tmp_path: Path) -> None:
+    path = save(tmp_path / "a" / "b" / "step_1")
+    assert is_complete_checkpoint(path)
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(CheckpointingException, match="link exists already"):
+        save(tmp_path / "link")
+    with pytest.raises(NotADirectoryError, match="manifest"):
+        make_directories(path / "manifest.json" / "x")
+
+
+def test_relative_paths_and_trailing_slashes_are_fine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    weight = make_sharded_tensor_for_checkpoint(torch.arange(4.0), "w")
+    save_sharded_state_dict({"w": weight}, "step_1/")
+    assert list_checkpoints(".") == [Path("step_1")]
+
+
+def test_a_name_that_is_too_long_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointingException, match="File name too long"):
+        save(tmp_path / ("x" * 250))
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,222 @@
+"""The check that all parts make whole tensors, on layouts that are right and wrong by hand."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore.parallel.checkpoint import (
+    CheckpointingException,
+    ShardedObject,
+    ShardedTensor,
+    ShardRecord,
+    describe_shards,
+    validate_plans,
+    validate_sharding_integrity,
+)
+from mcore.parallel.checkpoint.boxes import Box, overlapping_pairs
+from mcore.parallel.checkpoint.shard_records import decode_records, encode_records
+from rank_testing import run_ranks
+
+
+def part(
+    offset: tuple[int, ...],
+    shape: tuple[int, ...],
+    whole: tuple[int, ...] = (8, 4),
+    **changes: Any,
+) -> ShardRecord:
+    record = ShardRecord("tensor", "w", True, "float32", whole, offset, shape)
+    return record._replace(**changes)
+
+
+TOP, BOTTOM = part((0, 0), (4, 4)), part((4, 0), (4, 4))
+COPY = ShardRecord("tensor", "w", False, "float32", (8, 4))
+
+
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        [[TOP], [BOTTOM]],
+        [[TOP, BOTTOM], [COPY]],
+        [[part((0, 0), (5, 4))], [part((5, 0), (3, 4))], [part((8, 0), (0, 4))]],
+        [[part((), (), ())]],
+        [[part((0,), (0,), (0,))], [part((0,), (0,), (0,))]],
+        [
+            [ShardRecord("object", "o", True, "", (2,), (0,))],
+            [ShardRecord("object", "o", True, "", (2,), (1,))],
+        ],
+        [[], []],
+    ],
+)
+def test_whole_tensors_have_no_problem(ranks: list[list[ShardRecord]]) -> None:
+    assert validate_plans(ranks) == []
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        ([[TOP, BOTTOM], [BOTTOM]], ["'w'", "ranks 0-1 write the same part", "(4, 0)"]),
+        ([[TOP], [COPY]], ["'w'", "16 elements", "has 32", "rank 1", "replica_id 0"]),
+        ([[COPY], [COPY]], ["'w'", "0 elements", "has 32", "ranks 0-1"]),
+        ([[TOP]], ["16 elements", "some part is on no rank"]),
+        ([[part((0, 0), (5, 4))], [BOTTOM]], ["rank 0", "rank 1", "overlap"]),
+        ([[TOP], [part((6, 0), (4, 4))]], ["rank 1", "outside the global shape (8, 4)"]),
+        ([[TOP], [part((4, 0), (4, 4), dtype="int32")]], ["dtype differs", "float32 on rank 0"]),
+        ([[TOP], [part((4, 0), (4, 4), (9, 4))]], ["global_shape differs", "(9, 4) on rank 1"]),
+        ([[TOP], [part((4, 0), (4, 4), prepend_axis_num=1)]], ["prepend_axis_num differs"]),
+        ([[TOP, BOTTOM], [COPY._replace(dtype="int8")]], ["dtype differs", "int8 on rank 1"]),
+        ([[TOP, BOTTOM, ShardRecord("common", "w", True)]], ["a common and a tensor entry"]),
+        (
+            [[ShardRecord("object", "o", True, "", (2,), (0,))]] * 2,
+            ["object 'o'", "ranks 0-1 write the same cell (0,)", "1 of 2 cells"],
+        ),
+        ([[ShardRecord("object", "o", False, "", (1,))]], ["0 of 1 cells", "rank 0"]),
+    ],
+)
+def test_each_problem_is_named_with_key_and_ranks(
+    ranks: list[list[ShardRecord]], words: list[str]
+) -> None:
+    text = "\n".join(validate_plans(ranks))
+    assert [word for word in words if word not in text] == []
+
+
+def test_one_rank_that_writes_a_part_twice_is_named() -> None:
+    [text] = validate_plans([[TOP, BOTTOM, BOTTOM]])
+    assert "rank 0 (rank 0 more than once) write the same part" in text
+
+
+BOX = st.tuples(st.integers(0, 6), st.integers(1, 4))
+
+
+@given(st.lists(st.tuples(BOX, BOX, BOX), min_size=0, max_size=12, unique=True))
+def test_overlaps_equal_those_of_counting_cells(raw: list[Any]) -> None:
+    boxes: list[Box] = [
+        (tuple(start for start, _ in box), tuple(size for _, size in box)) for box in raw
+    ]
+
+    def cells(box: Box) -> set[tuple[int, ...]]:
+        return set(itertools.product(*(range(s, s + n) for s, n in zip(*box, strict=True))))
+
+    expected = [
+        (first, second)
+        for first, second in itertools.combinations(range(len(boxes)), 2)
+        if cells(boxes[first]) & cells(boxes[second])
+    ]
+    assert overlapping_pairs(boxes) == expected
+
+
+def test_records_survive_the_wire() -> None:
+    records = [TOP, COPY, ShardRecord("common", "a.b", True), part((), (), ())]
+    assert decode_records(encode_records(records)) == records
+
+
+def test_descriptions_of_copies_are_listed_once() -> None:
+    layers = {
+        f"layer{index}": ShardedTensor.from_rank_offsets(
+            "stack", torch.zeros(2), (0, index, 3), replica_id=(0, 0, 1), prepend_axis_num=1
+        )
+        for index in range(3)
+    }
+    assert describe_shards(layers) == [
+        ShardRecord("tensor", "stack", False, "float32", (3, 2), prepend_axis_num=1)
+    ]
+
+
+def rank_of(tp: int, pp: int, dp: int, sizes: tuple[int, int, int]) -> dict[str, Any]:
+    """A rank's state dict: ten tensors, cut over tp, stacked over pp, copied over dp."""
+    tp_size, pp_size, _ = sizes
+    local = torch.empty(4, 8, device="meta")
+    shards: dict[str, Any] = {}
+    for layer in range(5):
+        index = pp * 5 + layer
+        shards[f"w{layer}"] = ShardedTensor.from_rank_offsets(
+            "layers.weight",
+            local,
+            (0, index, 5 * pp_size),
+            (1, tp, tp_size),
+            replica_id=(0, 0, dp),
+            prepend_axis_num=1,
+        )
+        shards[f"n{layer}"] = ShardedTensor.from_rank_offsets(
+            "layers.norm",
+            local,
+            (0, index, 5 * pp_size),
+            replica_id=(0, tp, dp),
+            prepend_axis_num=1,
+        )
+    return shards
+
+
+def test_8192_ranks_are_checked_in_one_process() -> None:
+    sizes = (8, 16, 64)
+    ranks = [
+        describe_shards(rank_of(tp, pp, dp, sizes))
+        for pp in range(16)
+        for dp in range(64)
+        for tp in range(8)
+    ]
+    assert sum(record.is_main for rank in ranks for record in rank) == 16 * 5 * (8 + 1)
+    started = time.perf_counter()
+    assert validate_plans(ranks) == []
+    elapsed_s = time.perf_counter() - started
+    assert elapsed_s < 10
+    ranks[8 * 64 + 3] = ranks[8 * 64 + 2]
+    text = "\n".join(validate_plans(ranks))
+    assert "'layers.weight'" in text
+    assert "ranks 514-515 write the same part" in text
+
+
+def replicated_norm(kind: str) -> str | None:
+    from torch import distributed as dist
+
+    rank = dist.get_rank()
+    replica = {"good": rank, "two": 0, "none": rank + 1}.get(kind, rank)
+    shards: dict[str, Any] = {
+        "norm": ShardedTensor.from_rank_offsets("norm", torch.ones(12), replica_id=replica),
+        "state": ShardedObject("state", b"", (2,), (rank,)),
+    }
+    if kind == "raises" and rank == 1:
+        shards = []  # type: ignore[assignment]
+    if kind == "empty" and rank == 1:
+        shards = {"state": shards["state"]}
+    try:
+        validate_sharding_integrity(shards)
+    except CheckpointingException as error:
+        return str(error)
+    return None
+
+
+def all_kinds() -> dict[str, str | None]:
+    return {kind: replicated_norm(kind) for kind in ("good", "two", "none", "raises", "empty")}
+
+
+def test_all_ranks_get_the_same_verdict() -> None:
+    first, second = run_ranks(all_kinds, 2)
+    assert first == second
+    assert first["good"] is None
+    assert first["empty"] is None
+    assert "'norm'" in str(first["two"])
+    assert "ranks 0-1 write the same part" in str(first["two"])
+    assert "'norm'" in str(first["none"])
+    assert "have 0 elements and the global shape (12,) has 12" in str(first["none"])
+    assert "rank 1: a state dict must be a dict, got list" in str(first["raises"])
+
+
+def test_at_most_20_problems_are_listed() -> None:
+    half = {
+        f"k{index:03d}": ShardedTensor.from_rank_offsets(f"k{index:03d}", torch.ones(2), (0, 0, 2))
+        for index in range(50)
+    }
+    with pytest.raises(CheckpointingException) as caught:
+        validate_sharding_integrity(half)
+    lines = str(caught.value).splitlines()
+    assert "50 problems" in lines[0]
+    assert len(lines) == 22
+    assert "'k000'" in lines[1]
+    assert lines[-1].endswith("and 30 more")

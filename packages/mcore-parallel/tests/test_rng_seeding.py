@@ -1,0 +1,200 @@
+"""Seeds of the streams of a rank in a model-parallel job."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore.parallel import rng
+from mcore.parallel.default_groups import use_process_groups
+from mcore.parallel.process_groups import ProcessGroups
+from mcore.parallel.rng import get_cuda_rng_tracker
+from mcore.parallel.rng_seeding import model_parallel_cuda_manual_seed, rng_stream_seeds
+
+DATA, MODEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.fixture(autouse=True)
+def _no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(rng, "_shared", None)
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
+
+
+def seed_on_cpu(seed: int, **options: Any) -> None:
+    model_parallel_cuda_manual_seed(seed, device="cpu", **options)
+
+
+def first_numbers() -> dict[str, list[float]]:
+    tracker, drawn = get_cuda_rng_tracker(), {"default": torch.rand(3).tolist()}
+    for name in tracker.get_states():
+        with tracker.fork(name):
+            drawn[name] = torch.rand(3).tolist()
+    return drawn
+
+
+def numbers(seed: int) -> list[float]:
+    return torch.rand(3, generator=torch.Generator().manual_seed(seed)).tolist()
+
+
+@pytest.mark.parametrize("graph_safe", [False, True])
+def test_streams_and_default_numbers_have_the_seeds_of_the_formula(graph_safe: bool) -> None:
+    seed_on_cpu(1234, tp_rank=1, ep_rank=1, etp_rank=0, use_cudagraphable_rng=graph_safe)
+    assert list(get_cuda_rng_tracker().get_states()) == [DATA, MODEL, EXPERT]
+    assert first_numbers() == {
+        "default": numbers(1234),
+        DATA: numbers(1234),
+        MODEL: numbers(3953),
+        EXPERT: numbers(2358),
+    }
+
+
+def test_ranks_default_to_zero() -> None:
+    assert rng_stream_seeds(7) == {DATA: 7, MODEL: 2725, EXPERT: 1031}
+    seed_on_cpu(7)
+    assert first_numbers()[MODEL] == numbers(2725)
+
+
+def test_seeding_again_repeats_the_numbers() -> None:
+    seed_on_cpu(5)
+    tracker, first = get_cuda_rng_tracker(), first_numbers()
+    assert first_numbers() != first
+    seed_on_cpu(5)
+    assert get_cuda_rng_tracker() is tracker
+    assert first_numbers() == first
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_ranks_come_from_the_default_process_groups(
+    fake_world: Callable[..., None], rank: int
+) -> None:
+    fake_world(rank, 8)
+    with use_process_groups(ProcessGroups.from_sizes(tp=4, ep=2, expt_tp=2)):
+        seed_on_cpu(100)
+    drawn = first_numbers()
+    assert drawn[MODEL] == numbers(100 + 2718 + rank % 4)
+    assert drawn[EXPERT] == numbers(100 + 1024 + 100 * (rank // 2 % 2) + rank % 2)
+    assert drawn["default"] == drawn[DATA] == numbers(100)
+
+
+def test_equal_seeds_name_both_streams_and_leave_everything_as_it_was() -> None:
+    seed_on_cpu(3)
+    tracker, state = get_cuda_rng_tracker(), torch.get_rng_state()
+    before = tracker.get_states()
+    with pytest.raises(ValueError, match="model-parallel-rng and expert-parallel-rng") as caught:
+        seed_on_cpu(1, tp_rank=6, ep_rank=17, etp_rank=0, force_reset_rng=True)
+    assert "2725" in str(caught.value)
+    assert "tp_rank=6, ep_rank=17, etp_rank=0" in str(caught.value)
+    assert get_cuda_rng_tracker() is tracker
+    assert tracker.get_states() == before
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"seed": -1}, "seed must be an int >= 0, got -1"),
+        ({"seed": 1.5}, "seed must be an int >= 0, got 1.5"),
+        ({"seed": "1"}, "seed must be an int >= 0, got '1'"),
+        ({"seed": 1, "tp_rank": -1}, "tp_rank must be"),
+        ({"seed": 1, "ep_rank": -2}, "ep_rank must be"),
+        ({"seed": 1, "etp_rank": 0.5}, "etp_rank must be"),
+        ({"seed": 2**64 - 2718}, "exceeds 64 bits"),
+    ],
+)
+def test_bad_seeds_and_ranks_are_refused_before_anything_changes(
+    arguments: dict[str, Any], message: str
+) -> None:
+    seed_on_cpu(3)
+    before = get_cuda_rng_tracker().get_states()
+    with pytest.raises(ValueError, match=message):
+        seed_on_cpu(**arguments)
+    assert get_cuda_rng_tracker().get_states() == before
+
+
+def test_a_device_that_does_not_exist_is_refused_before_anything_changes() -> None:
+    seed_on_cpu(3)
+    tracker, before = get_cuda_rng_tracker(), get_cuda_rng_tracker().get_states()
+    with pytest.raises(RuntimeError, match="cuda:99"):
+        model_parallel_cuda_manual_seed(4, device="cuda:99", force_reset_rng=True)
+    assert get_cuda_rng_tracker() is tracker
+    assert tracker.get_states() == before
+
+
+def test_the_largest_seed_works() -> None:
+    seed_on_cpu(2**64 - 1 - 2718)
+    assert first_numbers()[MODEL] == numbers(2**64 - 1)
+
+
+def test_force_makes_a_tracker_of_the_new_kind() -> None:
+    seed_on_cpu(1)
+    old = get_cuda_rng_tracker()
+    seed_on_cpu(1, use_cudagraphable_rng=True, force_reset_rng=True)
+    new = get_cuda_rng_tracker()
+    assert new is not old
+    assert all(isinstance(state, torch.Generator) for state in new.get_states().values())
+
+
+def test_an_inference_tracker_gets_no_streams_but_the_default_numbers_are_seeded() -> None:
+    seed_on_cpu(9, inference_rng_tracker=True)
+    assert first_numbers() == {"default": numbers(9)}
+
+
+@given(
+    seed=st.integers(0, 2**40),
+    tp_rank=st.integers(0, 2000),
+    ep_rank=st.integers(0, 40),
+    etp_rank=st.integers(0, 200),
+)
+def test_the_formula_holds_or_the_collision_is_real(
+    seed: int, tp_rank: int, ep_rank: int, etp_rank: int
+) -> None:
+    model, expert = seed + 2718 + tp_rank, seed + 1024 + 100 * ep_rank + etp_rank
+    if model == expert:
+        with pytest.raises(ValueError, match=str(model)):
+            rng_stream_seeds(seed, tp_rank, ep_rank, etp_rank)
+    else:
+        assert rng_stream_seeds(seed, tp_rank, ep_rank, etp_rank) == {
+            DATA: seed,
+            MODEL: model,
+            EXPERT: expert,
+        }
+
+
+def test_streams_of_all_ranks_differ_within_the_documented_bounds() -> None:
+    tensor_ranks, expert_ranks, expert_tensor_ranks = 1024, 17, 94
+    model = {rng_stream_seeds(1, tp_rank=tp)[MODEL] for tp in range(tensor_ranks)}
+    expert = {
+        rng_stream_seeds(1, ep_rank=ep, etp_rank=etp)[EXPERT]
+        for ep in range(expert_ranks)
+        for etp in range(expert_tensor_ranks)
+    }
+    assert len(model) == tensor_ranks
+    assert len(expert) == expert_ranks * expert_tensor_ranks
+    assert model.isdisjoint(expert)
+    assert rng_stream_seeds(1, ep_rank=17)[EXPERT] in model
+    next_stage = rng_stream_seeds(1 + 100, ep_rank=0)[EXPERT]
+    assert rng_stream_seeds(1, ep_rank=1)[EXPERT] == next_stage
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_a_gpu_is_seeded_by_default_and_the_cpu_is_not() -> None:
+    """Checks that the current GPU's default numbers and streams are seeded, and no others."""
+    state = torch.get_rng_state()
+    model_parallel_cuda_manual_seed(1234, tp_rank=1, force_reset_rng=True)
+    generator = torch.Generator("cuda").manual_seed(1234)
+    expected = torch.rand(3, device="cuda", generator=generator)
+    assert torch.equal(torch.rand(3, device="cuda"), expected)
+    generator.manual_seed(3953)
+    with get_cuda_rng_tracker().fork():
+        drawn = torch.rand(3, device="cuda")
+    assert torch.equal(drawn, torch.rand(3, device="cuda", generator=generator))
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,108 @@
+"""The adapter to torch: values on real ranks, under new and old names."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from mcore.parallel.torch_compat import (
+    all_gather_single,
+    flatten_mesh_dims,
+    is_distributed,
+    mesh_from_groups,
+    reduce_scatter_single,
+)
+from rank_testing import run_ranks
+
+
+def test_is_distributed_follows_the_world(fake_world) -> None:
+    assert not is_distributed()
+    fake_world(0, 2)
+    assert is_distributed()
+
+
+def collectives() -> dict[str, object]:
+    rank = dist.get_rank()
+    group = dist.new_group([1, 0], sort_ranks=True)
+    found: dict[str, object] = {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        gathered = torch.empty(4, 3)
+        found["handle"] = all_gather_single(gathered, torch.full((2, 3), float(rank)), group)
+        found["gathered"] = gathered[:, 0].tolist()
+        mine = torch.empty(2)
+        reduce_scatter_single(mine, torch.arange(4.0) * (rank + 1), group)
+        found["scattered"] = mine.tolist()
+        work = all_gather_single(gathered, torch.full((2, 3), 5.0 + rank), group, async_op=True)
+        work.wait()
+        found["async"] = gathered[:, 0].tolist()
+        work = reduce_scatter_single(mine, torch.ones(4), group, async_op=True)
+        work.wait()
+        found["async scattered"] = mine.tolist()
+    return found
+
+
+def test_collectives_on_two_ranks_give_hand_computed_values_without_a_warning() -> None:
+    both = {"handle": None, "gathered": [0, 0, 1, 1], "async": [5, 5, 6, 6]}
+    both["async scattered"] = [2, 2]
+    # arange(4) times 1 plus arange(4) times 2
+    assert run_ranks(collectives, 2) == [
+        {**both, "scattered": [0, 3]},
+        {**both, "scattered": [6, 9]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("call", "new", "old"),
+    [
+        (all_gather_single, "all_gather_single", "all_gather_into_tensor"),
+        (reduce_scatter_single, "reduce_scatter_single", "reduce_scatter_tensor"),
+    ],
+)
+def test_an_older_torch_is_served_by_the_old_name(monkeypatch, call, new, old) -> None:
+    used = []
+
+    def record(name):  # type: ignore[no-untyped-def]
+        return lambda *args, **kwargs: used.append((name, len(args), sorted(kwargs)))
+
+    monkeypatch.setattr(dist, old, record(old))
+    monkeypatch.setattr(dist, new, record(new), raising=False)
+    call(torch.empty(1), torch.empty(1), None)
+    monkeypatch.delattr(dist, new)
+    call(torch.empty(1), torch.empty(1), None)
+    assert used == [(new, 2, ["async_op", "group"]), (old, 2, ["async_op", "group"])]
+
+
+def test_flatten_gives_the_same_mesh_again_and_none_for_a_taken_name(fake_world) -> None:
+    fake_world(5, 16)
+    mesh = init_device_mesh("cpu", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
+    flat = flatten_mesh_dims(mesh, ("pp", "tp"), "mp")
+    assert flat is not None
+    assert dist.get_process_group_ranks(flat.get_group()) == [4, 5, 6, 7, 12, 13, 14, 15]
+    assert flatten_mesh_dims(mesh, ("pp", "tp"), "mp") is flat
+    assert flatten_mesh_dims(mesh, ("pp", "dp"), "mp") is None
+    assert flatten_mesh_dims(mesh, ("pp", "dp"), "tp") is None
+
+
+def test_flatten_gives_none_where_torch_has_no_flatten(fake_world, monkeypatch) -> None:
+    fake_world(0, 4)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
+    monkeypatch.delattr(dist.device_mesh.DeviceMesh, "_flatten")
+    assert flatten_mesh_dims(mesh, ("dp", "tp"), "all") is None
+
+
+def test_mesh_over_existing_groups_creates_none(fake_world, monkeypatch) -> None:
+    fake_world(3, 4)
+    row, column = dist.new_group([2, 3]), dist.new_group([1, 3])
+    made = []
+    monkeypatch.setattr(dist.distributed_c10d, "new_group", lambda **kw: made.append(kw))
+    ranks = torch.arange(4).reshape(2, 2)
+    mesh = mesh_from_groups([column, row], "cpu", ranks, ("dp", "tp"))
+    assert not made
+    assert mesh["tp"].get_group() is row
+    assert mesh["dp"].get_group() is column
+    assert list(mesh.get_coordinate() or ()) == [1, 1]
