@@ -1,0 +1,313 @@
+"""The configuration of a transformer, and reading of fields from any configuration object."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import InitVar, dataclass, field
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
+
+import torch
+
+from mcore.modules.errors import ConfigFieldError
+from mcore.modules.init_methods import init_method_normal, scaled_init_method_normal
+
+__all__ = [
+    "MISSING",
+    "GraphConfigLike",
+    "ModuleConfigLike",
+    "TransformerConfig",
+    "is_switched_on",
+    "read_field",
+]
+
+InitMethod = Callable[[torch.Tensor], Any]
+GraphImpl = Literal["none", "local", "transformer_engine", "full_iteration"]
+SymmetricAllReduce = Literal["two_shot", "one_shot", "multimem_all_reduce"]
+
+
+class _Missing:
+    """The type of MISSING, with a readable repr for signatures."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
+def read_field(config: object, name: str, default: Any = MISSING) -> Any:
+    """Return a field of any configuration object, or a default.
+
+    Works on a :class:`TransformerConfig`, a namespace, a frozen dataclass, a configuration of
+    Megatron-LM or None. Nothing is cached: configurations may change after a model is built.
+
+    Args:
+        config: The configuration.
+        name: The field, an attribute of ``config``.
+        default: What to return when the field is not there.
+
+    Returns:
+        The value as stored.
+
+    Raises:
+        ConfigFieldError: The field is not there and no default is given. It is both an
+            AttributeError and a ValueError.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> read_field(SimpleNamespace(bf16=True), "bf16")
+        True
+        >>> read_field(None, "bf16", False)
+        False
+    """
+    value = getattr(config, name, MISSING)
+    if value is not MISSING:
+        return value
+    if default is MISSING:
+        raise ConfigFieldError(
+            f"{type(config).__name__} has no field {name!r}, and there is no default for it; set it"
+        )
+    return default
+
+
+def is_switched_on(value: object) -> bool:
+    """Return whether the value of a field such as ``fp8`` means "on".
+
+    Args:
+        value: Any value.
+
+    Returns:
+        False for None, False, the empty string and zero, True for everything else.
+
+    Example:
+        >>> is_switched_on("hybrid"), is_switched_on(False), is_switched_on(object())
+        (True, False, True)
+    """
+    if isinstance(value, (bool, int, float, str)):
+        return bool(value)
+    return value is not None
+
+
+@runtime_checkable
+class ModuleConfigLike(Protocol):
+    """What Float16Module reads from a configuration, for type checkers.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> isinstance(SimpleNamespace(fp16=False, bf16=True), ModuleConfigLike)
+        True
+    """
+
+    fp16: bool
+    bf16: bool
+
+
+@runtime_checkable
+class GraphConfigLike(Protocol):
+    """What GraphableMegatronModule reads from a configuration, for type checkers.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> isinstance(SimpleNamespace(hidden_size=8, cuda_graph_impl="none"), GraphConfigLike)
+        True
+    """
+
+    hidden_size: int
+    cuda_graph_impl: str
+
+
+@dataclass
+class TransformerConfig:
+    """Sizes, precision, parallelism and graph settings of a transformer.
+
+    Construction validates and fills in what depends on other fields. Fields may change later:
+    that does not validate or fill in again, and readers read at the time of use. Two
+    configurations compare equal when all fields but the two init methods do.
+
+    Args:
+        num_layers: Number of transformer layers.
+        hidden_size: Width of the residual stream, a multiple of ``num_attention_heads``.
+        num_attention_heads: Number of attention heads.
+        ffn_hidden_size: Inner width of the feed-forward; None means ``4 * hidden_size``.
+        tensor_model_parallel_size: Ranks that share each layer.
+        pipeline_model_parallel_size: Ranks that hold different layers.
+        virtual_pipeline_model_parallel_size: Model chunks per pipeline rank; None for one.
+        context_parallel_size: Ranks that share each sequence.
+        sequence_parallel: Split activations outside of tensor-parallel regions along the sequence.
+        fp16: Run in float16.
+        bf16: Run in bfloat16.
+        params_dtype: Dtype of the parameters where neither fp16 nor bf16 decides.
+        fp8: Recipe of 8-bit floating-point matrix products; None for none.
+        fp4: Recipe of 4-bit floating-point matrix products; None for none.
+        use_kitchen: Let the kitchen library control quantisation.
+        quant_recipe: A quantisation recipe object; None for none.
+        symmetric_ar_type: Algorithm of symmetric-memory all-reduces; None for the usual ones.
+        cuda_graph_impl: Who captures graphs: nobody, each layer on its own, the capture helpers in
+            the way of TransformerEngine, or the trainer for the whole iteration.
+        cuda_graph_warmup_steps: Eager runs before a capture.
+        cuda_graph_retain_backward_graph: Keep the autograd graph during backward capture.
+        fine_grained_activation_offloading: Offload activations module by module.
+        init_method_std: Standard deviation of initial weights.
+        init_method: Fills weights in place; None means ``init_method_normal(init_method_std)``.
+        output_layer_init_method: Fills weights that write to the residual stream; None means
+            ``scaled_init_method_normal(init_method_std, num_layers)``.
+        perform_initialization: Fill weights at all.
+        use_cpu_initialization: Fill weights on the CPU.
+        enable_cuda_graph: Deprecated; means ``cuda_graph_impl="local"``.
+        external_cuda_graph: Deprecated; means ``cuda_graph_impl="transformer_engine"``.
+
+    Raises:
+        ValueError: A field is invalid, see :meth:`validate`.
+
+    Example:
+        >>> TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4).ffn_hidden_size
+        48
+    """
+
+    num_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    ffn_hidden_size: int | None = None
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    virtual_pipeline_model_parallel_size: int | None = None
+    context_parallel_size: int = 1
+    sequence_parallel: bool = False
+    fp16: bool = False
+    bf16: bool = False
+    params_dtype: torch.dtype = torch.float32
+    fp8: Literal["e4m3", "hybrid"] | None = None
+    fp4: Literal["e2m1"] | None = None
+    use_kitchen: bool = False
+    quant_recipe: object | None = None
+    symmetric_ar_type: SymmetricAllReduce | None = None
+    cuda_graph_impl: GraphImpl = "none"
+    cuda_graph_warmup_steps: int = 3
+    cuda_graph_retain_backward_graph: bool = False
+    fine_grained_activation_offloading: bool = False
+    init_method_std: float = 0.02
+    # Functions made alike never compare equal, which would make every two configurations differ.
+    init_method: InitMethod | None = field(default=None, compare=False)
+    output_layer_init_method: InitMethod | None = field(default=None, compare=False)
+    perform_initialization: bool = True
+    use_cpu_initialization: bool = False
+    enable_cuda_graph: InitVar[bool] = False
+    external_cuda_graph: InitVar[bool] = False
+
+    def __post_init__(self, enable_cuda_graph: bool, external_cuda_graph: bool) -> None:
+        self._accept_deprecated_graph_flags(enable_cuda_graph, external_cuda_graph)
+        self.validate()
+        if self.ffn_hidden_size is None:
+            self.ffn_hidden_size = 4 * self.hidden_size
+        if self.init_method is None:
+            self.init_method = init_method_normal(self.init_method_std)
+        if self.output_layer_init_method is None:
+            self.output_layer_init_method = scaled_init_method_normal(
+                self.init_method_std, self.num_layers
+            )
+
+    def _accept_deprecated_graph_flags(self, enable: bool, external: bool) -> None:
+        given = {"enable_cuda_graph": enable, "external_cuda_graph": external}
+        names = [name for name, value in given.items() if value]
+        if not names:
+            return
+        if len(names) == 2 or self.cuda_graph_impl != "none":
+            raise ValueError(
+                f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}; "
+                "give cuda_graph_impl alone"
+            )
+        self.cuda_graph_impl = "local" if enable else "transformer_engine"
+        warnings.warn(
+            f"{names[0]} is deprecated; use cuda_graph_impl={self.cuda_graph_impl!r}",
+            DeprecationWarning,
+            stacklevel=4,  # this method, __post_init__, the generated __init__, the caller
+        )
+
+    def validate(self) -> None:
+        """Check all fields as they are now.
+
+        Raises:
+            ValueError: Names field and value: a size below 1 or no int, fp16 with bf16, fp8 with
+                fp4, sequence parallelism without tensor parallelism, virtual stages without a
+                pipeline, heads that do not divide the hidden size, an unknown choice, a
+                ``params_dtype`` that is no floating dtype, a negative number of warm-up steps.
+
+        Example:
+            >>> config = TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
+            >>> config.num_attention_heads = 5
+            >>> config.validate()
+            Traceback (most recent call last):
+            ...
+            ValueError: hidden_size=12 is not divisible by num_attention_heads=5
+        """
+        self._validate_counts()
+        self._validate_choices()
+        self._validate_combinations()
+
+    def _validate_counts(self) -> None:
+        for name in _SIZES:
+            value = getattr(self, name)
+            if value is None and name in _OPTIONAL_SIZES:
+                continue
+            _require_int(name, value, least=1)
+        _require_int("cuda_graph_warmup_steps", self.cuda_graph_warmup_steps, least=0)
+
+    def _validate_choices(self) -> None:
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={value!r} is unknown; choose from {list(choices)}")
+        dtype = self.params_dtype
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"params_dtype={dtype!r} is no floating torch.dtype")
+
+    def _validate_combinations(self) -> None:
+        for first, second in (("fp16", "bf16"), ("fp8", "fp4")):
+            if is_switched_on(getattr(self, first)) and is_switched_on(getattr(self, second)):
+                raise ValueError(
+                    f"{first}={getattr(self, first)!r} excludes "
+                    f"{second}={getattr(self, second)!r}; choose one"
+                )
+        if self.sequence_parallel and self.tensor_model_parallel_size == 1:
+            raise ValueError(
+                f"sequence_parallel={self.sequence_parallel!r} needs tensor_model_parallel_size "
+                "> 1, got 1"
+            )
+        if (
+            self.virtual_pipeline_model_parallel_size is not None
+            and self.pipeline_model_parallel_size == 1
+        ):
+            raise ValueError(
+                "virtual_pipeline_model_parallel_size="
+                f"{self.virtual_pipeline_model_parallel_size} needs "
+                "pipeline_model_parallel_size > 1, got 1"
+            )
+        if self.hidden_size % self.num_attention_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not divisible by "
+                f"num_attention_heads={self.num_attention_heads}"
+            )
+
+
+_OPTIONAL_SIZES = ("ffn_hidden_size", "virtual_pipeline_model_parallel_size")
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    *_OPTIONAL_SIZES,
+)
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "fp8": ("e4m3", "hybrid", None),
+    "fp4": ("e2m1", None),
+    "symmetric_ar_type": (*get_args(SymmetricAllReduce), None),
+    "cuda_graph_impl": get_args(GraphImpl),
+}
+
+
+def _require_int(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} is no whole number >= {least}")

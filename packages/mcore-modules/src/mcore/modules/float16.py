@@ -1,0 +1,320 @@
+"""Float16Module, which runs a float32 model in float16 or bfloat16."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+
+from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.errors import ConfigFieldError
+from mcore.modules.fp32_marks import (
+    convert_module_to_dtype_except_fp32_marked,
+    keeping_dtype_of_marked,
+    record_fp32_marks,
+    restore_precision,
+    stamp_fp32_marks,
+)
+from mcore.modules.inspection import find_in_wrapped_models
+from mcore.modules.module import MegatronModule
+from mcore.modules.pipeline_stages import stage_flags
+from mcore.modules.precision import float16_to_fp32, fp32_to_float16
+from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.wrapped_keys import add_wrapper_to_keys, without_wrapper_in_keys
+from mcore.parallel.groups import get_pg_rank, get_pg_size
+from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
+
+__all__ = ["Float16Module"]
+
+
+class Float16Module(MegatronModule):
+    """A model in 16-bit floats that takes float32 inputs and gives float32 outputs.
+
+    Construction casts the wrapped module in place: parameters keep their identity and ties. Tensors
+    marked with :func:`keep_in_fp32` or :func:`mark_keep_in_fp32` stay in float32, also when the
+    wrapper is moved, cast, copied, pickled or loaded later; float8 storage is left alone.
+
+    Inputs are cast on the first pipeline stage only, outputs on the last only, so that what passes
+    between stages has the model's dtype. State dicts have the keys of the wrapped module.
+
+    Args:
+        config: A configuration with ``fp16`` or ``bf16`` true; the other may be missing.
+        module: The model.
+        pp_group: The pipeline group. Default: that of ``pg_collection``, of the module's
+            ``pg_collection``, of the default ProcessGroups, else no pipeline.
+        vp_stage: Number of this chunk of the model. Default: the module's ``vp_stage``.
+        vp_size: Chunks per pipeline rank. Default: that of the configuration.
+        pg_collection: The process groups of this rank.
+        no_cast_kwargs: Keyword arguments that reach the module as they are. A loss mask is one by
+            default: bfloat16 sums it wrongly beyond 256.
+
+    Raises:
+        ValueError: Not exactly one of fp16 and bf16 is on, the stage does not fit, there is no
+            pipeline group for a configuration with a pipeline, or this rank is not in it.
+        ConfigFieldError: The configuration has neither ``fp16`` nor ``bf16``.
+        TypeError: ``module`` is no module, or ``no_cast_kwargs`` is a string.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> model = Float16Module(SimpleNamespace(bf16=True), torch.nn.Linear(2, 1))
+        >>> model.module.weight.dtype, model(torch.ones(1, 2)).dtype
+        (torch.bfloat16, torch.float32)
+    """
+
+    module: torch.nn.Module
+
+    def __init__(
+        self,
+        config: Any,
+        module: torch.nn.Module,
+        *,
+        pp_group: Any = None,
+        vp_stage: int | None = None,
+        vp_size: int | None = None,
+        pg_collection: ProcessGroups | None = None,
+        no_cast_kwargs: Collection[str] = ("loss_mask",),
+    ) -> None:
+        if not isinstance(module, torch.nn.Module):
+            raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+        if isinstance(no_cast_kwargs, str):
+            raise TypeError(
+                f"no_cast_kwargs is the string {no_cast_kwargs!r}; give a tuple of names"
+            )
+        super().__init__(config)
+        self.fp16, self.bf16 = _chosen_precision(config)
+        self.no_cast_kwargs = frozenset(no_cast_kwargs)
+        own_collection = find_in_wrapped_models(module, "pg_collection")
+        self.pg_collection = own_collection if pg_collection is None else pg_collection
+        self._pp_rank, self._pp_size = _pipeline_place(
+            config, pp_group, pg_collection, own_collection, get_default_process_groups()
+        )
+        if vp_stage is None:
+            vp_stage = find_in_wrapped_models(module, "vp_stage")
+        if vp_size is None:
+            vp_size = read_field(config, "virtual_pipeline_model_parallel_size", None)
+        self._set_stage(vp_stage, vp_size)
+        self.float16_convertor = torch.Tensor.half if self.fp16 else torch.Tensor.bfloat16
+        self.module = convert_module_to_dtype_except_fp32_marked(module, self._dtype)
+        self._assigned = False
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            _accept_both_spellings
+        )
+        self.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+            _restore_assigned
+        )
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        return torch.float16 if self.fp16 else torch.bfloat16
+
+    @property
+    def vp_stage(self) -> int | None:
+        """Number of this chunk of the model; setting it decides anew which inputs are cast."""
+        return self._vp_stage
+
+    @vp_stage.setter
+    def vp_stage(self, value: int | None) -> None:
+        self._set_stage(value, self._vp_size)
+
+    @property
+    def vp_size(self) -> int | None:
+        """Chunks per pipeline rank; setting it decides anew which outputs are cast."""
+        return self._vp_size
+
+    @vp_size.setter
+    def vp_size(self, value: int | None) -> None:
+        self._set_stage(self._vp_stage, value)
+
+    def _set_stage(self, vp_stage: int | None, vp_size: int | None) -> None:
+        flags = stage_flags(self._pp_rank, self._pp_size, vp_stage, vp_size)
+        self._vp_stage, self._vp_size = vp_stage, vp_size
+        self._casts_inputs, self._casts_outputs = flags
+
+    def set_input_tensor(self, input_tensor: Any) -> Any:
+        """Hand the previous pipeline stage's output to the wrapped module.
+
+        Args:
+            input_tensor: What the wrapped module's ``set_input_tensor`` takes.
+
+        Returns:
+            What that method returns.
+        """
+        return self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
+
+    def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
+        """Run the wrapped module in its precision.
+
+        Args:
+            *inputs: Its positional inputs. On the first stage float32 tensors in them, also in
+                nested containers, are cast; containers arrive as copies.
+            fp32_output: Cast 16-bit outputs to float32 on the last stage; not handed on.
+            **kwargs: Its keyword inputs, cast alike except ``no_cast_kwargs``.
+
+        Returns:
+            Its outputs, in float32 on the last stage unless ``fp32_output`` is false.
+        """
+        if self._casts_inputs:
+            untouched = self.no_cast_kwargs
+            cast = {name: value for name, value in kwargs.items() if name not in untouched}
+            inputs, cast = fp32_to_float16((inputs, cast), self.float16_convertor)
+            kwargs.update(cast)
+        outputs = self.module(*inputs, **kwargs)
+        if self._casts_outputs and fp32_output:
+            outputs = float16_to_fp32(outputs)
+        return outputs
+
+    def state_dict(  # type: ignore[override]
+        self,
+        destination: dict[str, Any] | None = None,
+        prefix: str = "",
+        keep_vars: bool = False,
+    ) -> dict[str, Any]:
+        """Return the wrapped module's state dict, without ``module.`` in the keys.
+
+        Args:
+            destination: Filled and returned when given.
+            prefix: Put before each key.
+            keep_vars: Return the parameters themselves instead of detached tensors.
+
+        Returns:
+            The state dict.
+        """
+        state: dict[str, Any] = self.module.state_dict(
+            destination=destination,  # type: ignore[arg-type]  # None is its default
+            prefix=prefix,
+            keep_vars=keep_vars,
+        )
+        _repeat_versions_below_wrapper(state, prefix)
+        return state
+
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return what the wrapped module saves; its ``state_dict`` if it has no such method.
+
+        Args:
+            prefix: Put before each key.
+            keep_vars: Return the parameters themselves instead of detached tensors.
+
+        Returns:
+            The state dict.
+        """
+        method = getattr(self.module, "state_dict_for_save_checkpoint", self.module.state_dict)
+        state: dict[str, Any] = method(prefix=prefix, keep_vars=keep_vars)
+        return state
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Return the wrapped module's sharded state dict, without ``module.`` in the keys.
+
+        Args:
+            prefix: Put before each key.
+            *args: ``sharded_offsets`` and ``metadata``, as for
+                :meth:`MegatronModule.sharded_state_dict`.
+            **kwargs: The same by name.
+
+        Returns:
+            What the wrapped module's method returns; a module without one is replicated.
+        """
+        method = getattr(self.module, "sharded_state_dict", None)
+        if callable(method):
+            entries: dict[str, Any] = method(prefix, *args, **kwargs)
+            return entries
+        return sharded_state_dict_of(self.module, prefix, *args, **kwargs)
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load the wrapped module; keys may have ``module.`` before them or not.
+
+        Args:
+            state_dict: The state dict.
+            strict: Raise if keys are missing or unexpected.
+            assign: Put the given tensors in the place of those of the module, then cast them.
+
+        Returns:
+            A named tuple with ``missing_keys`` and ``unexpected_keys``.
+
+        Raises:
+            RuntimeError: Keys or shapes do not fit.
+        """
+        state_dict = without_wrapper_in_keys(state_dict, lambda: set(self.module.state_dict()))
+        if not assign:
+            return self.module.load_state_dict(state_dict, strict=strict)
+        result = self.module.load_state_dict(state_dict, strict=strict, assign=True)
+        restore_precision(self.module, self._dtype)
+        return result
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tell torch.distributed.checkpoint.state_dict that keys leave out ``module``."""
+        inside = self.module
+        names = (*inside._modules, *inside._parameters, *inside._buffers)
+        return dict.fromkeys(names, "module")
+
+    def _apply(self, fn: Any, recurse: bool = True) -> Float16Module:
+        record_fp32_marks(self.module)
+        keeping = keeping_dtype_of_marked(self.module, fn)
+        super()._apply(keeping, recurse)  # type: ignore[no-untyped-call]
+        stamp_fp32_marks(self.module)
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        stamp_fp32_marks(self.module)
+
+
+def _chosen_precision(config: object) -> tuple[bool, bool]:
+    fp16, bf16 = read_field(config, "fp16", None), read_field(config, "bf16", None)
+    if fp16 is None and bf16 is None:
+        raise ConfigFieldError(
+            f"{type(config).__name__} has neither fp16 nor bf16; set one of them to True"
+        )
+    chosen = is_switched_on(fp16), is_switched_on(bf16)
+    if chosen[0] == chosen[1]:
+        raise ValueError(f"fp16={fp16!r} and bf16={bf16!r}; exactly one of them must be true")
+    return chosen
+
+
+def _pipeline_place(
+    config: object, pp_group: Any, *collections: ProcessGroups | None
+) -> tuple[int, int]:
+    for collection in collections:
+        if pp_group is None:
+            pp_group = getattr(collection, "pp", None)
+    wanted = read_field(config, "pipeline_model_parallel_size", 1)
+    if pp_group is None and wanted is not None and wanted > 1:
+        raise ValueError(
+            f"pipeline_model_parallel_size is {wanted} and no pipeline group is given, so that the "
+            "first and the last stage are unknown; give pp_group or a pg_collection with pp"
+        )
+    return get_pg_rank(pp_group), get_pg_size(pp_group)
+
+
+def _repeat_versions_below_wrapper(state: Mapping[str, Any], prefix: str) -> None:
+    """A parent loads through the name ``module``: let it find the versions of the modules there."""
+    metadata = getattr(state, "_metadata", None)
+    if metadata is None or not prefix:
+        return
+    below = {key: version for key, version in metadata.items() if f"{key}.".startswith(prefix)}
+    for key, version in below.items():
+        metadata.setdefault(f"{prefix}module.{key[len(prefix) :]}".removesuffix("."), version)
+
+
+def _accept_both_spellings(
+    module: Float16Module,
+    state_dict: dict[str, Any],
+    prefix: str,
+    local_metadata: dict[str, Any],
+    *_: Any,
+) -> None:
+    """Before a parent loads the wrapper."""
+    module._assigned = bool(local_metadata.get("assign_to_params_buffers", False))
+    add_wrapper_to_keys(state_dict, prefix, lambda: set(module.module.state_dict()))
+
+
+def _restore_assigned(module: Float16Module, _: Any) -> None:
+    """After a parent has loaded the wrapper and everything below it."""
+    if module._assigned:
+        module._assigned = False
+        restore_precision(module.module, module._dtype)

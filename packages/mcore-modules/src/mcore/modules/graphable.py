@@ -1,0 +1,291 @@
+"""GraphableMegatronModule, a layer that can run from captured graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.errors import GraphStateError
+from mcore.modules.graphs.capturing import is_graph_capturing
+from mcore.modules.graphs.contract import GraphedCallable, GraphRunner
+from mcore.modules.graphs.local_manager import LocalGraphManager
+from mcore.modules.module import MegatronModule
+from mcore.modules.traversal import iter_modules
+from mcore.tensor.device import current_device
+
+__all__ = ["GraphableMegatronModule"]
+
+Hook = Callable[..., Any]
+_Self = TypeVar("_Self", bound="GraphableMegatronModule")
+
+
+class GraphableMegatronModule(MegatronModule):
+    """A layer that runs eagerly, from its own graphs, or from graphs captured for all layers.
+
+    The configuration's ``cuda_graph_impl`` decides at each call. ``"none"`` and
+    ``"full_iteration"``: as any module. ``"local"``: through ``cudagraph_manager``, which captures
+    the layer on its own. ``"transformer_engine"``: in training, once
+    :func:`~mcore.modules.capture_graphs` has filled ``cuda_graphs``, from the graph of the
+    microbatch; without the module's hooks, after its manual hooks.
+
+    Copies and pickles have no graphs, manual hooks or manager state; in the place of a manager they
+    have a new one, made as if none had been given.
+
+    Args:
+        config: Any configuration object.
+        vp_stage: Virtual pipeline stage of the layer.
+        graph_runner: Captures graphs; None chooses by configuration and device.
+        cudagraph_manager: Called as ``manager(module, args, kwargs)`` with ``"local"``; None makes
+            one with ``create_mcore_cudagraph_manager(config)`` if the class has that method, which
+            sets the attribute, else a :class:`~mcore.modules.LocalGraphManager`.
+
+    Example:
+        >>> import torch
+        >>> from mcore.modules import TransformerConfig
+        >>> class Layer(GraphableMegatronModule):
+        ...     def __init__(self, config):
+        ...         super().__init__(config)
+        ...         self.linear = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        ...     def forward(self, hidden_states):
+        ...         return self.linear(hidden_states)
+        >>> layer = Layer(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=2))
+        >>> layer(**layer.get_layer_static_inputs(seq_length=2, micro_batch_size=1)).shape
+        torch.Size([2, 1, 4])
+    """
+
+    graph_runner: GraphRunner | None
+    cudagraph_manager: Any
+
+    def __init__(
+        self,
+        config: Any,
+        vp_stage: int | None = None,
+        *,
+        graph_runner: GraphRunner | None = None,
+        cudagraph_manager: Any = None,
+    ) -> None:
+        super().__init__(config)
+        self.vp_stage = vp_stage
+        # Past nn.Module: a runner or manager that is a module is no part of the model.
+        object.__setattr__(self, "graph_runner", graph_runner)
+        self._start_without_graphs()
+        if read_field(config, "cuda_graph_impl", "none") == "local":
+            self._set_manager(cudagraph_manager)
+
+    def _start_without_graphs(self) -> None:
+        self.cuda_graphs: list[GraphedCallable] = []
+        self.cuda_graph_manual_hooks: list[tuple[Hook, tuple[Any, ...]]] = []
+        self.current_microbatch = 0
+
+    def _set_manager(self, manager: Any) -> None:
+        create = getattr(self, "create_mcore_cudagraph_manager", None)
+        if manager is None and callable(create):
+            create(self.config)
+            manager = self._modules.pop("cudagraph_manager", None)
+            manager = vars(self).get("cudagraph_manager") if manager is None else manager
+        if manager is None:
+            manager = LocalGraphManager(self.config, self.graph_runner)
+        object.__setattr__(self, "cudagraph_manager", manager)
+
+    def get_layer_static_inputs(
+        self, seq_length: int, micro_batch_size: int
+    ) -> dict[str, torch.Tensor]:
+        """Return sample inputs for a capture; override it for a layer with other inputs.
+
+        Args:
+            seq_length: Length of the whole sequences, in tokens.
+            micro_batch_size: Sequences per microbatch.
+
+        Returns:
+            ``hidden_states``: ones of shape ``[seq_length / cp / tp, micro_batch_size, hidden]``,
+            where tp counts with sequence parallelism only; requires grad; in the model's dtype, on
+            the device of the first parameter, else the current accelerator, else the CPU.
+
+        Raises:
+            ValueError: A size below 1, or the parallel sizes do not divide ``seq_length``.
+            ConfigFieldError: The configuration has no ``hidden_size``.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> layer = GraphableMegatronModule(SimpleNamespace(hidden_size=8, bf16=True))
+            >>> layer.get_layer_static_inputs(16, 2)["hidden_states"].shape
+            torch.Size([16, 2, 8])
+        """
+        local_length = self._local_sequence_length(seq_length)
+        if micro_batch_size < 1:
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; give at least 1")
+        parameter = next(self.parameters(), None)
+        hidden_states = torch.ones(
+            (local_length, micro_batch_size, read_field(self.config, "hidden_size")),
+            dtype=self._activation_dtype(),
+            device=current_device() if parameter is None else parameter.device,
+            requires_grad=True,
+        )
+        return {"hidden_states": hidden_states}
+
+    def _local_sequence_length(self, seq_length: int) -> int:
+        ranks = read_field(self.config, "context_parallel_size", 1)
+        if read_field(self.config, "sequence_parallel", False):
+            ranks *= read_field(self.config, "tensor_model_parallel_size", 1)
+        if seq_length < 1 or seq_length % ranks:
+            raise ValueError(
+                f"seq_length is {seq_length}; give a positive multiple of {ranks}, the number of "
+                "ranks that share a sequence"
+            )
+        length: int = seq_length // ranks
+        return length
+
+    def _activation_dtype(self) -> torch.dtype:
+        if read_field(self.config, "bf16", False):
+            return torch.bfloat16
+        if read_field(self.config, "fp16", False):
+            return torch.float16
+        dtype: torch.dtype | None = read_field(self.config, "params_dtype", None)
+        return torch.float32 if dtype is None else dtype
+
+    def setup_manual_hooks(self, make_hook_func: Callable[[], Hook]) -> None:
+        """Set the hooks that run before each replay, in the place of forward pre-hooks.
+
+        One for each distinct module that is covered by the graphs and owns parameters directly.
+
+        Args:
+            make_hook_func: Called once for each of these modules; returns a hook, which is called
+                with the module.
+
+        Example:
+            >>> import torch
+            >>> class Layer(GraphableMegatronModule):
+            ...     def __init__(self):
+            ...         super().__init__(None)
+            ...         self.linear = torch.nn.Linear(2, 2)
+            >>> layer = Layer()
+            >>> layer.setup_manual_hooks(lambda: print)
+            >>> [module for _, (module,) in layer.cuda_graph_manual_hooks]
+            [Linear(in_features=2, out_features=2, bias=True)]
+        """
+        covered: dict[int, torch.nn.Module] = {}
+        for submodule in self._get_submodules_under_cudagraphs():
+            covered.update((id(module), module) for module in iter_modules(submodule))
+        self.cuda_graph_manual_hooks = [
+            (make_hook_func(), (module,))
+            for module in covered.values()
+            if any(parameter is not None for parameter in module._parameters.values())
+        ]
+
+    def _get_submodules_under_cudagraphs(self) -> list[torch.nn.Module]:
+        """Return the modules that graphs cover: this layer; override it for partial capture."""
+        return [self]
+
+    def _te_cuda_graph_capture(self, *args: Any, **kwargs: Any) -> Any:
+        """Run what goes into the graphs: the forward, without this module's hooks."""
+        return self.forward(*args, **kwargs)
+
+    def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the manual hooks, then the graph of the current microbatch.
+
+        Raises:
+            TypeError: An argument is no tensor, or ``hidden_states`` is missing or given twice.
+            GraphStateError: There are no graphs.
+        """
+        _check_tensors(args, kwargs)
+        if not self.cuda_graphs:
+            raise GraphStateError(
+                f"{type(self).__name__} has no graphs to replay; capture_graphs() makes them"
+            )
+        graph = self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]
+        graph_args, graph_kwargs = self._get_te_cuda_graph_replay_args(*args, **kwargs)
+        for hook, hook_args in self.cuda_graph_manual_hooks:
+            hook(*hook_args)
+        return graph(*graph_args, **graph_kwargs)
+
+    def _get_te_cuda_graph_replay_args(
+        self, *args: Any, **kwargs: Any
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Return the arguments for the graph: ``hidden_states`` first, the others by name.
+
+        Raises:
+            TypeError: ``hidden_states`` is missing or given twice.
+            GraphStateError: Offloading is on without a stream and event to hand over.
+        """
+        graph_kwargs = dict(kwargs)
+        has_keyword = graph_kwargs.get("hidden_states") is not None
+        if bool(args) == has_keyword:
+            raise TypeError(
+                "hidden_states is "
+                + ("given twice; give it by position or by name" if args else "missing; give it")
+            )
+        hidden_states = graph_kwargs.pop("hidden_states", None)
+        graph_args = args or (hidden_states,)
+        graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0
+        graph_kwargs.update(self._offloading_kwargs())
+        return graph_args, graph_kwargs
+
+    def _offloading_kwargs(self) -> dict[str, Any]:
+        is_on = is_switched_on(read_field(self.config, "fine_grained_activation_offloading", False))
+        if not (is_on and getattr(self, "offload_module_in_cuda_graph", False)):
+            return {}
+        provider = getattr(self, "cuda_graph_offload_provider", None)
+        if provider is None:
+            raise GraphStateError(
+                "offloading inside a graph needs a stream and an event; set "
+                "cuda_graph_offload_provider to a function that returns both"
+            )
+        stream, event = provider()
+        return {"cuda_graph_stream": stream, "cuda_graph_event": event}
+
+    def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether the layer's own manager runs this call."""
+        return "cudagraph_manager" in vars(self) or "cudagraph_manager" in self._modules
+
+    def _should_call_te_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
+        """Return whether this call goes into graphs or comes from them."""
+        return (
+            self.training
+            and read_field(self.config, "cuda_graph_impl", "none") == "transformer_engine"
+            and (bool(self.cuda_graphs) or is_graph_capturing())
+        )
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the layer through its manager, its graphs or, as any module, its hooks."""
+        if self._should_call_local_cudagraph(*args, **kwargs):
+            return self.cudagraph_manager(self, args, kwargs)
+        if self._should_call_te_cudagraph(*args, **kwargs):
+            if not self.cuda_graphs:
+                return self._te_cuda_graph_capture(*args, **kwargs)
+            return self._te_cuda_graph_replay(*args, **kwargs)
+        return super().__call__(*args, **kwargs)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = dict(vars(self))
+        had_manager = state.pop("cudagraph_manager", None) is not None
+        state.update(cuda_graphs=[], cuda_graph_manual_hooks=[], _had_manager=had_manager)
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        state = dict(state)
+        has_manager = state.pop("_had_manager", False)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        if has_manager:
+            self._set_manager(None)
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        memo[id(self.graph_runner)] = self.graph_runner
+        return super().__deepcopy__(memo)
+
+
+def _check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for index, value in enumerate(args):
+        if not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"positional argument {index} is a {type(value).__name__}; a graph takes tensors "
+                "only"
+            )
+    for name, value in kwargs.items():
+        if value is not None and not isinstance(value, torch.Tensor):
+            raise TypeError(
+                f"keyword argument {name!r} is a {type(value).__name__}; a graph takes tensors and "
+                "None only"
+            )

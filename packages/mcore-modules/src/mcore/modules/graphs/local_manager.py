@@ -1,0 +1,187 @@
+"""The manager that captures each layer on its own, while the training runs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+
+from mcore.modules.config import read_field
+from mcore.modules.errors import GraphStateError
+from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing
+from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpec
+from mcore.modules.graphs.local_calls import LocalCall
+from mcore.modules.graphs.preserved import preserved_state
+from mcore.modules.graphs.resolve import resolve_graph_runner
+from mcore.modules.precision import conversion_helper
+
+__all__ = ["LocalGraphManager"]
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass
+class _Record:
+    """What the manager knows of calls that are alike."""
+
+    eager_calls: int = 0
+    graphs: list[GraphedCallable] = field(default_factory=list)
+
+
+class LocalGraphManager:
+    """Runs a layer eagerly a few times, then captures it and replays the graph.
+
+    Calls are alike when their tensors have the same shapes, dtypes, devices and ``requires_grad``,
+    their other arguments are equal (these become part of the graph) and autocast is the same. Each
+    kind of call has graphs of its own, as many as are in flight at the same time: a graph is free
+    again once the backward of its call has run or its outputs are gone.
+
+    Calls run eagerly, through the module's hooks, in evaluation, without gradients and while other
+    graphs are captured; also, with one logged warning, when an argument is neither a tensor nor a
+    constant or when the module has forward hooks, which a graph would leave out.
+
+    Args:
+        config: ``cuda_graph_warmup_steps`` is read from it at each call, 3 if it is missing.
+        runner: Captures the graphs; None chooses by device at the first capture.
+        max_graphs_per_key: Most graphs for calls that are alike.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> manager = LocalGraphManager(SimpleNamespace(cuda_graph_warmup_steps=1))
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> for _ in range(2):
+        ...     manager(layer, (torch.ones(1, 2),), {}).sum().backward()
+        >>> manager.num_graphs
+        1
+    """
+
+    def __init__(
+        self, config: Any, runner: GraphRunner | None = None, *, max_graphs_per_key: int = 64
+    ) -> None:
+        if max_graphs_per_key < 1:
+            raise ValueError(f"max_graphs_per_key is {max_graphs_per_key}; give at least 1")
+        self.config = config
+        self.runner = runner
+        self.max_graphs_per_key = max_graphs_per_key
+        self._records: WeakKeyDictionary[torch.nn.Module, dict[Hashable, _Record]] = (
+            WeakKeyDictionary()
+        )
+
+    @property
+    def num_graphs(self) -> int:
+        """Number of graphs captured and not freed."""
+        return sum(
+            len(record.graphs) for records in self._records.values() for record in records.values()
+        )
+
+    def __call__(
+        self, module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Run a module on the arguments of one call.
+
+        Args:
+            module: The layer; its own ``__call__`` is not used.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
+
+        Returns:
+            The module's outputs. Their memory is the graph's until their backward has run; outputs
+            none of which requires grad have memory of their own.
+
+        Raises:
+            GraphStateError: All ``max_graphs_per_key`` graphs are in flight.
+        """
+        runs_eagerly = is_graph_capturing() or not module.training or not torch.is_grad_enabled()
+        call = None if runs_eagerly else _graphable_call(module, args, kwargs)
+        if call is None:
+            return torch.nn.Module.__call__(module, *args, **kwargs)
+        record = self._record_of(module, call)
+        if record.eager_calls < read_field(self.config, "cuda_graph_warmup_steps", 3):
+            record.eager_calls += 1
+            return torch.nn.Module.__call__(module, *args, **kwargs)
+        graph = next((g for g in record.graphs if not getattr(g, "is_busy", False)), None)
+        if graph is None:
+            graph = self._capture(module, call, len(record.graphs))
+            record.graphs.append(graph)
+        named_tensors: dict[str, Any] = call.named_tensors
+        outputs = graph(*call.tensors, **named_tensors)
+        # Without a gradient nothing says when the outputs may be overwritten.
+        is_tracked = getattr(graph, "is_busy", False)
+        return outputs if is_tracked else conversion_helper(outputs, _own_memory)
+
+    def reset(self) -> None:
+        """Free all graphs and start anew, with warm-up calls; does nothing without graphs."""
+        for records in self._records.values():
+            for record in records.values():
+                for graph in record.graphs:
+                    graph.reset()
+        self._records.clear()
+
+    def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
+        device = _device_of(module, call)
+        is_autocast = torch.is_autocast_enabled(device.type)
+        autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
+        records = self._records.setdefault(module, {})
+        return records.setdefault((call.key, autocast), _Record())
+
+    def _capture(self, module: torch.nn.Module, call: LocalCall, slot: int) -> GraphedCallable:
+        if slot >= self.max_graphs_per_key:
+            raise GraphStateError(
+                f"all {slot} graphs of {type(module).__name__} for these inputs wait for their "
+                "backward; run backward, drop outputs, or raise max_graphs_per_key"
+            )
+        device = _device_of(module, call)
+        if self.runner is None:
+            self.runner = resolve_graph_runner(self.config, device)
+        spec = GraphSpec(
+            module=module,
+            fn=call.bound_to(module.forward),
+            args=tuple(_sample_of(tensor) for tensor in call.tensors),
+            kwargs={name: _sample_of(tensor) for name, tensor in call.named_tensors.items()},
+            microbatch=slot,
+        )
+        with graph_capturing(), preserved_state([module], device):
+            [graph] = self.runner.capture(
+                [spec],
+                num_warmup_iters=read_field(self.config, "cuda_graph_warmup_steps", 3),
+                allow_unused_input=True,
+            )
+        return graph
+
+
+def _graphable_call(
+    module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> LocalCall | None:
+    if module._forward_hooks or module._forward_pre_hooks:
+        _log_eager(type(module).__name__, "it has forward hooks")
+        return None
+    try:
+        return LocalCall(args, kwargs)
+    except TypeError as error:
+        _log_eager(type(module).__name__, str(error))
+        return None
+
+
+@functools.cache
+def _log_eager(module: str, reason: str) -> None:
+    _logger.warning("%s runs without a graph: %s", module, reason)
+
+
+def _device_of(module: torch.nn.Module, call: LocalCall) -> torch.device:
+    tensors = (*call.tensors, *call.named_tensors.values(), *module.parameters())
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
+
+def _own_memory(leaf: Any) -> Any:
+    is_constant = isinstance(leaf, torch.Tensor) and not leaf.requires_grad
+    return leaf.clone() if is_constant else leaf
+
+
+def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)

@@ -1,0 +1,183 @@
+"""MegatronModule, the base class of models and layers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from typing import Any, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
+from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.traversal import has_attribute, iter_modules
+from mcore.parallel.process_groups import ProcessGroups
+
+__all__ = ["MegatronModule"]
+
+_Self = TypeVar("_Self", bound="MegatronModule")
+_QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
+_SYMMETRIC_AR_CHOICES = (*get_args(SymmetricAllReduce), None)
+
+
+class MegatronModule(torch.nn.Module):
+    """A torch module with a configuration, sharded state dicts and model-wide switches.
+
+    Attributes that carry meaning when a module has them: ``config``, ``vp_stage`` (its virtual
+    pipeline stage), ``pg_collection`` (its ProcessGroups), ``tp_group`` (its tensor-parallel
+    group).
+
+    ``copy.deepcopy`` copies parameters, buffers and configuration and shares process groups, which
+    cannot be copied.
+
+    Args:
+        config: Any configuration object, usually a :class:`TransformerConfig`; stored as it is.
+
+    Example:
+        >>> import torch
+        >>> from mcore.modules import TransformerConfig
+        >>> class Block(MegatronModule):
+        ...     def __init__(self, config):
+        ...         super().__init__(config)
+        ...         self.linear = torch.nn.Linear(config.hidden_size, 1)
+        >>> block = Block(TransformerConfig(num_layers=1, hidden_size=4, num_attention_heads=2))
+        >>> sorted(block.sharded_state_dict(prefix="block."))
+        ['block.linear.bias', 'block.linear.weight']
+    """
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    def state_dict_for_save_checkpoint(
+        self, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Return the state dict that goes into a checkpoint; override it to save something else.
+
+        Args:
+            prefix: Put before each key.
+            keep_vars: Return the parameters themselves instead of detached tensors.
+
+        Returns:
+            ``self.state_dict(prefix=prefix, keep_vars=keep_vars)``.
+
+        Example:
+            >>> list(MegatronModule(None).state_dict_for_save_checkpoint(prefix="model."))
+            []
+        """
+        return self.state_dict(prefix=prefix, keep_vars=keep_vars)
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Sequence[tuple[int, int, int]] = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Describe where each tensor of this module lies in the whole model's checkpoint.
+
+        Own parameters, persistent buffers and extra state are replicated over the tensor-parallel
+        and data-parallel groups; children that have a ``sharded_state_dict`` describe themselves.
+        A module with tensors split over ranks overrides this method. No communication and no host
+        sync: meta tensors work too. A state-dict hook of this module sees its own entries, without
+        the prefix and without those of its children.
+
+        Groups are resolved by the outermost module and handed down in a copy of ``metadata``.
+        Tensor-parallel: ``self.tp_group``, ``self.pg_collection.tp``, ``metadata["tp_group"]``, the
+        default ProcessGroups, none. Data-parallel with context-parallel:
+        ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, the
+        world if tensor parallelism is 1, one rank if tensor parallelism spans the world.
+
+        Args:
+            prefix: Put before each key, with its trailing dot.
+            sharded_offsets: ``(axis, index, count)`` for each leading axis that this module's
+                tensors get in the checkpoint, such as the layer's number; axes 0, 1, ...
+            metadata: Handed to all modules below; not changed.
+
+        Returns:
+            A ShardedTensor (or ShardedObject for extra state) for each key; its ``data`` is the
+            live parameter or buffer.
+
+        Raises:
+            TypeError: ``metadata`` is no dict.
+            ValueError: Bad offsets, two entries with one key, or the data-parallel group is
+                unknown, so that two ranks would both write a tensor.
+
+        Example:
+            >>> import torch
+            >>> module = MegatronModule(None)
+            >>> module.linear = torch.nn.Linear(2, 1)
+            >>> module.sharded_state_dict(prefix="m.")["m.linear.weight"].global_shape
+            (1, 2)
+        """
+        return sharded_state_dict_of(self, prefix, sharded_offsets, metadata)
+
+    def set_is_first_microbatch(self) -> None:
+        """Tell quantised layers that weights have changed, so that they refresh cached copies.
+
+        Sets ``is_first_microbatch`` to True on this module and all below it that have the
+        attribute, if the configuration switches any of fp8, fp4, use_kitchen, quant_recipe on; does
+        nothing otherwise.
+
+        Example:
+            >>> from types import SimpleNamespace
+            >>> module = MegatronModule(SimpleNamespace(fp8="hybrid"))
+            >>> module.is_first_microbatch = False
+            >>> module.set_is_first_microbatch()
+            >>> module.is_first_microbatch
+            True
+        """
+        if not any(is_switched_on(read_field(self.config, n, None)) for n in _QUANTISATION_FIELDS):
+            return
+        for module in iter_modules(self):
+            # nn.Module.__setattr__ is slow, and right only for what is no plain attribute yet.
+            if "is_first_microbatch" in module.__dict__:
+                module.__dict__["is_first_microbatch"] = True
+            elif has_attribute(module, "is_first_microbatch"):
+                module.is_first_microbatch = True  # type: ignore[assignment]
+
+    def set_symmetric_ar(self, set_to: str | None = None) -> None:
+        """Choose the all-reduce algorithm of all layers that can use symmetric memory.
+
+        Those are this module and all below it that have the attribute ``symmetric_ar_type``; it is
+        set on each, together with ``_symmetric_ar_cache``.
+
+        Args:
+            set_to: ``"two_shot"``, ``"one_shot"``, ``"multimem_all_reduce"``, or None for the
+                usual all-reduce.
+
+        Raises:
+            ValueError: Another value; nothing is changed.
+
+        Example:
+            >>> module = MegatronModule(None)
+            >>> module.symmetric_ar_type = None
+            >>> module.set_symmetric_ar("one_shot")
+            >>> module.symmetric_ar_type
+            'one_shot'
+        """
+        if set_to not in _SYMMETRIC_AR_CHOICES:
+            raise ValueError(f"set_to={set_to!r} is unknown; choose {list(_SYMMETRIC_AR_CHOICES)}")
+        for module in iter_modules(self):
+            if has_attribute(module, "symmetric_ar_type"):
+                module._symmetric_ar_cache = set_to  # type: ignore[assignment]
+                module.symmetric_ar_type = set_to  # type: ignore[assignment]
+
+    def refresh_cache(self) -> None:
+        """Do nothing; override it to drop what was computed from weights that were just replaced.
+
+        Example:
+            >>> MegatronModule(None).refresh_cache()
+        """
+
+    def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
+        for value in vars(self).values():
+            if isinstance(value, (dist.ProcessGroup, DeviceMesh, ProcessGroups)):
+                memo[id(value)] = value
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        # What object's reduce gives as state on every Python version, __getstate__ honoured.
+        state = copy.deepcopy(self.__reduce_ex__(4)[2], memo)
+        copied.__setstate__(state)  # type: ignore[no-untyped-call]
+        return copied

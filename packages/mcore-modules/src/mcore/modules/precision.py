@@ -1,0 +1,265 @@
+"""Casts between float32 and 16-bit floats of every tensor in nested data structures."""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict, UserDict, defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass
+from types import MappingProxyType, SimpleNamespace
+from typing import Any
+
+import torch
+
+__all__ = [
+    "conversion_helper",
+    "float16_to_fp32",
+    "fp32_to_float16",
+]
+
+_HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
+
+
+def _legacy_types(name: str) -> tuple[type, ...]:
+    """The CPU and CUDA tensor types of old torch, as far as this build has them."""
+    found = (getattr(namespace, name, None) for namespace in (torch, getattr(torch, "cuda", None)))
+    return tuple(kind for kind in found if kind is not None)
+
+
+# For importers of the documented names; decisions here are by dtype, which covers all devices.
+_FLOAT_TYPES = _legacy_types("FloatTensor")
+_HALF_TYPES = _legacy_types("HalfTensor")
+_BF16_TYPES = _legacy_types("BFloat16Tensor")
+
+
+def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
+    """Apply a function to every leaf of nested containers and return the same structure.
+
+    Containers are list, tuple, NamedTuple, torch.return_types, deque, dict and other mappings (a
+    default factory and a maximal length are kept), dataclass instances and SimpleNamespace, and
+    subclasses of these. They are rebuilt, so the callee may change the result and the caller's
+    objects stay as they are. Everything else is a leaf: tensors, torch.Size, strings, numbers,
+    None, sets, modules and other objects.
+
+    A tensor that occurs twice is converted once and is one object in the result too.
+
+    Args:
+        val: A leaf or nested containers.
+        conversion: Called with each leaf; its result takes the leaf's place.
+
+    Returns:
+        The converted structure; containers have the types they had.
+
+    Raises:
+        ValueError: A container contains itself.
+
+    Example:
+        >>> conversion_helper((1, [2, {"a": 3}]), lambda leaf: leaf * 10)
+        (10, [20, {'a': 30}])
+    """
+    return _Conversion(conversion)(val)
+
+
+def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Cast every float32 tensor in nested containers, on any device.
+
+    Other tensors (float64, float8, integers, complex), tensors with a true ``keep_in_fp32``
+    attribute and other leaves are returned as the same objects. Casts are part of the autograd
+    graph. Containers as for :func:`conversion_helper`.
+
+    Args:
+        val: A leaf or nested containers.
+        float16_convertor: The cast, such as ``torch.Tensor.bfloat16``.
+
+    Returns:
+        The same structure with 16-bit tensors in the place of float32 tensors.
+
+    Raises:
+        ValueError: A container contains itself.
+
+    Example:
+        >>> import torch
+        >>> fp32_to_float16({"x": torch.ones(1), "n": 3}, torch.Tensor.half)
+        {'x': tensor([1.], dtype=torch.float16), 'n': 3}
+    """
+
+    def cast(leaf: Any) -> Any:
+        if (
+            isinstance(leaf, torch.Tensor)
+            and leaf.dtype is torch.float32
+            and not getattr(leaf, "keep_in_fp32", False)
+        ):
+            return float16_convertor(leaf)
+        return leaf
+
+    return _Conversion(cast)(val)
+
+
+def float16_to_fp32(val: Any) -> Any:
+    """Cast every float16 and bfloat16 tensor in nested containers to float32, on any device.
+
+    Other leaves are returned as the same objects. Casts are part of the autograd graph. Containers
+    as for :func:`conversion_helper`.
+
+    Args:
+        val: A leaf or nested containers.
+
+    Returns:
+        The same structure with float32 tensors in the place of 16-bit tensors.
+
+    Raises:
+        ValueError: A container contains itself.
+
+    Example:
+        >>> import torch
+        >>> float16_to_fp32([torch.ones(1, dtype=torch.bfloat16)])
+        [tensor([1.])]
+    """
+    return _Conversion(_to_fp32)(val)
+
+
+def _to_fp32(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF_DTYPES:
+        return leaf.float()
+    return leaf
+
+
+class _Conversion:
+    """One call of conversion_helper: what it has converted and which containers it is inside."""
+
+    __slots__ = ("_conversion", "_converted", "_inside")
+
+    def __init__(self, conversion: Callable[[Any], Any]) -> None:
+        self._conversion = conversion
+        # Keeps each source alive, so that its id cannot be used again while the call runs.
+        self._converted: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._inside: set[int] = set()
+
+    def __call__(self, val: Any) -> Any:
+        if isinstance(val, torch.Tensor):
+            return self._tensor(val)
+        rebuild = _REBUILDERS.get(type(val), _UNSEEN)
+        if rebuild is _UNSEEN:
+            rebuild = _find_rebuilder(val)
+        if rebuild is None:
+            return self._conversion(val)
+        if id(val) in self._inside:
+            raise ValueError(
+                f"a {type(val).__name__} contains itself; give nested containers without cycles"
+            )
+        self._inside.add(id(val))
+        try:
+            return rebuild(val, self)
+        finally:
+            self._inside.discard(id(val))
+
+    def _tensor(self, val: torch.Tensor) -> Any:
+        known = self._converted.get(id(val))
+        if known is None:
+            known = self._converted[id(val)] = (val, self._conversion(val))
+        return known[1]
+
+
+Rebuilder = Callable[[Any, _Conversion], Any]
+
+
+def _rebuild_list(val: list[Any], convert: _Conversion) -> list[Any]:
+    return [convert(item) for item in val]
+
+
+def _rebuild_tuple(val: tuple[Any, ...], convert: _Conversion) -> tuple[Any, ...]:
+    return tuple([convert(item) for item in val])
+
+
+def _rebuild_dict(val: dict[Any, Any], convert: _Conversion) -> dict[Any, Any]:
+    return {key: convert(item) for key, item in val.items()}
+
+
+def _rebuild_deque(val: deque[Any], convert: _Conversion) -> deque[Any]:
+    return type(val)((convert(item) for item in val), val.maxlen)
+
+
+def _rebuild_named_tuple(val: Any, convert: _Conversion) -> Any:
+    return type(val)(*[convert(item) for item in val])
+
+
+def _rebuild_sequence_subclass(val: Any, convert: _Conversion) -> Any:
+    # Also torch.return_types, whose constructor takes one sequence.
+    return type(val)([convert(item) for item in val])
+
+
+def _rebuild_mapping_subclass(val: Mapping[Any, Any], convert: _Conversion) -> Any:
+    return type(val)(_rebuild_dict(val, convert))  # type: ignore[call-arg, arg-type]
+
+
+def _rebuild_copied_mapping(val: Any, convert: _Conversion) -> Any:
+    """For mappings whose shallow copy keeps what a constructor would not: a factory, attributes."""
+    rebuilt = copy.copy(val)
+    for key, item in val.items():
+        rebuilt[key] = convert(item)
+    return rebuilt
+
+
+def _rebuild_dataclass_mapping(val: Any, convert: _Conversion) -> Any:
+    """A mapping whose items are its dataclass fields too, such as ModelOutput of transformers.
+
+    Made without its constructor, which may validate or want fields that are None.
+    """
+    kind: Any = type(val)
+    rebuilt = kind.__new__(kind)
+    attributes = vars(rebuilt)
+    attributes.update(vars(val))
+    set_item = OrderedDict.__setitem__ if isinstance(val, OrderedDict) else dict.__setitem__
+    for key, item in val.items():
+        converted = convert(item)
+        set_item(rebuilt, key, converted)
+        if key in attributes:
+            attributes[key] = converted
+    for field in fields(val):
+        if field.name in attributes and field.name not in val:
+            attributes[field.name] = convert(attributes[field.name])
+    return rebuilt
+
+
+def _rebuild_dataclass(val: Any, convert: _Conversion) -> Any:
+    # Not dataclasses.replace: it fails on init=False fields and runs __post_init__ again.
+    rebuilt = copy.copy(val)
+    for field in fields(val):
+        if hasattr(val, field.name):
+            object.__setattr__(rebuilt, field.name, convert(getattr(val, field.name)))
+    return rebuilt
+
+
+def _rebuild_namespace(val: SimpleNamespace, convert: _Conversion) -> SimpleNamespace:
+    return type(val)(**_rebuild_dict(vars(val), convert))
+
+
+_UNSEEN: Any = object()
+_REBUILDERS: dict[type, Rebuilder | None] = {
+    **dict.fromkeys((type(None), bool, int, float, str, bytes, torch.Size, set, frozenset)),
+    list: _rebuild_list,
+    tuple: _rebuild_tuple,
+    dict: _rebuild_dict,
+    OrderedDict: _rebuild_mapping_subclass,
+    defaultdict: _rebuild_copied_mapping,
+    MappingProxyType: _rebuild_mapping_subclass,
+    deque: _rebuild_deque,
+    SimpleNamespace: _rebuild_namespace,
+}
+
+
+def _find_rebuilder(val: Any) -> Rebuilder | None:
+    if isinstance(val, (torch.Size, str, bytes, torch.nn.Module, type)):
+        return None
+    if isinstance(val, (list, tuple)):
+        is_named_tuple = isinstance(val, tuple) and hasattr(val, "_fields")
+        return _rebuild_named_tuple if is_named_tuple else _rebuild_sequence_subclass
+    if isinstance(val, deque):
+        return _rebuild_deque
+    if is_dataclass(val):
+        return _rebuild_dataclass_mapping if isinstance(val, dict) else _rebuild_dataclass
+    if isinstance(val, (defaultdict, UserDict)):
+        return _rebuild_copied_mapping
+    if isinstance(val, Mapping):
+        return _rebuild_mapping_subclass
+    return _rebuild_namespace if isinstance(val, SimpleNamespace) else None

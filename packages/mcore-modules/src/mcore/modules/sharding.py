@@ -1,0 +1,219 @@
+"""Sharded state dicts of modules: the walk over the tree and the process groups it uses."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+
+from mcore.modules.traversal import iter_modules
+from mcore.parallel.checkpoint import (
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+)
+from mcore.parallel.groups import get_pg_size
+from mcore.parallel.process_groups import get_default_process_groups
+
+__all__ = ["sharded_state_dict_of", "with_resolved_groups"]
+
+Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"
+Entries: TypeAlias = "dict[str, Any]"
+
+
+class _OneRank:
+    """Stands for a group of this rank alone, which torch makes only with communication.
+
+    An explicit "one rank", where None would make a builder look for a group on its own.
+    """
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "one rank"
+
+
+def sharded_state_dict_of(
+    module: torch.nn.Module,
+    prefix: str = "",
+    sharded_offsets: Offsets = (),
+    metadata: dict[str, Any] | None = None,
+    *,
+    tp_group: Any = None,
+) -> Entries:
+    """Return the sharded state dict of a module and all below it.
+
+    Own tensors of the module are replicated. A child that has ``sharded_state_dict`` describes
+    itself. A child that has none is replicated as a whole, or walked through in the same way if
+    something below it has one, such as a ModuleList of layers. A child under two names has both
+    keys, as in ``state_dict``. No communication.
+
+    Args:
+        module: Any module; its own ``sharded_state_dict`` is not called.
+        prefix: Put before each key, with its trailing dot.
+        sharded_offsets: ``(axis, index, count)`` for each leading axis to put before those of the
+            tensors; axes 0, 1, ...
+        metadata: Handed to all modules below in a copy that holds the groups.
+        tp_group: The tensor-parallel group, before any that ``module`` has.
+
+    Returns:
+        A ShardedTensor or ShardedObject for each key.
+
+    Raises:
+        TypeError: ``metadata`` is no dict, or an offset is no triple of ints.
+        ValueError: Bad offsets, two entries with one key, or an unknown data-parallel group.
+
+    Example:
+        >>> import torch
+        >>> entries = sharded_state_dict_of(torch.nn.Linear(3, 2), "m.", ((0, 1, 4),))
+        >>> entries["m.weight"].global_shape, entries["m.weight"].global_offset
+        ((4, 2, 3), (1, 0, 0))
+    """
+    offsets = _checked_offsets(sharded_offsets)
+    return _entries(module, prefix, offsets, with_resolved_groups(module, metadata, tp_group))
+
+
+def with_resolved_groups(
+    module: object, metadata: dict[str, Any] | None, tp_group: Any = None
+) -> dict[str, Any]:
+    """Return a copy of ``metadata`` with the groups ``tp_group`` and ``dp_cp_group`` in it.
+
+    No communication. Where there is no group, an object of size 1 and rank 0 stands for it, so that
+    modules below neither search again nor find another.
+
+    Args:
+        module: Asked for ``tp_group`` and ``pg_collection``.
+        metadata: What the caller of ``sharded_state_dict`` gave, or None.
+        tp_group: The tensor-parallel group, before any other.
+
+    Returns:
+        A new dict.
+
+    Raises:
+        TypeError: ``metadata`` is no dict.
+        ValueError: The data-parallel group is unknown.
+
+    Example:
+        >>> import torch
+        >>> with_resolved_groups(torch.nn.Identity(), {"note": 1})
+        {'note': 1, 'tp_group': one rank, 'dp_cp_group': one rank}
+    """
+    if metadata is not None and not isinstance(metadata, dict):
+        raise TypeError(f"metadata is a {type(metadata).__name__}; give a dict or None")
+    resolved = dict(metadata or {})
+    default = get_default_process_groups()
+    own = getattr(module, "pg_collection", None)
+    tp = _first_group(
+        tp_group,
+        getattr(module, "tp_group", None),
+        getattr(own, "tp", None),
+        resolved.get("tp_group"),
+        getattr(default, "tp", None),
+    )
+    dp_cp = _first_group(
+        resolved.get("dp_cp_group"), getattr(own, "dp_cp", None), getattr(default, "dp_cp", None)
+    )
+    resolved["tp_group"] = _OneRank() if tp is None else tp
+    resolved["dp_cp_group"] = _data_parallel_group_beside(tp) if dp_cp is None else dp_cp
+    return resolved
+
+
+def _first_group(*candidates: Any) -> Any:
+    return next((group for group in candidates if group is not None), None)
+
+
+def _data_parallel_group_beside(tp_group: Any) -> Any:
+    if not (dist.is_available() and dist.is_initialized()):
+        return _OneRank()
+    tp_size = get_pg_size(tp_group)
+    if tp_size == 1:
+        return dist.group.WORLD
+    if tp_size == dist.get_world_size():
+        return _OneRank()
+    raise ValueError(
+        f"with {tp_size} of {dist.get_world_size()} ranks tensor-parallel and no data-parallel "
+        "group given, two ranks would both write a tensor; give metadata['dp_cp_group'] or a "
+        "pg_collection with dp_cp"
+    )
+
+
+def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
+    checked = tuple(tuple(offset) for offset in offsets)
+    if any(len(offset) != 3 or any(type(n) is not int for n in offset) for offset in checked):
+        raise TypeError(
+            f"sharded_offsets is {offsets!r}; give triples of ints (axis, index, count)"
+        )
+    if sorted(offset[0] for offset in checked) != list(range(len(checked))):
+        raise ValueError(
+            f"sharded_offsets {checked} has axes {[o[0] for o in checked]}; the axes put before "
+            f"those of the tensors are {list(range(len(checked)))}, each once"
+        )
+    for axis, index, count in checked:
+        if not 0 <= index < count:
+            raise ValueError(
+                f"sharded_offsets {checked} has index {index} of {count} on axis {axis}; "
+                "0 <= index < count is needed"
+            )
+    return checked  # type: ignore[return-value]  # lengths are checked above
+
+
+def _entries(
+    module: torch.nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]
+) -> Entries:
+    entries: Entries = {}
+    own = make_sharded_tensors_for_checkpoint(
+        _own_state(module),
+        prefix,
+        sharded_offsets=tuple(offsets),
+        tp_group=metadata["tp_group"],
+        dp_cp_group=metadata["dp_cp_group"],
+    )
+    _merge(entries, own)
+    # named_children() would drop the second name of a shared child.
+    for name, child in module._modules.items():
+        if child is not None:
+            _merge(entries, _child_entries(child, f"{prefix}{name}.", offsets, metadata))
+    return entries
+
+
+def _child_entries(
+    child: torch.nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]
+) -> Entries:
+    describes_itself = callable(getattr(child, "sharded_state_dict", None))
+    if not describes_itself and any(
+        callable(getattr(module, "sharded_state_dict", None)) for module in iter_modules(child)
+    ):
+        return _entries(child, prefix, offsets, metadata)
+    entries: Entries = sharded_state_dict_default(
+        child, prefix, tuple(offsets), metadata, tp_group=metadata["tp_group"]
+    )
+    return entries
+
+
+def _own_state(module: torch.nn.Module) -> dict[str, Any]:
+    """The module's part of its ``state_dict``, live parameters, with its hooks applied."""
+    own: Any = OrderedDict()
+    local_metadata = {"version": module._version}
+    own._metadata = OrderedDict({"": local_metadata})
+    for before in module._state_dict_pre_hooks.values():
+        before(module, "", True)
+    module._save_to_state_dict(own, "", True)
+    for after in module._state_dict_hooks.values():
+        replaced = after(module, own, "", local_metadata)
+        own = own if replaced is None else replaced
+    return own  # type: ignore[no-any-return]
+
+
+def _merge(entries: Entries, more: Entries) -> None:
+    for key, entry in more.items():
+        if key in entries:
+            raise ValueError(
+                f"two entries have the key {key!r}; give one of the modules another prefix"
+            )
+        entries[key] = entry

@@ -1,0 +1,229 @@
+import argparse
+import copy
+import dataclasses
+import pickle
+import warnings
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore.modules import (
+    ConfigFieldError,
+    GraphConfigLike,
+    ModuleConfigLike,
+    TransformerConfig,
+    is_switched_on,
+    read_field,
+)
+
+
+def make(**fields):
+    return TransformerConfig(
+        **{"num_layers": 2, "hidden_size": 12, "num_attention_heads": 4, **fields}
+    )
+
+
+def test_what_depends_on_other_fields_is_filled_in():
+    config = make(init_method_std=0.08)
+    assert config.ffn_hidden_size == 48
+    assert config.init_method.keywords["std"] == 0.08
+    assert config.output_layer_init_method.keywords["std"] == pytest.approx(0.08 / 2)
+
+
+def test_given_values_are_kept():
+    config = make(ffn_hidden_size=7, init_method=torch.nn.init.zeros_)
+    assert config.ffn_hidden_size == 7
+    assert config.init_method is torch.nn.init.zeros_
+
+
+def test_documented_defaults():
+    documented = {
+        "ffn_hidden_size": None,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "context_parallel_size": 1,
+        "sequence_parallel": False,
+        "fp16": False,
+        "bf16": False,
+        "params_dtype": torch.float32,
+        "fp8": None,
+        "fp4": None,
+        "use_kitchen": False,
+        "quant_recipe": None,
+        "symmetric_ar_type": None,
+        "cuda_graph_impl": "none",
+        "cuda_graph_warmup_steps": 3,
+        "cuda_graph_retain_backward_graph": False,
+        "fine_grained_activation_offloading": False,
+        "init_method_std": 0.02,
+        "init_method": None,
+        "output_layer_init_method": None,
+        "perform_initialization": True,
+        "use_cpu_initialization": False,
+    }
+    fields = {f.name: f.default for f in dataclasses.fields(TransformerConfig)}
+    required = {"num_layers", "hidden_size", "num_attention_heads"}
+    assert {name: fields[name] for name in fields.keys() - required} == documented
+
+
+SIZES = [
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "ffn_hidden_size",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "virtual_pipeline_model_parallel_size",
+    "context_parallel_size",
+]
+
+
+@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("value", [0, -1, True, 2.0, "2"])
+def test_sizes_are_whole_numbers_from_one(name, value):
+    with pytest.raises(ValueError) as caught:
+        make(**{name: value})
+    assert f"{name}={value!r}" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"fp16": True, "bf16": True}, ["fp16=True", "bf16=True"]),
+        ({"fp8": "e4m3", "fp4": "e2m1"}, ["fp8='e4m3'", "fp4='e2m1'"]),
+        ({"sequence_parallel": True}, ["sequence_parallel=True", "tensor_model_parallel_size"]),
+        (
+            {"virtual_pipeline_model_parallel_size": 2},
+            ["virtual_pipeline_model_parallel_size=2", "pipeline_model_parallel_size"],
+        ),
+        ({"num_attention_heads": 5}, ["hidden_size=12", "num_attention_heads=5"]),
+        ({"fp8": "e5m2"}, ["fp8='e5m2'"]),
+        ({"fp8": False}, ["fp8=False"]),
+        ({"fp4": "nv"}, ["fp4='nv'"]),
+        ({"symmetric_ar_type": "three_shot"}, ["symmetric_ar_type='three_shot'"]),
+        ({"cuda_graph_impl": "cuda"}, ["cuda_graph_impl='cuda'"]),
+        ({"cuda_graph_impl": None}, ["cuda_graph_impl=None"]),
+        ({"params_dtype": torch.int8}, ["params_dtype=torch.int8"]),
+        ({"params_dtype": "float32"}, ["params_dtype='float32'"]),
+        ({"cuda_graph_warmup_steps": -1}, ["cuda_graph_warmup_steps=-1"]),
+        ({"init_method_std": -0.1}, ["-0.1"]),
+    ],
+)
+def test_invalid_fields_are_named_with_their_values(fields, texts):
+    with pytest.raises(ValueError) as caught:
+        make(**fields)
+    assert all(text in str(caught.value) for text in texts)
+
+
+def test_valid_combinations_are_accepted():
+    config = make(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        virtual_pipeline_model_parallel_size=1,
+        fp8="hybrid",
+        symmetric_ar_type="one_shot",
+        cuda_graph_impl="full_iteration",
+        params_dtype=torch.bfloat16,
+    )
+    config.validate()
+
+
+def test_fields_may_change_and_are_validated_on_request_only():
+    config = make()
+    config.fp16 = True
+    config.bf16 = True
+    with pytest.raises(ValueError, match="fp16=True"):
+        config.validate()
+
+
+@pytest.mark.parametrize(
+    ("flag", "impl"),
+    [("enable_cuda_graph", "local"), ("external_cuda_graph", "transformer_engine")],
+)
+def test_deprecated_graph_flags_set_the_implementation(flag, impl):
+    with pytest.warns(DeprecationWarning, match=f"{flag} is deprecated") as caught:
+        config = make(**{flag: True})
+    assert config.cuda_graph_impl == impl
+    assert caught[0].filename == __file__
+    assert flag not in {field.name for field in dataclasses.fields(config)}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"enable_cuda_graph": True, "external_cuda_graph": True},
+        {"enable_cuda_graph": True, "cuda_graph_impl": "local"},
+        {"external_cuda_graph": True, "cuda_graph_impl": "full_iteration"},
+    ],
+)
+def test_deprecated_graph_flags_exclude_each_other_and_the_new_field(fields):
+    with pytest.raises(ValueError, match="cuda_graph_impl"):
+        make(**fields)
+
+
+def test_flags_that_are_off_do_not_warn():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert make(enable_cuda_graph=False).cuda_graph_impl == "none"
+
+
+def test_configs_with_equal_fields_are_equal_after_copies_too():
+    config = make(bf16=True)
+    assert config == make(bf16=True)
+    assert config == copy.deepcopy(config) == pickle.loads(pickle.dumps(config))
+    assert config != make(fp16=True)
+    assert dataclasses.replace(config, num_layers=3).num_layers == 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SimpleNamespace(bf16=True),
+        argparse.Namespace(bf16=True),
+        dataclasses.make_dataclass("Frozen", [("bf16", bool, True)], frozen=True)(),
+        type("Class", (), {"bf16": True}),
+    ],
+)
+def test_read_field_reads_any_object(config):
+    assert read_field(config, "bf16") is True
+    assert read_field(config, "fp8", None) is None
+
+
+def test_read_field_reads_at_call_time():
+    config = make()
+    assert read_field(config, "fp16") is False
+    config.fp16 = True
+    assert read_field(config, "fp16") is True
+
+
+def test_read_field_names_type_and_field_of_what_is_missing():
+    with pytest.raises(ConfigFieldError) as caught:
+        read_field(argparse.Namespace(), "hidden_size")
+    assert isinstance(caught.value, AttributeError)
+    assert isinstance(caught.value, ValueError)
+    assert "Namespace" in str(caught.value)
+    assert "'hidden_size'" in str(caught.value)
+
+
+def test_none_is_a_value_and_none_is_a_config():
+    assert read_field(SimpleNamespace(fp8=None), "fp8") is None
+    assert read_field(None, "fp8", "default") == "default"
+
+
+@pytest.mark.parametrize("value", [None, False, "", 0, 0.0])
+def test_off(value):
+    assert is_switched_on(value) is False
+
+
+@pytest.mark.parametrize("value", [True, "hybrid", 1, object(), [], torch.zeros(2)])
+def test_on(value):
+    assert is_switched_on(value) is True
+
+
+def test_protocols_describe_foreign_configs():
+    assert isinstance(make(), ModuleConfigLike)
+    assert isinstance(make(), GraphConfigLike)
+    assert not isinstance(SimpleNamespace(fp16=True), ModuleConfigLike)

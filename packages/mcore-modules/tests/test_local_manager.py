@@ -1,0 +1,264 @@
+import copy
+import enum
+import gc
+import logging
+import weakref
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore.modules import (
+    EagerGraphRunner,
+    GraphStateError,
+    LocalGraphManager,
+    graph_capturing,
+)
+from mcore.modules.graphs import local_manager
+from mcore.modules.testing import RecordingRunner
+
+
+class Mode(enum.Enum):
+    FAST = 1
+    SLOW = 2
+
+
+class Layer(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+        self.eager_calls = 0
+        self.bodies = 0
+
+    def __call__(self, *args, **kwargs):
+        raise AssertionError("the manager does not use it")
+
+    def forward(self, x, scale=1.0, *, mask=None, mode=Mode.FAST):
+        self.bodies += 1
+        y = self.linear(x) * scale
+        return y if mask is None else y * mask
+
+
+@pytest.fixture
+def fresh_log(caplog):
+    local_manager._log_eager.cache_clear()
+    caplog.set_level(logging.WARNING, logger="mcore.modules")
+    return caplog
+
+
+def manager_of(runner=None, warmups=2, **options):
+    return LocalGraphManager(SimpleNamespace(cuda_graph_warmup_steps=warmups), runner, **options)
+
+
+def x(*shape):
+    return torch.ones(shape or (2, 4))
+
+
+def test_warm_ups_run_eagerly_then_one_graph_serves_all_calls():
+    runner, layer = RecordingRunner(), Layer()
+    manager = manager_of(runner)
+    expected = layer.linear(x())
+    for call in range(5):
+        assert torch.equal(manager(layer, (x(),), {}), expected)
+        assert manager.num_graphs == (0 if call < 2 else 1)
+    assert runner.events == [("capture", 0, 0)] + 3 * [("replay", 0, 0, None, ((2, 4),))]
+
+
+def test_default_number_of_warm_ups_is_three():
+    manager, layer = LocalGraphManager(SimpleNamespace(), EagerGraphRunner()), Layer()
+    for _ in range(3):
+        manager(layer, (x(),), {}).sum().backward()
+    assert manager.num_graphs == 0
+    manager(layer, (x(),), {})
+    assert manager.num_graphs == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"),
+    [
+        ((x(3, 4),), {}),
+        ((x().double(),), {}),
+        ((x().requires_grad_(),), {}),
+        ((x(), 2.0), {}),
+        ((x(),), {"scale": 1.0}),
+        ((x(),), {"mask": torch.ones(4)}),
+        ((x(),), {"mask": None}),
+        ((x(),), {"mode": Mode.SLOW}),
+        ((x(), True), {}),
+    ],
+)
+def test_calls_that_differ_have_graphs_of_their_own(args, kwargs):
+    layer = Layer()
+    if args[0].dtype is torch.float64:
+        layer = layer.double()
+        first = (x().double()[:1],)
+    else:
+        first = (x(),)
+    manager = manager_of(RecordingRunner(), warmups=0)
+    manager(layer, first, {})
+    expected = layer.forward(*args, **kwargs)
+    assert torch.equal(manager(layer, args, kwargs), expected)
+    assert manager.num_graphs == 2
+    manager(layer, args, kwargs)
+    manager(layer, first, {})
+    assert manager.num_graphs == 2
+
+
+def test_equal_constants_of_different_types_differ():
+    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+    for scale in (1, 1.0, True):
+        manager(layer, (x(), scale), {})
+    assert manager.num_graphs == 3
+
+
+def test_autocast_has_a_graph_of_its_own():
+    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+    manager(layer, (x(),), {})
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert manager(layer, (x(),), {}).dtype is torch.bfloat16
+    assert manager.num_graphs == 2
+
+
+def test_modules_have_graphs_of_their_own():
+    manager = manager_of(RecordingRunner(), warmups=0)
+    layers = [Layer(), Layer()]
+    for layer in layers:
+        assert torch.equal(manager(layer, (x(),), {}), layer.linear(x()))
+    assert manager.num_graphs == 2
+
+
+def test_calls_in_flight_get_further_graphs_up_to_the_limit():
+    manager, layer = manager_of(EagerGraphRunner(), warmups=0, max_graphs_per_key=3), Layer()
+    outputs = [manager(layer, (x(),), {}) for _ in range(3)]
+    assert manager.num_graphs == 3
+    with pytest.raises(GraphStateError, match="all 3 graphs of Layer"):
+        manager(layer, (x(),), {})
+    outputs.pop().sum().backward()
+    outputs.append(manager(layer, (x(),), {}))
+    assert manager.num_graphs == 3
+    with pytest.raises(ValueError, match="max_graphs_per_key is 0"):
+        manager_of(max_graphs_per_key=0)
+
+
+def test_gradients_are_those_of_the_plain_layer():
+    torch.manual_seed(0)
+    layer = Layer()
+    plain = copy.deepcopy(layer)
+    manager = manager_of(EagerGraphRunner(), warmups=1)
+    for seed in range(4):
+        torch.manual_seed(seed)
+        data = torch.randn(2, 4)
+        manager(layer, (data,), {"mask": torch.ones(4)}).square().sum().backward()
+        plain.forward(data, mask=torch.ones(4)).square().sum().backward()
+    assert torch.equal(layer.linear.weight.grad, plain.linear.weight.grad)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "eval", "capturing"])
+def test_calls_outside_of_training_run_eagerly(how):
+    runner, layer = RecordingRunner(), Layer()
+    manager = manager_of(runner, warmups=0)
+    if how == "eval":
+        layer.eval()
+        manager(layer, (x(),), {})
+    else:
+        with torch.no_grad() if how == "no_grad" else graph_capturing():
+            manager(layer, (x(),), {})
+    assert runner.events == []
+    assert layer.bodies == 1
+
+
+@pytest.mark.parametrize(
+    "argument", [[1], object(), (x(),), {"a": 1}], ids=lambda a: type(a).__name__
+)
+def test_other_arguments_run_eagerly_with_one_warning(fresh_log, argument):
+    class Takes(Layer):
+        def forward(self, data, other):
+            return super().forward(data)
+
+    runner, layer = RecordingRunner(), Takes()
+    manager = manager_of(runner, warmups=0)
+    for _ in range(2):
+        assert torch.equal(manager(layer, (x(), argument), {}), layer.linear(x()))
+    assert runner.events == []
+    [record] = fresh_log.records
+    assert "Takes runs without a graph: argument 1 is a" in record.getMessage()
+
+
+def test_layers_with_forward_hooks_run_eagerly_with_one_warning(fresh_log):
+    runner, layer = RecordingRunner(), Layer()
+    manager = manager_of(runner, warmups=0)
+    layer.register_forward_hook(lambda module, args, out: out + 1)
+    for _ in range(2):
+        assert torch.equal(manager(layer, (x(),), {}), layer.linear(x()) + 1)
+    assert runner.events == []
+    assert "forward hooks" in fresh_log.records[0].getMessage()
+
+
+def test_capture_leaves_buffers_and_random_states_alone():
+    class Norm(torch.nn.BatchNorm1d):
+        pass
+
+    class Running(EagerGraphRunner):
+        """Runs each layer four times during the capture, as a device's runner does."""
+
+        def capture(self, specs, **options):
+            for spec in specs:
+                for _ in range(4):
+                    torch.nn.functional.dropout(spec.fn(*spec.args))
+            return super().capture(specs, **options)
+
+    layer = Norm(4)
+    manager = manager_of(Running(), warmups=0)
+    before = torch.get_rng_state()
+    manager(layer, (x(),), {})
+    assert layer.num_batches_tracked.item() == 1
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_outputs_without_gradient_survive_the_next_call():
+    memory = torch.zeros(2, 4)
+
+    class OneMemory(EagerGraphRunner):
+        """Its graphs write their outputs to one place, as those of a device do."""
+
+        def capture(self, specs, **options):
+            return super().capture([replace(spec, fn=memory.copy_) for spec in specs])
+
+    layer = Layer().requires_grad_(False)
+    manager = manager_of(OneMemory(), warmups=0)
+    first, second = (manager(layer, (x() * value,), {}) for value in (1.0, 2.0))
+    assert manager.num_graphs == 1
+    assert (first == 1).all()
+    assert (second == 2).all()
+
+
+def test_reset_starts_anew():
+    runner, layer = RecordingRunner(), Layer()
+    manager = manager_of(runner, warmups=1)
+    for _ in range(2):
+        manager(layer, (x(),), {})
+    manager.reset()
+    manager.reset()
+    assert manager.num_graphs == 0
+    manager(layer, (x(),), {})
+    assert manager.num_graphs == 0
+    assert len(runner.events) == 2
+
+
+def test_the_runner_is_chosen_at_the_first_capture():
+    manager, layer = manager_of(warmups=1), Layer()
+    manager(layer, (x(),), {})
+    assert manager.runner is None
+    manager(layer, (x(),), {})
+    assert manager.runner.name == "eager"
+
+
+def test_a_graph_does_not_keep_the_first_inputs_alive():
+    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+    first = x()
+    reference = weakref.ref(first)
+    manager(layer, (first,), {"mode": Mode.FAST})
+    del first
+    gc.collect()
+    assert reference() is None

@@ -1,0 +1,290 @@
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore.modules import (
+    MegatronModule,
+    ensure_metadata_has_dp_cp_group,
+    make_sharded_object_for_checkpoint,
+    make_sharded_tensors_for_checkpoint,
+    sharded_state_dict_default,
+    sharded_state_dict_of,
+)
+from mcore.parallel import checkpoint
+from mcore.parallel.checkpoint import ShardedObject, ShardedTensor
+from mcore.parallel.process_groups import ProcessGroups, use_process_groups
+from rank_testing import run_ranks
+
+
+class Split(MegatronModule):
+    """A weight split over the tensor-parallel group and a replicated bias."""
+
+    def __init__(self, tp_group=None):
+        super().__init__(None)
+        self.weight = torch.nn.Parameter(torch.zeros(2, 3))
+        self.bias = torch.nn.Parameter(torch.zeros(4))
+        if tp_group is not None:
+            self.tp_group = tp_group
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        self.metadata = metadata
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            {"weight": 0},
+            sharded_offsets,
+            tp_group=getattr(self, "tp_group", metadata["tp_group"]),
+            dp_cp_group=metadata["dp_cp_group"],
+        )
+
+
+class WithEverything(MegatronModule):
+    def __init__(self):
+        super().__init__(None)
+        self.own = torch.nn.Parameter(torch.zeros(2))
+        self.register_buffer("kept", torch.zeros(1))
+        self.register_buffer("scratch", torch.zeros(1), persistent=False)
+        self.linear = torch.nn.Linear(2, 1)
+        self.absent = None
+        self.register_module("none", None)
+
+    def get_extra_state(self):
+        return {"step": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def places(entries):
+    return {
+        key: (entry.global_shape, entry.global_offset, entry.replica_id)
+        for key, entry in entries.items()
+    }
+
+
+def test_keys_shapes_and_live_data_of_one_process():
+    root = MegatronModule(None)
+    root.linear = torch.nn.Linear(2, 1)
+    entries = root.sharded_state_dict(prefix="m.")
+    assert set(entries) == {"m.linear.weight", "m.linear.bias"}
+    weight = entries["m.linear.weight"]
+    assert weight.local_shape == weight.global_shape == (1, 2)
+    assert weight.global_offset == (0, 0)
+    assert weight.replica_id == (0, 0, 0)
+    assert weight.data is root.linear.weight
+    assert all(entry.key == key for key, entry in entries.items())
+
+
+def test_offsets_become_leading_axes():
+    root = MegatronModule(None)
+    root.linear = torch.nn.Linear(3, 2)
+    weight = root.sharded_state_dict("", ((0, 1, 4),))["linear.weight"]
+    assert weight.global_shape == (4, 2, 3)
+    assert weight.global_offset == (1, 0, 0)
+    assert weight.axis_fragmentations == (4, 1, 1)
+    assert weight.prepend_axis_num == 1
+
+
+def test_entries_are_those_of_the_state_dict():
+    root = WithEverything()
+    entries = root.sharded_state_dict()
+    assert entries.keys() == root.state_dict().keys()
+    assert entries["own"].data is root.own
+    assert entries["kept"].data is root.kept
+    extra = entries["_extra_state"]
+    assert type(extra) is ShardedObject
+    assert (extra.global_shape, extra.global_offset) == ((1,), (0,))
+    assert extra.data == {"step": 3}
+
+
+def test_shared_children_have_all_their_names():
+    root = MegatronModule(None)
+    root.a = root.b = torch.nn.Linear(1, 1)
+    entries = root.sharded_state_dict()
+    assert entries.keys() == root.state_dict().keys()
+    assert entries["a.weight"].data is entries["b.weight"].data is root.a.weight
+
+
+def test_meta_tensors_are_described():
+    with torch.device("meta"):
+        root = WithEverything()
+    assert root.sharded_state_dict()["linear.weight"].global_shape == (1, 2)
+
+
+def test_layers_in_a_plain_container_describe_themselves():
+    root = MegatronModule(None)
+    root.layers = torch.nn.ModuleList([Split(), Split()])
+    root.layers.register_buffer("count", torch.zeros(1))
+    entries = root.sharded_state_dict()
+    assert entries.keys() == root.state_dict().keys()
+    assert root.layers[1].metadata is not None
+
+
+def test_metadata_is_handed_down_and_left_alone():
+    root = MegatronModule(None)
+    root.split = Split()
+    metadata = {"note": [1]}
+    root.sharded_state_dict(metadata=metadata)
+    assert metadata == {"note": [1]}
+    assert root.split.metadata["note"] is metadata["note"]
+    assert {"tp_group", "dp_cp_group"} <= root.split.metadata.keys()
+
+
+def test_hooks_of_the_module_run_on_its_own_entries():
+    root = WithEverything()
+    seen = []
+    root.register_state_dict_pre_hook(lambda module, prefix, keep_vars: seen.append(prefix))
+
+    def rename(module, state, prefix, metadata):
+        state[f"{prefix}renamed"] = state.pop(f"{prefix}own")
+        seen.append(sorted(state))
+
+    root.register_state_dict_post_hook(rename)
+    entries = root.sharded_state_dict("p.")
+    assert seen == ["", ["_extra_state", "kept", "renamed"]]
+    assert entries["p.renamed"].data is root.own
+    assert "p.own" not in entries
+
+
+def test_a_hook_may_return_another_state_dict():
+    root = WithEverything()
+    root._register_state_dict_hook(lambda module, state, prefix, metadata: {"only": module.own})
+    assert set(root.sharded_state_dict()) == {"only", "linear.weight", "linear.bias"}
+
+
+def test_two_entries_with_one_key_are_refused():
+    class Greedy(MegatronModule):
+        def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+            return {"own": "mine"}
+
+    root = WithEverything()
+    root.greedy = Greedy(None)
+    with pytest.raises(ValueError, match="'own'"):
+        root.sharded_state_dict()
+
+
+@pytest.mark.parametrize("metadata", [[], "dp_cp_group", 3])
+def test_metadata_is_a_dict(metadata):
+    with pytest.raises(TypeError, match="metadata"):
+        MegatronModule(None).sharded_state_dict(metadata=metadata)
+
+
+@pytest.mark.parametrize(
+    ("offsets", "error"),
+    [
+        (((0, 1),), TypeError),
+        (((0, 1.0, 2),), TypeError),
+        (((1, 0, 2),), ValueError),
+        (((0, 0, 2), (0, 1, 2)), ValueError),
+        (((0, 2, 2),), ValueError),
+        (((0, -1, 2),), ValueError),
+    ],
+)
+def test_bad_offsets_are_refused(offsets, error):
+    with pytest.raises(error, match="sharded_offsets"):
+        WithEverything().sharded_state_dict(sharded_offsets=offsets)
+
+
+def test_builders_are_those_of_mcore_parallel():
+    assert make_sharded_tensors_for_checkpoint is checkpoint.make_sharded_tensors_for_checkpoint
+    assert make_sharded_object_for_checkpoint is checkpoint.make_sharded_object_for_checkpoint
+    assert sharded_state_dict_default is checkpoint.sharded_state_dict_default
+    assert ensure_metadata_has_dp_cp_group is checkpoint.ensure_metadata_has_dp_cp_group
+
+
+# Two ranks
+
+
+def model(tp_group=None):
+    root = MegatronModule(None)
+    root.own = torch.nn.Parameter(torch.zeros(5))
+    root.layers = torch.nn.ModuleList([Split()])
+    root.plain = torch.nn.Linear(1, 1, bias=False)
+    if tp_group is not None:
+        root.tp_group = tp_group
+    return root
+
+
+def describe_tensor_parallel(offsets):
+    return places(model(dist.group.WORLD).sharded_state_dict("m.", offsets))
+
+
+def test_two_tensor_parallel_ranks():
+    for rank, entries in enumerate(run_ranks(describe_tensor_parallel, 2, ())):
+        assert entries == {
+            "m.own": ((5,), (0,), (0, rank, 0)),
+            "m.layers.0.weight": ((4, 3), (2 * rank, 0), (0, 0, 0)),
+            "m.layers.0.bias": ((4,), (0,), (0, rank, 0)),
+            "m.plain.weight": ((1, 1), (0, 0), (0, rank, 0)),
+        }
+
+
+def test_two_tensor_parallel_ranks_with_a_leading_axis():
+    for rank, entries in enumerate(run_ranks(describe_tensor_parallel, 2, ((0, 1, 4),))):
+        assert entries["m.layers.0.weight"] == ((4, 4, 3), (1, 2 * rank, 0), (0, 0, 0))
+        assert entries["m.layers.0.bias"] == ((4, 4), (1, 0), (0, rank, 0))
+
+
+def describe_data_parallel():
+    return places(model().sharded_state_dict())
+
+
+def test_two_data_parallel_ranks_without_groups_have_one_writer():
+    for rank, entries in enumerate(run_ranks(describe_data_parallel, 2)):
+        assert {replica for _, _, replica in entries.values()} == {(0, 0, rank)}
+
+
+def describe_four(how):
+    groups = ProcessGroups.from_sizes(tp=2)
+    root, metadata = model(), None
+    if how == "collection":
+        root.pg_collection = groups
+    elif how == "metadata":
+        metadata = {"tp_group": groups.tp, "dp_cp_group": groups.dp_cp}
+    elif how == "unknown":
+        root.tp_group = groups.tp
+    elif how == "argument":
+        metadata = {"dp_cp_group": groups.dp_cp}
+        return places(sharded_state_dict_of(root, metadata=metadata, tp_group=groups.tp))
+    if how == "default":
+        with use_process_groups(groups):
+            return places(root.sharded_state_dict())
+    before = dict(metadata) if metadata else None
+    try:
+        entries = places(root.sharded_state_dict(metadata=metadata))
+    except ValueError as error:
+        return str(error)
+    assert metadata == before
+    return entries
+
+
+@pytest.mark.parametrize("how", ["collection", "metadata", "argument", "default"])
+def test_four_ranks_two_by_two_however_the_groups_are_given(how):
+    for rank, entries in enumerate(run_ranks(describe_four, 4, how)):
+        tp_rank, dp_rank = rank % 2, rank // 2
+        assert entries["layers.0.weight"] == ((4, 3), (2 * tp_rank, 0), (0, 0, dp_rank))
+        assert entries["own"] == ((5,), (0,), (0, tp_rank, dp_rank))
+
+
+def test_an_unknown_data_parallel_group_is_refused_on_all_ranks():
+    texts = run_ranks(describe_four, 4, "unknown")
+    assert all("metadata['dp_cp_group']" in text for text in texts)
+
+
+def describe_child_with_a_group_of_its_own():
+    groups = ProcessGroups.from_sizes(tp=2)
+    root = model(groups.tp)
+    root.pg_collection = groups
+    alone = [dist.new_group([rank]) for rank in range(4)][dist.get_rank()]
+    root.layers.append(Split(alone))
+    return places(root.sharded_state_dict())
+
+
+def test_a_child_with_a_group_of_its_own_keeps_it():
+    for rank, entries in enumerate(run_ranks(describe_child_with_a_group_of_its_own, 4)):
+        assert entries["layers.0.weight"][0] == (4, 3)
+        assert entries["layers.1.weight"] == ((2, 3), (0, 0), (0, 0, rank // 2))
+
+
+def test_entries_are_sharded_tensors():
+    assert {type(entry) for entry in model().sharded_state_dict().values()} == {ShardedTensor}

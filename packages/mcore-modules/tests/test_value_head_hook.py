@@ -1,0 +1,194 @@
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from mcore.modules import (
+    Float16Module,
+    LinearForLastLayer,
+    create_value_head_hook,
+    get_module_parallelism,
+    make_value_model,
+)
+from mcore.modules.model_list import _ensure_model_list, ensure_model_list
+from rank_testing import run_ranks
+
+
+class Model(torch.nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        self.body = torch.nn.Linear(4, 4)
+        self.output_layer = torch.nn.Linear(4, 10)
+        for name, value in attributes.items():
+            setattr(self, name, value)
+
+
+def test_a_single_model_becomes_a_list_with_a_head():
+    model = SimpleNamespace(output_layer=None)
+    result = create_value_head_hook(4, False)(model)
+    assert result == [model]
+    head = model.output_layer
+    assert type(head) is LinearForLastLayer
+    assert (head.in_features, head.out_features, head.sequence_parallel) == (4, 1, False)
+
+
+def test_a_list_is_returned_as_the_same_object():
+    chunks = [Model()]
+    assert create_value_head_hook(4, True, 3)(chunks) is chunks
+    assert chunks[0].output_layer.out_features == 3
+    assert chunks[0].output_layer.weight.sequence_parallel is True
+
+
+def test_make_value_model_has_one_output():
+    [model] = make_value_model(4, True)(Model())
+    assert (model.output_layer.out_features, model.output_layer.sequence_parallel) == (1, True)
+
+
+def test_the_head_takes_device_dtype_and_mode_of_what_it_replaces():
+    model = Model().bfloat16().eval()
+    model.body.float()
+    create_value_head_hook(4, False)(model)
+    assert model.output_layer.weight.dtype is torch.bfloat16
+    assert model.output_layer.training is False
+    meta = Model()
+    meta.output_layer = None
+    create_value_head_hook(4, False)(meta.to("meta"))
+    assert meta.output_layer.weight.is_meta
+
+
+def test_inside_a_float16_module():
+    model = Model()
+    wrapper = Float16Module(SimpleNamespace(bf16=True), model)
+    assert create_value_head_hook(4, False)(wrapper) == [wrapper]
+    assert type(model.output_layer) is LinearForLastLayer
+    assert not hasattr(wrapper, "output_layer")
+
+
+def test_a_dotted_path():
+    model = SimpleNamespace(language_model=Model())
+    hook = create_value_head_hook(4, False, output_layer_path="language_model.output_layer")
+    hook(model)
+    assert type(model.language_model.output_layer) is LinearForLastLayer
+    with pytest.raises(ValueError, match=r"leads nowhere at 'vision'"):
+        create_value_head_hook(4, False, output_layer_path="vision.output_layer")(model)
+
+
+@pytest.mark.parametrize("post_process", [True, False])
+def test_post_process_decides_without_a_group(post_process):
+    model = SimpleNamespace(post_process=post_process)
+    create_value_head_hook(4, False)(model)
+    assert hasattr(model, "output_layer") is post_process
+
+
+@pytest.mark.parametrize(
+    ("count", "options"), [(2, {}), (0, {}), (2, {"vp_size": 2})], ids=["two", "none", "no group"]
+)
+def test_a_number_of_chunks_that_does_not_fit_is_refused(count, options):
+    chunks = [SimpleNamespace() for _ in range(count)]
+    with pytest.raises(ValueError, match=rf"^Model list length is {count}, but 1"):
+        create_value_head_hook(4, False, **options)(chunks)
+    assert all(not vars(chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (4, 0)])
+def test_sizes_are_checked_when_the_hook_is_made(sizes):
+    with pytest.raises(ValueError, match="_size is 0"):
+        create_value_head_hook(sizes[0], False, sizes[1])
+
+
+def test_wrapping_for_data_parallelism_comes_later():
+    chunks = [torch.nn.DataParallel(Model())]
+    with pytest.raises(TypeError, match="DataParallel"):
+        create_value_head_hook(4, False)(chunks)
+    assert type(chunks[0].module.output_layer) is torch.nn.Linear
+
+
+def test_the_head_is_registered_as_replicated():
+    create_value_head_hook(4, False)
+    assert get_module_parallelism("LinearForLastLayer") == "replicated"
+
+
+def test_lists_of_models():
+    chunks = [1, 2]
+    assert _ensure_model_list is ensure_model_list
+    assert ensure_model_list(chunks) is chunks
+    assert ensure_model_list((1, 2)) == [1, 2]
+    with pytest.raises(TypeError, match="None"):
+        ensure_model_list(None)
+
+
+# Ranks
+
+
+def heads(how, vp_size):
+    world = dist.group.WORLD
+    collection = SimpleNamespace(pp=world, tp=None)
+    options = {"pp_group": world} if how == "argument" else {}
+    if how == "collection":
+        options["pg_collection"] = collection
+    own = {"pg_collection": collection} if how == "chunk" else {}
+    chunks = [SimpleNamespace(**own) for _ in range(vp_size or 1)]
+    create_value_head_hook(4, False, vp_size=vp_size, **options)(chunks)
+    return [hasattr(chunk, "output_layer") for chunk in chunks]
+
+
+@pytest.mark.parametrize("how", ["argument", "collection", "chunk"])
+def test_only_the_last_pipeline_rank_gets_a_head(how):
+    assert run_ranks(heads, 2, how, None) == [[False], [True]]
+
+
+def test_only_the_last_chunk_of_the_last_rank_gets_a_head():
+    assert run_ranks(heads, 2, "argument", 2) == [[False, False], [False, True]]
+
+
+def wrong_number_of_chunks():
+    hook = create_value_head_hook(4, False, pp_group=dist.group.WORLD, vp_size=2)
+    try:
+        hook([SimpleNamespace()])
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_a_wrong_number_of_virtual_chunks_is_refused():
+    for text in run_ranks(wrong_number_of_chunks, 2):
+        assert text.startswith("Model list length is 1, but 2")
+
+
+def head_weights(broadcast, how):
+    torch.manual_seed(dist.get_rank())
+    world = dist.group.WORLD
+    options = {"tp_group": world} if how == "argument" else {}
+    if how == "collection":
+        options["pg_collection"] = SimpleNamespace(tp=world, pp=None)
+    own = {"pg_collection": SimpleNamespace(tp=world, pp=None)} if how == "chunk" else {}
+    model = Model(**own)
+    create_value_head_hook(4, True, broadcast_init=broadcast, **options)(model)
+    assert model.output_layer.tp_group is world
+    return model.output_layer.weight.detach()
+
+
+@pytest.mark.parametrize("how", ["argument", "collection", "chunk"])
+def test_ranks_with_different_seeds_get_one_head(how):
+    first, second = run_ranks(head_weights, 2, True, how)
+    assert torch.equal(first, second)
+
+
+def test_without_the_broadcast_heads_differ():
+    first, second = run_ranks(head_weights, 2, False, "argument")
+    assert not torch.equal(first, second)
+
+
+def meta_head(broadcast):
+    model = Model().to("meta")
+    hook = create_value_head_hook(4, True, tp_group=dist.group.WORLD, broadcast_init=broadcast)
+    try:
+        return hook(model)[0].output_layer.weight.is_meta
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_build_on_the_meta_device_must_not_broadcast():
+    assert run_ranks(meta_head, 2, False) == [True, True]
+    assert all("broadcast_init=False" in text for text in run_ranks(meta_head, 2, True))
