@@ -1,0 +1,12 @@
+"""Run a function of a test in N processes joined by `torch.distributed`.
+
+>>> import torch.distributed as dist
+>>> from rank_testing import run_ranks
+>>> run_ranks(dist.get_rank, 2)
+[0, 1]
+"""
+
+from rank_testing.launch import run_ranks
+from rank_testing.report import RankFailure, RankReport
+
+__all__ = ["RankFailure", "RankReport", "run_ranks"]

@@ -1,0 +1,156 @@
+"""Name a test's function in one process and find it again in another."""
+
+import builtins
+import importlib
+import importlib.util
+import marshal
+import os
+import sys
+import types
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rank_testing.rewritten import rewritten_code
+
+
+@dataclass(frozen=True)
+class Target:
+    """A module-level function by the names that find it in another process.
+
+    Attributes:
+        module: the name of its module, as the test process knows it.
+        path: the file of that module; None where it has none (a built-in module).
+        name: the name of the function in the module.
+        code: what to run as the module, for `marshal`, where pytest rewrote its assert statements.
+    """
+
+    module: str
+    path: str | None
+    name: str
+    code: bytes | None = field(default=None, repr=False)
+
+    def __str__(self) -> str:
+        if self.path is None:
+            return f"{self.module}.{self.name}"
+        return f"{os.path.relpath(self.path)}::{self.name}"
+
+
+def find_target(fn: Callable[..., Any]) -> Target:
+    """Return the names under which a rank finds `fn`.
+
+    Args:
+        fn: a function defined at the top level of a module.
+
+    Returns:
+        The names of the module, its file and the function.
+
+    Raises:
+        TypeError: if `fn` cannot be found by name: a lambda, a function made inside another one,
+            a method, or an object that is no function.
+
+    Example:
+        >>> import os.path
+        >>> find_target(os.path.join).name
+        'join'
+    """
+    if not isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)):
+        raise TypeError(
+            f"ranks run a module-level function, got {_described(fn)}; "
+            "define one at the top level of the test file and pass its arguments to run_ranks"
+        )
+    module_name, name = fn.__module__, fn.__qualname__
+    module = sys.modules.get(module_name or "")
+    if "." in name or "<" in name or module is None or getattr(module, name, None) is not fn:
+        raise TypeError(
+            f"ranks find their function by module and name, but {_described(fn)} is not "
+            f"{module_name}.{name}; move it to the top level of the test file "
+            "(no lambda, no function inside a function, no method)"
+        )
+    path = getattr(module, "__file__", None)
+    if path is None and module_name not in (*sys.builtin_module_names, builtins.__name__):
+        raise TypeError(
+            f"{module_name}.{name} has no source file that a rank could load; put it into a file"
+        )
+    if path is None:
+        return Target(module_name, None, name)
+    path = os.path.abspath(path)
+    rewritten = type(getattr(module, "__loader__", None)).__name__ == "AssertionRewritingHook"
+    return Target(module_name, path, name, rewritten_code(path) if rewritten else None)
+
+
+def load_target(target: Target) -> Callable[..., Any]:
+    """Import the module of `target` and return its function.
+
+    The module keeps the name it has in the test process, so that classes of a test file can be
+    pickled in both directions. A module that imports by its name from the same file is imported;
+    any other one is loaded from its file.
+
+    Raises:
+        AttributeError: if the module lacks the function once it is loaded.
+        Exception: what the module's own code raises.
+
+    Example:
+        >>> load_target(Target("math", None, "sqrt"))(9.0)
+        3.0
+    """
+    module = sys.modules.get(target.module)
+    if module is None or not _is_from(getattr(module, "__file__", None), target.path):
+        module = _import_or_load(target)
+    function: Callable[..., Any] = getattr(module, target.name)
+    return function
+
+
+def _import_or_load(target: Target) -> types.ModuleType:
+    if target.path is None:
+        return importlib.import_module(target.module)
+    if target.code is None and _is_from(_origin(target.module), target.path):
+        return importlib.import_module(target.module)
+    return _load_from_file(target, target.path)
+
+
+def _load_from_file(target: Target, path: str) -> types.ModuleType:
+    # The guard of a script that starts ranks must not start them again.
+    name = "__mp_main__" if target.module == "__main__" else target.module
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{path} is no Python source file that a rank could load")
+    module = importlib.util.module_from_spec(spec)
+    _add_parents(target.module)
+    sys.modules[target.module] = module
+    if target.code is None:
+        spec.loader.exec_module(module)
+    else:
+        exec(marshal.loads(target.code), module.__dict__)
+    return module
+
+
+def _add_parents(module_name: str) -> None:
+    """Stand in for the packages of a dotted name that no import could find."""
+    parts = module_name.split(".")
+    for count in range(1, len(parts)):
+        parent = ".".join(parts[:count])
+        if parent in sys.modules:
+            continue
+        try:
+            importlib.import_module(parent)
+        except ImportError:
+            sys.modules[parent] = types.ModuleType(parent)
+
+
+def _origin(module_name: str) -> str | None:
+    try:
+        spec = importlib.util.find_spec(module_name)
+    except (ImportError, ValueError):
+        return None
+    return None if spec is None else spec.origin
+
+
+def _is_from(found: str | None, wanted: str | None) -> bool:
+    if found is None or wanted is None:
+        return wanted is None
+    return os.path.realpath(found) == os.path.realpath(wanted)
+
+
+def _described(fn: object) -> str:
+    return f"{getattr(fn, '__qualname__', None) or repr(fn)} ({type(fn).__name__})"

@@ -1,0 +1,89 @@
+"""A rank finds the function of a test by file, module name and name."""
+
+import os
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rank_testing import run_ranks
+from rank_testing.target import Target, find_target, load_target
+
+SOURCE = """
+def where():
+    return __name__, __file__, where.__module__
+
+if __name__ == "__main__":
+    raise SystemExit("the script ran again")
+"""
+
+
+def load_and_call(target: Target) -> Any:
+    return load_target(target)()
+
+
+def parents_of(target: Target) -> list[bool]:
+    load_target(target)
+    parts = target.module.split(".")
+    return [".".join(parts[:count]) in sys.modules for count in range(1, len(parts) + 1)]
+
+
+def test_a_function_of_this_file_is_found_by_its_names() -> None:
+    target = find_target(load_and_call)
+    assert target.module == __name__
+    assert target.path == os.path.abspath(__file__)
+    assert target.name == "load_and_call"
+    assert str(target) == f"{os.path.relpath(__file__)}::load_and_call"
+
+
+def test_a_file_that_does_not_import_by_name_is_loaded_under_that_name(tmp_path: Path) -> None:
+    path = tmp_path / "test_where.py"
+    path.write_text(SOURCE)
+    name = "no-such-package.tests.test_where"
+    target = Target(name, str(path), "where")
+    assert run_ranks(load_and_call, 1, target, init=None) == [(name, str(path), name)]
+    assert run_ranks(parents_of, 1, target, init=None) == [[True, True, True]]
+
+
+def test_another_module_of_the_same_name_does_not_stand_in(tmp_path: Path) -> None:
+    path = tmp_path / "json.py"
+    path.write_text(SOURCE)
+    result = run_ranks(load_and_call, 1, Target("json", str(path), "where"), init=None)
+    assert result == [("json", str(path), "json")]
+
+
+def test_an_importable_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = tmp_path / "rank_testing_example"
+    package.mkdir()
+    (package / "__init__.py").write_text("NAME = 'package'\n")
+    (package / "inner.py").write_text("from . import NAME\ndef name():\n    return NAME\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    target = Target("rank_testing_example.inner", str(package / "inner.py"), "name")
+    assert run_ranks(load_and_call, 1, target, init=None) == ["package"]
+
+
+def test_a_script_is_not_run_again(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(SOURCE)
+    ((name, file, _),) = run_ranks(load_and_call, 1, Target("__main__", str(path), "where"))
+    assert (name, file) == ("__mp_main__", str(path))
+
+
+def test_a_function_without_a_file_is_refused() -> None:
+    module = types.ModuleType("rank_testing_typed_in")
+    exec("def typed_in(): pass", module.__dict__)
+    sys.modules[module.__name__] = module
+    try:
+        with pytest.raises(TypeError, match="no source file"):
+            find_target(module.typed_in)
+    finally:
+        del sys.modules[module.__name__]
+
+
+def test_a_function_that_is_hidden_by_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    hidden = load_and_call
+    monkeypatch.setitem(globals(), "load_and_call", parents_of)
+    with pytest.raises(TypeError, match="move it to the top level"):
+        find_target(hidden)
