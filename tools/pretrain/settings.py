@@ -44,7 +44,7 @@ class Settings:
     bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=True)
     dropout: float = _option(0.0, "dropout on attention weights and residuals", fixed=True)
 
-    train_iters: int = _option(300, "optimizer steps in all")
+    train_iters: int = _option(200, "optimizer steps in all")
     global_batch_size: int = _option(16, "sequences per optimizer step", fixed=True)
     micro_batch_size: int = _option(0, "sequences per rank and forward pass; 0: all at once")
     lr: float = _option(3e-3, "peak learning rate", fixed=True)

@@ -226,15 +226,13 @@ def boxes_of_dtensor(shape: tuple[int, ...], mesh_shape: tuple[int, ...], kinds:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-    names = ("dp", "tp")[-len(mesh_shape) :] if len(mesh_shape) < 3 else None
-    mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=names)
+    mesh = init_device_mesh("cpu", mesh_shape)
     whole = torch.arange(float(torch.Size(shape).numel())).reshape(shape)
     placements = [Replicate() if kind == "R" else Shard(int(kind)) for kind in kinds]
     tensor = distribute_tensor(whole, mesh, placements)
     assert isinstance(tensor, DTensor)
-    shard = make_sharded_tensor_for_checkpoint(
-        tensor, "w", tp_group=mesh["tp"], dp_cp_group=mesh["dp"] if len(mesh_shape) > 1 else None
-    )
+    shard = make_sharded_tensor_for_checkpoint(tensor, "w")
+    assert make_tp_sharded_tensor_for_checkpoint(tensor, "w") == shard
     assert shard.data is tensor
     assert shard.is_torch_fsdp2_param is True  # type: ignore[attr-defined]
     start, size = shard.global_offset, shard.local_shape

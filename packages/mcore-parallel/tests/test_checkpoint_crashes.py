@@ -109,6 +109,31 @@ def test_save_killed_at_each_operation_keeps_the_checkpoint_before(tmp_path: Pat
     assert finished < deaths
 
 
+def test_files_and_names_are_synced_before_the_rename(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, synced = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        path = os.readlink(f"/proc/self/fd/{descriptor}")
+        synced.append(
+            (Path(path).name, os.path.getsize(path), sorted(os.listdir(tmp_path / "new")))
+        )
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    save_sharded_state_dict(state_of(1), tmp_path / "new" / "step_1")
+    *before, last = synced
+    assert all("step_1" not in names for *_, names in before)
+    assert (last[0], last[2]) == ("new", ["step_1"])
+    sizes = {name: size for name, size, _ in before}
+    files = list((tmp_path / "new" / "step_1").iterdir())
+    assert sorted(path.name for path in files) == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert all(sizes[path.name] == path.stat().st_size for path in files)
+    assert before[-1][0].startswith(".step_1.incomplete-")
+    assert tmp_path.name in sizes
+
+
 def retention_killed_at_each_operation(folder: str) -> int:
     root = Path(folder)
     deaths = 0

@@ -171,7 +171,7 @@ def test_disagreeing_common_state_is_warned_of_and_the_first_rank_wins(tmp_path:
     (texts, loaded), (other_texts, other) = run_ranks(disagreeing_common_state, 2, str(tmp_path))
     assert len(texts) == 1
     assert other_texts == []
-    assert "2 problems" in texts[0]
+    assert "(2 keys)" in texts[0]
     assert "- lr\n" in texts[0]
     assert "- opt.step" in texts[0]
     assert "same" not in texts[0]
@@ -259,6 +259,8 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     assert_refused(targets(), path, "manifest.json cannot be read")
     (path / "manifest.json").write_text('{"format": "mcore sharded checkpoint", "version": 99}')
     assert_refused(targets(), path, "newer version")
+    (path / "manifest.json").write_text('{"format": "mcore sharded checkpoint", "version": 1}')
+    assert_refused(targets(), path, "lists no files")
     assert not is_complete_checkpoint(path)
     foreign = tmp_path / "foreign"
     foreign.mkdir()
@@ -294,17 +296,41 @@ def test_what_does_not_fit_is_refused_with_all_keys(tmp_path: Path) -> None:
     assert_refused(state, path, "key 'none' is missing")
 
 
+def test_empty_and_wrong_state_dicts(tmp_path: Path) -> None:
+    save_sharded_state_dict({}, tmp_path / "a")
+    assert is_complete_checkpoint(tmp_path / "a")
+    assert load_sharded_state_dict({"deep": {}}, tmp_path / "a") == {"deep": {}}
+    with pytest.raises(CheckpointingException, match="must be a dict, got list"):
+        load_sharded_state_dict([], tmp_path / "a")  # type: ignore[arg-type]
+
+
+def test_common_tensors_come_back_as_new_ones(tmp_path: Path) -> None:
+    save_sharded_state_dict({"t": torch.arange(3.0), "n": torch.tensor(2)}, tmp_path / "a")
+    local = torch.zeros(3, dtype=torch.float64)
+    loaded = load_sharded_state_dict({"t": local, "n": None}, tmp_path / "a")
+    assert loaded["t"].dtype == torch.float64
+    assert loaded["t"].tolist() == [0.0, 1.0, 2.0]
+    assert local.tolist() == [0.0] * 3
+    assert torch.equal(loaded["n"], torch.tensor(2))
+    on_meta = load_sharded_state_dict({"t": torch.zeros(3, device="meta")}, tmp_path / "a")
+    assert on_meta["t"].tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(CheckpointingException, match=r"key 't': .* \(3,\), expected \(4,\)"):
+        load_sharded_state_dict({"t": torch.zeros(4)}, tmp_path / "a")
+
+
 def test_not_strict_keeps_what_the_checkpoint_lacks(tmp_path: Path) -> None:
     path = make_good(tmp_path)
     state = targets() | {
         "new": 5,
         "fresh": make_sharded_tensor_for_checkpoint(torch.full((2,), 7.0), "fresh"),
+        "bare": replicated("bare", 1.0, 0).without_data(),
         "other": ShardedObject("other", "mine", (1,), (0,)),
     }
     loaded = load_sharded_state_dict(state, path, strict=False)
     assert loaded["new"] == 5
     assert loaded["other"] == "mine"
     assert loaded["fresh"] is state["fresh"].data
+    assert loaded["bare"] is None
     assert torch.equal(loaded["fresh"], torch.full((2,), 7.0))
     assert torch.equal(loaded["w"], torch.arange(4000.0))
 
@@ -444,6 +470,19 @@ def test_load_that_fails_on_one_rank_fails_on_all(tmp_path: Path) -> None:
     assert "__1_0.distcp has" in first["truncated True"]
     assert "rank 1" in first["truncated False"]
     assert "__1_0.distcp has" in first["truncated False"]
+
+
+def test_a_key_can_be_loaded_into_several_tensors_of_one_rank(tmp_path: Path) -> None:
+    path = make_good(tmp_path)
+    state = {
+        "input": make_sharded_tensor_for_checkpoint(torch.zeros(4000), "w"),
+        "output": make_sharded_tensor_for_checkpoint(torch.zeros(4000), "w"),
+        "half": ShardedTensor.from_rank_offsets("w", torch.zeros(2000), (0, 1, 2)),
+    }
+    loaded = load_sharded_state_dict(state, path)
+    assert torch.equal(loaded["input"], torch.arange(4000.0))
+    assert torch.equal(loaded["output"], torch.arange(4000.0))
+    assert torch.equal(loaded["half"], torch.arange(2000.0, 4000.0))
 
 
 def test_local_values_and_missing_data_on_load(tmp_path: Path) -> None:

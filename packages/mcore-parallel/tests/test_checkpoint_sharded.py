@@ -124,6 +124,15 @@ def test_contradicting_fields_are_refused(changes: dict[str, object], text: str)
         uneven(**changes)
 
 
+def test_numbers_of_numpy_and_torch_become_plain_tuples() -> None:
+    shard = uneven(global_shape=torch.Size([5, 3]), global_offset=list(np.array([3, 0])))
+    assert shard.global_offset == (3, 0)
+    assert {type(number) for number in shard.global_offset + shard.global_shape} == {int}
+    assert type(shard.global_shape) is tuple
+    cell = ShardedObject("k", None, tuple(np.array([2])), tuple(np.array([1])))
+    assert type(cell.global_shape[0]) is int
+
+
 def test_uneven_parts_have_no_place_in_a_grid() -> None:
     shard = uneven()
     assert not shard.has_regular_grid

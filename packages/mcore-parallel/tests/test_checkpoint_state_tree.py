@@ -95,6 +95,13 @@ def test_ambiguous_state_is_refused(state: Any, text: str) -> None:
         flatten_state_dict(state)
 
 
+def test_a_shard_whose_data_was_replaced_by_another_shape_is_refused() -> None:
+    changed = shard("w")
+    changed.data = torch.zeros(3)
+    with pytest.raises(CheckpointingException, match="'w': local_shape"):
+        flatten_state_dict({"w": changed})
+
+
 def test_structure_and_types_of_containers_come_back() -> None:
     state = OrderedDict(a=[shard("w"), {"x": 1}], b=Pair(shard("v"), 2), c=(1, 2), d={})
     entries = flatten_state_dict(state)

@@ -13,7 +13,9 @@ from hypothesis import strategies as st
 
 from mcore.parallel.checkpoint import (
     CheckpointingException,
+    ShardedLoadPlanner,
     ShardedObject,
+    ShardedSavePlanner,
     ShardedTensor,
     ShardRecord,
     describe_shards,
@@ -170,6 +172,35 @@ def test_8192_ranks_are_checked_in_one_process() -> None:
     text = "\n".join(validate_plans(ranks))
     assert "'layers.weight'" in text
     assert "ranks 514-515 write the same part" in text
+
+
+def test_plans_of_2048_ranks_and_one_load_at_another_size() -> None:
+    sizes = (8, 16, 16)
+    places = [(tp, pp, dp) for pp in range(16) for dp in range(16) for tp in range(8)]
+    plans = []
+    started = time.perf_counter()
+    for number, (tp, pp, dp) in enumerate(places):
+        planner = ShardedSavePlanner()
+        planner.set_up_planner(rank_of(tp, pp, dp, sizes), None, is_coordinator=number == 0)
+        plans.append(planner.create_local_plan())
+    first = ShardedSavePlanner()
+    first.set_up_planner(rank_of(0, 0, 0, sizes), None, is_coordinator=True)
+    global_plans, metadata = first.create_global_plan(plans)
+    assert time.perf_counter() - started < 20
+    assert sum(len(plan.items) for plan in global_plans) == 16 * 5 * (8 + 1)
+    assert all(plan.planner_data is None for plan in global_plans)
+    assert metadata.state_dict_metadata["layers.weight"].size == (80, 32, 8)
+    target = ShardedTensor.from_rank_offsets(
+        "layers.weight", torch.zeros(8, 8), (0, 7, 80), (1, 1, 4), prepend_axis_num=1
+    )
+    loader = ShardedLoadPlanner()
+    loader.set_up_planner({"w": target}, metadata, is_coordinator=False)
+    items = loader.create_local_plan().items
+    assert sorted(tuple(item.storage_index.offset) for item in items) == [(7, 8, 0), (7, 12, 0)]
+    assert {tuple(item.lengths) for item in items} == {(1, 4, 8)}
+    plans[513] = plans[512]
+    with pytest.raises(CheckpointingException, match=r"'layers\.weight': ranks 512-513 write"):
+        first.create_global_plan(plans)
 
 
 def replicated_norm(kind: str) -> str | None:

@@ -15,8 +15,10 @@ from mcore.parallel.checkpoint.dtensor_builders import (
 )
 from mcore.parallel.checkpoint.dtensor_shards import replica_index
 from mcore.parallel.checkpoint.group_ranks import (
+    CheckpointRanks,
     ensure_metadata_has_dp_cp_group,
     mesh_has_group,
+    mesh_spans_world,
     resolve_ranks,
 )
 from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedTensor
@@ -25,7 +27,7 @@ from mcore.parallel.groups import GroupLike
 from mcore.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = [
     "ensure_metadata_has_dp_cp_group",
@@ -80,13 +82,13 @@ def make_tp_sharded_tensor_for_checkpoint(
     """
     fields = _checked_fields("make_tp_sharded_tensor_for_checkpoint", kwargs)
     axis = _checked_axis(key, tensor, tp_axis)
-    counts_own_copies = replica_id is not None or is_dtensor(tensor)
-    ranks = resolve_ranks(*_groups(kwargs), need_dp_cp=not counts_own_copies)
     if is_dtensor(tensor):
         shard = shard_of_dtensor(tensor, key, replica_id, **fields)
-        if not mesh_has_group(tensor.device_mesh, ranks.tp_group):
+        ranks = _ranks_outside_mesh(tensor.device_mesh, kwargs)
+        if ranks is not None:
             shard = cut_over_tensor_parallel(shard, axis, ranks)
         return prepend_axes(shard, prepend_offsets)
+    ranks = resolve_ranks(*_groups(kwargs), need_dp_cp=replica_id is None)
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
@@ -134,8 +136,9 @@ def make_sharded_tensor_for_checkpoint(
     fields = _checked_fields("make_sharded_tensor_for_checkpoint", kwargs)
     if is_dtensor(tensor):
         shard = shard_of_dtensor(tensor, key, replica_id, **fields)
-        if replica_id is None:
-            shard = _replicated_over_tensor_parallel(shard, tensor, *_groups(kwargs))
+        ranks = _ranks_outside_mesh(tensor.device_mesh, kwargs) if replica_id is None else None
+        if ranks is not None:
+            shard = with_fields(shard, replica_id=(0, ranks.tp_rank, replica_index(tensor)))
         return prepend_axes(shard, prepend_offsets)
     if replica_id is None:
         ranks = resolve_ranks(*_groups(kwargs))
@@ -150,17 +153,12 @@ def make_sharded_tensor_for_checkpoint(
     )
 
 
-def _replicated_over_tensor_parallel(
-    shard: ShardedTensor,
-    tensor: DTensor,
-    tp_group: GroupLike | None,
-    dp_cp_group: GroupLike | None,
-) -> ShardedTensor:
-    """Count the tensor-parallel copies where the DTensor's mesh does not."""
-    ranks = resolve_ranks(tp_group, dp_cp_group, need_dp_cp=False)
-    if mesh_has_group(tensor.device_mesh, ranks.tp_group):
-        return shard
-    return with_fields(shard, replica_id=(0, ranks.tp_rank, replica_index(tensor)))
+def _ranks_outside_mesh(mesh: DeviceMesh, kwargs: dict[str, Any]) -> CheckpointRanks | None:
+    """Resolve the tensor-parallel group where a DTensor's mesh does not include its ranks."""
+    if mesh_spans_world(mesh):
+        return None
+    ranks = resolve_ranks(*_groups(kwargs), need_dp_cp=False)
+    return None if mesh_has_group(mesh, ranks.tp_group) else ranks
 
 
 def make_sharded_object_for_checkpoint(

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from mcore.parallel.checkpoint.tensor_bytes import pieces_of
+
 __all__ = ["digest_of"]
 
 
@@ -32,7 +34,7 @@ def digest_of(value: Any) -> bytes:
     return hasher.digest()
 
 
-def _feed(update: Callable[[Any], None], value: Any) -> None:
+def _feed(update: Callable[[bytes], None], value: Any) -> None:
     update(f"<{type(value).__name__}>".encode())
     if isinstance(value, torch.Tensor):
         _feed_tensor(update, value)
@@ -46,15 +48,15 @@ def _feed(update: Callable[[Any], None], value: Any) -> None:
         for entry in sorted(map(digest_of, value)):
             update(entry)
     elif isinstance(value, bytes | bytearray):
-        update(value)
+        update(bytes(value))
     elif value is None or isinstance(value, bool | int | float | complex | str):
         update(repr(value).encode())
     else:
         update(pickle.dumps(value))
 
 
-def _feed_tensor(update: Callable[[Any], None], tensor: torch.Tensor) -> None:
+def _feed_tensor(update: Callable[[bytes], None], tensor: torch.Tensor) -> None:
     update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if not tensor.is_meta:
-        flat = tensor.detach().cpu().contiguous().reshape(-1)
-        update(flat.view(torch.uint8).numpy())
+        for piece in pieces_of(tensor):
+            update(piece)

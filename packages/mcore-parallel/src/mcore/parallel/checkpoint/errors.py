@@ -29,12 +29,12 @@ class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM us
     """
 
 
-def bounded_list(title: str, problems: Sequence[str]) -> str:
-    """Write a title and at most 20 problems, one a line, and how many more there are."""
-    lines = [f"{title} ({len(problems)} problem{'s' if len(problems) != 1 else ''}):"]
-    lines += [f"  - {problem}" for problem in problems[:_MAX_LISTED]]
-    if len(problems) > _MAX_LISTED:
-        lines.append(f"  ... and {len(problems) - _MAX_LISTED} more")
+def bounded_list(title: str, items: Sequence[str], noun: str = "problem") -> str:
+    """Write a title and at most 20 items, one a line, and how many more there are."""
+    lines = [f"{title} ({len(items)} {noun}{'s' if len(items) != 1 else ''}):"]
+    lines += [f"  - {item}" for item in items[:_MAX_LISTED]]
+    if len(items) > _MAX_LISTED:
+        lines.append(f"  ... and {len(items) - _MAX_LISTED} more")
     return "\n".join(lines)
 
 

@@ -13,7 +13,13 @@ from mcore.parallel.groups import GroupLike, as_process_group, get_pg_rank, get_
 from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.torch_compat import is_distributed
 
-__all__ = ["CheckpointRanks", "ensure_metadata_has_dp_cp_group", "mesh_has_group", "resolve_ranks"]
+__all__ = [
+    "CheckpointRanks",
+    "ensure_metadata_has_dp_cp_group",
+    "mesh_has_group",
+    "mesh_spans_world",
+    "resolve_ranks",
+]
 
 
 @dataclass(frozen=True)
@@ -37,7 +43,6 @@ def resolve_ranks(
     tp_group: GroupLike | None,
     dp_cp_group: GroupLike | None,
     *,
-    need_tp: bool = True,
     need_dp_cp: bool = True,
 ) -> CheckpointRanks:
     """Find both groups, each on its own: argument, else default ProcessGroups, else size 1.
@@ -48,7 +53,6 @@ def resolve_ranks(
     Args:
         tp_group: The tensor-parallel group, or None.
         dp_cp_group: The data- and context-parallel group, or None.
-        need_tp: Raise when the tensor-parallel group cannot be found.
         need_dp_cp: Raise when the data-parallel group cannot be found.
 
     Returns:
@@ -67,12 +71,10 @@ def resolve_ranks(
     stages = 1 if default is None else get_pg_size(default.pp)
     tp_size, dp_cp_size = get_pg_size(tp_group), get_pg_size(dp_cp_group)
     filled = world == 1 or tp_size * dp_cp_size * stages == world
-    for name, group, needed in (
-        ("tp_group", tp_group, need_tp),
-        ("dp_cp_group", dp_cp_group, need_dp_cp),
-    ):
-        if needed and group is None and not filled:
-            raise _unknown_group(name, world)
+    if tp_group is None and not filled:
+        raise _unknown_group("tp_group", world)
+    if dp_cp_group is None and not filled and need_dp_cp:
+        raise _unknown_group("dp_cp_group", world)
     return CheckpointRanks(tp_group, tp_size, get_pg_rank(tp_group), get_pg_rank(dp_cp_group))
 
 
@@ -85,9 +87,14 @@ def _unknown_group(name: str, world: int) -> RuntimeError:
     )
 
 
+def mesh_spans_world(mesh: DeviceMesh) -> bool:
+    """Say whether a mesh has all ranks, so that its placements settle every parallelism."""
+    return is_distributed() and mesh.size() == dist.get_world_size()
+
+
 def mesh_has_group(mesh: DeviceMesh, group: GroupLike | None) -> bool:
     """Say whether all ranks of a group lie in a mesh, so that its placements cover the group."""
-    if mesh.mesh_dim_names is not None and "tp" in mesh.mesh_dim_names:
+    if mesh_spans_world(mesh) or "tp" in (mesh.mesh_dim_names or ()):
         return True
     member = as_process_group(group)
     if not isinstance(member, dist.ProcessGroup):

@@ -193,7 +193,8 @@ class ShardedLoadPlanner(LoadPlanner):
         self, name: str, path: Path, local: Any, saved: TensorStorageMetadata
     ) -> list[ReadItem]:
         if isinstance(local, torch.Tensor):
-            value = torch.empty_like(local, requires_grad=False)
+            device = "cpu" if local.is_meta else local.device
+            value = torch.empty_like(local, device=device, requires_grad=False)
         else:
             value = torch.empty(saved.size, dtype=saved.properties.dtype)
         self._results[path] = value
@@ -206,6 +207,8 @@ class ShardedLoadPlanner(LoadPlanner):
             targets = []
             for path, shard in group:
                 self._results[path], target = target_of(shard)
+                if self._is_lacking(key, target):
+                    self._results[path] = shard.data
                 targets.append(target)
             items += self._read_tensors(key, targets)
         return items
@@ -225,7 +228,7 @@ class ShardedLoadPlanner(LoadPlanner):
     def _read_tensors(self, key: str, targets: list[Target]) -> list[ReadItem]:
         saved = self._metadata.state_dict_metadata.get(key)
         if saved is None:
-            if any(prod(target.global_shape) for target in targets):
+            if any(self._is_lacking(key, target) for target in targets):
                 self._note_missing(key)
             return []
         problems = [problem for t in targets if (problem := tensor_problem(key, saved, t))]
@@ -239,6 +242,10 @@ class ShardedLoadPlanner(LoadPlanner):
         items = create_read_items_for_chunk_list(key, saved, [t.chunk for t in filled])
         self._check_filling(key, saved, filled, items)
         return items
+
+    def _is_lacking(self, key: str, target: Target) -> bool:
+        """Say whether the checkpoint lacks a key; tensors without elements need none."""
+        return key not in self._metadata.state_dict_metadata and prod(target.global_shape) > 0
 
     def _check_filling(
         self,

@@ -60,7 +60,9 @@ def _checked(path: Path, content: Any) -> dict[str, int]:
             f"{path} is not the manifest of {_FORMAT!r} version {_VERSION}; the directory is "
             "something else, or a newer version of mcore-parallel wrote it"
         )
-    files: dict[str, int] = content["files"]
+    files = content.get("files")
+    if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
+        raise CheckpointingException(f"{path} lists no files; take another checkpoint")
     return files
 
 

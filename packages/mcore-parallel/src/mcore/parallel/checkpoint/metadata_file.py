@@ -76,7 +76,12 @@ def _no_checkpoint(directory: Path) -> str:
 def needed_sizes(metadata: Metadata) -> dict[str, int]:
     """Return how many bytes each payload file must have at least, by file name."""
     sizes: dict[str, int] = {}
-    for place in metadata.storage_data.values():
-        end = place.offset + place.length
-        sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
+    try:
+        for place in metadata.storage_data.values():
+            end = place.offset + place.length
+            sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
+    except (AttributeError, TypeError) as error:
+        raise CheckpointingException(
+            f"the index of the checkpoint does not say where its content is ({error})"
+        ) from error
     return sizes

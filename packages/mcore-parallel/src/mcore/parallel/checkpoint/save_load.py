@@ -7,7 +7,7 @@ import os
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
 from mcore.parallel.checkpoint.durable_files import (
@@ -228,7 +228,7 @@ def _prepare_load(
     if team.is_first:
         _check_sizes(directory)
     planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
-    planner.set_up_planner(dict(sd), metadata, team.is_first)
+    planner.set_up_planner(cast("dict[str, Any]", sd), metadata, team.is_first)
     plan = planner.create_local_plan()
     reader = CheckedReader(directory, metadata)
     reader.check_plan(plan, verify_checksums=verify_checksums)

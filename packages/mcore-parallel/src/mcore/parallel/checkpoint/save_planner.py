@@ -228,11 +228,11 @@ def _warn_of_differences(packed: Sequence[bytes]) -> None:
         names = first.keys() | digests.keys()
         differing |= {name for name in names if first.get(name) != digests.get(name)}
     if differing:
-        warnings.warn(
+        title = (
             "values outside ShardedTensor and ShardedObject differ between ranks; those of the "
-            "first rank are saved:\n" + bounded_list("differing keys", sorted(differing)),
-            stacklevel=2,
+            "first rank are saved"
         )
+        warnings.warn(bounded_list(title, sorted(differing), "key"), stacklevel=2)
 
 
 def _describe_empty_tensors(metadata: Metadata, ranks: Sequence[Sequence[ShardRecord]]) -> None:

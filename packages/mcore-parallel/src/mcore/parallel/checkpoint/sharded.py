@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 from typing import Any
@@ -38,6 +38,11 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
     """
     parts = replica_id if isinstance(replica_id, tuple) else (replica_id,)
     return all(index(part) == 0 for part in parts)
+
+
+def as_shape(numbers: Iterable[int]) -> Shape:
+    """Return integers of any kind, numpy's too, as a plain tuple."""
+    return tuple(index(number) for number in numbers)
 
 
 class ShardedBase:
@@ -98,6 +103,11 @@ class ShardedTensor(ShardedBase):
     flattened_range: None = None
 
     def __post_init__(self) -> None:
+        self.local_shape = as_shape(self.local_shape)
+        self.global_shape = as_shape(self.global_shape)
+        self.global_offset = as_shape(self.global_offset)
+        if self.axis_fragmentations is not None:
+            self.axis_fragmentations = as_shape(self.axis_fragmentations)
         self.validate_metadata_integrity()
 
     @classmethod

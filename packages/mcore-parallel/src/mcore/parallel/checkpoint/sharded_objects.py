@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ReplicaId, Shape, ShardedBase
+from mcore.parallel.checkpoint.sharded import ReplicaId, Shape, ShardedBase, as_shape
 
 __all__ = [
     "CommonStateDict",
@@ -51,6 +51,8 @@ class ShardedObject(ShardedBase):
     replica_id: ReplicaId = 0
 
     def __post_init__(self) -> None:
+        self.global_shape = as_shape(self.global_shape)
+        self.global_offset = as_shape(self.global_offset)
         pairs = list(zip(self.global_offset, self.global_shape, strict=False))
         fits = all(0 <= offset < size for offset, size in pairs)
         if len(self.global_shape) != len(self.global_offset) or not pairs or not fits:

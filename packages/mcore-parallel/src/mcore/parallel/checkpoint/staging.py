@@ -67,7 +67,7 @@ def written_shards(entries: Entries) -> list[ShardedTensor]:
     return [
         shard
         for _, shard in entries.tensors
-        if is_main_replica(shard.replica_id) and prod(shard.local_shape)
+        if is_main_replica(shard.replica_id) and prod(shard.local_shape) > 0
     ]
 
 

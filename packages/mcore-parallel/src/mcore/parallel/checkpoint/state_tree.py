@@ -52,8 +52,8 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
         The leaves.
 
     Raises:
-        CheckpointingException: It is no dict, two leaves have one name, or a leaf is an object
-            with a state dict of its own.
+        CheckpointingException: It is no dict, two leaves have one name, a leaf is an object with
+            a state dict of its own, or a ShardedTensor no longer describes its data.
     """
     if not isinstance(state_dict, Mapping):
         raise CheckpointingException(
@@ -71,6 +71,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
 def _add(entries: Entries, path: Path, value: Any) -> None:
     name = _name(path)
     if isinstance(value, ShardedTensor):
+        value.validate_metadata_integrity()
         entries.tensors.append((path, value))
     elif isinstance(value, ShardedObject):
         entries.objects.append((path, value))

@@ -14,6 +14,7 @@ from mcore.parallel.checkpoint.errors import (
     describe_error,
     merge_reports,
 )
+from mcore.parallel.checkpoint.tensor_bytes import bytes_of
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 
@@ -83,7 +84,7 @@ class Team:
         own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
         every = torch.empty(self.size * _REPORT_BYTES, dtype=torch.uint8, device=device)
         all_gather_single(every, own, self.group)
-        raw = every.cpu().numpy().tobytes()
+        raw = bytes_of(every)
         parts = [raw[at : at + _REPORT_BYTES] for at in range(0, len(raw), _REPORT_BYTES)]
         return [part.rstrip(b"\0").decode(errors="replace") for part in parts]
 
@@ -102,10 +103,7 @@ class Team:
         if self.is_first:
             parts = [torch.empty(width, dtype=torch.uint8, device=device) for _ in lengths]
         dist.gather(own.to(device), parts, group=self.group, group_dst=0)
-        return [
-            part.cpu().numpy().tobytes()[:length]
-            for part, length in zip(parts or [], lengths, strict=False)
-        ]
+        return [bytes_of(part)[:length] for part, length in zip(parts or [], lengths, strict=False)]
 
 
 def team_of(process_group: GroupLike | None) -> Team:

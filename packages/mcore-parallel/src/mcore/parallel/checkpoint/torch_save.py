@@ -38,10 +38,8 @@ def write_checkpoint(
     Raises:
         CheckpointingException: On every rank; there is nothing new at ``final``.
     """
-    planner, writer = (
-        ShardedSavePlanner(entries),
-        DurableWriter(incomplete, final, 0 if staged else _COPY_AHEAD_BYTES),
-    )
+    planner = ShardedSavePlanner(entries)
+    writer = DurableWriter(incomplete, final, 0 if staged else _COPY_AHEAD_BYTES)
     try:
         if team.group is None:
             _save_alone(planner, writer)

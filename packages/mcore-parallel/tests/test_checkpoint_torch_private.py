@@ -1,0 +1,83 @@
+"""Private torch names mean what checkpoints take them for; bytes of files and tensors."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore.parallel.checkpoint.file_slice import FileSlice
+from mcore.parallel.checkpoint.tensor_bytes import bytes_of, pieces_of
+from mcore.parallel.checkpoint.torch_private import (
+    METADATA_FILE,
+    METADATA_GLOBALS,
+    dtensor_chunk,
+    split_factor,
+)
+from rank_testing import run_ranks
+
+
+@pytest.mark.parametrize(("module", "name"), sorted(METADATA_GLOBALS))
+def test_what_an_index_refers_to_exists(module: str, name: str) -> None:
+    assert hasattr(importlib.import_module(module), name)
+
+
+def test_name_of_the_index_is_torchs() -> None:
+    from torch.distributed.checkpoint import filesystem
+
+    assert filesystem._metadata_fn == METADATA_FILE
+
+
+def chunk_of_a_dtensor() -> tuple[object, ...]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    mesh = init_device_mesh("cpu", (2,))
+    tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+    factors = [split_factor(p) for p in (Shard(0), Replicate(), _StridedShard(0, split_factor=2))]
+    return dist.get_rank(), dtensor_chunk(tensor), factors
+
+
+def test_chunk_and_split_factor_of_dtensors() -> None:
+    assert run_ranks(chunk_of_a_dtensor, 2) == [
+        (0, ((0, 0), (2, 2)), [None, None, 2]),
+        (1, ((2, 0), (1, 2)), [None, None, 2]),
+    ]
+
+
+@given(
+    content=st.binary(max_size=40),
+    cut=st.tuples(st.integers(0, 40), st.integers(0, 40)),
+    steps=st.lists(st.tuples(st.integers(0, 50), st.integers(-1, 20)), max_size=5),
+)
+def test_slice_reads_like_a_file_of_its_own(
+    content: bytes, cut: tuple[int, int], steps: list[tuple[int, int]]
+) -> None:
+    start, length = min(cut[0], len(content)), min(cut[1], max(0, len(content) - cut[0]))
+    part, expected = (
+        FileSlice(io.BytesIO(content), start, length),
+        io.BytesIO(content[start : start + length]),
+    )
+    for position, size in steps:
+        assert part.seek(position) == expected.seek(position)
+        assert part.read(size) == expected.read(size)
+        assert part.tell() == expected.tell()
+    assert part.seek(0, os.SEEK_END) == length
+    with pytest.raises(ValueError, match="cannot seek"):
+        part.seek(-1)
+
+
+def test_bytes_of_tensors_equal_those_of_numpy() -> None:
+    for tensor in (torch.arange(6).reshape(2, 3).T, torch.zeros(0), torch.tensor(1.5)):
+        assert bytes_of(tensor) == tensor.contiguous().numpy().tobytes()
+    large = torch.arange(1 << 24, dtype=torch.int64)
+    sizes = [len(piece) for piece in pieces_of(large)]
+    assert sizes == [1 << 26, 1 << 26]
+    assert bytes_of(large[-2:]) == large[-2:].numpy().tobytes()
