@@ -14,7 +14,7 @@ from mcore.parallel.groups import get_pg_size
 from mcore.parallel.regions import gather_from_sequence_parallel_region
 from mcore.tensor import divide
 from pretrain.linears import ColumnParallelLinear, RowParallelLinear
-from pretrain.parameter_init import ParameterInit
+from pretrain.parameter_init import ParameterInit, inner_init, output_init
 
 _ROTARY_BASE = 10_000.0
 
@@ -68,14 +68,14 @@ class SelfAttention(MegatronModule):
         self.cp_group = cp_group
         self.dropout = dropout
         self.qkv = ColumnParallelLinear(
-            config, init, f"{name}.qkv", (hidden, 3 * hidden), weight_init=config.init_method
+            config, init, f"{name}.qkv", (hidden, 3 * hidden), weight_init=inner_init(config)
         )
         self.projection = RowParallelLinear(
             config,
             init,
             f"{name}.projection",
             (hidden, hidden),
-            weight_init=config.output_layer_init_method,
+            weight_init=output_init(config),
         )
 
     def forward(
@@ -91,7 +91,10 @@ class SelfAttention(MegatronModule):
             key_value = gather_from_sequence_parallel_region(key_value, group=self.cp_group)
             key, value = key_value.chunk(2, dim=-1)
         context = self._attend(query, key, value, mask)
-        return self.projection(context.permute(2, 0, 1, 3).reshape(sequence, batch, -1))
+        projected: torch.Tensor = self.projection(
+            context.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        )
+        return projected
 
     def _attend(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -14,9 +15,9 @@ from mcore.parallel.regions import (
     copy_to_tensor_model_parallel_region,
     reduce_from_tensor_model_parallel_region,
 )
-from pretrain.parameter_init import Init, ParameterInit
+from pretrain.parameter_init import Init, ParameterInit, inner_init
 
-Offsets = tuple[tuple[int, int, int], ...]
+Offsets = Sequence[tuple[int, int, int]]
 
 
 class TensorParallelModule(MegatronModule):
@@ -44,7 +45,7 @@ class TensorParallelModule(MegatronModule):
             self.state_dict(keep_vars=True),
             prefix,
             self.shard_axes,
-            sharded_offsets,
+            tuple(sharded_offsets),
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
@@ -120,7 +121,7 @@ class VocabParallelEmbedding(TensorParallelModule):
     ) -> None:
         super().__init__(config, init)
         shape = (vocabulary_size, config.hidden_size)
-        self.weight = init.shard("embedding.weight", shape, config.init_method, axis=0)
+        self.weight = init.shard("embedding.weight", shape, inner_init(config), axis=0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[s, b]`` ids to ``[s, b, h]`` vectors, summed over the tp group."""

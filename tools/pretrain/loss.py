@@ -32,4 +32,5 @@ def vocab_parallel_cross_entropy(
     chosen = shifted.gather(-1, local.masked_fill(elsewhere, 0)[..., None])[..., 0]
     parts = torch.stack((shifted.exp().sum(dim=-1), chosen.masked_fill(elsewhere, 0.0)))
     exponentials, chosen = reduce_from_tensor_model_parallel_region(parts, tp_group)
-    return exponentials.log() - chosen
+    losses: torch.Tensor = exponentials.log() - chosen
+    return losses

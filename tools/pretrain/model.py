@@ -19,7 +19,7 @@ from pretrain.linears import (
     TensorParallelModule,
     VocabParallelEmbedding,
 )
-from pretrain.parameter_init import ParameterInit
+from pretrain.parameter_init import ParameterInit, inner_init, output_init
 
 
 class FeedForward(MegatronModule):
@@ -30,19 +30,20 @@ class FeedForward(MegatronModule):
         hidden = config.hidden_size
         inner = config.ffn_hidden_size or 4 * hidden
         self.widen = ColumnParallelLinear(
-            config, init, f"{name}.widen", (hidden, inner), weight_init=config.init_method
+            config, init, f"{name}.widen", (hidden, inner), weight_init=inner_init(config)
         )
         self.narrow = RowParallelLinear(
             config,
             init,
             f"{name}.narrow",
             (inner, hidden),
-            weight_init=config.output_layer_init_method,
+            weight_init=output_init(config),
         )
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[s, b, h]`` to the same."""
-        return self.narrow(F.gelu(self.widen(hidden)))
+        narrowed: torch.Tensor = self.narrow(F.gelu(self.widen(hidden)))
+        return narrowed
 
 
 class TransformerLayer(GraphableMegatronModule):
@@ -91,7 +92,7 @@ class OutputHead(TensorParallelModule):
     def __init__(self, config: TransformerConfig, init: ParameterInit) -> None:
         super().__init__(config, init)
         shape = (VOCABULARY_SIZE, config.hidden_size)
-        self.weight = init.shard("head.weight", shape, config.init_method, axis=0)
+        self.weight = init.shard("head.weight", shape, inner_init(config), axis=0)
 
 
 class GPT(MegatronModule):

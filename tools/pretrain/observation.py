@@ -18,8 +18,6 @@ from mcore.observe import (
     TrainingConfig,
     TrainState,
 )
-from mcore.observe.scalars import Scalar
-from mcore.observe.trackers import SinkTable, emit
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 
@@ -67,13 +65,6 @@ def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
         dynamic_ncols=True,
         disable=not (is_writer() and sys.stderr.isatty()),
     )
-
-
-def log_metrics(observed: GlobalState, metrics: dict[str, float]) -> None:
-    """Send further metrics of the current step to every tracker and file of this rank."""
-    progress = observed.train_state
-    batch = {name: Scalar(value, versus_samples=True) for name, value in metrics.items()}
-    emit(SinkTable().of(observed), [batch], progress.step, progress.consumed_train_samples)
 
 
 def _forget_later_steps(folder: RunFolder, step: int) -> None:

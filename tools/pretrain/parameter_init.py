@@ -8,11 +8,28 @@ from dataclasses import dataclass
 
 import torch
 
+from mcore.modules import (
+    TransformerConfig,
+    init_method_normal,
+    scaled_init_method_normal,
+)
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.tensor_parallel import set_tensor_model_parallel_attributes
 from mcore.tensor import round_up_to_nearest_multiple
 
 Init = Callable[[torch.Tensor], object]
+
+
+def inner_init(config: TransformerConfig) -> Init:
+    """How matrices start whose result goes on inside a layer."""
+    return config.init_method or init_method_normal(config.init_method_std)
+
+
+def output_init(config: TransformerConfig) -> Init:
+    """How matrices start whose result is added to the residual stream."""
+    return config.output_layer_init_method or scaled_init_method_normal(
+        config.init_method_std, config.num_layers
+    )
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,8 @@ def _leave_after(error: Exception) -> None:
 
 
 def _device() -> torch.device:
-    if not torch.accelerator.is_available():
+    kind = torch.accelerator.current_accelerator(check_available=True)
+    if kind is None:
         return torch.device("cpu")
     index = int(os.environ.get("LOCAL_RANK", "0"))
     if index >= torch.accelerator.device_count():
@@ -69,7 +70,7 @@ def _device() -> torch.device:
             f"{torch.accelerator.device_count()} accelerators: start fewer ranks there"
         )
     torch.accelerator.set_device_index(index)
-    return torch.device(torch.accelerator.current_accelerator(check_available=True), index)
+    return torch.device(kind.type, index)
 
 
 def _threads() -> int:

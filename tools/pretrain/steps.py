@@ -50,7 +50,7 @@ class Steps:
         for first in range(0, self.rows_per_rank, settings.rows_per_forward):
             rows = self._rows(first, settings.rows_per_forward)
             loss = self._loss(self._batch(self.corpus.train, rows, settings.seed, step))
-            loss.backward()
+            torch.autograd.backward(loss)
             self.optimizer.accumulate_gradients()
             loss_sum += loss.detach()
         mean_loss = self.optimizer.reduce_gradients(loss_sum)

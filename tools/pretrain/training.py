@@ -17,7 +17,7 @@ from pretrain.corpus import Corpus, load_corpus
 from pretrain.flops import training_flops
 from pretrain.loss_picture import TRAIN_LOSS, VALIDATION_LOSS, draw_losses
 from pretrain.model_build import build_model, transformer_config
-from pretrain.observation import is_writer, log_metrics, observe_run, progress_bar
+from pretrain.observation import is_writer, observe_run, progress_bar
 from pretrain.optimizer import MainWeightAdamW
 from pretrain.random_streams import seed_streams
 from pretrain.run_folder import RunFolder
@@ -125,7 +125,7 @@ class Loop:
             1.0,
             self.report_memory,
             int(skipped),
-            norm,
+            norm,  # type: ignore[arg-type]  # any number will do, also a 0-d tensor
             None,
             None,
             self.observed.cfg,
@@ -143,7 +143,7 @@ class Loop:
         if not is_writer():
             return
         step = self.progress.step
-        log_metrics(self.observed, {VALIDATION_LOSS: loss})
+        self.observed.log_metrics({VALIDATION_LOSS: loss})
         perplexity = math.exp(min(loss, 20.0))
         print(
             f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "

@@ -1,0 +1,124 @@
+"""Energy that the GPUs of a job use."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from mcore.observe.nvml import open_device_handle
+from mcore.parallel.groups import comm_device
+from mcore.parallel.torch_compat import is_distributed
+
+__all__ = ["EnergyMonitor"]
+
+logger = logging.getLogger(__name__)
+
+
+def _nvml_reader() -> Callable[[], int]:
+    nvml, handle = open_device_handle()
+    return lambda: int(nvml.nvmlDeviceGetTotalEnergyConsumption(handle))
+
+
+class EnergyMonitor:
+    """Reads the energy counter of each rank's GPU and sums it over the job.
+
+    Every rank takes part in every sum, also one that cannot read its GPU: then the sum is NaN.
+
+    Args:
+        read_mj: Returns the energy that this rank's device has used so far, in millijoules; None
+            asks NVML for the current GPU.
+
+    Example:
+        >>> counter = iter([1000, 3500])
+        >>> monitor = EnergyMonitor(lambda: next(counter))
+        >>> monitor.setup()
+        >>> monitor.lap()
+        2.5
+    """
+
+    def __init__(self, read_mj: Callable[[], int] | None = None) -> None:
+        self._read_mj = read_mj
+        self._is_running = False
+        self._mark_mj: int | None = None  # the counter when the present stretch began
+        self._kept_mj = 0  # stretches since the last lap that ended in a pause
+        self._is_known = True  # every reading since the last lap worked
+        self._total_j = 0.0
+
+    def setup(self) -> None:
+        """Open the sensor and start counting; a sensor that fails is one warning. No wait."""
+        if self._read_mj is None:
+            try:
+                self._read_mj = _nvml_reader()
+            except Exception as error:
+                logger.warning(
+                    "energy is unknown on this rank: %s: %s", type(error).__name__, error
+                )
+        self.resume()
+
+    def resume(self) -> None:
+        """Start counting; no effect while counting."""
+        if not self._is_running:
+            self._is_running = True
+            self._mark_mj = self._reading()
+
+    def pause(self) -> None:
+        """Stop counting, during validation, say; no effect while stopped."""
+        if self._is_running:
+            self._keep_stretch()
+            self._is_running = False
+
+    def lap(self) -> float:
+        """Return the energy of all ranks since the last lap.
+
+        One all-reduce of two int64 over the world group; all ranks call it and get the sum.
+
+        Returns:
+            Joules; NaN when a rank could not read its device.
+        """
+        if self._is_running:
+            self._keep_stretch()
+        joules = self._sum_over_ranks()
+        self._kept_mj = 0
+        self._is_known = True
+        self._total_j += joules
+        return joules
+
+    def get_total(self) -> float:
+        """Return the energy of all ranks over all laps, in joules. No communication."""
+        return self._total_j
+
+    def shutdown(self) -> None:
+        """Stop counting and let go of the sensor; a second call does nothing."""
+        self._is_running = False
+        self._read_mj = None
+
+    def _keep_stretch(self) -> None:
+        now = self._reading()
+        if now is None or self._mark_mj is None:
+            self._is_known = False
+        else:
+            self._kept_mj += now - self._mark_mj
+        self._mark_mj = now
+
+    def _reading(self) -> int | None:
+        if self._read_mj is None:
+            return None
+        try:
+            return self._read_mj()
+        except Exception as error:
+            logger.warning("energy is unknown on this rank: %s: %s", type(error).__name__, error)
+            self._read_mj = None
+            return None
+
+    def _sum_over_ranks(self) -> float:
+        millijoules, unknown = self._kept_mj, int(not self._is_known)
+        if is_distributed():
+            device = comm_device(dist.group.WORLD)
+            sums = torch.tensor([millijoules, unknown], dtype=torch.int64, device=device)
+            dist.all_reduce(sums)
+            millijoules, unknown = sums.tolist()
+        return math.nan if unknown else millijoules / 1000

@@ -1,0 +1,33 @@
+"""The management library of NVIDIA GPUs, opened for the device that torch uses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mcore.observe.extras import require_extra
+
+__all__ = ["open_device_handle"]
+
+
+def open_device_handle() -> tuple[Any, Any]:
+    """Open NVML for the current accelerator.
+
+    The device is found by its UUID: NVML's indices ignore CUDA_VISIBLE_DEVICES.
+
+    Returns:
+        The module ``pynvml``, initialised, and the device's handle.
+
+    Raises:
+        ModuleNotFoundError: ``nvidia-ml-py`` is not installed; names the extra.
+        RuntimeError: There is no NVIDIA GPU; NVML's own errors are passed on as they are.
+    """
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise RuntimeError("NVML needs an NVIDIA GPU, and torch sees none")
+    require_extra("nvml", "reading the GPU's sensors")
+    import pynvml
+
+    pynvml.nvmlInit()
+    uuid = torch.cuda.get_device_properties(torch.accelerator.current_device_index()).uuid
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

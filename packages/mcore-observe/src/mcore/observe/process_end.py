@@ -1,0 +1,116 @@
+"""Calls functions with how the process ends: finished, failed or killed."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+__all__ = ["on_process_end", "status_of"]
+
+logger = logging.getLogger(__name__)
+
+_EXIT_CODE_AFTER_SIGTERM = 128 + signal.SIGTERM
+
+
+def status_of(error: BaseException | None) -> str:
+    """Name how a piece of work ended, given the exception that left it.
+
+    Args:
+        error: The exception, or None.
+
+    Returns:
+        ``"FINISHED"`` for None and for SystemExit with code 0 or None, ``"KILLED"`` for
+        KeyboardInterrupt and for the SystemExit that SIGTERM causes, ``"FAILED"`` for all else.
+
+    Example:
+        >>> status_of(None), status_of(SystemExit(1)), status_of(SystemExit(0))
+        ('FINISHED', 'FAILED', 'FINISHED')
+    """
+    if error is None:
+        return "FINISHED"
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return "FINISHED"
+        return "KILLED" if error.code == _EXIT_CODE_AFTER_SIGTERM else "FAILED"
+    return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
+
+
+def on_process_end(callback: Callable[[str], None]) -> Callable[[], None]:
+    """Have a function called when the interpreter exits.
+
+    The first call puts a link into ``sys.excepthook``, which still does what it did. Called from
+    the main thread while SIGTERM has no handler it gives it one, which raises SystemExit(143), so
+    that SIGTERM lets the process clean up; a handler that is there is left alone. What ends the
+    process with ``os._exit`` or SIGKILL calls nothing. ``sys.exit`` with an error code looks
+    finished from here: close what must know better in a ``with`` block, with :func:`status_of`.
+
+    Args:
+        callback: Called with ``"FINISHED"``, ``"FAILED"`` after an uncaught exception, or
+            ``"KILLED"`` after SIGTERM or KeyboardInterrupt. What it raises is logged.
+
+    Returns:
+        A function that takes the callback back.
+
+    Example:
+        >>> cancel = on_process_end(print)
+        >>> cancel()
+    """
+    _WATCH.install()
+    _WATCH.callbacks.append(callback)
+
+    def cancel() -> None:
+        if callback in _WATCH.callbacks:
+            _WATCH.callbacks.remove(callback)
+
+    return cancel
+
+
+class _ProcessWatch:
+    """Knows how the process ends; does nothing before ``install``."""
+
+    def __init__(self) -> None:
+        self.callbacks: list[Callable[[str], None]] = []
+        self._status = "FINISHED"
+        self._installed_in: int | None = None
+
+    def install(self) -> None:
+        if self._installed_in is not None:
+            return
+        self._installed_in = os.getpid()
+        atexit.register(self._run_callbacks)
+        self._previous_hook = sys.excepthook
+        sys.excepthook = self._note_exception
+        is_main = threading.current_thread() is threading.main_thread()
+        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
+            signal.signal(signal.SIGTERM, self._note_sigterm)
+
+    def _note_exception(
+        self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+    ) -> None:
+        self._status = status_of(error)
+        self._previous_hook(kind, error, traceback)
+
+    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._installed_in:  # a forked child: die as it would have without us
+            signal.signal(signum, signal.SIG_DFL)
+            os.kill(os.getpid(), signum)
+        self._status = "KILLED"
+        raise SystemExit(_EXIT_CODE_AFTER_SIGTERM)
+
+    def _run_callbacks(self) -> None:
+        if os.getpid() != self._installed_in:
+            return
+        for callback in reversed(tuple(self.callbacks)):
+            try:
+                callback(self._status)
+            except Exception:
+                logger.exception("an end-of-process callback failed")
+
+
+_WATCH = _ProcessWatch()

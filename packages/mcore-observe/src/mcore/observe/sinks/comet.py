@@ -1,0 +1,85 @@
+"""Comet experiments."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from mcore.observe.extras import require_extra
+
+__all__ = ["CometSink", "open_comet"]
+
+
+class CometSink:
+    """Hands metrics to anything with ``log_metrics(dict, step=...)``, one call for each step.
+
+    Args:
+        experiment: A Comet experiment.
+
+    Example:
+        >>> class Experiment:
+        ...     def log_metrics(self, metrics, step):
+        ...         print(metrics, step)
+        >>> CometSink(Experiment()).log({"lm loss": 2.5}, 1)
+        {'lm loss': 2.5} 1
+    """
+
+    def __init__(self, experiment: Any) -> None:
+        self._experiment = experiment
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Log the metrics in one call."""
+        self._experiment.log_metrics(dict(metrics), step=step)
+
+    def flush(self) -> None:
+        """Wait until the metrics are sent."""
+        self._experiment.flush()
+
+    def close(self) -> None:
+        """End the experiment."""
+        self._experiment.end()
+
+
+def open_comet(
+    project: str,
+    name: str,
+    *,
+    workspace: str | None = None,
+    api_key: str | None = None,
+    tags: Sequence[str] | None = None,
+    config: Mapping[str, Any] | None = None,
+) -> Any:
+    """Open a Comet experiment that logs only what it is given.
+
+    Args:
+        project: The project.
+        name: Name of the experiment.
+        workspace: The workspace; None leaves that to the client.
+        api_key: The key; None takes COMET_API_KEY. Blanks around it are removed, and the
+            environment is not changed.
+        tags: Tags of the experiment.
+        config: Settings to show with the experiment, without secrets.
+
+    Returns:
+        The experiment.
+
+    Raises:
+        ModuleNotFoundError: ``comet_ml`` is not installed; names the extra.
+    """
+    require_extra("comet", "comet_project")
+    import comet_ml
+
+    key = (api_key or os.environ.get("COMET_API_KEY", "")).strip()
+    experiment = comet_ml.Experiment(
+        api_key=key or None,
+        project_name=project,
+        workspace=workspace,
+        auto_metric_logging=False,
+    )
+    experiment.set_name(name)
+    if tags:
+        experiment.add_tags(list(tags))
+    if config:
+        experiment.log_parameters(dict(config))
+    return experiment

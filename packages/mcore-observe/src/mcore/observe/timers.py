@@ -1,0 +1,322 @@
+"""Named timers of one job, with levels of detail, gathered over the ranks for reports."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.observe.ranks import job_rank, job_world_size
+from mcore.observe.sinks.mlflow import sanitize_metric_name
+from mcore.observe.timer import DisabledTimer, Timer, TimerLike
+from mcore.observe.timer_text import OPTIONS, format_times, longest_times
+from mcore.parallel.groups import comm_device
+from mcore.parallel.torch_compat import all_gather_single, is_distributed
+
+__all__ = ["Timers", "gather_seconds"]
+
+logger = logging.getLogger(__name__)
+
+_FINEST_LEVEL = 2
+_DISABLED = DisabledTimer()
+
+
+def gather_seconds(seconds: Sequence[float]) -> torch.Tensor:
+    """Gather some times of every rank.
+
+    One all-gather of ``[len(seconds)]`` float32 over the world group; every rank of the job calls
+    it and gets the result. None when there is nothing to gather or torch.distributed is not
+    initialised.
+
+    Args:
+        seconds: Times of this rank, the same number on every rank.
+
+    Returns:
+        Seconds, ``[world_size, len(seconds)]`` float32, on the device of the world group.
+
+    Example:
+        >>> gather_seconds([1.0, 2.0])
+        tensor([[1., 2.]])
+    """
+    mine = torch.tensor([list(seconds)], dtype=torch.float32)
+    if not is_distributed() or not seconds:
+        return mine
+    mine = mine.to(comm_device(dist.group.WORLD))
+    rows = mine.new_empty((job_world_size(), len(seconds)))
+    all_gather_single(rows, mine, dist.group.WORLD)
+    return rows
+
+
+class Timers:
+    """The timers of a job, by name: ``timers("forward").start()``.
+
+    Args:
+        log_level: Timers of a finer (higher) level do nothing: 0, 1 or 2; -1 disables all.
+        log_option: What :meth:`log` shows of the ranks: ``"max"``, ``"minmax"`` or ``"all"``.
+
+    Raises:
+        ValueError: Unknown option.
+
+    Example:
+        >>> timers = Timers(log_level=1, log_option="max")
+        >>> timers("forward", log_level=1).set_elapsed(0.002)
+        >>> print(timers.get_all_timers_string())
+        max time across ranks (ms):
+            forward ........................................: 2.00
+    """
+
+    def __init__(self, log_level: int, log_option: str) -> None:
+        if log_option not in OPTIONS:
+            raise ValueError(f"log_option is {log_option!r}; give one of {list(OPTIONS)}")
+        self._log_level = log_level
+        self._log_option = log_option
+        self._timers: dict[str, Timer] = {}
+        self._levels: dict[str, int] = {}
+
+    def __call__(self, name: str, log_level: int | None = None) -> TimerLike:
+        """Return the timer of that name, made at the first call.
+
+        Timers of level 0 and 1 wait for the accelerator at both ends of a range; those of level 2
+        record events.
+
+        Args:
+            name: The name.
+            log_level: Its level, 0 to 2; None takes the timer as it is, or level 2 for a new one.
+
+        Returns:
+            The timer, or one shared timer that does nothing for levels above that of the object.
+
+        Raises:
+            ValueError: A level above 2, or another level than the timer was made with.
+
+        Example:
+            >>> Timers(0, "max")("forward", log_level=1).start()
+        """
+        if name in self._timers:
+            self._check_level(name, log_level)
+            return self._timers[name]
+        level = _FINEST_LEVEL if log_level is None else log_level
+        if level > _FINEST_LEVEL:
+            raise ValueError(f"timer {name!r} has level {level}; give 0, 1 or {_FINEST_LEVEL}")
+        if level > self._log_level:
+            return _DISABLED
+        self._timers[name] = Timer(name, sync=level < _FINEST_LEVEL)
+        self._levels[name] = level
+        return self._timers[name]
+
+    def _check_level(self, name: str, log_level: int | None) -> None:
+        if log_level is not None and log_level != self._levels[name]:
+            raise ValueError(
+                f"timer {name!r} was made with level {self._levels[name]}, not {log_level}; "
+                "leave the level out to get it as it is"
+            )
+
+    def find(self, name: str) -> Timer | None:
+        """Return the timer of that name if there is one that measures, without making it.
+
+        Args:
+            name: The name.
+
+        Returns:
+            The timer, or None.
+
+        Example:
+            >>> Timers(0, "max").find("forward") is None
+            True
+        """
+        return self._timers.get(name)
+
+    def local_seconds(self, names: Sequence[str], *, reset: bool) -> list[float]:
+        """Read timers of this rank. No communication.
+
+        Args:
+            names: Names of the timers; one that does not exist reads 0.
+            reset: Start them again from zero.
+
+        Returns:
+            Seconds since their last reset, in the order of ``names``.
+
+        Example:
+            >>> Timers(0, "max").local_seconds(["forward"], reset=False)
+            [0.0]
+        """
+        found = [self._timers.get(name) for name in names]
+        return [0.0 if timer is None else timer.elapsed(reset=reset) for timer in found]
+
+    def get_all_timers_string(
+        self,
+        names: Sequence[str] | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> str | None:
+        """Format the times of all ranks.
+
+        One all-gather over the world group, none if ``names`` is empty; all ranks call it and get
+        the text.
+
+        Args:
+            names: Names of the timers, the same on every rank; None takes all of this rank.
+            normalizer: Divides the times.
+            reset: Start the timers again from zero.
+            barrier: First wait for the other ranks.
+
+        Returns:
+            The text, or None when no rank timed anything.
+
+        Raises:
+            ValueError: ``normalizer`` is not above 0.
+
+        Example:
+            >>> Timers(0, "max").get_all_timers_string(["forward"]) is None
+            True
+        """
+        chosen = list(self._timers) if names is None else list(names)
+        rows = self._gather(chosen, normalizer, reset, barrier)
+        return self.format(chosen, rows.tolist(), normalizer)
+
+    def format(
+        self, names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
+    ) -> str | None:
+        """Format times that were gathered before, as this object's option says.
+
+        Args:
+            names: Names of the timers.
+            rows: Seconds, ``rows[rank][i]`` for ``names[i]``; 0 means not timed.
+            normalizer: Divides the times.
+
+        Returns:
+            The text, or None when no rank timed anything.
+
+        Example:
+            >>> print(Timers(0, "minmax").format(["forward"], [[0.001], [0.002]]))
+            (min, max) time across ranks (ms):
+                forward ........................................: (1.00, 2.00)
+        """
+        return format_times(names, rows, self._log_option, normalizer)
+
+    def log(
+        self,
+        names: Sequence[str],
+        rank: int | None = None,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Log the times of all ranks with level INFO on one rank; nothing if no timer ran.
+
+        One all-gather over the world group, none if ``names`` is empty; all ranks call it.
+
+        Args:
+            names: Names of the timers, the same on every rank.
+            rank: The rank that logs; None is the last one.
+            normalizer: Divides the times; usually the number of iterations.
+            reset: Start the timers again from zero.
+            barrier: First wait for the other ranks.
+
+        Raises:
+            ValueError: ``normalizer`` is not above 0.
+
+        Example:
+            >>> Timers(0, "max").log(["forward"])
+        """
+        rows = self._gather(names, normalizer, reset, barrier)
+        if job_rank() == (job_world_size() - 1 if rank is None else rank):
+            self.log_text(self.format(names, rows.tolist(), normalizer))
+
+    def log_text(self, text: str | None) -> None:
+        """Log a text of :meth:`format` with level INFO; nothing for None."""
+        if text is not None:
+            logger.info(text)
+
+    def write(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Write ``{name}-time``, the longest time over the ranks in seconds, to TensorBoard.
+
+        One all-gather over the world group, none if ``names`` is empty; all ranks call it.
+
+        Args:
+            names: Names of the timers, the same on every rank.
+            writer: Anything with ``add_scalar``, or None on ranks that do not write.
+            iteration: The step.
+            normalizer: Divides the times; usually the number of iterations.
+            reset: Start the timers again from zero.
+            barrier: First wait for the other ranks.
+
+        Raises:
+            ValueError: ``normalizer`` is not above 0.
+
+        Example:
+            >>> Timers(0, "max").write(["forward"], None, 1)
+        """
+        longest = self._longest(names, writer, normalizer, reset, barrier)
+        for name, seconds in longest.items():
+            writer.add_scalar(name, seconds, iteration)
+
+    def write_to_wandb(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Do as :meth:`write` with one ``writer.log(dict, iteration)``."""
+        longest = self._longest(names, writer, normalizer, reset, barrier)
+        if longest:
+            writer.log(longest, iteration)
+
+    def write_to_mlflow(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Do as :meth:`write` with one ``writer.log_metrics(dict, step=iteration)``."""
+        longest = self._longest(names, writer, normalizer, reset, barrier)
+        if longest:
+            named = {sanitize_metric_name(name): value for name, value in longest.items()}
+            writer.log_metrics(named, step=iteration)
+
+    def write_to_comet(
+        self,
+        names: Sequence[str],
+        writer: Any,
+        iteration: int,
+        normalizer: float = 1.0,
+        reset: bool = True,
+        barrier: bool = False,
+    ) -> None:
+        """Do as :meth:`write` with one ``writer.log_metrics(dict, step=iteration)``."""
+        longest = self._longest(names, writer, normalizer, reset, barrier)
+        if longest:
+            writer.log_metrics(longest, step=iteration)
+
+    def _longest(
+        self, names: Sequence[str], writer: Any, normalizer: float, reset: bool, barrier: bool
+    ) -> dict[str, float]:
+        rows = self._gather(names, normalizer, reset, barrier)
+        return {} if writer is None else longest_times(names, rows.tolist(), normalizer)
+
+    def _gather(
+        self, names: Sequence[str], normalizer: float, reset: bool, barrier: bool
+    ) -> torch.Tensor:
+        if not normalizer > 0:
+            raise ValueError(f"normalizer is {normalizer}; give a number above 0")
+        if barrier and is_distributed():
+            dist.barrier()
+        return gather_seconds(self.local_seconds(names, reset=reset))

@@ -1,0 +1,49 @@
+import importlib.metadata
+
+import pytest
+
+from mcore.observe import LoggerConfig
+
+
+def test_defaults_are_valid():
+    LoggerConfig().finalize()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"log_interval": 0}, "log_interval is 0"),
+        ({"tensorboard_log_interval": 0}, "tensorboard_log_interval is 0"),
+        ({"timing_log_level": 3}, "timing_log_level is 3"),
+        ({"timing_log_option": "mean"}, "timing_log_option is 'mean'"),
+        ({"runtime_time_unit": "weeks"}, "runtime_time_unit is 'weeks'"),
+        ({"mlflow_experiment": "e"}, "mlflow_run_name is missing"),
+        ({"comet_project": "p"}, "comet_experiment_name is missing"),
+        ({"wandb_project": "p", "wandb_exp_name": ""}, "wandb_exp_name is missing"),
+    ],
+)
+def test_wrong_settings_are_refused(settings, message):
+    with pytest.raises(ValueError, match=message):
+        LoggerConfig(**settings).finalize()
+
+
+@pytest.mark.parametrize(
+    ("settings", "extra"),
+    [
+        ({"tensorboard_dir": "runs"}, "tensorboard"),
+        ({"mlflow_experiment": "e", "mlflow_run_name": "r"}, "mlflow"),
+        ({"wandb_project": "p", "wandb_exp_name": "e"}, "wandb"),
+        ({"comet_project": "p", "comet_experiment_name": "e"}, "comet"),
+    ],
+)
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(settings, extra, monkeypatch):
+    def not_found(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+    with pytest.raises(ModuleNotFoundError, match=rf"mcore-observe\[{extra}\]"):
+        LoggerConfig(**settings).finalize()
+
+
+def test_the_key_is_not_shown():
+    assert "secret" not in repr(LoggerConfig(comet_api_key="secret"))

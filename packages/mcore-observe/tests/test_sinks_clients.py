@@ -1,0 +1,126 @@
+"""Adapters of clients: the calls that the clients document, and nothing else."""
+
+from unittest import mock
+
+import pytest
+
+from mcore.observe import CometSink, MetricSink, MlflowSink, TensorBoardSink, WandbSink
+from mcore.observe.sinks import GuardedSink, MemorySink, sanitize_metric_name
+
+METRICS = {"lm loss": 2.5, "throughput/tflops/device": 2.0}
+
+
+class Client:
+    def __init__(self, *methods):
+        self.calls = mock.Mock()
+        for name in methods:
+            setattr(self, name, getattr(self.calls, name))
+
+
+@pytest.mark.parametrize(
+    ("sink", "methods", "expected"),
+    [
+        (
+            TensorBoardSink,
+            ("add_scalar", "flush", "close"),
+            [
+                mock.call.add_scalar("lm loss", 2.5, 7),
+                mock.call.add_scalar("throughput/tflops/device", 2.0, 7),
+                mock.call.flush(),
+                mock.call.close(),
+            ],
+        ),
+        (WandbSink, ("log", "finish"), [mock.call.log(METRICS, 7), mock.call.finish()]),
+        (
+            CometSink,
+            ("log_metrics", "flush", "end"),
+            [mock.call.log_metrics(METRICS, step=7), mock.call.flush(), mock.call.end()],
+        ),
+        (
+            MlflowSink,
+            ("log_metrics", "flush_async_logging", "end_run"),
+            [
+                mock.call.log_metrics({"lm loss": 2.5, "throughput/tflops_device": 2.0}, step=7),
+                mock.call.flush_async_logging(),
+                mock.call.end_run(),
+            ],
+        ),
+        (
+            MlflowSink,
+            ("log_metrics", "flush", "close"),
+            [
+                mock.call.log_metrics({"lm loss": 2.5, "throughput/tflops_device": 2.0}, step=7),
+                mock.call.flush(),
+                mock.call.close(),
+            ],
+        ),
+    ],
+)
+def test_documented_calls(sink, methods, expected):
+    client = Client(*methods)
+    adapter = sink(client)
+    assert isinstance(adapter, MetricSink)
+    adapter.log(METRICS, 7)
+    adapter.flush()
+    adapter.close()
+    assert client.calls.mock_calls == expected
+
+
+def test_mlflow_names_that_become_the_same_are_sent_in_two_calls():
+    client = Client("log_metrics")
+    MlflowSink(client).log({"a@b": 1.0, "a_at_b": 2.0, "c": 3.0}, 1)
+    assert client.calls.mock_calls == [
+        mock.call.log_metrics({"a_at_b": 1.0}, step=1),
+        mock.call.log_metrics({"a_at_b": 2.0, "c": 3.0}, step=1),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "clean"),
+    [
+        ("lm loss", "lm loss"),
+        ("acc@5", "acc_at_5"),
+        ("throughput//tflops///device", "throughput/tflops_device"),
+        ("time/remaining_estimate", "time/remaining_estimate"),
+        ("a:b-c.d_e 1", "a:b-c.d_e 1"),
+        ("perplexity (%)", "perplexity ___"),
+        ("loss_\u00fc", "loss_\u00fc"),
+    ],
+)
+def test_sanitized_names(name, clean):
+    assert sanitize_metric_name(name) == clean
+    assert sanitize_metric_name(clean) == clean
+
+
+def test_a_guard_counts_failures_in_a_row_only(caplog):
+    outcomes = iter([OSError("a"), None] + [OSError("b")] * 9 + [None] + [ValueError("c")] * 12)
+    tried = []
+
+    class Flaky(MemorySink):
+        def log(self, metrics, step):
+            tried.append(step)
+            outcome = next(outcomes)
+            if outcome is not None:
+                raise outcome
+
+    sink = GuardedSink("flaky", Flaky())
+    for step in range(30):
+        sink.log({"a": 1.0}, step)
+    assert tried == list(range(22))
+    assert not sink.is_on
+    assert [(r.levelname, r.getMessage().split(": ")[1:]) for r in caplog.records] == [
+        ("WARNING", ["OSError", "a"]),
+        ("WARNING", ["ValueError", "c"]),
+        ("ERROR", []),
+    ]
+
+
+def test_a_guard_sends_nothing_for_no_metrics_and_lets_interrupts_through():
+    class Interrupted(MemorySink):
+        def log(self, metrics, step):
+            raise KeyboardInterrupt
+
+    sink = GuardedSink("interrupted", Interrupted())
+    sink.log({}, 1)
+    with pytest.raises(KeyboardInterrupt):
+        sink.log({"a": 1.0}, 1)

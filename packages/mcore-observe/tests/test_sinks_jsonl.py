@@ -1,0 +1,113 @@
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from mcore.observe import JsonlSink, MetricSink
+
+
+def lines_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_one_line_for_each_step_in_a_new_folder(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    sink = JsonlSink(path)
+    sink.log({"lm loss": 2.5, "batch-size": 64}, 1)
+    sink.log({"lm loss": math.nan, "grad-norm": math.inf}, 2)
+    assert path.read_text() == (
+        '{"step": 1, "lm loss": 2.5, "batch-size": 64}\n'
+        '{"step": 2, "lm loss": null, "grad-norm": null}\n'
+    )
+    assert isinstance(sink, MetricSink)
+
+
+def test_a_second_run_continues_the_file(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for step in (1, 2):
+        sink = JsonlSink(path)
+        sink.log({"a": 0.5}, step)
+        sink.close()
+        sink.close()
+    assert [line["step"] for line in lines_of(path)] == [1, 2]
+
+
+@pytest.mark.parametrize("torn", ['{"step": 2, "a', "{", '"a"', "12", "\0" * 10, "\u00e9"[:1]])
+def test_a_torn_last_line_is_dropped(tmp_path, torn):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 0.5}\n' + torn, encoding="utf-8")
+    JsonlSink(path).log({"a": 0.25}, 2)
+    assert lines_of(path) == [{"step": 1, "a": 0.5}, {"step": 2, "a": 0.25}]
+
+
+def test_a_whole_last_line_only_gets_its_end(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "a": 0.5}')
+    JsonlSink(path).log({"a": 0.25}, 2)
+    assert lines_of(path) == [{"step": 1, "a": 0.5}, {"step": 2, "a": 0.25}]
+
+
+@settings(max_examples=40, deadline=None)
+@given(cut=st.integers(0, 140_000), big=st.booleans())
+def test_a_file_cut_anywhere_keeps_its_whole_lines(tmp_path_factory, cut, big):
+    path = tmp_path_factory.mktemp("cut") / "metrics.jsonl"
+    names = [f"metric {i}" for i in range(4000 if big else 3)]  # one line longer than a block
+    sink = JsonlSink(path)
+    for step in (1, 2):
+        sink.log(dict.fromkeys(names, 0.5), step)
+    sink.close()
+    whole = path.read_bytes()
+    kept = whole[: min(cut, len(whole))]
+    path.write_bytes(kept)
+    JsonlSink(path).log({"a": 1.0}, 3)
+    ends = [whole.index(b"\n"), len(whole) - 1]
+    expected = [step for step, end in zip((1, 2), ends, strict=True) if len(kept) >= end]
+    assert [line["step"] for line in lines_of(path)] == [*expected, 3]
+
+
+def test_a_killed_process_keeps_what_it_logged(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    code = (
+        "import sys, time; from mcore.observe.sinks.jsonl import JsonlSink;"
+        "sink = JsonlSink(sys.argv[1]);"
+        "[sink.log({'a': 0.5}, step) for step in range(100)];"
+        "print('logged', flush=True); time.sleep(60)"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "logged\n"
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    assert [line["step"] for line in lines_of(path)] == list(range(100))
+
+
+def test_a_metric_called_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="called 'step'"):
+        JsonlSink(tmp_path / "metrics.jsonl").log({"step": 1.0}, 1)
+
+
+def test_flush_reaches_the_disk_and_is_fine_after_close(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", synced.append)
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.flush()
+    sink.close()
+    sink.flush()
+    assert len(synced) == 1
+
+
+def test_a_line_costs_little(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    metrics = {f"metric {i}": i / 3 for i in range(30)}
+    started = time.perf_counter()
+    for step in range(200):
+        sink.log(metrics, step)
+    assert (time.perf_counter() - started) / 200 < 0.005
