@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch.distributed as dist
@@ -65,6 +66,12 @@ def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
         dynamic_ncols=True,
         disable=not (is_writer() and sys.stderr.isatty()),
     )
+
+
+def above_the_bar() -> AbstractContextManager[None]:
+    """While it lasts, console lines go above the progress bar instead of into it."""
+    mode: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stdout)
+    return mode
 
 
 def _forget_later_steps(folder: RunFolder, step: int) -> None:

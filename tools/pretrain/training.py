@@ -17,7 +17,7 @@ from pretrain.corpus import Corpus, load_corpus
 from pretrain.flops import training_flops
 from pretrain.loss_picture import TRAIN_LOSS, VALIDATION_LOSS, draw_losses
 from pretrain.model_build import build_model, transformer_config
-from pretrain.observation import is_writer, observe_run, progress_bar
+from pretrain.observation import above_the_bar, is_writer, observe_run, progress_bar
 from pretrain.optimizer import MainWeightAdamW
 from pretrain.random_streams import seed_streams
 from pretrain.run_folder import RunFolder
@@ -117,25 +117,26 @@ class Loop:
             progress.skipped_train_samples += self.settings.global_batch_size
         self.finished.append(time.time())
         del self.finished[: -(self.observed.cfg.logger.throughput_window_size + 1)]
-        self.report_memory = training_log(
-            {TRAIN_LOSS: loss},
-            self.totals,
-            rate,
-            None,
-            1.0,
-            self.report_memory,
-            int(skipped),
-            norm,  # type: ignore[arg-type]  # any number will do, also a 0-d tensor
-            None,
-            None,
-            self.observed.cfg,
-            self.observed,
-            self.finished,
-            [self.steps.model],
-            pg_collection=self.groups,
-            loaded_iteration=self.first_step,
-            seq_length=self.settings.seq_length,
-        )
+        with above_the_bar():
+            self.report_memory = training_log(
+                {TRAIN_LOSS: loss},
+                self.totals,
+                rate,
+                None,
+                1.0,
+                self.report_memory,
+                int(skipped),
+                norm,  # type: ignore[arg-type]  # any number will do, also a 0-d tensor
+                None,
+                None,
+                self.observed.cfg,
+                self.observed,
+                self.finished,
+                [self.steps.model],
+                pg_collection=self.groups,
+                loaded_iteration=self.first_step,
+                seq_length=self.settings.seq_length,
+            )
 
     def _validate(self) -> None:
         loss = self.steps.validation_loss()
@@ -145,11 +146,12 @@ class Loop:
         step = self.progress.step
         self.observed.log_metrics({VALIDATION_LOSS: loss})
         perplexity = math.exp(min(loss, 20.0))
-        print(
-            f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
-            f"lm loss PPL: {perplexity:.6E} |",
-            flush=True,
-        )
+        with above_the_bar():
+            print(
+                f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
+                f"lm loss PPL: {perplexity:.6E} |",
+                flush=True,
+            )
 
 
 def _due(step: int, interval: int) -> bool:
