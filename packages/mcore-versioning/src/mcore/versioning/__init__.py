@@ -1,5 +1,88 @@
 """Version checks, experimental gates and deprecation for large-model code, without torch."""
 
-from mcore.versioning._version import __version__
+from typing import TYPE_CHECKING
 
-__all__ = ["__version__"]
+from mcore.versioning._version import __version__
+from mcore.versioning.config import (
+    experimental_enabled,
+    is_experimental_enabled,
+    set_experimental_flag,
+)
+from mcore.versioning.deprecated_arguments import deprecate_args
+from mcore.versioning.experimental import ExperimentalNotEnabledError, experimental_fn
+from mcore.versioning.experimental_classes import experimental_cls
+from mcore.versioning.inference_params import deprecate_inference_params
+from mcore.versioning.installed import (
+    get_causal_conv1d_version,
+    get_fa_version,
+    get_mamba_version,
+    get_package_version,
+    get_te_version,
+    get_torch_version,
+    is_causal_conv1d_min_version,
+    is_fa_min_version,
+    is_mamba_min_version,
+    is_package_min_version,
+    is_te_min_version,
+    is_torch_min_version,
+)
+from mcore.versioning.lifecycle import (
+    deprecated,
+    experimental_api,
+    get_deprecation,
+    internal_api,
+    is_experimental_api,
+    is_internal_api,
+)
+from mcore.versioning.lookup import clear_version_cache
+from mcore.versioning.sequence_packing import check_mamba_sequence_packing_support
+from mcore.versioning.signatures import accepts_parameter, create_updated_function_signature
+from mcore.versioning.stand_ins import null_decorator
+
+if TYPE_CHECKING:
+    from mcore.versioning.deprecation_info import DeprecationInfo
+
+__all__ = [
+    "DeprecationInfo",
+    "ExperimentalNotEnabledError",
+    "__version__",
+    "accepts_parameter",
+    "check_mamba_sequence_packing_support",
+    "clear_version_cache",
+    "create_updated_function_signature",
+    "deprecate_args",
+    "deprecate_inference_params",
+    "deprecated",
+    "experimental_api",
+    "experimental_cls",
+    "experimental_enabled",
+    "experimental_fn",
+    "get_causal_conv1d_version",
+    "get_deprecation",
+    "get_fa_version",
+    "get_mamba_version",
+    "get_package_version",
+    "get_te_version",
+    "get_torch_version",
+    "internal_api",
+    "is_causal_conv1d_min_version",
+    "is_experimental_api",
+    "is_experimental_enabled",
+    "is_fa_min_version",
+    "is_internal_api",
+    "is_mamba_min_version",
+    "is_package_min_version",
+    "is_te_min_version",
+    "is_torch_min_version",
+    "null_decorator",
+    "set_experimental_flag",
+]
+
+
+def __getattr__(name: str) -> object:
+    # Imported when asked for: it needs `dataclasses`, which brings `inspect` along.
+    if name == "DeprecationInfo":
+        from mcore.versioning.deprecation_info import DeprecationInfo
+
+        return DeprecationInfo
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

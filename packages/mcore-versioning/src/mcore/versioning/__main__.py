@@ -1,0 +1,34 @@
+"""Command line: `python -m mcore.versioning [--json]` writes the environment report."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from mcore.versioning.environment_report import environment_report
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the environment report to the standard output.
+
+    Args:
+        arguments: The command line without the program's name; by default that of the process.
+
+    Returns:
+        0.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m mcore.versioning",
+        description="Versions of Python, torch, the libraries around it and mcore, found without "
+        "importing them; paste the output into bug reports.",
+    )
+    parser.add_argument("--json", action="store_true", help="write JSON")
+    report = environment_report()
+    as_json = parser.parse_args(arguments).json
+    sys.stdout.write((report.as_json() if as_json else report.as_text()) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,132 @@
+"""The flag that switches experimental code on.
+
+Example:
+    >>> from mcore.versioning import config
+    >>> config.is_experimental_enabled()
+    False
+    >>> with config.experimental_enabled():
+    ...     config.is_experimental_enabled()
+    True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+ENABLE_EXPERIMENTAL: bool = False
+"""Whether experimental code may run; read at every call, and anything but `True` means no."""
+
+_override: ContextVar[bool | None] = ContextVar("mcore_experimental_override", default=None)
+
+# Becomes True with the first `experimental_enabled` block of the process and stays so. Until then
+# no context can hold an override, and gated calls need not look for one.
+_may_be_overridden = False
+
+
+def set_experimental_flag(flag: bool) -> None:
+    """Switch experimental code on or off for the whole process.
+
+    Args:
+        flag: The new value of `ENABLE_EXPERIMENTAL`.
+
+    Raises:
+        TypeError: `flag` is not a bool; `"false"` or `1` would be a silent "off".
+
+    Example:
+        >>> set_experimental_flag(True)
+        >>> is_experimental_enabled()
+        True
+        >>> set_experimental_flag(False)
+    """
+    global ENABLE_EXPERIMENTAL
+    ENABLE_EXPERIMENTAL = _checked(flag)
+
+
+def is_experimental_enabled() -> bool:
+    """Whether experimental code may run here and now.
+
+    Returns:
+        The value of the innermost `experimental_enabled` block of this thread or task; outside of
+        any, whether `ENABLE_EXPERIMENTAL` is `True`.
+
+    Example:
+        >>> is_experimental_enabled()
+        False
+    """
+    override = _override.get()
+    return ENABLE_EXPERIMENTAL is True if override is None else override
+
+
+def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
+    """Switch experimental code on or off for one block.
+
+    The block counts for the current thread or asyncio task and for the tasks that it starts;
+    threads that it starts see `ENABLE_EXPERIMENTAL`. Blocks nest, and the earlier state comes back
+    after an exception too.
+
+    Args:
+        flag: What `is_experimental_enabled` says inside the block.
+
+    Returns:
+        A context manager for a single use.
+
+    Raises:
+        TypeError: `flag` is not a bool.
+
+    Example:
+        >>> with experimental_enabled():
+        ...     with experimental_enabled(False):
+        ...         is_experimental_enabled()
+        False
+    """
+    return _overriding(_checked(flag))
+
+
+def checking_before_calls(
+    func: Callable[..., Any], check: Callable[[], None]
+) -> Callable[..., Any]:
+    """Wrap a function so that `check` stands before its calls.
+
+    It is called every time, except after it has once returned, while the flag is set and no block
+    switches it off. The wrapper is made here, next to the flag, since reading a variable of another
+    module would take a tenth of the time that the call takes.
+
+    Args:
+        func: What to call with the arguments of the wrapper.
+        check: Raises where the call is not allowed.
+    """
+    passed: object = None
+
+    @wraps(func)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        nonlocal passed
+        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _override.get() is False):
+            check()
+            passed = True
+        return func(*args, **kwargs)
+
+    return checked
+
+
+@contextmanager
+def _overriding(flag: bool) -> Iterator[None]:
+    global _may_be_overridden
+    _may_be_overridden = True
+    # The earlier value instead of a token: a token is refused where a block is left in another
+    # context than it was entered in, as generator fixtures of test frameworks do.
+    earlier = _override.get()
+    _override.set(flag)
+    try:
+        yield
+    finally:
+        _override.set(earlier)
+
+
+def _checked(flag: bool) -> bool:
+    if not isinstance(flag, bool):
+        raise TypeError(f"the experimental flag is True or False, not {flag!r}")
+    return flag

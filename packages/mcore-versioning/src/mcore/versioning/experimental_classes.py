@@ -1,0 +1,276 @@
+"""Classes that can be used only while experimental code is switched on.
+
+The decorated class is subclassed once, by a class with the same name and no content of its own,
+whose metaclass holds the gate. Instances are ordinary: reading their attributes costs nothing more.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import cache
+from types import new_class
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+
+from mcore.versioning import config
+from mcore.versioning.config import is_experimental_enabled
+from mcore.versioning.end_of_life import warn_if_expired
+from mcore.versioning.experimental import (
+    DEFAULT_LIFETIME,
+    Gate,
+    check_introduction,
+    check_lifetime,
+)
+from mcore.versioning.wrapping import full_name
+
+if TYPE_CHECKING:
+    import inspect
+
+C = TypeVar("C", bound="type[Any]")
+
+# What a class keeps in its own namespace and tools expect there, as opposed to what is inherited.
+_KEPT = (
+    "__module__",
+    "__qualname__",
+    "__doc__",
+    "__annotations__",
+    "__firstlineno__",
+    "__static_attributes__",
+    "__orig_bases__",
+    "__type_params__",
+    "__deprecated__",
+    "_deprecated",
+    "_deprecated_version",
+    "_removal_version",
+    "_alternative",
+    "_deprecation_reason",
+    "_deprecation_notice",
+    "_internal_api",
+)
+_GATE = "_experimental_gate"
+_PRESENTED_METACLASS = "_experimental_metaclass"
+
+# By identity: looking for something in a gated class takes longer than making an instance.
+_classes_in_use: set[int] = set()
+_defining_a_class: ContextVar[bool] = ContextVar("mcore_defining_a_class", default=False)
+
+
+class ClassDecorator(Protocol):
+    """Takes a class, and on request another lifetime, and returns one of the same type."""
+
+    def __call__(self, cls: C, max_lifetime: int = DEFAULT_LIFETIME) -> C: ...
+
+
+def experimental_cls(
+    introduced_with_version: str,
+    *,
+    max_lifetime: int = DEFAULT_LIFETIME,
+    current_version: str | None = None,
+) -> ClassDecorator:
+    """Gate a class: making an instance raises, unless experimental code is switched on.
+
+    So does making an instance of a subclass, and reading an attribute that the decorated class
+    defines from the class or a subclass, unless its name starts with an underscore. Everything
+    else works at any time: attributes that it inherits, defining subclasses, setting attributes,
+    `isinstance`, type hints, `inspect.signature`, documentation, and the use of an instance that
+    was made while the gate was open. `is_experimental`, on the class and on instances, tells
+    whether it is open.
+
+    The record on first use and the warning at the end of life are those of `experimental_fn`.
+
+    Put the decorator above all others that change the class, such as `dataclasses.dataclass`.
+    Methods call their parents with `super()`: the form `super(Name, self)` would find the gate,
+    which goes by that name, in front of the class itself, and never end.
+
+    Args:
+        introduced_with_version: The version of the class's own distribution that brought it.
+        max_lifetime: Minor releases for which it may stay experimental; the decorator takes this
+            as a second argument too.
+        current_version: The version of today; by default that of the distribution that owns the
+            class's module, and no check where that is unknown.
+
+    Returns:
+        A decorator for classes. The result is a subclass with the same name, and carries the
+        attributes `_experimental_api` and `_introduced_with_version`.
+
+    Raises:
+        ExperimentalNotEnabledError: At use, while experimental code is switched off.
+        packaging.version.InvalidVersion: One of the versions is none.
+        TypeError: Used without arguments, or on something that can't be gated: no class, an enum,
+            a protocol.
+        ValueError: `max_lifetime` is negative.
+
+    Example:
+        >>> @experimental_cls("0.1.0")
+        ... class Cache:
+        ...     def __init__(self, size):
+        ...         self.size = size
+        >>> Cache.is_experimental
+        False
+        >>> from mcore.versioning.config import experimental_enabled
+        >>> with experimental_enabled():
+        ...     Cache(8).size
+        8
+    """
+    check_introduction("experimental_cls", introduced_with_version, max_lifetime, current_version)
+
+    def validator(cls: Any, max_lifetime: int = max_lifetime) -> Any:
+        check_lifetime(max_lifetime)
+        _check_can_be_gated(cls)
+        warn_if_expired(cls, introduced_with_version, max_lifetime, current_version)
+        return _gated_subclass(cls, introduced_with_version)
+
+    return validator
+
+
+class GatedMeta(type):
+    """The metaclass of gated classes and their subclasses."""
+
+    def __new__(
+        meta, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> Any:
+        """Make a class, with the gate open for the hooks that run meanwhile."""
+        with _open_to_class_hooks():
+            return super().__new__(meta, name, bases, namespace, **options)
+
+    def __init__(
+        cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
+    ) -> None:
+        """Complete a class, with the gate open for what runs meanwhile."""
+        with _open_to_class_hooks():
+            super().__init__(name, bases, namespace, **options)
+
+    def __call__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make an instance, if the gate is open."""
+        if (
+            config.ENABLE_EXPERIMENTAL is not True
+            or id(cls) not in _classes_in_use
+            or (config._may_be_overridden and config._override.get() is False)
+        ):
+            _pass_gate(cls)
+        return super().__call__(*args, **kwargs)
+
+    def __getattribute__(cls, name: str) -> Any:
+        """Read an attribute; gated if it is public and a decorated class defines it."""
+        if name.startswith("_"):
+            present = _PRESENTED.get(name)
+            return super().__getattribute__(name) if present is None else present(cls)
+        if name == "is_experimental":
+            return is_experimental_enabled()
+        is_open = id(cls) in _classes_in_use and is_experimental_enabled()
+        if not is_open and not _defining_a_class.get() and _comes_from_gated_class(cls, name):
+            _pass_gate(cls)
+        return super().__getattribute__(name)
+
+
+def _pass_gate(cls: type[Any]) -> None:
+    """Let the caller pass, or raise; from then on the flag alone decides about instances."""
+    type.__getattribute__(cls, _GATE).check()
+    if id(cls) not in _classes_in_use:
+        import weakref
+
+        _classes_in_use.add(id(cls))
+        weakref.finalize(cls, _classes_in_use.discard, id(cls)).atexit = False
+
+
+def _gated_subclass(cls: type[Any], introduced: str) -> type[Any]:
+    namespace = {name: vars(cls)[name] for name in _KEPT if name in vars(cls)}
+    namespace |= {
+        "__slots__": (),
+        "_experimental_api": True,
+        "_introduced_with_version": introduced,
+        "is_experimental": property(lambda self: is_experimental_enabled()),
+        _GATE: Gate(full_name(cls)),
+    }
+    root: Any = type(cls)
+    metaclass: type[Any] = _gated_metaclass(root)
+    with _without_subclass_hook(cls):
+        gated: type[Any] = metaclass(cls.__name__, (cls,), namespace)
+    # A shared metaclass lets a class inherit from two gated ones. The one that is shown as
+    # __class__ is named after the class.
+    shown = new_class(cls.__name__, (metaclass,))
+    type.__setattr__(gated, _PRESENTED_METACLASS, shown)
+    return gated
+
+
+@cache
+def _gated_metaclass(root: Any) -> Any:
+    """A metaclass with the gate for classes whose metaclass is `root`.
+
+    It follows the inheritance of `root`, so that gated classes can be combined wherever the
+    undecorated ones could.
+    """
+    if issubclass(root, GatedMeta):
+        return root
+    if root is type:
+        return GatedMeta
+    parents = tuple(_gated_metaclass(base) for base in root.__bases__ if issubclass(base, type))
+    return new_class(f"Gated{root.__name__}", (*parents, root))
+
+
+def _check_can_be_gated(cls: Any) -> None:
+    if not isinstance(cls, type):
+        raise TypeError(f"{cls!r} is no class: decorate a function with @experimental_fn")
+    if isinstance(cls, enum.EnumMeta):
+        raise TypeError(
+            f"{cls!r} is an enum, which can't be subclassed and therefore not be gated; mark it "
+            "with @experimental_api"
+        )
+    if vars(cls).get("_is_protocol", False):
+        raise TypeError(
+            f"{cls!r} is a protocol, which has no instances to gate; mark it with @experimental_api"
+        )
+
+
+@contextmanager
+def _open_to_class_hooks() -> Iterator[None]:
+    earlier = _defining_a_class.get()
+    _defining_a_class.set(True)
+    try:
+        yield
+    finally:
+        _defining_a_class.set(earlier)
+
+
+@contextmanager
+def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
+    """Keep `__init_subclass__` of a class, or what it inherits, from seeing the gated subclass."""
+    own = vars(cls).get("__init_subclass__")
+    type.__setattr__(cls, "__init_subclass__", classmethod(lambda subclass: None))
+    try:
+        yield
+    finally:
+        if own is None:
+            type.__delattr__(cls, "__init_subclass__")
+        else:
+            type.__setattr__(cls, "__init_subclass__", own)
+
+
+def _comes_from_gated_class(cls: type[Any], name: str) -> bool:
+    """Whether the attribute is found in a decorated class, not in a subclass or an old parent."""
+    gated: set[type[Any]] = set()
+    for owner in type.__getattribute__(cls, "__mro__"):
+        if _GATE in vars(owner):
+            gated |= {owner, owner.__bases__[0]}
+        if name in vars(owner):
+            return owner in gated
+    return False  # an attribute of the metaclass, or none
+
+
+def _presented_metaclass(cls: type[Any]) -> type[Any]:
+    shown: type[Any] = vars(cls).get(_PRESENTED_METACLASS, type(cls))
+    return shown
+
+
+def _presented_signature(cls: type[Any]) -> inspect.Signature:
+    from mcore.versioning.class_signatures import class_signature
+
+    return class_signature(cls, without=GatedMeta)
+
+
+_PRESENTED: Mapping[str, Callable[[type[Any]], Any]] = {
+    "__class__": _presented_metaclass,
+    "__signature__": _presented_signature,
+}

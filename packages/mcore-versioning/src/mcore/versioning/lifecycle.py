@@ -1,0 +1,251 @@
+"""Stages in the life of an API: internal, experimental, deprecated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from packaging.version import Version
+
+from mcore.versioning.deprecated_classes import warn_on_use
+from mcore.versioning.deprecated_functions import (
+    NOTICE_ATTRIBUTE,
+    Notice,
+    warn_on_call,
+    without_warning,
+)
+from mcore.versioning.wrapping import display_name, inner_callables, through_descriptor
+
+if TYPE_CHECKING:
+    from mcore.versioning.deprecation_info import DeprecationInfo
+
+T = TypeVar("T")
+F = TypeVar("F", bound="Callable[..., Any] | type[Any]")
+
+
+def deprecated(
+    version: str,
+    removal_version: str | None = None,
+    alternative: str | None = None,
+    reason: str | None = None,
+    *,
+    category: type[Warning] | None = DeprecationWarning,
+    stacklevel: int = 1,
+) -> Callable[[F], F]:
+    """Deprecate a function, method, property or class.
+
+    A function warns at each call, also one that makes a coroutine or a generator, and the warning
+    is blamed on the line of the call. A class stays the same object; it warns when it is
+    instantiated or subclassed directly, not when a subclass is instantiated, nor when an instance
+    is copied or unpickled by way of `__new__` (exceptions are unpickled by a call, which warns).
+    Deprecating an object twice replaces what the first time said.
+
+    Put it above `staticmethod`, `classmethod` and `property` or below them, above
+    `dataclasses.dataclass`, and above `typing_extensions.deprecated(..., category=None)`, which
+    tells type checkers.
+
+    The result carries `_deprecated`, `_deprecated_version`, `_removal_version`, `_alternative`,
+    `_deprecation_reason` and `__deprecated__`; `get_deprecation` reads them.
+
+    Args:
+        version: The version in which the deprecation begins.
+        removal_version: The version that removes the object; later than `version`.
+        alternative: What to use instead.
+        reason: Why.
+        category: The class of the warning; None attaches the attributes and never warns.
+        stacklevel: 1 blames the caller, 2 the caller's caller.
+
+    Returns:
+        A decorator that keeps the type of what it decorates.
+
+    Raises:
+        packaging.version.InvalidVersion: `version` or `removal_version` is none.
+        ValueError: `removal_version` is not later than `version`, or `stacklevel` is below 1.
+        TypeError: Used without arguments, on something that can't be deprecated, or with a
+            `category` that is no warning.
+
+    Example:
+        >>> @deprecated("1.0.0", removal_version="2.0.0", alternative="new", reason="Faster.")
+        ... def old():
+        ...     return 1
+        >>> print(old.__deprecated__)
+        old is deprecated since version 1.0.0. Use new instead. Will be removed in version 2.0.0. \
+Reason: Faster.
+    """
+    _check_versions(version, removal_version)
+    _check_warning(category, stacklevel)
+    details = {
+        "_deprecated": True,
+        "_deprecated_version": version,
+        "_removal_version": removal_version,
+        "_alternative": alternative,
+        "_deprecation_reason": reason,
+    }
+
+    def deprecate(target: Any) -> Any:
+        message = _message(display_name(target), version, removal_version, alternative, reason)
+        notice = Notice(message, category, stacklevel)
+        is_class = isinstance(target, type)
+        if not is_class:
+            target = without_warning(target) if category is None else warn_on_call(target, notice)
+        _attach(target, {**details, "__deprecated__": message, NOTICE_ATTRIBUTE: notice})
+        if is_class and category is not None:
+            warn_on_use(target, notice)
+        return target
+
+    return lambda target: through_descriptor(target, deprecate)
+
+
+def internal_api(func: T) -> T:
+    """Mark a function or class as internal: not for users, and exempt from compatibility checks.
+
+    Args:
+        func: A function or class; of a staticmethod, classmethod or property the functions inside
+            are marked.
+
+    Returns:
+        The same object, with the attribute `_internal_api = True`.
+
+    Raises:
+        TypeError: The object takes no attributes.
+
+    Example:
+        >>> @internal_api
+        ... def helper(): ...
+        >>> is_internal_api(helper)
+        True
+    """
+    return _mark(func, "_internal_api")
+
+
+def experimental_api(func: T) -> T:
+    """Mark a function or class as experimental, hence exempt from compatibility checks.
+
+    Unlike `experimental_fn` and `experimental_cls` this changes nothing about its use.
+
+    Args:
+        func: A function or class; of a staticmethod, classmethod or property the functions inside
+            are marked.
+
+    Returns:
+        The same object, with the attribute `_experimental_api = True`.
+
+    Raises:
+        TypeError: The object takes no attributes.
+
+    Example:
+        >>> @experimental_api
+        ... class Draft: ...
+        >>> is_experimental_api(Draft)
+        True
+    """
+    return _mark(func, "_experimental_api")
+
+
+def is_internal_api(obj: object) -> bool:
+    """Whether the object itself was marked by `internal_api`; a subclass of a marked class is not.
+
+    Example:
+        >>> is_internal_api(print)
+        False
+    """
+    return _own_attributes(obj).get("_internal_api") is True
+
+
+def is_experimental_api(obj: object) -> bool:
+    """Whether the object itself was marked as experimental; a subclass of a marked class is not.
+
+    Example:
+        >>> is_experimental_api(print)
+        False
+    """
+    return _own_attributes(obj).get("_experimental_api") is True
+
+
+def get_deprecation(obj: object) -> DeprecationInfo | None:
+    """What `deprecated` was told about an object itself; None for anything else.
+
+    Example:
+        >>> @deprecated("1.0.0", reason="Unused.")
+        ... class Old: ...
+        >>> get_deprecation(Old).reason
+        'Unused.'
+        >>> get_deprecation(print) is None
+        True
+    """
+    from mcore.versioning.deprecation_info import DeprecationInfo
+
+    attributes = _own_attributes(obj)
+    notice = attributes.get(NOTICE_ATTRIBUTE)
+    if notice is None:
+        return None
+    return DeprecationInfo(
+        version=attributes["_deprecated_version"],
+        removal_version=attributes["_removal_version"],
+        alternative=attributes["_alternative"],
+        reason=attributes["_deprecation_reason"],
+        message=notice.message,
+    )
+
+
+def _check_versions(version: str, removal_version: str | None) -> None:
+    for name, value in (("version", version), ("removal_version", removal_version)):
+        if not isinstance(value, str) and (name == "version" or value is not None):
+            raise TypeError(
+                f"{name} of @deprecated is {value!r}; write the version in quotes, "
+                'as in @deprecated("1.0.0")'
+            )
+    begin = Version(version)
+    if removal_version is not None and Version(removal_version) <= begin:
+        raise ValueError(
+            f"removal_version {removal_version} must be later than version {version}, "
+            "in which the deprecation begins"
+        )
+
+
+def _check_warning(category: Any, stacklevel: int) -> None:
+    is_warning = isinstance(category, type) and issubclass(category, Warning)
+    if category is not None and not is_warning:
+        raise TypeError(f"category is a subclass of Warning or None, not {category!r}")
+    if stacklevel < 1:
+        raise ValueError(f"stacklevel is {stacklevel}; 1 blames the caller, 2 the caller's caller")
+
+
+def _message(
+    name: str,
+    version: str,
+    removal_version: str | None,
+    alternative: str | None,
+    reason: str | None,
+) -> str:
+    parts = (
+        ("{} is deprecated since version {}.", (name, version)),
+        ("Use {} instead.", (alternative,)),
+        ("Will be removed in version {}.", (removal_version,)),
+        ("Reason: {}", (reason,)),
+    )
+    return " ".join(text.format(*values) for text, values in parts if None not in values)
+
+
+def _mark(obj: T, attribute: str) -> T:
+    for part in inner_callables(obj):
+        _attach(part, {attribute: True})
+    return obj
+
+
+def _attach(obj: Any, attributes: Mapping[str, Any]) -> None:
+    try:
+        for name, value in attributes.items():
+            setattr(obj, name, value)
+    except (AttributeError, TypeError) as error:
+        raise TypeError(
+            f"{obj!r} takes no attributes; decorate a function or class written in Python"
+        ) from error
+
+
+def _own_attributes(obj: object) -> Mapping[str, Any]:
+    """Attributes of the object itself or, for a method or descriptor, of the function inside."""
+    part = next(inner_callables(obj), None)
+    part = getattr(part, "__func__", part)
+    attributes: Mapping[str, Any] = getattr(part, "__dict__", {})
+    return attributes

@@ -1,0 +1,250 @@
+"""Whether a package is installed and can work here, found out without importing it."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from importlib.machinery import ModuleSpec
+from importlib.metadata import Distribution, PackageNotFoundError, distribution
+from pathlib import Path, PurePosixPath
+from typing import NamedTuple
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.tags import Tag, parse_tag, sys_tags
+from packaging.utils import canonicalize_name
+from packaging.version import InvalidVersion, Version
+
+NOT_INSTALLED = "not installed"
+UNUSABLE = "present but unusable"
+_MODULE_SUFFIXES = (".py", ".so", ".pyd")
+_FILES_WITH_VERSION = ("__init__.py", "_version.py", "version.py", "__version__.py")
+
+
+class PackageState(NamedTuple):
+    """What was found out about one package.
+
+    Attributes:
+        name: The name of the distribution.
+        version: Its version, if it is installed and nothing speaks against its working.
+        reason: Why it can't work here, or not be identified, although something of it is present.
+    """
+
+    name: str
+    version: str | None = None
+    reason: str | None = None
+
+    def __str__(self) -> str:
+        """The version, `not installed`, or `present but unusable: <reason>`."""
+        if self.reason is not None:
+            return f"{UNUSABLE}: {self.reason}"
+        return self.version or NOT_INSTALLED
+
+
+def package_state(module: str, name: str, watched: Iterable[str] | None = None) -> PackageState:
+    """Find out whether a package is installed and can work here, without importing it.
+
+    A reason against it is given only where the installation itself proves it: metadata without a
+    readable version or without the module, a module of that name elsewhere that Python finds
+    first, a Python version that the package excludes, wheels built for another platform, and
+    requirements that are missing or have the wrong version.
+
+    Args:
+        module: The name to import.
+        name: The name of the distribution.
+        watched: The distributions to check among the requirements; all of them by default.
+
+    Example:
+        >>> package_state("packaging", "packaging").reason is None
+        True
+        >>> str(package_state("no_such_module", "no-such-module"))
+        'not installed'
+    """
+    spec = _find_spec(module)
+    try:
+        installed = distribution(name)
+    except PackageNotFoundError:
+        return _state_without_metadata(module, name, spec)
+    version = _field(installed, "Version")
+    for reason in _reasons_against(installed, version, module, spec, watched):
+        return PackageState(name, reason=reason)
+    return PackageState(name, version)
+
+
+def _reasons_against(
+    installed: Distribution,
+    version: str | None,
+    module: str,
+    spec: ModuleSpec | None,
+    watched: Iterable[str] | None,
+) -> Iterator[str]:
+    if version is None or not _is_version(version):
+        yield f"its metadata gives the version {version!r}, which is none"
+    elif spec is None:
+        yield f"version {version} is recorded as installed, but there is no module {module}"
+    elif _is_bare_folder(spec):
+        yield f"{module} is only a folder without code: {_location(spec)}"
+    else:
+        yield from _shadowing(installed, version, module, spec)
+        yield from _wrong_python(installed, version)
+        yield from _wrong_platform(installed, version)
+        yield from _unmet_requirements(installed, version, watched)
+
+
+def _state_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> PackageState:
+    if spec is None:
+        return PackageState(name)
+    if _is_bare_folder(spec):
+        return PackageState(
+            name, reason=f"{module} is only a folder without code: {_location(spec)}"
+        )
+    version = _version_in_source(spec)
+    if version is None:
+        return PackageState(
+            name, reason=f"{module} at {_location(spec)} has no metadata and no readable version"
+        )
+    return PackageState(name, version)
+
+
+def _find_spec(module: str) -> ModuleSpec | None:
+    """What `import` would find, whatever is loaded already.
+
+    `importlib.util.find_spec` would answer from `sys.modules`, and import the parent of a
+    submodule.
+    """
+    parent, _, _ = module.rpartition(".")
+    path = None
+    if parent:
+        parent_spec = _find_spec(parent)
+        if parent_spec is None or parent_spec.submodule_search_locations is None:
+            return None
+        path = list(parent_spec.submodule_search_locations)
+    for finder in sys.meta_path:
+        find_spec = getattr(finder, "find_spec", None)
+        spec: ModuleSpec | None = find_spec and find_spec(module, path)
+        if spec is not None:
+            return spec
+    return None
+
+
+def _is_bare_folder(spec: ModuleSpec) -> bool:
+    return not spec.has_location and spec.submodule_search_locations is not None
+
+
+def _location(spec: ModuleSpec) -> str:
+    return spec.origin or ", ".join(spec.submodule_search_locations or ())
+
+
+def _shadowing(
+    installed: Distribution, version: str, module: str, spec: ModuleSpec
+) -> Iterator[str]:
+    own_files = _module_files(installed, module)
+    if own_files and spec.has_location and Path(_location(spec)).resolve() not in own_files:
+        yield (
+            f"{module} is found at {_location(spec)}, in front of the installed version {version} "
+            f"at {min(own_files)}"
+        )
+
+
+def _module_files(installed: Distribution, module: str) -> set[Path]:
+    """The files in the record of a distribution that can be the module; none if it is editable."""
+    path = PurePosixPath(*module.split("."))
+    return {
+        Path(str(installed.locate_file(file))).resolve()
+        for file in installed.files or ()
+        if file.suffix in _MODULE_SUFFIXES
+        and file.parent / file.name.partition(".")[0] in (path, path / "__init__")
+    }
+
+
+def _wrong_python(installed: Distribution, version: str) -> Iterator[str]:
+    required = _field(installed, "Requires-Python")
+    running = ".".join(str(part) for part in sys.version_info[:3])
+    try:
+        excluded = required and not SpecifierSet(required).contains(running, prereleases=True)
+    except InvalidSpecifier:
+        return
+    if excluded:
+        yield f"version {version} needs Python {required}, and this is {running}"
+
+
+def _wrong_platform(installed: Distribution, version: str) -> Iterator[str]:
+    lines = (installed.read_text("WHEEL") or "").splitlines()
+    tags = [line.partition(":")[2].strip() for line in lines if line.startswith("Tag:")]
+    if tags and not any(parse_tag(tag) & _supported_tags() for tag in tags):
+        yield (f"version {version} was built for {', '.join(tags)}, which this Python can't load")
+
+
+@lru_cache(maxsize=1)
+def _supported_tags() -> frozenset[Tag]:
+    return frozenset(sys_tags())
+
+
+def _unmet_requirements(
+    installed: Distribution, version: str, watched: Iterable[str] | None
+) -> Iterator[str]:
+    names = None if watched is None else {canonicalize_name(name) for name in watched}
+    for text in installed.requires or ():
+        try:
+            requirement = Requirement(text)
+        except InvalidRequirement:
+            continue
+        if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
+            continue
+        if names is None or canonicalize_name(requirement.name) in names:
+            problem = _problem_with(requirement)
+            if problem is not None:
+                wanted = f"{requirement.name}{requirement.specifier}"
+                yield f"version {version} needs {wanted}, {problem}"
+
+
+def _problem_with(requirement: Requirement) -> str | None:
+    try:
+        text = _field(distribution(requirement.name), "Version") or ""
+        found = Version(text)
+    except PackageNotFoundError:
+        return "which is not installed"
+    except InvalidVersion:
+        return None  # reported for that package itself
+    # A build of a coming release is given the benefit of the doubt.
+    candidates = (found, Version(found.base_version))
+    if any(requirement.specifier.contains(v, prereleases=True) for v in candidates):
+        return None
+    return f"and {text} is installed"
+
+
+def _field(installed: Distribution, name: str) -> str | None:
+    return next(iter(installed.metadata.get_all(name) or ()), None)
+
+
+def _is_version(text: str) -> bool:
+    try:
+        Version(text)
+    except InvalidVersion:
+        return False
+    return True
+
+
+def _version_in_source(spec: ModuleSpec) -> str | None:
+    """A literal `__version__` in the file of the module or in the usual files beside it."""
+    origin = Path(_location(spec))
+    is_package = spec.submodule_search_locations is not None
+    files = [origin.with_name(name) for name in _FILES_WITH_VERSION] if is_package else [origin]
+    return next((version for file in files if (version := _literal_version(file))), None)
+
+
+def _literal_version(file: Path) -> str | None:
+    try:
+        tree = ast.parse(file.read_bytes())
+    except (OSError, SyntaxError, ValueError):
+        return None
+    for node in tree.body:
+        targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+        names = [target.id for target in targets if isinstance(target, ast.Name)]
+        value = getattr(node, "value", None)
+        if "__version__" in names and isinstance(value, ast.Constant):
+            text = value.value
+            return text if isinstance(text, str) and _is_version(text) else None
+    return None

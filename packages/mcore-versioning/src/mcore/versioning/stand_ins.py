@@ -1,0 +1,71 @@
+"""A decorator that does nothing, for the place of one that could not be imported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, TypeVar, overload
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class NullDecorator:
+    """Returns what it decorates; as a context manager it lets everything through, exceptions too.
+
+    One instance can be used any number of times.
+    """
+
+    __slots__ = ()
+
+    def __call__(self, func: F) -> F:
+        """Return `func` itself."""
+        return func
+
+    def __enter__(self) -> NullDecorator:
+        """Return this object."""
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Let an exception pass."""
+
+
+@overload
+def null_decorator(func: F, /) -> F: ...
+@overload
+def null_decorator(*args: Any, **kwargs: Any) -> NullDecorator: ...
+def null_decorator(*args: Any, **kwargs: Any) -> Any:
+    """Stand in for an optional decorator, with or without arguments, or for a context manager.
+
+    It takes the place of `triton.jit`, `triton.autotune(configs=...)` or `nvtx.annotate("x")`
+    where the library is missing.
+
+    Args:
+        *args: Either the decorated function or class alone, or the arguments of the real decorator.
+        **kwargs: Keyword arguments of the real decorator.
+
+    Returns:
+        The single positional argument itself, if it is callable and there is nothing else. In
+        every other case a decorator that returns what it decorates and that works in a `with`
+        statement as well.
+
+    Example:
+        >>> @null_decorator
+        ... def increment(x):
+        ...     return x + 1
+        >>> increment(1)
+        2
+        >>> @null_decorator(configs=[1], key=["n"])
+        ... def double(x):
+        ...     return 2 * x
+        >>> with null_decorator("range"):
+        ...     double(4)
+        8
+    """
+    if len(args) == 1 and not kwargs and callable(args[0]):
+        return args[0]
+    return NullDecorator()

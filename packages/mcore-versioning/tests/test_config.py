@@ -1,0 +1,111 @@
+"""Tests of the flag for experimental code."""
+
+import asyncio
+import contextvars
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from mcore.versioning import (
+    config,
+    experimental_enabled,
+    is_experimental_enabled,
+    set_experimental_flag,
+)
+
+
+def test_flag_is_off_by_default_and_is_the_module_attribute() -> None:
+    assert config.ENABLE_EXPERIMENTAL is False
+    set_experimental_flag(True)
+    assert config.ENABLE_EXPERIMENTAL is True
+    assert is_experimental_enabled() is True
+    set_experimental_flag(False)
+    assert is_experimental_enabled() is False
+
+
+@pytest.mark.parametrize("flag", ["false", 1, 0, None])
+def test_flag_that_is_no_bool_is_refused(flag: object) -> None:
+    with pytest.raises(TypeError, match="True or False"):
+        set_experimental_flag(flag)
+    with pytest.raises(TypeError, match="True or False"):
+        experimental_enabled(flag)
+    assert config.ENABLE_EXPERIMENTAL is False
+
+
+@pytest.mark.parametrize("value", ["true", 1, object()])
+def test_anything_but_true_in_the_attribute_means_off(
+    value: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(config, "ENABLE_EXPERIMENTAL", value)
+    assert is_experimental_enabled() is False
+
+
+def test_patched_attribute_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "ENABLE_EXPERIMENTAL", True)
+    assert is_experimental_enabled() is True
+
+
+def test_block_overrides_the_flag_and_restores_it() -> None:
+    with experimental_enabled():
+        assert is_experimental_enabled() is True
+        assert config.ENABLE_EXPERIMENTAL is False
+    assert is_experimental_enabled() is False
+    set_experimental_flag(True)
+    with experimental_enabled(False):
+        assert is_experimental_enabled() is False
+    assert is_experimental_enabled() is True
+
+
+def test_blocks_nest() -> None:
+    with experimental_enabled():
+        with experimental_enabled(False):
+            assert is_experimental_enabled() is False
+        assert is_experimental_enabled() is True
+
+
+def test_block_restores_after_an_exception() -> None:
+    with pytest.raises(KeyError), experimental_enabled():
+        raise KeyError
+    assert is_experimental_enabled() is False
+
+
+def test_block_of_one_thread_is_unseen_by_another() -> None:
+    seen: list[bool] = []
+    with experimental_enabled():
+        thread = threading.Thread(target=lambda: seen.append(is_experimental_enabled()))
+        thread.start()
+        thread.join(timeout=30)
+    assert seen == [False]
+
+
+def test_block_counts_for_its_own_task_and_the_tasks_that_it_starts() -> None:
+    async def look(entered: asyncio.Event, looked: asyncio.Event) -> bool:
+        await entered.wait()
+        answer = is_experimental_enabled()
+        looked.set()
+        return answer
+
+    async def main() -> tuple[bool, bool]:
+        entered, looked = asyncio.Event(), asyncio.Event()
+        outside = asyncio.create_task(look(entered, looked))
+        await asyncio.sleep(0)
+        with experimental_enabled():
+            inside = asyncio.create_task(look(entered, looked))
+            entered.set()
+            await looked.wait()
+        return await outside, await inside
+
+    assert asyncio.run(main()) == (False, True)
+
+
+def test_block_may_be_left_in_another_context_than_it_was_entered_in() -> None:
+    def fixture() -> Iterator[None]:
+        with experimental_enabled():
+            yield
+
+    steps = fixture()
+    contextvars.copy_context().run(next, steps)
+    with pytest.raises(StopIteration):
+        contextvars.copy_context().run(next, steps)
+    assert is_experimental_enabled() is False

@@ -1,0 +1,427 @@
+"""Tests of the version lookups: of each documented function, and of the order of the places."""
+
+import importlib.metadata
+import logging
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from packaging.version import InvalidVersion, Version
+
+import mcore.versioning as v
+
+PACKAGES = [
+    ("torch", "torch", v.get_torch_version, v.is_torch_min_version, Version("0.0.0")),
+    (
+        "transformer_engine",
+        "transformer-engine",
+        v.get_te_version,
+        v.is_te_min_version,
+        Version("0.0.0"),
+    ),
+    ("flash_attn", "flash-attn", v.get_fa_version, v.is_fa_min_version, PackageNotFoundError),
+    ("mamba_ssm", "mamba-ssm", v.get_mamba_version, v.is_mamba_min_version, PackageNotFoundError),
+    (
+        "causal_conv1d",
+        "causal-conv1d",
+        v.get_causal_conv1d_version,
+        v.is_causal_conv1d_min_version,
+        PackageNotFoundError,
+    ),
+]
+each_package = pytest.mark.parametrize(
+    ("module", "distribution", "get", "is_min", "absent"), PACKAGES, ids=[p[0] for p in PACKAGES]
+)
+Install = Callable[..., Path]
+Unload = Callable[[str], None]
+
+
+def _stub(version: object) -> types.SimpleNamespace:
+    return types.SimpleNamespace(__version__=version)
+
+
+@pytest.fixture
+def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The distributions whose metadata is asked for, in order."""
+    scanned: list[str] = []
+    real = importlib.metadata.version
+
+    def counting(name: str) -> str:
+        scanned.append(name)
+        return real(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", counting)
+    return scanned
+
+
+@each_package
+def test_absent_package(
+    module: str,
+    distribution: str,
+    get: Any,
+    is_min: Any,
+    absent: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    if isinstance(absent, Version):
+        assert get() == absent
+    else:
+        with pytest.raises(absent, match=distribution):
+            get()
+        with pytest.raises(ImportError):
+            get()
+    for request in ("0.0.0", "0.0.0a0", "1.0", Version("0.0.0")):
+        assert is_min(request) is False
+        assert is_min(request, check_equality=False) is False
+
+
+@each_package
+def test_loaded_module_gives_its_version(
+    module: str,
+    distribution: str,
+    get: Any,
+    is_min: Any,
+    absent: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, module, _stub("2.7.4.post1"))
+    assert get() == Version("2.7.4.post1")
+    assert is_min("2.7.4") is True
+    assert is_min("2.7.4", False) is True
+    assert is_min("2.7.4.post1", check_equality=False) is False
+    assert is_min(Version("2.8")) is False
+
+
+@each_package
+def test_metadata_gives_the_version_without_an_import(
+    module: str,
+    distribution: str,
+    get: Any,
+    is_min: Any,
+    absent: Any,
+    install: Install,
+    unload: Unload,
+) -> None:
+    unload(module)
+    install(distribution, "3.1", module=module, source="raise RuntimeError('imported')")
+    assert get() == Version("3.1")
+    assert is_min("3.1") is True
+    assert module not in sys.modules
+
+
+@each_package
+def test_request_that_is_no_version(
+    module: str,
+    distribution: str,
+    get: Any,
+    is_min: Any,
+    absent: Any,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for there in (_stub("1.0"), None):
+        monkeypatch.setitem(sys.modules, module, there)
+        with pytest.raises(InvalidVersion):
+            is_min("newest")
+
+
+def test_stubs_in_sys_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.7.4.post1"))
+    monkeypatch.setitem(sys.modules, "transformer_engine", None)
+    assert v.is_fa_min_version("2.7.4") is True
+    assert v.is_fa_min_version("2.7.4.post1", check_equality=False) is False
+    assert v.get_te_version() == Version("0.0.0")
+    assert v.is_te_min_version("0.0.0") is False
+
+
+def test_asking_for_torch_does_not_load_it() -> None:
+    code = (
+        "import sys, mcore.versioning as v; v.get_torch_version(); v.is_torch_min_version('2.0');"
+        "assert 'torch' not in sys.modules"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_blocked_module_is_absent_whatever_the_metadata_says(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("flash-attn", "2.7")
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert v.is_fa_min_version("1.0") is False
+
+
+def test_package_that_is_blocked_after_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.7"))
+    assert [v.is_fa_min_version("2.0") for _ in range(3)] == [True, True, True]
+    monkeypatch.setitem(sys.modules, "flash_attn", None)
+    assert v.is_fa_min_version("2.0") is False
+    with pytest.raises(PackageNotFoundError):
+        v.get_fa_version()
+
+
+def test_module_that_is_replaced_after_it_was_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.7"))
+    assert v.is_fa_min_version("2.0") is True
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("1.9"))
+    assert v.is_fa_min_version("2.0") is False
+    assert v.get_fa_version() == Version("1.9")
+
+
+def test_patched_version_is_seen_by_the_getter_and_then_by_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stub = _stub("2.7")
+    monkeypatch.setitem(sys.modules, "flash_attn", stub)
+    assert v.is_fa_min_version("2.0") is True
+    stub.__version__ = "1.9"
+    assert v.get_fa_version() == Version("1.9")
+    assert v.is_fa_min_version("2.0") is False
+    stub.__version__ = "2.8"
+    v.clear_version_cache()
+    assert v.is_fa_min_version("2.0") is True
+
+
+@pytest.mark.parametrize("version", ["", 5, None, (2, 7), "not a version"])
+def test_unusable_dunder_version_gives_way_to_metadata(
+    version: object, install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("flash-attn", "2.6")
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub(version))
+    assert v.get_fa_version() == Version("2.6")
+
+
+def test_string_subclasses_and_versions_count_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    class TorchVersion(str):
+        __slots__ = ()
+
+    for version in (TorchVersion("2.13.0+cpu"), Version("2.13.0+cpu")):
+        monkeypatch.setitem(sys.modules, "torch", _stub(version))
+        assert v.get_torch_version() == Version("2.13.0+cpu")
+        assert type(v.get_torch_version()) is Version
+
+
+def test_loaded_module_without_a_version_anywhere_is_absent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
+    assert v.is_fa_min_version("0.0") is False
+
+
+def test_unreadable_dunder_version_without_metadata_is_an_error_that_names_the_package(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("main-branch"))
+    with pytest.raises(InvalidVersion, match=r"flash_attn.*main-branch"):
+        v.get_fa_version()
+
+
+def test_unreadable_metadata_is_an_error_that_names_the_package(
+    install: Install, unload: Unload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unload("flash_attn")
+    install("flash-attn", "main-branch")
+    with pytest.raises(InvalidVersion, match=r"flash-attn.*main-branch"):
+        v.get_fa_version()
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("also wrong"))
+    with pytest.raises(InvalidVersion, match=r"flash-attn.*main-branch"):
+        v.is_fa_min_version("1.0")
+
+
+def test_metadata_without_a_version_is_none(install: Install, unload: Unload) -> None:
+    unload("flash_attn")
+    install("flash-attn", None)
+    assert v.is_fa_min_version("0.0") is False
+
+
+def test_source_tree_without_metadata_is_imported(site: Path, unload: Unload) -> None:
+    unload("flash_attn")
+    (site / "flash_attn.py").write_text("__version__ = '2.8.1'\n")
+    assert v.get_fa_version() == Version("2.8.1")
+    assert "flash_attn" in sys.modules
+
+
+def test_source_tree_without_a_version_is_absent(site: Path, unload: Unload) -> None:
+    unload("flash_attn")
+    (site / "flash_attn.py").write_text("")
+    assert v.is_fa_min_version("0.0") is False
+
+
+def test_source_tree_with_an_unreadable_version(site: Path, unload: Unload) -> None:
+    unload("flash_attn")
+    (site / "flash_attn.py").write_text("__version__ = 'unknown'\n")
+    with pytest.raises(InvalidVersion, match=r"flash_attn.*unknown"):
+        v.get_fa_version()
+
+
+@pytest.mark.parametrize("error", ["ImportError('no CUDA')", "OSError('libcudart.so.12')"])
+def test_source_tree_whose_import_fails_is_absent(
+    error: str, site: Path, unload: Unload, caplog: pytest.LogCaptureFixture
+) -> None:
+    unload("flash_attn")
+    (site / "flash_attn.py").write_text(f"raise {error}\n")
+    with caplog.at_level(logging.DEBUG, logger="mcore.versioning"):
+        assert v.is_fa_min_version("0.0") is False
+    assert [(r.levelno, r.name) for r in caplog.records] == [(logging.DEBUG, "mcore.versioning")]
+    assert "flash_attn" in caplog.text
+    assert error.partition("'")[2][:-2] in caplog.text
+
+
+def test_other_errors_of_an_import_are_not_swallowed(site: Path, unload: Unload) -> None:
+    unload("flash_attn")
+    (site / "flash_attn.py").write_text("raise ZeroDivisionError\n")
+    with pytest.raises(ZeroDivisionError):
+        v.get_fa_version()
+
+
+def test_second_lookup_reads_no_metadata(
+    install: Install, unload: Unload, count_scans: list[str]
+) -> None:
+    unload("flash_attn")
+    install("flash-attn", "2.6")
+    assert [str(v.get_fa_version()) for _ in range(3)] == ["2.6"] * 3
+    assert v.is_fa_min_version("2.0") is True
+    assert count_scans == ["flash-attn"]
+    v.clear_version_cache()
+    v.get_fa_version()
+    assert count_scans == ["flash-attn", "flash-attn"]
+
+
+def test_absence_is_not_cached(install: Install, unload: Unload) -> None:
+    unload("flash_attn")
+    assert v.is_fa_min_version("1.0") is False
+    install("flash-attn", "2.6")
+    assert v.is_fa_min_version("1.0") is True
+
+
+def test_version_from_metadata_is_replaced_by_that_of_the_imported_module(
+    install: Install, unload: Unload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unload("flash_attn")
+    install("flash-attn", "2.6")
+    assert v.is_fa_min_version("2.6") is True
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.5"))
+    assert v.get_fa_version() == Version("2.5")
+    assert v.is_fa_min_version("2.6") is False
+
+
+def test_module_that_is_being_imported_does_not_hide_the_metadata(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("flash-attn", "2.6")
+    half_made = types.ModuleType("flash_attn")
+    monkeypatch.setitem(sys.modules, "flash_attn", half_made)
+    assert v.get_fa_version() == Version("2.6")
+    half_made.__version__ = "2.7"  # type: ignore[attr-defined]
+    assert v.get_fa_version() == Version("2.7")
+
+
+def test_many_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("1000.0"))
+    assert all(v.is_fa_min_version(f"1.{minor}") for minor in range(2000))
+    remembered = v.installed._FLASH_ATTN.older_requests
+    assert 0 < len(remembered) <= 256
+
+
+def test_request_that_cannot_be_hashed_is_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("1.0"))
+    with pytest.raises(TypeError, match="a str or a packaging Version"):
+        v.is_fa_min_version([1, 0])
+
+
+def test_lookups_from_many_threads_agree(install: Install, unload: Unload) -> None:
+    unload("flash_attn")
+    install("flash-attn", "2.6")
+    answers: list[object] = []
+
+    def ask() -> None:
+        for _ in range(50):
+            v.clear_version_cache()
+            answers.append((str(v.get_fa_version()), v.is_fa_min_version("2.6")))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=60)
+    assert set(answers) == {("2.6", True)}
+    assert len(answers) == 200
+
+
+def test_release_only_on_a_vendor_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _stub("2.9.0a0+50eac811a6.nv25.09"))
+    assert v.is_torch_min_version("2.9.0") is False
+    assert v.is_torch_min_version("2.9.0a0") is True
+    assert v.is_torch_min_version("2.9.0", release_only=True) is True
+    assert v.is_package_min_version("torch", "2.9.0", release_only=True) is True
+
+
+def test_vers_is_another_name_of_version(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformer_engine", _stub("2.1"))
+    assert v.is_te_min_version(vers="2.1") is True
+    assert v.is_te_min_version(vers="2.1", check_equality=False) is False
+    assert v.is_te_min_version(version="2.1") is True
+    for arguments, keywords in ((("2.1",), {}), ((), {"version": "2.1"})):
+        with pytest.raises(TypeError, match="not as both"):
+            v.is_te_min_version(*arguments, vers="2.1", **keywords)
+    with pytest.raises(TypeError):
+        v.is_te_min_version()
+
+
+def test_any_package_by_module_and_distribution(
+    install: Install, unload: Unload, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    unload("peculiar")
+    install("strangely-named", "4.2")
+    assert v.get_package_version("peculiar") is None
+    assert v.get_package_version("peculiar", "strangely-named") == Version("4.2")
+    assert v.is_package_min_version("peculiar", "4.2", distribution="strangely-named") is True
+    assert v.is_package_min_version("peculiar", "4.2", False, distribution="strangely-named") is (
+        False
+    )
+    assert v.is_package_min_version("peculiar", "0.0") is False
+    assert v.get_package_version("no_such_parent.child") is None
+
+
+def test_generic_lookup_of_a_documented_package_shares_its_cache(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "flash_attn", _stub("2.7"))
+    found = v.get_package_version("flash_attn", "flash-attn")
+    assert found is v.get_fa_version()
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    installed=st.sampled_from(["2.9.0a0+nv", "2.13.0+cpu", "2.7.4.post1", "1.5.3", "3.0.dev1"]),
+    requests=st.lists(
+        st.tuples(
+            st.sampled_from(["1.5.3", "2.7.4", "2.9.0", "2.9.0a0", "2.13", "3.0", "2.13.0+cpu"]),
+            st.booleans(),
+            st.booleans(),
+        ),
+        max_size=12,
+    ),
+)
+def test_remembered_answers_equal_fresh_ones(
+    installed: str,
+    requests: list[tuple[str, bool, bool]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch", _stub(installed))
+    there = Version(installed)
+    for request, check_equality, release_only in requests:
+        wanted = Version(request)
+        shown = Version(there.base_version) if release_only else there
+        if not check_equality and wanted.local is None:
+            shown = Version(shown.public)
+        expected = shown >= wanted if check_equality else shown > wanted
+        answer = v.is_torch_min_version(request, check_equality, release_only=release_only)
+        assert answer is expected

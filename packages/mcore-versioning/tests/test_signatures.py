@@ -1,0 +1,96 @@
+"""Tests of extended signatures and of the question what a callable accepts."""
+
+import inspect
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from mcore.versioning import accepts_parameter, create_updated_function_signature
+
+
+def _a(x, y=1) -> int: ...
+
+
+def _b(x, **kw): ...
+
+
+def _c(x, *args): ...
+
+
+def _d(x, *, w=0, **kw) -> None: ...
+
+
+class _Layer:
+    def forward(self, x, scale=1.0): ...
+
+
+@pytest.mark.parametrize(
+    ("function", "extra", "expected"),
+    [
+        (_a, {"z": True}, "(x, y=1, *, z: bool = True) -> int"),
+        (_b, {"z": True}, "(x, *, z: bool = True, **kw)"),
+        (_c, {"z": None}, "(x, *args, z=None)"),
+        (_d, {"q": 1, "p": "a"}, "(x, *, w=0, q: int = 1, p: str = 'a', **kw) -> None"),
+        (_a, {"z": inspect.Parameter.empty}, "(x, y=1, *, z) -> int"),
+        (_Layer().forward, {"z": 2}, "(x, scale=1.0, *, z: int = 2)"),
+        (_Layer.forward, {"z": 2}, "(self, x, scale=1.0, *, z: int = 2)"),
+    ],
+)
+def test_extended_signature(function: Any, extra: dict[str, Any], expected: str) -> None:
+    assert str(create_updated_function_signature(function, **extra)) == expected
+
+
+def test_no_extras_give_an_equal_signature() -> None:
+    assert create_updated_function_signature(_a) == inspect.signature(_a)
+
+
+def test_taken_name_is_refused_by_name() -> None:
+    with pytest.raises(ValueError, match=r"_a .*already has the parameter y"):
+        create_updated_function_signature(_a, y=2)
+
+
+def test_callable_without_a_signature_is_named() -> None:
+    with pytest.raises(ValueError, match="'range'> has no signature"):
+        create_updated_function_signature(range, z=1)
+
+
+def test_signature_can_be_assigned_to_a_wrapper() -> None:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return args, kwargs
+
+    wrapper.__signature__ = create_updated_function_signature(_a, z=True)  # type: ignore[attr-defined]
+    assert list(inspect.signature(wrapper).parameters) == ["x", "y", "z"]
+
+
+@given(
+    names=st.lists(st.from_regex(r"[a-w][a-z]{0,5}_", fullmatch=True), unique=True, max_size=5),
+    defaults=st.lists(st.one_of(st.none(), st.integers(), st.text(), st.booleans()), min_size=5),
+)
+def test_extras_come_last_in_order_and_bind(names: list[str], defaults: list[Any]) -> None:
+    extra = dict(zip(names, defaults, strict=False))
+    signature = create_updated_function_signature(_b, **extra)
+    parameters = list(signature.parameters.values())
+    assert [p.name for p in parameters] == ["x", *extra, "kw"]
+    bound = signature.bind(1, other=2)
+    bound.apply_defaults()
+    assert bound.arguments == {"x": 1, **extra, "kw": {"other": 2}}
+
+
+@pytest.mark.parametrize(
+    ("function", "name", "expected"),
+    [
+        (_a, "y", True),
+        (_a, "z", False),
+        (_b, "anything", True),
+        (_b, "kw", True),
+        (_c, "args", False),
+        (_c, "z", False),
+        (_d, "w", True),
+        (_Layer().forward, "self", False),
+        (len, "obj", True),
+    ],
+)
+def test_accepts_parameter(function: Any, name: str, expected: bool) -> None:
+    assert accepts_parameter(function, name) is expected

@@ -1,0 +1,85 @@
+"""Rows as a table for people (aligned text or Markdown) and as data (JSON)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from bench.measure import Row
+from bench.running import SuiteResult
+
+COLUMNS = ("case", "ours", "peer", "ratio", "target", "agreement", "note")
+_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+
+
+def format_duration(seconds: float) -> str:
+    """Three significant digits with the unit that suits; `-` for what was not timed.
+
+    Example:
+        >>> [format_duration(s) for s in (12.0, 0.0042, 1.5e-6, 83.1e-9, float("nan"))]
+        ['12 s', '4.2 ms', '1.5 us', '83.1 ns', '-']
+    """
+    if math.isnan(seconds):
+        return "-"
+    for size, unit in _UNITS:
+        if abs(seconds) >= size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds / 1e-9:.3g} ns"
+
+
+def cells(row: Row) -> tuple[str, ...]:
+    """The texts of one row, in the order of `COLUMNS`."""
+    verdict = {None: "", True: " met", False: " MISSED"}[row.met]
+    return (
+        row.case,
+        format_duration(row.ours_s),
+        f"{format_duration(row.peer_s)} ({row.peer})",
+        "-" if math.isnan(row.ratio) else f"{row.ratio:.2f}x",
+        "" if row.target is None else f">= {row.target:g}x{verdict}",
+        row.agreement,
+        row.note,
+    )
+
+
+def text_table(rows: Iterable[Row]) -> str:
+    """An aligned table in plain text."""
+    lines = [COLUMNS, *(cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    lines.insert(1, tuple("-" * width for width in widths))
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
+        for line in lines
+    )
+
+
+def markdown_table(rows: Iterable[Row]) -> str:
+    """A Markdown table."""
+    lines: list[Sequence[str]] = [COLUMNS, ["---"] * len(COLUMNS), *(cells(row) for row in rows)]
+    escaped = ([cell.replace("|", "\\|") for cell in line] for line in lines)
+    return "\n".join(f"| {' | '.join(line)} |" for line in escaped)
+
+
+def as_data(machine: Mapping[str, str], results: Iterable[SuiteResult]) -> dict[str, Any]:
+    """Everything as JSON data; what was not timed is null."""
+    return {
+        "machine": dict(machine),
+        "suites": [
+            {
+                "suite": result.suite,
+                "rows": [_row_data(row) for row in result.rows],
+                "missing": result.missing or None,
+                "error": result.error or None,
+            }
+            for result in results
+        ],
+    }
+
+
+def _row_data(row: Row) -> dict[str, Any]:
+    data: dict[str, Any] = {name: getattr(row, name) for name in Row.__dataclass_fields__}
+    data |= {"ratio": row.ratio, "met": row.met}
+    return {
+        name: None if isinstance(value, float) and math.isnan(value) else value
+        for name, value in data.items()
+    }

@@ -1,0 +1,1 @@
+"""The tests of mcore-versioning on every Python that it supports and this machine has."""
