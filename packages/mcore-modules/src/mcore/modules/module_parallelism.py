@@ -5,6 +5,8 @@ from __future__ import annotations
 import sys
 from typing import Literal, TypeAlias, get_args
 
+from mcore.versioning import internal_api
+
 __all__ = ["ModuleParallelism", "get_module_parallelism", "register_module_parallelism"]
 
 ModuleParallelism: TypeAlias = Literal["column", "row", "replicated"]
@@ -56,6 +58,7 @@ def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
     return next((_kinds[name] for name in names if name in _kinds), None)
 
 
+@internal_api
 def _register_linear_for_last_layer_mapping() -> None:
     """Register LinearForLastLayer as replicated, with Megatron Bridge too where it is imported."""
     register_module_parallelism("LinearForLastLayer", "replicated")

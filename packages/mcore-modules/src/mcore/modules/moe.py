@@ -11,6 +11,7 @@ import torch
 from mcore.modules.inspection import iter_wrapped_models, unwrap_model
 from mcore.modules.model_list import ModelList, ensure_model_list, is_data_parallel_wrapper
 from mcore.modules.traversal import iter_modules
+from mcore.versioning import internal_api
 
 __all__ = ["freeze_moe_router"]
 
@@ -86,6 +87,7 @@ def _freeze_layer(layer: Any) -> int:
     return count
 
 
+@internal_api
 def _freeze_parameter_if_present(module: object, name: str) -> None:
     """Stop the training of a module's parameter; do nothing if it is absent or None.
 

@@ -10,12 +10,14 @@ import torch
 from mcore.observe.host_reads import as_number
 from mcore.observe.sinks.mlflow import sanitize_metric_name
 from mcore.tensor.dtensor import is_dtensor
+from mcore.versioning import internal_api
 
 __all__ = ["_MoeMetricFanoutWriter", "_build_moe_metric_writer"]
 
 logger = logging.getLogger(__name__)
 
 
+@internal_api
 class _MoeMetricFanoutWriter:
     """Sends each scalar to a TensorBoard writer, MLflow and Comet.
 
@@ -86,6 +88,7 @@ class _MoeMetricFanoutWriter:
             )
 
 
+@internal_api
 def _build_moe_metric_writer(tb_writer: Any, comet_logger: Any, mlflow_logger: Any) -> Any:
     """Return a writer that reaches all given trackers.
 

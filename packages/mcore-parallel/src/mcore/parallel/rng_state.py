@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore.tensor.device import current_device
+from mcore.versioning import internal_api
 
 __all__ = [
     "RngState",
@@ -35,6 +36,7 @@ CUDA = "cuda"
 CURRENT_INDEX = -1
 
 
+@internal_api
 def _get_cuda_rng_state(
     device: int | str | torch.device = CUDA, clone: bool = False, graph_safe: bool = False
 ) -> RngState:
@@ -65,6 +67,7 @@ def _get_cuda_rng_state(
     return clone_rng_state(state) if clone and graph_safe else state
 
 
+@internal_api
 def _set_cuda_rng_state(
     new_state: RngState, device: int | str | torch.device = CURRENT_INDEX, graph_safe: bool = False
 ) -> None:

@@ -14,6 +14,7 @@ import torch
 from mcore.modules.graphs.checked import CheckedGraph, Replay
 from mcore.modules.graphs.contract import GraphedCallable, GraphSpec
 from mcore.modules.graphs.torch_runner import TorchGraphRunner, by_slot
+from mcore.versioning import experimental_api
 
 __all__ = ["TEGraphRunner"]
 
@@ -26,6 +27,7 @@ _RENAMED_OPTIONS = {
 }
 
 
+@experimental_api
 class TEGraphRunner:
     """Captures layers with ``transformer_engine.pytorch.make_graphed_callables``.
 

@@ -11,12 +11,14 @@ import torch
 from mcore.modules.graphs.checked import CheckedGraph, Replay
 from mcore.modules.graphs.contract import GraphedCallable, GraphSpec
 from mcore.modules.graphs.output_template import OutputTemplate
+from mcore.versioning import experimental_api
 
 __all__ = ["TorchGraphRunner", "by_slot"]
 
 Tensors = tuple[torch.Tensor, ...]
 
 
+@experimental_api
 class TorchGraphRunner:
     """Captures each layer's forward and backward with ``make_graphed_callables`` of the device.
 
