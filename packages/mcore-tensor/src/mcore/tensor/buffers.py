@@ -1,0 +1,303 @@
+"""Named buffers that are allocated once and handed out again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from mcore.tensor.device import resolve_device
+from mcore.tensor.shapes import checked_shape
+from mcore.tensor.tracing import is_transform_wrapper, traced_device
+
+__all__ = ["GlobalMemoryBuffer"]
+
+_Key = tuple[Hashable, torch.dtype, torch.device]
+_AllocationContext = Callable[[], AbstractContextManager[Any]]
+_MAX_SHAPES = 16  # per buffer, so that ever new shapes do not pile up views
+
+
+class _Views(NamedTuple):
+    """Tensors without a base on one backing tensor, by shape: a reuse costs one `detach()`."""
+
+    backing: Tensor
+    by_shape: dict[tuple[int, ...], Tensor]
+
+
+def _check_allocation_context(mem_alloc_context: object) -> None:
+    # What @contextmanager makes is callable as well (as a decorator), so that proves nothing.
+    if not callable(mem_alloc_context) or hasattr(type(mem_alloc_context), "__enter__"):
+        raise TypeError(
+            "mem_alloc_context must be a callable without arguments that returns a context "
+            f"manager, got {mem_alloc_context!r}: pass the function that makes it, or a lambda"
+        )
+
+
+def _allocation_context(
+    mem_alloc_context: _AllocationContext | None,
+) -> AbstractContextManager[Any]:
+    if mem_alloc_context is None:
+        return contextlib.nullcontext()
+    context = mem_alloc_context()
+    if not hasattr(context, "__enter__"):
+        raise TypeError(
+            f"mem_alloc_context must return a context manager, got {type(context).__name__}"
+        )
+    return context
+
+
+class GlobalMemoryBuffer:
+    """Memory that is allocated once per name, dtype and device, and reused by later requests.
+
+    A buffer only grows. Requests of the same name, dtype and device share its start: what one
+    writes the others see, so the caller must not use one name for two things at the same time.
+    Lookup and growth are safe in several threads; using one name in several is not.
+
+    Attributes:
+        buffer: The one-dimensional tensors behind the buffers, by `(name, dtype, device)`. It is
+            there to be read: `release()` takes entries out.
+
+    Example:
+        >>> buffers = GlobalMemoryBuffer()
+        >>> large = buffers.get_tensor((2, 3), torch.float32, "scratch", device="cpu")
+        >>> small = buffers.get_tensor(4, torch.float32, "scratch", device="cpu")
+        >>> large.shape, small.shape, small.data_ptr() == large.data_ptr()
+        (torch.Size([2, 3]), torch.Size([4]), True)
+    """
+
+    def __init__(self) -> None:
+        self.buffer: dict[_Key, Tensor] = {}
+        self._views: dict[_Key, _Views] = {}
+        self._lock = threading.RLock()
+        self._frozen = False
+
+    def get_tensor(
+        self,
+        tensor_shape: Sequence[int] | int,
+        dtype: torch.dtype,
+        name: Hashable,
+        mem_alloc_context: _AllocationContext | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> Tensor:
+        """Return a tensor on the start of a buffer, which is allocated or enlarged if need be.
+
+        While a `FakeTensorMode` is active, and on the meta device, it returns a new tensor and
+        keeps nothing. A buffer first asked for in inference mode is a normal tensor outside of it.
+
+        Args:
+            tensor_shape: The shape: integers (zeros allowed; none at all for a 0-d tensor), or one
+                integer.
+            dtype: The element type.
+            name: The name of the buffer; anything hashable.
+            mem_alloc_context: A callable without arguments that returns a context manager; it is
+                entered around an allocation, and only then.
+            device: Where the buffer lives; by default the current device.
+
+        Returns:
+            An uninitialised contiguous tensor that has no `_base` and does not require grad.
+
+        Raises:
+            ValueError: The shape has a negative entry.
+            TypeError: The shape has something else than integers, or `mem_alloc_context` is a
+                context manager instead of a callable that makes one.
+            RuntimeError: The buffer would have to grow and is frozen.
+
+        Example:
+            >>> GlobalMemoryBuffer().get_tensor((), torch.int64, "step", device="cpu").ndim
+            0
+        """
+        if mem_alloc_context is not None:
+            _check_allocation_context(mem_alloc_context)
+        untracked = traced_device(device)
+        if untracked is not None:
+            return torch.empty(checked_shape(tensor_shape), dtype=dtype, device=untracked)
+        key = (name, dtype, resolve_device(device))
+        with self._lock:
+            view = self._known_view(key, tensor_shape)
+            if view is None:
+                view = self._new_view(key, checked_shape(tensor_shape), mem_alloc_context)
+            return view.detach()
+
+    def reserve(
+        self,
+        tensor_shape: Sequence[int] | int,
+        dtype: torch.dtype,
+        name: Hashable,
+        mem_alloc_context: _AllocationContext | None = None,
+        *,
+        device: torch.device | str | int | None = None,
+    ) -> None:
+        """Allocate or enlarge a buffer ahead of its use, before `freeze()` for example.
+
+        Args:
+            tensor_shape: The largest shape that will be asked for.
+            dtype: The element type.
+            name: The name of the buffer.
+            mem_alloc_context: As for `get_tensor`.
+            device: Where the buffer lives; by default the current device.
+
+        Raises:
+            ValueError: As `get_tensor`.
+            TypeError: As `get_tensor`.
+            RuntimeError: As `get_tensor`.
+
+        Example:
+            >>> buffers = GlobalMemoryBuffer()
+            >>> buffers.reserve((8, 4), torch.float32, "scratch", device="cpu")
+            >>> buffers.nbytes("scratch")
+            128
+        """
+        self.get_tensor(tensor_shape, dtype, name, mem_alloc_context, device=device)
+
+    def nbytes(self, name: Hashable = None) -> int:
+        """Return how much memory the buffers take.
+
+        Args:
+            name: The name of the buffers to count, in every dtype and on every device; `None` for
+                all buffers.
+
+        Returns:
+            The memory in bytes.
+
+        Example:
+            >>> GlobalMemoryBuffer().nbytes()
+            0
+        """
+        with self._lock:
+            return sum(
+                backing.nbytes for key, backing in self.buffer.items() if name in (None, key[0])
+            )
+
+    def release(
+        self,
+        name: Hashable = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | int | None = None,
+    ) -> int:
+        """Drop buffers; their memory is free once the tensors handed out are gone as well.
+
+        Args:
+            name: The name of the buffers to drop; `None` for any.
+            dtype: The element type of the buffers to drop; `None` for any.
+            device: The device of the buffers to drop; `None` for any.
+
+        Returns:
+            The memory of the dropped buffers in bytes.
+
+        Raises:
+            RuntimeError: A buffer would be dropped and the buffers are frozen.
+
+        Example:
+            >>> buffers = GlobalMemoryBuffer()
+            >>> buffers.reserve(16, torch.uint8, "scratch", device="cpu")
+            >>> buffers.release("scratch")
+            16
+        """
+        wanted = None if device is None else resolve_device(device)
+        with self._lock:
+            keys = [
+                key
+                for key in self.buffer
+                if name in (None, key[0]) and dtype in (None, key[1]) and wanted in (None, key[2])
+            ]
+            if keys and self._frozen:
+                raise RuntimeError(
+                    f"the buffers are frozen, so {[key[0] for key in keys]} cannot be released: "
+                    "call unfreeze() first"
+                )
+            return sum(self._drop(key) for key in keys)
+
+    def freeze(self) -> None:
+        """Make a request that would move memory an error, as captured graphs need it.
+
+        A captured CUDA graph keeps the raw address of a buffer: growing the buffer later would free
+        memory to which the graph still writes.
+
+        Example:
+            >>> buffers = GlobalMemoryBuffer()
+            >>> buffers.freeze()
+            >>> buffers.unfreeze()
+        """
+        self._frozen = True
+
+    def unfreeze(self) -> None:
+        """Let buffers grow again.
+
+        Example:
+            >>> GlobalMemoryBuffer().unfreeze()
+        """
+        self._frozen = False
+
+    @contextlib.contextmanager
+    def frozen(self) -> Iterator[GlobalMemoryBuffer]:
+        """Freeze the buffers within a `with` block, then restore the state from before it.
+
+        Yields:
+            The buffers.
+
+        Example:
+            >>> with GlobalMemoryBuffer().frozen() as buffers:
+            ...     buffers.nbytes()
+            0
+        """
+        before = self._frozen
+        self._frozen = True
+        try:
+            yield self
+        finally:
+            self._frozen = before
+
+    def _known_view(self, key: _Key, tensor_shape: Sequence[int] | int) -> Tensor | None:
+        views = self._views.get(key)
+        if views is None or views.backing is not self.buffer.get(key):
+            return None
+        shape = (tensor_shape,) if isinstance(tensor_shape, int) else tuple(tensor_shape)
+        return views.by_shape.get(shape)
+
+    def _new_view(
+        self, key: _Key, shape: tuple[int, ...], mem_alloc_context: _AllocationContext | None
+    ) -> Tensor:
+        numel = math.prod(shape)
+        backing = self._backing(key, numel, mem_alloc_context)
+        with torch.inference_mode(False):
+            view = backing[:numel].view(shape).detach()
+        if backing is self.buffer.get(key) and not is_transform_wrapper(view):
+            views = self._views.get(key)
+            if views is None or views.backing is not backing or len(views.by_shape) >= _MAX_SHAPES:
+                views = self._views[key] = _Views(backing, {})
+            views.by_shape[shape] = view
+        return view
+
+    def _backing(
+        self, key: _Key, numel: int, mem_alloc_context: _AllocationContext | None
+    ) -> Tensor:
+        name, dtype, device = key
+        backing = self.buffer.get(key)
+        if backing is not None and backing.numel() >= numel:
+            return backing
+        old_bytes = 0 if backing is None else backing.nbytes
+        del backing  # the old buffer goes before the bigger one comes, to keep the peak low
+        if self._frozen and numel > 0:
+            raise RuntimeError(
+                f"the buffers are frozen and buffer {name!r} ({dtype}, {device}) would grow from "
+                f"{old_bytes} to {numel * dtype.itemsize} bytes: reserve() the largest shape "
+                "before freeze(), or call unfreeze()"
+            )
+        self._drop(key)
+        with _allocation_context(mem_alloc_context), torch.inference_mode(False):
+            fresh = torch.empty(numel, dtype=dtype, device=device)
+        if not (fresh.is_meta or is_transform_wrapper(fresh)):
+            self.buffer[key] = fresh
+        return fresh
+
+    def _drop(self, key: _Key) -> int:
+        self._views.pop(key, None)
+        backing = self.buffer.pop(key, None)
+        return 0 if backing is None else backing.nbytes

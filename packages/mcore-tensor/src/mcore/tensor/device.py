@@ -1,0 +1,64 @@
+"""The current device: the accelerator in use, else the CPU."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["current_device", "resolve_device"]
+
+_CPU = torch.device("cpu")
+
+
+def current_device() -> torch.device:
+    """Return the device on which this package allocates when it is told none.
+
+    Returns:
+        The current accelerator with its index where an accelerator is available, else the CPU. It
+        is looked up at every call, so it follows `torch.accelerator.set_device_index`.
+
+    Example:
+        >>> current_device().type == "cpu" or torch.accelerator.is_available()
+        True
+    """
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
+    return _CPU
+
+
+def resolve_device(device: torch.device | str | int | None) -> torch.device:
+    """Return the device that an argument means, complete with its index.
+
+    Args:
+        device: A device, its name, the index of an accelerator, or `None` for the current device.
+            An accelerator without an index means its current index.
+
+    Returns:
+        A device that stands for one piece of memory, so that it can be part of a key.
+
+    Raises:
+        ValueError: An index was given and there is no accelerator.
+        RuntimeError: From torch: there is no such device type.
+
+    Example:
+        >>> resolve_device("cpu:0")
+        device(type='cpu')
+    """
+    if device is None:
+        return current_device()
+    if isinstance(device, int):
+        current = current_device()
+        if current == _CPU:
+            raise ValueError(
+                f"device {device} is the index of an accelerator and none is available: "
+                "pass 'cpu', or None for the current device"
+            )
+        return torch.device(current.type, device)
+    named = torch.device(device)
+    if named.type == "cpu":
+        return _CPU
+    if named.index is None:
+        current = current_device()
+        return current if current.type == named.type else named
+    return named

@@ -1,0 +1,211 @@
+"""Local shards, full values and process groups of tensors that may be DTensors.
+
+A DTensor can exist only once `torch.distributed.tensor` is imported, so nothing here imports it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any, TypeVar, cast
+
+import torch
+
+from mcore.tensor.shard_sizes import every_rank_has_elements
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
+    from torch.distributed.tensor import DTensor
+    from typing_extensions import TypeIs
+
+__all__ = [
+    "get_data_parallel_group_if_dtensor",
+    "get_full_tensor_if_necessary",
+    "is_dtensor",
+    "resolve_data_parallel_group",
+    "to_local_if_dtensor",
+]
+
+T = TypeVar("T")
+
+
+def _is_instance_if_imported(value: object, module: str, name: str) -> bool:
+    imported = sys.modules.get(module)
+    cls = getattr(imported, name, None)
+    return cls is not None and isinstance(value, cls)
+
+
+def is_dtensor(value: object) -> TypeIs[DTensor]:
+    """Return whether a value is a DTensor, without importing `torch.distributed.tensor`.
+
+    Args:
+        value: Any object.
+
+    Returns:
+        Whether it is a `torch.distributed.tensor.DTensor`.
+
+    Example:
+        >>> is_dtensor(torch.ones(2))
+        False
+    """
+    return _is_instance_if_imported(value, "torch.distributed.tensor", "DTensor")
+
+
+def _ready_local_tensor(tensor: DTensor) -> torch.Tensor:
+    # to_local() hands out a fresh view of a parameter; the local tensor itself has no base.
+    local = tensor._local_tensor
+    if _is_instance_if_imported(
+        local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
+    ):
+        return cast("torch.Tensor", cast(Any, local).wait())
+    return local
+
+
+def to_local_if_dtensor(tensor: T) -> T | torch.Tensor:
+    """Return the local shard of a DTensor, and anything else unchanged.
+
+    It performs no collective: a `Partial` placement gives the local partial value. It waits for a
+    local value whose collective is still in flight.
+
+    Args:
+        tensor: A DTensor, or any other object (`None` too).
+
+    Returns:
+        For a DTensor the very tensor that holds its shard: writing into it in place changes the
+        DTensor, its own `requires_grad` is kept, and no gradient flows back through the call. Else
+        `tensor` itself.
+
+    Example:
+        >>> plain = torch.ones(2)
+        >>> to_local_if_dtensor(plain) is plain
+        True
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        return _ready_local_tensor(tensor)
+
+
+def get_full_tensor_if_necessary(tensor: T) -> T | torch.Tensor:
+    """Return the local shard of a DTensor, or all of it where some rank's shard is empty.
+
+    If every rank of the mesh holds at least one element (or the tensor has none at all), each rank
+    gets its local shard without communication. Else each rank gets the full tensor: an all-gather
+    over the mesh, which all its ranks must reach. Every rank takes the same branch, because the
+    choice depends only on mesh shape, global shape and placements, which are taken to be cut as
+    `torch.chunk` cuts.
+
+    Args:
+        tensor: A DTensor, or any other object.
+
+    Returns:
+        For a DTensor the local shard, which aliases it (loaders may write into it), or the full
+        tensor, which is a copy. No gradient flows back through either. Else `tensor` itself.
+
+    Example:
+        >>> plain = torch.ones(2)
+        >>> get_full_tensor_if_necessary(plain) is plain
+        True
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    with torch.no_grad():
+        if tensor.numel() == 0 or every_rank_has_elements(
+            tensor.shape, tensor.device_mesh.shape, tensor.placements
+        ):
+            return _ready_local_tensor(tensor)
+        return tensor.full_tensor()
+
+
+def _mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
+    mesh = tensor.device_mesh
+    if mesh_dim is None and mesh.ndim > 1:
+        names = mesh.mesh_dim_names or list(range(mesh.ndim))
+        raise ValueError(
+            f"the tensor lives on a mesh of {mesh.ndim} dimensions, {names}: "
+            "pass mesh_dim to name the one of the data-parallel group"
+        )
+    return mesh.get_group(mesh_dim)
+
+
+def _require_same_ranks(found: ProcessGroup, expected: ProcessGroup | None) -> None:
+    if expected is None or expected is found:
+        return
+    found_ranks = torch.distributed.get_process_group_ranks(found)
+    expected_ranks = torch.distributed.get_process_group_ranks(expected)
+    if found_ranks != expected_ranks:
+        raise ValueError(
+            f"the tensor's data-parallel group has ranks {found_ranks}, but the group already in "
+            f"use has ranks {expected_ranks}: all tensors must share one data-parallel group"
+        )
+
+
+def get_data_parallel_group_if_dtensor(
+    tensor: object,
+    data_parallel_group: ProcessGroup | None = None,
+    *,
+    mesh_dim: int | str | None = None,
+) -> ProcessGroup | None:
+    """Return the process group over which a DTensor is distributed.
+
+    No communication. A plain tensor gives `None` whatever group is passed, so folding this over a
+    list of tensors can lose the group: use `resolve_data_parallel_group` for a list.
+
+    Args:
+        tensor: A DTensor, or any other object.
+        data_parallel_group: The group that the tensor is expected to have, if there is one.
+        mesh_dim: The index or name of the mesh dimension to take the group of; needed when the mesh
+            has more than one.
+
+    Returns:
+        The group of the tensor's mesh, `None` for anything but a DTensor.
+
+    Raises:
+        ValueError: `data_parallel_group` has other ranks, or the mesh has more than one dimension
+            and `mesh_dim` is not given.
+
+    Example:
+        >>> get_data_parallel_group_if_dtensor(torch.ones(2)) is None
+        True
+    """
+    if not is_dtensor(tensor):
+        return None
+    group = _mesh_group(tensor, mesh_dim)
+    _require_same_ranks(group, data_parallel_group)
+    return group
+
+
+def resolve_data_parallel_group(
+    tensors: Iterable[object],
+    data_parallel_group: ProcessGroup | None = None,
+    *,
+    mesh_dim: int | str | None = None,
+) -> ProcessGroup | None:
+    """Return the one process group that all DTensors among some tensors share.
+
+    The result does not depend on the order, nor on plain tensors in between. No communication.
+
+    Args:
+        tensors: DTensors and other objects.
+        data_parallel_group: The group that they are expected to have, if there is one.
+        mesh_dim: The index or name of the mesh dimension to take the group of; needed for meshes
+            with more than one.
+
+    Returns:
+        The group of the first DTensor, `None` if there is no DTensor.
+
+    Raises:
+        ValueError: Two DTensors have groups with different ranks, or other ranks than
+            `data_parallel_group`, or `mesh_dim` is missing.
+
+    Example:
+        >>> resolve_data_parallel_group([torch.ones(2), torch.ones(3)]) is None
+        True
+    """
+    shared = None
+    for tensor in tensors:
+        group = get_data_parallel_group_if_dtensor(
+            tensor, shared or data_parallel_group, mesh_dim=mesh_dim
+        )
+        shared = shared or group
+    return shared

@@ -1,0 +1,280 @@
+"""Norms and scaled copies of many tensors at once, called like the kernels of apex's `amp_C`.
+
+The operations run under `torch.no_grad()`, on any mix of float16, bfloat16, float32 and float64
+tensors, also non-contiguous and empty ones, and never read a tensor on the host. They report
+non-finite data in a flag: an integer tensor with one element that they set to 1. They never clear
+it, and they do their work whatever it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from mcore.tensor.norms import norms_of_pieces, norms_of_tensors
+from mcore.tensor.scaling import scaled_copy
+from mcore.tensor.tensor_lists import (
+    TensorLists,
+    checked_noop_flag,
+    checked_tensor_lists,
+    indices_by_kind,
+)
+
+__all__ = [
+    "local_multi_tensor_applier",
+    "local_multi_tensor_l2_norm",
+    "local_multi_tensor_scale",
+]
+
+R = TypeVar("R")
+T = TypeVar("T")
+
+_CHUNK_SIZE = 2048 * 32  # what apex passes by default; its kernels need one
+_LARGEST_FLOAT32 = torch.finfo(torch.float32).max
+
+
+def local_multi_tensor_applier(
+    op: Callable[..., R], noop_flag_buffer: Tensor | None, tensor_lists: TensorLists, *args: Any
+) -> R:
+    """Call a multi-tensor operation with the default chunk size.
+
+    Args:
+        op: An operation of this module, or a foreign one with the same first three parameters:
+            chunk size, flag and tensor lists.
+        noop_flag_buffer: The overflow flag to pass on.
+        tensor_lists: The lists of tensors to pass on.
+        *args: Further arguments of the operation.
+
+    Returns:
+        What the operation returns.
+
+    Example:
+        >>> flag = torch.zeros(1, dtype=torch.int)
+        >>> tensors = [torch.tensor([3.0]), torch.tensor([4.0])]
+        >>> norm, _ = local_multi_tensor_applier(
+        ...     local_multi_tensor_l2_norm, flag, [tensors], False
+        ... )
+        >>> norm
+        tensor([5.])
+    """
+    return op(_CHUNK_SIZE, noop_flag_buffer, tensor_lists, *args)
+
+
+@torch.no_grad()
+def local_multi_tensor_l2_norm(
+    chunk_size: int,
+    noop_flag: Tensor | None,
+    tensor_lists: TensorLists,
+    per_tensor: bool | None,
+    *args: Any,
+) -> tuple[Tensor, Tensor]:
+    """Return the L2 norm of all tensors together and, if asked for, of each.
+
+    Squares are summed in float32, those of float64 tensors in float64. Non-finite data, and finite
+    data whose sum of squares overflows, give a non-finite norm and set the flag. The norm is that
+    of the local tensors: no collective is performed, so callers that hold shards add up
+    `norm ** 2` over their group.
+
+    Args:
+        chunk_size: Accepted for the calling form and ignored.
+        noop_flag: An integer tensor with one element, set to 1 if the norm is not finite; or
+            `None`. One on another device than the norm costs a copy.
+        tensor_lists: Lists of plain tensors, which are taken together as one list.
+        per_tensor: Whether to return the norm of each tensor too; `None` means no.
+        *args: Ignored.
+
+    Returns:
+        The norm, float32 of shape `[1]`, and the norms of the `n` tensors in their order, float32
+        of shape `[n]`, or `[0]` where they are not asked for; both on the device of the first
+        tensor, or where there is none on that of the flag, else the CPU.
+
+    Raises:
+        TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or the
+            flag is no integer tensor.
+        ValueError: The flag has not exactly one element.
+
+    Example:
+        >>> flag = torch.zeros(1, dtype=torch.int)
+        >>> tensors = [torch.tensor([3.0, 4.0]), torch.tensor([12.0])]
+        >>> local_multi_tensor_l2_norm(2048 * 32, flag, [tensors], True)
+        (tensor([13.]), tensor([ 5., 12.]))
+    """
+    flag = checked_noop_flag(noop_flag)
+    tensors = [tensor for tensors in checked_tensor_lists(tensor_lists) for tensor in tensors]
+    device = _device_of_result(tensors, flag)
+    lengths = [tensor.numel() for tensor in tensors]
+    groups = _filled_by_kind(tensors, lengths)
+    norms_of = norms_of_tensors if per_tensor else norms_of_pieces
+    parts = [norms_of(_picked(tensors, group), _picked(lengths, group)) for group in groups]
+    norm = _joint_norm(parts, device)
+    if flag is not None:
+        _raise_unless(norm.le(_LARGEST_FLOAT32), flag)
+    if not per_tensor:
+        return norm, torch.empty(0, dtype=torch.float32, device=device)
+    return norm, _in_order(parts, groups, len(tensors), device)
+
+
+@torch.no_grad()
+def local_multi_tensor_scale(
+    chunk_size: int, noop_flag: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
+) -> None:
+    """Write each source tensor times a factor into its destination, and report non-finite sources.
+
+    The product is computed in float32 (float64 if the source or the destination is float64), then
+    cast. The flag is set if an element of a source is not finite; a finite one that overflows a
+    narrower destination is written as infinity and leaves the flag alone. A factor of 1 makes this
+    a checked copy.
+
+    Args:
+        chunk_size: Accepted for the calling form and ignored.
+        noop_flag: An integer tensor with one element, set to 1 if a source is not finite; or
+            `None`. One on another device than the destinations costs a copy.
+        tensor_lists: `[sources, destinations]`: plain tensors, as many of one as of the other, with
+            as many elements each. A tensor may be its own destination. Where the shapes of a pair
+            differ, elements go in the order of `reshape(-1)`. The result is undefined where
+            different tensors overlap, or one pair writes what another reads.
+        scale: A number, or a tensor with one element, which is used without reading it on the host.
+
+    Raises:
+        ValueError: Not exactly two lists, or their lengths differ, or a pair differs in the number
+            of elements, or the flag or `scale` has not exactly one element. Nothing is written.
+        TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or `scale`
+            is no real number; or the flag is no integer tensor. Nothing is written.
+
+    Example:
+        >>> flag = torch.zeros(1, dtype=torch.int)
+        >>> sources = [torch.tensor([1.0, 2.0])]
+        >>> destinations = [torch.empty(2, dtype=torch.bfloat16)]
+        >>> local_multi_tensor_scale(2048 * 32, flag, [sources, destinations], 0.5)
+        >>> destinations
+        [tensor([0.5000, 1.0000], dtype=torch.bfloat16)]
+    """
+    flag = checked_noop_flag(noop_flag)
+    factor = _checked_scale(scale)
+    for sources, destinations in _pairs_by_kind(
+        *_checked_pairs(checked_tensor_lists(tensor_lists))
+    ):
+        all_finite = scaled_copy(sources, destinations, factor)
+        if flag is not None:
+            _raise_unless(all_finite, flag)
+
+
+def _raise_unless(all_finite: Tensor, flag: Tensor) -> None:
+    overflow = all_finite.reshape(()).logical_not()
+    flag.masked_fill_(overflow.to(flag.device), 1)
+
+
+def _device_of_result(tensors: list[Tensor], flag: Tensor | None) -> torch.device:
+    if tensors:
+        return tensors[0].device
+    return torch.device("cpu") if flag is None else flag.device
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
+    """The root of the sum of all squares as float32 of shape [1]; one scalar per device moves."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for part in parts:
+        by_device.setdefault(part.device, []).append(part.square().sum())
+    sums = [
+        _moved(squares[0] if len(squares) == 1 else _sum(squares), device)
+        for squares in by_device.values()
+    ]
+    if not sums:
+        return torch.zeros(1, dtype=torch.float32, device=device)
+    total = sums[0] if len(sums) == 1 else _sum(sums)
+    return total.sqrt().to(torch.float32).reshape(1)
+
+
+def _sum(scalars: list[Tensor]) -> Tensor:
+    """Their sum, in float64 if one of them is, so that nothing is narrowed on the way."""
+    return torch.cat([scalar.reshape(1) for scalar in scalars]).sum()
+
+
+def _in_order(
+    parts: list[Tensor], groups: list[list[int]], num_tensors: int, device: torch.device
+) -> Tensor:
+    """The norms of groups of tensors as float32 in the order of the tensors; others get zero."""
+    moved = [_moved(part.to(torch.float32), device) for part in parts]
+    if len(moved) == 1 and len(groups[0]) == num_tensors:
+        return moved[0]
+    norms = [torch.zeros((), dtype=torch.float32, device=device)] * num_tensors
+    for part, group in zip(moved, groups, strict=True):
+        for index, norm in zip(group, part.unbind(), strict=True):
+            norms[index] = norm
+    return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float32, device=device)
+
+
+def _checked_scale(scale: float | Tensor) -> float | Tensor:
+    if isinstance(scale, Tensor):
+        if scale.numel() != 1:
+            raise ValueError(
+                f"scale must be a number or a tensor with one element, got {tuple(scale.shape)}"
+            )
+        if scale.is_complex():
+            raise TypeError(f"scale must be real, got a tensor of {scale.dtype}")
+        return scale
+    try:
+        return float(scale)
+    except TypeError as error:
+        raise TypeError(
+            f"scale must be a real number or a tensor with one element, got {type(scale).__name__}"
+        ) from error
+
+
+def _checked_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+    """The sources and destinations that have elements, of the same shape each."""
+    if len(lists) != 2:
+        raise ValueError(
+            f"tensor_lists must be two lists, sources and destinations, got {len(lists)} lists"
+        )
+    sources, destinations = lists
+    if len(sources) != len(destinations):
+        raise ValueError(
+            f"there are {len(sources)} source tensors and {len(destinations)} destination tensors: "
+            "each source needs one destination"
+        )
+    for index, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
+        if source is destination or source.shape == destination.shape:
+            continue
+        if source.numel() != destination.numel():
+            raise ValueError(
+                f"pair {index} has a source of {source.numel()} elements and a destination of "
+                f"{destination.numel()}: both need the same number"
+            )
+        sources[index] = source.reshape(destination.shape)
+    return sources, destinations
+
+
+def _picked(items: list[T], indices: list[int]) -> list[T]:
+    return items if len(indices) == len(items) else [items[index] for index in indices]
+
+
+def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]]:
+    """The indices of the tensors with elements, in groups that agree in device and dtype."""
+    if 0 not in lengths:
+        return indices_by_kind(tensors)
+    filled = [index for index, length in enumerate(lengths) if length > 0]
+    groups = indices_by_kind([tensors[index] for index in filled])
+    return [[filled[index] for index in group] for group in groups]
+
+
+def _pairs_by_kind(
+    sources: list[Tensor], destinations: list[Tensor]
+) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
+    """The pairs with elements, in groups that agree in dtypes, devices and in being in place."""
+    filled = [index for index, tensor in enumerate(destinations) if tensor.numel() > 0]
+    in_place = [index for index in filled if sources[index] is destinations[index]]
+    tensors = _picked(destinations, in_place)
+    for group in indices_by_kind(tensors):
+        yield _picked(tensors, group), _picked(tensors, group)
+    others = [index for index in filled if sources[index] is not destinations[index]]
+    sources, destinations = _picked(sources, others), _picked(destinations, others)
+    for group in indices_by_kind(sources, destinations):
+        yield _picked(sources, group), _picked(destinations, group)

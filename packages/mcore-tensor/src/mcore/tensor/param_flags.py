@@ -1,0 +1,61 @@
+"""The `shared` mark of parameters that several modules hold, such as tied word embeddings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+__all__ = ["mark_param_shared", "param_is_not_shared", "param_is_shared"]
+
+
+def param_is_shared(param: object) -> bool:
+    """Return whether a parameter is marked as the copy of one that another module owns.
+
+    Args:
+        param: Any object, usually an `nn.Parameter`; its attribute `shared` is the mark.
+
+    Returns:
+        `True` if the attribute is there and truthy.
+
+    Example:
+        >>> import torch
+        >>> param_is_shared(torch.nn.Parameter(torch.ones(2)))
+        False
+    """
+    return bool(getattr(param, "shared", False))
+
+
+def param_is_not_shared(param: object) -> bool:
+    """Return whether a parameter counts in norms: it is not marked as a copy.
+
+    Models mark the copy of tied weights (the word embeddings of the last pipeline stage, say), so
+    that a sum over all parameters counts the weight once.
+
+    Args:
+        param: Any object, usually an `nn.Parameter`; its attribute `shared` is the mark.
+
+    Returns:
+        `False` if the attribute is there and truthy, else `True`.
+
+    Example:
+        >>> import torch
+        >>> param_is_not_shared(torch.nn.Parameter(torch.ones(2)))
+        True
+    """
+    return not param_is_shared(param)
+
+
+def mark_param_shared(param: Any, shared: bool = True) -> None:
+    """Mark a parameter as the copy of one that another module owns, or take the mark away.
+
+    Args:
+        param: The object to mark, usually an `nn.Parameter`.
+        shared: The mark.
+
+    Example:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.ones(2))
+        >>> mark_param_shared(weight)
+        >>> param_is_not_shared(weight)
+        False
+    """
+    param.shared = bool(shared)

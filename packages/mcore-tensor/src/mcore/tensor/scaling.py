@@ -1,0 +1,212 @@
+"""Scaled copies of many tensors that share dtypes and devices, with a check for non-finite input.
+
+PyTorch can check and multiply in one pass over the data, but only in place. So where destinations
+are no sources, the data goes through in batches that stay in the cache from step to step.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from mcore.tensor.scratch import Scratch
+
+__all__ = ["scaled_copy"]
+
+_SMALL = 1 << 16  # elements up to which packing a tensor costs less than operations on it
+_TOGETHER = 1 << 17  # elements of small tensors copied before they are multiplied
+_PACK = 1 << 19  # elements of small tensors packed
+_CPU_BLOCK = 1 << 19  # elements of a long tensor worked on at a time
+_ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a narrow result needs
+
+
+def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float | Tensor) -> Tensor:
+    """Write `source * scale` into each destination and check the sources.
+
+    The product is computed in float64 if sources or destinations are float64, else in float32, and
+    rounded once.
+
+    Args:
+        sources: At least one tensor, none of them empty, on one device and of one dtype.
+        destinations: As many tensors of the same shapes, on one device and of one dtype. Either all
+            are the sources themselves or none is.
+        scale: A number, or a real tensor with one element, which is moved to the destinations.
+
+    Returns:
+        A boolean tensor with one element, on the device of the destinations: whether all elements
+        of the sources are finite.
+
+    Example:
+        >>> destination = torch.empty(1)
+        >>> scaled_copy([torch.tensor([60000.0]).half()], [destination], 2.0)
+        tensor(True)
+        >>> destination
+        tensor([120000.])
+    """
+    device, dtype = destinations[0].device, destinations[0].dtype
+    if sources[0].device != device:
+        sources = [_moved(source, device) for source in sources]
+    wide = torch.promote_types(torch.promote_types(sources[0].dtype, dtype), torch.float32)
+    length = sum(source.numel() for source in sources)
+    multiply = _CheckedMultiply(scale, wide, device, length)
+    if sources[0] is destinations[0]:
+        multiply.in_place(destinations)
+    elif device.type == "cpu":
+        _scale_on_cpu(sources, destinations, multiply)
+    else:
+        sources, destinations = _cut(sources, destinations, _ACCELERATOR_BLOCK)
+        for batch in _batches(sources, _ACCELERATOR_BLOCK):
+            _scale_batch(sources[batch], destinations[batch], multiply)
+    return multiply.all_finite()
+
+
+def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
+def _factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    if isinstance(scale, Tensor):
+        return _moved(scale.reshape(()), device).to(dtype)
+    if abs(scale) > torch.finfo(dtype).max:
+        scale = math.copysign(math.inf, scale)  # torch.full refuses a finite number that overflows
+    return torch.full((), scale, dtype=dtype, device=device)
+
+
+class _CheckedMultiply:
+    """Multiplies by one factor and keeps in mind, on the device, whether all input was finite."""
+
+    def __init__(
+        self, scale: float | Tensor, dtype: torch.dtype, device: torch.device, length: int
+    ) -> None:
+        self.dtype = dtype
+        self.is_identity = not isinstance(scale, Tensor) and scale == 1
+        self._factor = _factor(scale, dtype, device)
+        self._found_non_finite = torch.zeros((), dtype=torch.float32, device=device)
+        self._extremes: list[Tensor] = []
+        self.scratch = Scratch(min(length, _CPU_BLOCK))
+
+    def in_place(self, tensors: list[Tensor]) -> None:
+        check_and_multiply = torch._amp_foreach_non_finite_check_and_unscale_
+        if self.dtype == torch.float32:
+            check_and_multiply(tensors, self._found_non_finite, self._factor)
+            return
+        # The fused operation takes a float32 factor only: it checks, the product is float64.
+        check_and_multiply(tensors, self._found_non_finite, torch.ones_like(self._found_non_finite))
+        torch._foreach_mul_(tensors, self._factor)
+
+    def check(self, tensor: Tensor) -> None:
+        """A non-finite element makes the smallest or the largest one non-finite."""
+        self._extremes += torch.aminmax(tensor)
+
+    def into(self, source: Tensor, destination: Tensor) -> None:
+        self.check(source)
+        torch.mul(source, self._factor, out=destination)
+
+    def all_finite(self) -> Tensor:
+        finite = self._found_non_finite.eq(0)
+        if self._extremes:
+            finite = finite.logical_and(torch.stack(self._extremes).isfinite().all())
+        return finite
+
+
+def _scale_on_cpu(
+    sources: list[Tensor], destinations: list[Tensor], multiply: _CheckedMultiply
+) -> None:
+    keeps_source = destinations[0].dtype in (sources[0].dtype, multiply.dtype)
+    scale_batch = _scale_batch if keeps_source else _scale_pack
+    sources, destinations = _cut(sources, destinations, _CPU_BLOCK)
+    small = [index for index, source in enumerate(sources) if source.numel() <= _SMALL]
+    if len(small) < len(sources):
+        for source, destination in zip(sources, destinations, strict=True):
+            if source.numel() > _SMALL:
+                _scale_long(source, destination, multiply)
+        sources = [sources[index] for index in small]
+        destinations = [destinations[index] for index in small]
+    for batch in _batches(sources, _TOGETHER if keeps_source else _PACK):
+        scale_batch(sources[batch], destinations[batch], multiply)
+
+
+def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply) -> None:
+    if multiply.is_identity:
+        multiply.check(source)
+        destination.copy_(source)
+        return
+    product = destination
+    if destination.dtype not in (source.dtype, multiply.dtype):
+        product = multiply.scratch.take(destination.numel(), multiply.dtype)
+        product = product.view(destination.shape)
+    if source.dtype == product.dtype:
+        multiply.into(source, product)
+    else:
+        product.copy_(source)
+        multiply.in_place([product])
+    if product is not destination:
+        destination.copy_(product)
+
+
+def _scale_pack(
+    sources: list[Tensor], destinations: list[Tensor], multiply: _CheckedMultiply
+) -> None:
+    flat = [source if source.dim() == 1 else source.reshape(-1) for source in sources]
+    length = sum(source.numel() for source in flat)
+    pack = torch.cat(flat, out=multiply.scratch.take(length, sources[0].dtype))
+    if multiply.is_identity:
+        multiply.check(pack)
+        torch._foreach_copy_(destinations, sources)
+        return
+    if pack.dtype != multiply.dtype:
+        pack = multiply.scratch.take(length, multiply.dtype).copy_(pack)
+    multiply.in_place([pack])
+    products = torch.split(pack, [source.numel() for source in flat])
+    torch._foreach_copy_(
+        destinations,
+        [
+            product if destination.dim() == 1 else product.view(destination.shape)
+            for product, destination in zip(products, destinations, strict=True)
+        ],
+    )
+
+
+def _scale_batch(
+    sources: list[Tensor], destinations: list[Tensor], multiply: _CheckedMultiply
+) -> None:
+    products = destinations
+    if destinations[0].dtype not in (sources[0].dtype, multiply.dtype):
+        products = [torch.empty_like(tensor, dtype=multiply.dtype) for tensor in destinations]
+    torch._foreach_copy_(products, sources)
+    multiply.in_place(products)
+    if products is not destinations:
+        torch._foreach_copy_(destinations, products)
+
+
+def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
+    """Slices of the list with at most `limit` elements, or with one tensor."""
+    start = batched = 0
+    for index, tensor in enumerate(tensors):
+        length = tensor.numel()
+        if batched + length > limit and index > start:
+            yield slice(start, index)
+            start, batched = index, 0
+        batched += length
+    if tensors:
+        yield slice(start, len(tensors))
+
+
+def _cut(
+    sources: list[Tensor], destinations: list[Tensor], limit: int
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The same pairs, with those of more than `limit` elements in parts."""
+    if all(source.numel() <= limit for source in sources):
+        return sources, destinations
+    source_parts: list[Tensor] = []
+    destination_parts: list[Tensor] = []
+    for source, destination in zip(sources, destinations, strict=True):
+        if source.is_contiguous() and destination.is_contiguous():
+            source, destination = source.view(-1), destination.view(-1)
+        num_rows = max(1, limit * len(source) // source.numel())
+        source_parts += torch.split(source, num_rows)
+        destination_parts += torch.split(destination, num_rows)
+    return source_parts, destination_parts

@@ -1,0 +1,134 @@
+"""Checks of what the multi-tensor operations are given, before anything is computed or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from mcore.tensor.dtensor import is_dtensor
+
+__all__ = ["TensorLists", "checked_noop_flag", "checked_tensor_lists", "indices_by_kind"]
+
+TensorLists = Sequence[Sequence[Tensor]]
+
+_DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+_PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+
+
+def _check_tensor(tensor: object, where: str) -> None:
+    if is_dtensor(tensor):
+        raise TypeError(
+            f"{where} is a DTensor: pass its local shard, to_local_if_dtensor(tensor), and reduce "
+            "over the ranks yourself"
+        )
+    if not isinstance(tensor, Tensor):
+        raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.dtype not in _DTYPES:
+        raise TypeError(
+            f"{where} has dtype {tensor.dtype}: only float16, bfloat16, float32 and float64 are "
+            "supported"
+        )
+
+
+def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
+    """Return the lists as lists, after a check of every tensor.
+
+    Args:
+        tensor_lists: Lists of plain tensors of dtype float16, bfloat16, float32 or float64.
+
+    Returns:
+        The same tensors.
+
+    Raises:
+        TypeError: One is a DTensor, no tensor, or of another dtype; the text has its indices.
+
+    Example:
+        >>> checked_tensor_lists([(torch.ones(1),), []])
+        [[tensor([1.])], []]
+    """
+    if isinstance(tensor_lists, Tensor):
+        raise TypeError("tensor_lists must be a list of lists of tensors, got a tensor")
+    lists = []
+    for list_index, tensors in enumerate(tensor_lists):
+        if isinstance(tensors, Tensor):
+            raise TypeError(
+                f"tensor_lists[{list_index}] must be a list of tensors, got a tensor: "
+                "tensor_lists is a list of lists"
+            )
+        checked = list(tensors)
+        plain = _PLAIN_TYPES.issuperset(map(type, checked))
+        if not (plain and _DTYPES.issuperset({tensor.dtype for tensor in checked})):
+            for index, tensor in enumerate(checked):
+                _check_tensor(tensor, f"tensor_lists[{list_index}][{index}]")
+        lists.append(checked)
+    return lists
+
+
+def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
+    """Return the flag, after a check that it is one integer in a tensor.
+
+    Args:
+        noop_flag: An integer tensor with one element, of any shape, or `None`.
+
+    Returns:
+        The same flag.
+
+    Raises:
+        TypeError: It is no tensor, or not of an integer dtype.
+        ValueError: It has not exactly one element.
+
+    Example:
+        >>> checked_noop_flag(torch.zeros(1, dtype=torch.int))
+        tensor([0], dtype=torch.int32)
+    """
+    if noop_flag is None:
+        return None
+    if not isinstance(noop_flag, Tensor):
+        raise TypeError(
+            "noop_flag must be an integer tensor with one element or None, "
+            f"got {type(noop_flag).__name__}"
+        )
+    dtype = noop_flag.dtype
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(
+            f"noop_flag must have an integer dtype, got {dtype}: "
+            "make it with torch.zeros(1, dtype=torch.int)"
+        )
+    if noop_flag.numel() != 1:
+        raise ValueError(
+            f"noop_flag must have exactly one element, got shape {tuple(noop_flag.shape)}"
+        )
+    return noop_flag
+
+
+def indices_by_kind(*columns: list[Tensor]) -> list[list[int]]:
+    """Return the indices of items whose tensors agree in device and dtype, group by group.
+
+    Args:
+        *columns: Lists of one length; an item has one tensor in each of them.
+
+    Returns:
+        The groups in the order in which they come up first; none if there is no item.
+
+    Example:
+        >>> indices_by_kind([torch.ones(1), torch.ones(1).half(), torch.ones(2)])
+        [[0, 2], [1]]
+    """
+    if not columns[0]:
+        return []
+    if all(_is_uniform(column) for column in columns):
+        return [list(range(len(columns[0])))]
+    groups: dict[tuple[tuple[torch.device, torch.dtype], ...], list[int]] = {}
+    for index, item in enumerate(zip(*columns, strict=True)):
+        kind = tuple((tensor.device, tensor.dtype) for tensor in item)
+        groups.setdefault(kind, []).append(index)
+    return list(groups.values())
+
+
+def _is_uniform(tensors: list[Tensor]) -> bool:
+    return (
+        len({tensor.dtype for tensor in tensors}) == 1
+        and len({tensor.device for tensor in tensors}) == 1
+    )

@@ -1,0 +1,231 @@
+"""Tensors that share the memory of a view without keeping its base tensor alive.
+
+A view keeps the tensor it was taken from alive in `_base`. A viewless tensor has the same storage,
+offset, strides and values, and no `_base`. It is not compact: a slice of ten elements still keeps
+the storage of the whole base allocated, only the base tensor object is let go.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from mcore.versioning import internal_api
+
+__all__ = [
+    "MakeViewlessTensor",
+    "_kernel_make_viewless_tensor",
+    "assert_viewless_tensor",
+    "make_viewless_tensor",
+    "safely_set_viewless_tensor_data",
+]
+
+T = TypeVar("T")
+
+
+@internal_api
+def _kernel_make_viewless_tensor(inp: Tensor, requires_grad: bool) -> Tensor:
+    """Return a leaf on the memory of a tensor, without a base and outside the graph.
+
+    The version counter is shared, so autograd notices when either of the two is written in place
+    between a forward pass and its backward pass.
+
+    Args:
+        inp: Any tensor; a subclass stays a subclass.
+        requires_grad: Whether the leaf requires grad.
+
+    Returns:
+        The leaf, with the strides and the storage offset of `inp`.
+
+    Raises:
+        RuntimeError: From torch: `requires_grad` for an integer tensor, or for an inference tensor
+            outside of inference mode.
+
+    Example:
+        >>> base = torch.arange(6.0)
+        >>> leaf = _kernel_make_viewless_tensor(base[2:], requires_grad=True)
+        >>> leaf._base is None, leaf.is_leaf, leaf.data_ptr() == base[2:].data_ptr()
+        (True, True, True)
+    """
+    out = inp.detach()
+    return out.requires_grad_() if requires_grad else out
+
+
+class MakeViewlessTensor(torch.autograd.Function):
+    """The autograd function of `make_viewless_tensor(..., keep_graph=True)`.
+
+    Example:
+        >>> x = torch.ones(2, 3, requires_grad=True)
+        >>> y = MakeViewlessTensor.apply((x * 2).view(3, 2), True)
+        >>> y._base is None, y.requires_grad
+        (True, True)
+    """
+
+    @staticmethod
+    def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
+        """Return a viewless tensor on the memory of the input.
+
+        Args:
+            ctx: The autograd context, unused.
+            inp: Any tensor.
+            requires_grad: Without effect, part of the calling form: autograd puts the result into
+                the graph exactly if `inp` requires grad.
+
+        Returns:
+            A tensor with the storage, offset and strides of `inp` and without a base.
+
+        Example:
+            >>> MakeViewlessTensor.forward(None, torch.ones(4)[:2], False)._base is None
+            True
+        """
+        return inp.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        """Pass the gradient on unchanged.
+
+        Args:
+            ctx: The autograd context, unused.
+            grad_output: The gradient of the viewless tensor.
+
+        Returns:
+            The gradient of the input, and `None` for `requires_grad`.
+
+        Example:
+            >>> MakeViewlessTensor.backward(None, torch.ones(2))
+            (tensor([1., 1.]), None)
+        """
+        return grad_output, None
+
+
+class _TransformableViewlessTensor(torch.autograd.Function):
+    """The same function in the form that `torch.func` transforms can differentiate and batch."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(inp: Tensor) -> Tensor:
+        return inp.detach()
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> Tensor:
+        return grad_output
+
+
+def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
+    """Return a tensor on the memory of a view that does not keep the view's base alive.
+
+    Works in inference mode, under `torch.func` transforms and in `torch.compile(fullgraph=True)`
+    (which itself cannot return a new leaf that requires grad from a compiled region).
+
+    Args:
+        inp: A tensor. One that is no view is returned as it is and the other arguments are ignored.
+        requires_grad: Whether the result requires grad, where `keep_graph` is false.
+        keep_graph: Whether the result stays in the autograd graph of `inp`. If it does, it requires
+            grad exactly if `inp` does.
+
+    Returns:
+        A tensor with `_base is None` and the storage, offset, strides and version counter of `inp`.
+
+    Raises:
+        RuntimeError: From torch: `requires_grad` without the graph for an integer tensor, or for an
+            inference tensor outside of inference mode.
+
+    Example:
+        >>> x = torch.ones(3, 4, requires_grad=True)
+        >>> hidden = make_viewless_tensor((x * 2).view(4, 3), requires_grad=True, keep_graph=True)
+        >>> hidden._base is None
+        True
+        >>> hidden.sum().backward()
+        >>> x.grad.unique()
+        tensor([2.])
+    """
+    if inp._base is None:
+        return inp
+    if keep_graph:
+        return _in_graph(inp, requires_grad)
+    out = inp.detach()  # the kernel, without the call: that would add a fifth to its time
+    return out.requires_grad_() if requires_grad else out
+
+
+def _in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
+    if torch._C._are_functorch_transforms_active():
+        viewless = _TransformableViewlessTensor.apply(inp)  # type: ignore[no-untyped-call]
+    else:
+        viewless = MakeViewlessTensor.apply(inp, requires_grad)  # type: ignore[no-untyped-call]
+    return cast("Tensor", viewless)
+
+
+def _require_viewless(value: object, where: str, extra_msg: str | None) -> None:
+    if isinstance(value, Tensor):
+        if value._base is None:
+            return
+        message = (
+            f"{where} of shape {tuple(value.shape)} is a view: its base, of shape "
+            f"{tuple(value._base.shape)}, stays alive through tensor._base, so that storing the "
+            "tensor leaks memory across iterations. Pass it through make_viewless_tensor() first."
+        )
+        raise AssertionError(message if extra_msg is None else f"{message} {extra_msg}")
+    if isinstance(value, (list, tuple)):
+        for index, item in enumerate(value):
+            _require_viewless(item, f"{where}[{index}]", extra_msg)
+
+
+def assert_viewless_tensor(tensor: T, extra_msg: str | None = None) -> T:
+    """Raise if a tensor, or one in nested lists and tuples, is a view; under `python -O` too.
+
+    Args:
+        tensor: A tensor, a list or tuple of anything this takes, or any other object, which passes.
+        extra_msg: Text to end the error message with.
+
+    Returns:
+        `tensor` itself.
+
+    Raises:
+        AssertionError: A tensor has a `_base`. The text names its place in the lists.
+
+    Example:
+        >>> batch = [torch.ones(2), None]
+        >>> assert_viewless_tensor(batch) is batch
+        True
+    """
+    _require_viewless(tensor, "tensor", extra_msg)
+    return tensor
+
+
+def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
+    """Set the data of a tensor, after a check that it is not a view.
+
+    Shape and dtype may change.
+
+    Args:
+        tensor: The tensor to change; it must have no `_base`.
+        new_data_tensor: The tensor whose data it takes over; the same device type.
+
+    Raises:
+        AssertionError: `tensor` is a view.
+        TypeError: One of the two is no tensor.
+        RuntimeError: From torch: the device types differ.
+
+    Example:
+        >>> tensor = torch.zeros(2)
+        >>> safely_set_viewless_tensor_data(tensor, torch.ones(3))
+        >>> tensor
+        tensor([1., 1., 1.])
+    """
+    for name, value in (("tensor", tensor), ("new_data_tensor", new_data_tensor)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+    if tensor._base is not None:
+        assert_viewless_tensor(
+            tensor,
+            f"The data of shape {tuple(new_data_tensor.shape)} was not set on the tensor of shape "
+            f"{tuple(tensor.shape)}.",
+        )
+    tensor.data = new_data_tensor

@@ -1,0 +1,169 @@
+import ast
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import mcore.tensor
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_the_exported_names_are_listed_in_order():
+    assert mcore.tensor.__all__ == sorted(mcore.tensor.__all__)
+    for name in mcore.tensor.__all__:
+        assert getattr(mcore.tensor, name) is not None
+
+
+def test_nothing_else_is_exported():
+    modules = {path.stem for path in Path(mcore.tensor.__file__).parent.glob("*.py")}
+    visible = {name for name in vars(mcore.tensor) if not name.startswith("__")} - modules
+    assert visible <= set(mcore.tensor.__all__)
+
+
+DOCUMENTED = """
+    GlobalMemoryBuffer get_global_memory_buffer GlobalSymmetricMemoryBuffer
+    _kernel_make_viewless_tensor WrappedTensor MakeViewlessTensor make_viewless_tensor
+    assert_viewless_tensor safely_set_viewless_tensor_data get_full_tensor_if_necessary
+    to_local_if_dtensor get_data_parallel_group_if_dtensor local_multi_tensor_applier
+    local_multi_tensor_l2_norm local_multi_tensor_scale ensure_divisibility divide maybe_cat
+    param_is_not_shared param_is_shared mark_param_shared round_up_to_nearest_multiple
+    destroy_global_memory_buffer resolve_data_parallel_group
+"""
+
+
+@pytest.mark.parametrize("name", DOCUMENTED.split())
+def test_documented_names_are_exported(name):
+    assert name in mcore.tensor.__all__
+
+
+def modules_after(program):
+    finished = subprocess.run(
+        [sys.executable, "-c", f"import json, sys\n{program}\nprint(json.dumps([*sys.modules]))"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return set(json.loads(finished.stdout.splitlines()[-1]))
+
+
+def test_the_import_loads_nothing_but_itself_beside_torch():
+    loaded = modules_after("import mcore.tensor") - modules_after("import torch")
+    assert "mcore.tensor" in loaded
+    assert {name for name in loaded if not name.startswith("mcore.tensor")} == {"mcore"}
+
+
+def test_the_import_initialises_nothing():
+    program = (
+        "import threading, mcore.tensor, torch\n"
+        "print(torch.cuda.is_initialized(), torch.distributed.is_initialized(),"
+        " threading.active_count())"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert finished.stdout.split() == ["False", "False", "1"]
+    assert finished.stderr == ""
+
+
+def test_it_works_where_torch_has_no_distributed_package():
+    program = """
+import torch
+torch.distributed.is_available = lambda: False
+for name in ("is_initialized", "get_rank", "group"):
+    if hasattr(torch.distributed, name):
+        delattr(torch.distributed, name)
+import mcore.tensor as mt
+buffer = mt.GlobalSymmetricMemoryBuffer(1, None)
+assert not buffer.available
+assert "no torch.distributed" in buffer.init_failure_reason
+assert mt.to_local_if_dtensor(3) == 3
+print("works")
+"""
+    finished = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert finished.stdout == "works\n", finished.stderr
+
+
+def python_blocks(text):
+    return re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_example_of_the_readme_runs_and_prints_what_it_says(capsys):
+    (example,) = python_blocks((ROOT / "README.md").read_text())
+    exec(compile(example, "README.md", "exec"), {})
+    expected = re.findall(r"print\(.*\)  # (.*)", example)
+    assert expected
+    assert capsys.readouterr().out.splitlines() == expected
+
+
+def test_no_module_asserts():
+    for path in Path(mcore.tensor.__file__).parent.glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        assert not [node.lineno for node in nodes if isinstance(node, ast.Assert)], path
+
+
+def test_no_device_of_cuda_by_name():
+    for path in Path(mcore.tensor.__file__).parent.glob("*.py"):
+        assert not re.search(r"""["']cuda""", path.read_text())
+
+
+@pytest.mark.parametrize("options", [[], ["-O"]])
+def test_acceptance_examples_hold_with_and_without_assertions(options):
+    program = """
+import gc, weakref, torch
+from mcore.tensor import *
+def check(condition):
+    if not condition:
+        raise SystemExit("does not hold")
+b = GlobalMemoryBuffer()
+a = b.get_tensor((128,), torch.float32, "x")
+p = a.untyped_storage().data_ptr()
+for s in [(128,), (64,), (1,), (4, 25), (), (0, 7)]:
+    check(b.get_tensor(s, torch.float32, "x").untyped_storage().data_ptr() == p)
+check(divide(8, 2) == 4)
+for error in (ValueError, AssertionError):
+    try:
+        divide(4, 5)
+    except error as caught:
+        check(str(caught) == "4 is not divisible by 5")
+    else:
+        check(False)
+try:
+    assert_viewless_tensor((torch.ones(4).view(2, 2),))
+except AssertionError:
+    pass
+else:
+    check(False)
+base = torch.randn(10)
+w = weakref.ref(base)
+v = make_viewless_tensor(base[:4], False, False)
+del base
+gc.collect()
+check(w() is None)
+def f(w):
+    t = w.unwrap()
+    r = weakref.ref(t)
+    del t
+    return r() is None
+check(f(WrappedTensor(torch.ones(2))))
+norm, _ = local_multi_tensor_applier(
+    local_multi_tensor_l2_norm, None, [[torch.tensor([3.0, 4.0]), torch.tensor([12.0])]], False)
+check(norm.tolist() == [13.0])
+print("holds")
+"""
+    finished = subprocess.run(
+        [sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=120
+    )
+    assert finished.stdout == "holds\n", finished.stderr
+
+
+def test_annotations_of_the_package_are_shipped():
+    assert (Path(mcore.tensor.__file__).parent / "py.typed").exists()
+    assert torch.__version__
