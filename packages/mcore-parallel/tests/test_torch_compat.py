@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,10 +12,14 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mcore.parallel.torch_compat import (
     all_gather_single,
+    flatten_mesh,
     flatten_mesh_dims,
+    flattened_meshes,
     is_distributed,
+    join_meshes,
     mesh_from_groups,
     reduce_scatter_single,
+    root_mesh,
 )
 from rank_testing import run_ranks
 
@@ -93,6 +98,49 @@ def test_flatten_gives_none_where_torch_has_no_flatten(fake_world, monkeypatch) 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     monkeypatch.delattr(dist.device_mesh.DeviceMesh, "_flatten")
     assert flatten_mesh_dims(mesh, ("dp", "tp"), "all") is None
+
+
+def test_flatten_of_a_whole_mesh(fake_world) -> None:
+    fake_world(5, 16)
+    mesh = init_device_mesh("cpu", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
+    flat = flatten_mesh(mesh["dp", "tp"], "stage")
+    assert flat is not None
+    assert dist.get_process_group_ranks(flat.get_group()) == list(range(8))
+    assert flatten_mesh_dims(mesh, ("dp", "tp"), "stage") is flat
+    assert flatten_mesh(mesh["pp", "dp"], "stage") is None
+
+
+def test_every_mesh_of_a_family_knows_its_root_and_the_flattened_ones(fake_world) -> None:
+    fake_world(5, 8)
+    world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
+    dense = world._unflatten(0, (2, 4), ("dp", "tp"))
+    flat = dense["dp", "tp"]._flatten("all")
+    for mesh in (world, dense, dense["tp"], flat):
+        assert root_mesh(mesh) is world
+        assert flattened_meshes(mesh) == {"all": flat}
+    found = flattened_meshes(world)
+    found.clear()
+    assert flattened_meshes(world) == {"all": flat}
+
+
+def test_a_torch_without_families_of_meshes() -> None:
+    mesh = SimpleNamespace()
+    assert root_mesh(mesh) is mesh  # type: ignore[comparison-overlap, arg-type]
+    assert flattened_meshes(mesh) == {}  # type: ignore[arg-type]
+
+
+def test_joined_meshes_keep_order_and_groups(fake_world, monkeypatch) -> None:
+    fake_world(5, 8)
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("a", "b", "c"))
+    joined = join_meshes([mesh["c"], mesh["a"]])
+    assert joined.mesh_dim_names == ("c", "a")
+    assert joined.mesh.tolist() == [[0, 4], [1, 5]]
+    assert joined.get_all_groups() == [mesh["c"].get_group(), mesh["a"].get_group()]
+    with pytest.raises(RuntimeError, match="overlapping"):
+        join_meshes([mesh["a", "b"], mesh["b"]])
+    monkeypatch.delattr(dist.device_mesh.DeviceMesh, "_concatenate")
+    with pytest.raises(RuntimeError, match="cannot join meshes"):
+        join_meshes([mesh["c"], mesh["a"]])
 
 
 def test_mesh_over_existing_groups_creates_none(fake_world, monkeypatch) -> None:

@@ -10,6 +10,7 @@ from mcore.parallel.context_parallel import (
     cp_zigzag_index,
     get_batch_on_this_cp_rank,
 )
+from mcore.parallel.fsdp_index import FSDPDistributedIndex
 from mcore.parallel.groups import (
     comm_device,
     get_pg_rank,
@@ -18,6 +19,7 @@ from mcore.parallel.groups import (
     get_tensor_model_parallel_group_if_none,
     is_distributed,
 )
+from mcore.parallel.mesh import contains_submesh, get_mesh_names, resolve_submesh
 from mcore.parallel.process_groups import (
     ProcessGroupCollection,
     ProcessGroups,
@@ -65,6 +67,7 @@ from mcore.parallel.tensor_parallel import (
 
 __all__ = [
     "CudaRNGStatesTracker",
+    "FSDPDistributedIndex",
     "ProcessGroupCollection",
     "ProcessGroups",
     "RNGStatesTracker",
@@ -72,6 +75,7 @@ __all__ = [
     "__version__",
     "clear_default_process_groups",
     "comm_device",
+    "contains_submesh",
     "convert_cuda_rng_state",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
@@ -86,6 +90,7 @@ __all__ = [
     "get_default_process_groups",
     "get_expert_parallel_rng_tracker_name",
     "get_mcore_tensor_parallel_partition_dim",
+    "get_mesh_names",
     "get_pg_rank",
     "get_pg_size",
     "get_pg_src_rank",
@@ -105,6 +110,7 @@ __all__ = [
     "reduce_max_stat_across_model_parallel_group",
     "reduce_scatter_to_sequence_parallel_region",
     "reduce_step_stats",
+    "resolve_submesh",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "set_default_process_groups",

@@ -14,10 +14,14 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_gather_single",
+    "flatten_mesh",
     "flatten_mesh_dims",
+    "flattened_meshes",
     "is_distributed",
+    "join_meshes",
     "mesh_from_groups",
     "reduce_scatter_single",
+    "root_mesh",
 ]
 
 
@@ -133,8 +137,24 @@ def flatten_mesh_dims(mesh: DeviceMesh, dims: Sequence[str], name: str) -> Devic
         The 1-D mesh, or None when this torch cannot flatten, or ``name`` stands for something
         else in the root mesh.
     """
-    submesh: Any = mesh[tuple(dims)]
-    flatten = getattr(submesh, "_flatten", None)
+    return flatten_mesh(mesh[tuple(dims)], name)
+
+
+def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """Flatten all dimensions of a mesh into a named 1-D mesh, where torch can.
+
+    Collective on the world group the first time, as :func:`flatten_mesh_dims`, which flattens some
+    of the dimensions.
+
+    Args:
+        mesh: A mesh with dimension names.
+        name: The name of the flattened dimension.
+
+    Returns:
+        The 1-D mesh, or None when this torch cannot flatten, or ``name`` stands for something
+        else in the root mesh.
+    """
+    flatten = getattr(mesh, "_flatten", None)
     if flatten is None:
         return None
     try:
@@ -142,6 +162,54 @@ def flatten_mesh_dims(mesh: DeviceMesh, dims: Sequence[str], name: str) -> Devic
     except ValueError:
         return None
     return flat
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """Return the mesh that a mesh was sliced, unflattened or joined from, itself if from none.
+
+    No communication.
+    """
+    find: Any = getattr(mesh, "_get_root_mesh", None)
+    if find is None:
+        return mesh
+    root: DeviceMesh = find()
+    return root
+
+
+def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
+    """Return the flattened meshes that torch keeps with the root mesh, by name.
+
+    No communication. They belong to the whole family of meshes with this root: one that is found
+    here may lie outside ``mesh``.
+
+    Returns:
+        A new dict in the order of creation; empty where this torch keeps none.
+    """
+    return dict(getattr(root_mesh(mesh), "_flatten_mapping", None) or {})
+
+
+def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
+    """Make one mesh of the dimensions of several, in the order given, with their groups.
+
+    No communication, no new group.
+
+    Args:
+        meshes: At least one; all with dimension names, of one root, with disjoint dimensions.
+
+    Returns:
+        The joined mesh.
+
+    Raises:
+        RuntimeError: The meshes overlap or have different roots (from torch), or this torch
+            cannot join meshes.
+    """
+    from torch.distributed.device_mesh import DeviceMesh
+
+    join: Any = getattr(DeviceMesh, "_concatenate", None)
+    if join is None:
+        raise RuntimeError("this version of torch cannot join meshes")
+    joined: DeviceMesh = join(list(meshes))
+    return joined
 
 
 def mesh_from_groups(
