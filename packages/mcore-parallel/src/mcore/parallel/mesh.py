@@ -1,0 +1,166 @@
+"""Dimension names of device meshes: list them, ask for them, and slice by them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from mcore.parallel.torch_compat import flattened_meshes, join_meshes, root_mesh
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+__all__ = ["contains_submesh", "get_mesh_names", "resolve_submesh"]
+
+
+def get_mesh_names(
+    device_mesh: DeviceMesh | None = None, only_submesh_dims: bool = False
+) -> list[str]:
+    """List the names of a mesh's dimensions and of the flattened dimensions that lie inside it.
+
+    No communication; neither a mesh nor a group is made.
+
+    Args:
+        device_mesh: The mesh; None gives an empty list.
+        only_submesh_dims: Leave the flattened dimensions out.
+
+    Returns:
+        The dimensions in mesh order (none for a mesh without names), then the flattened ones in
+        the order of their creation. torch keeps flattened meshes with the root mesh; here one is
+        listed only if all its ranks belong to ``device_mesh``.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp", "tp"))
+        >>> flat = mesh["dp", "tp"]._flatten("dp_tp")
+        >>> get_mesh_names(mesh), get_mesh_names(mesh, only_submesh_dims=True)
+        (['dp', 'tp', 'dp_tp'], ['dp', 'tp'])
+        >>> dist.destroy_process_group()
+    """
+    if device_mesh is None:
+        return []
+    names = list(device_mesh.mesh_dim_names or ())
+    if only_submesh_dims:
+        return names
+    flattened = flattened_meshes(device_mesh)
+    inside = [
+        n for n, flat in flattened.items() if n not in names and _is_inside(flat, device_mesh)
+    ]
+    return names + inside
+
+
+def contains_submesh(
+    device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None
+) -> bool:
+    """Say whether ``device_mesh[submesh_names]`` succeeds in this version of torch.
+
+    No communication; no group is made. Names that torch takes only in mesh order, or only at the
+    root mesh, are True only there: :func:`resolve_submesh` takes them anywhere.
+
+    Args:
+        device_mesh: The mesh, or None.
+        submesh_names: One name or several, or None.
+
+    Returns:
+        True if the slice can be made; False for None, without names and where a name is None.
+
+    Example:
+        >>> contains_submesh(None, "tp")
+        False
+    """
+    names = _as_names(submesh_names)
+    if device_mesh is None or not names or not all(isinstance(name, str) for name in names):
+        return False
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch warns of slices that a later version refuses
+            device_mesh[names]
+    except Exception:  # whatever torch raises: the slice does not succeed
+        return False
+    return True
+
+
+def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
+    """Slice a mesh by dimension names in any order, flattened ones included, without a warning.
+
+    No communication and no new group: the submesh has the groups that exist. Where torch's own
+    ``device_mesh[names]`` serves, the result is that; else the dimensions are joined one by one.
+
+    Args:
+        device_mesh: Any mesh with dimension names, also one that was sliced or unflattened.
+        names: Dimensions of the mesh, or flattened ones that lie inside it (see
+            :func:`get_mesh_names`), all different and without overlap.
+
+    Returns:
+        The mesh of these dimensions in this order.
+
+    Raises:
+        ValueError: No name, an unknown one, one that stands for two dimensions, dimensions that
+            overlap, a rank outside the mesh, or a torch that cannot join these dimensions.
+
+    Example:
+        >>> import torch.distributed as dist
+        >>> from torch.distributed.device_mesh import init_device_mesh
+        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        >>> mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("tp", "dp"))
+        >>> resolve_submesh(mesh, ("dp", "tp")).mesh_dim_names
+        ('dp', 'tp')
+        >>> dist.destroy_process_group()
+    """
+    wanted = _as_names(names)
+    _check_names(device_mesh, wanted)
+    if device_mesh.get_coordinate() is None:
+        raise ValueError(f"this rank is not in {device_mesh}; only its members can slice it")
+    try:
+        return _slice(device_mesh, wanted)
+    except (KeyError, RuntimeError) as error:
+        raise ValueError(f"cannot take the submesh {wanted} of {device_mesh}: {error}") from error
+
+
+def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
+
+
+def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
+    if not wanted:
+        raise ValueError(f"got no dimension names for a submesh of {mesh}; give at least one")
+    dims = list(mesh.mesh_dim_names or ())
+    for name in wanted:
+        if name not in dims and name not in (known := get_mesh_names(mesh)):
+            raise ValueError(
+                f"{mesh} has no dimension {name!r}; it has: {', '.join(known) or 'no names'}"
+            )
+        if dims.count(name) > 1 or wanted.count(name) > 1:
+            raise ValueError(f"the name {name!r} is there twice in {wanted} or in {mesh}")
+
+
+def _slice(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
+    if set(wanted) <= set(mesh.mesh_dim_names or ()):
+        try:
+            return mesh[wanted]
+        except KeyError:
+            if len(wanted) == 1:
+                raise  # not a matter of order
+    parts = [_one_dimension(mesh, name) for name in wanted]
+    return parts[0] if len(parts) == 1 else join_meshes(parts)
+
+
+def _one_dimension(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    if name in (mesh.mesh_dim_names or ()):
+        return mesh[(name,)]
+    return flattened_meshes(mesh)[name]
+
+
+def _is_inside(flat: DeviceMesh, mesh: DeviceMesh) -> bool:
+    """Say whether all ranks of a flattened mesh are ranks of a mesh of the same root."""
+    if mesh is root_mesh(mesh):
+        return True
+    try:
+        return bool(torch.isin(flat.mesh, mesh.mesh).all())
+    except RuntimeError:  # this rank is in neither, so torch cannot say which ranks are meant
+        return False

@@ -1,0 +1,55 @@
+"""Maxima that carry errors: on real ranks, with ranks that fail in several ways."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+
+from mcore.parallel.agreement import max_or_raise
+from rank_testing import run_ranks
+
+
+def outcome(numbers: list[int], error: Exception | None) -> object:
+    group = dist.group.WORLD
+    try:
+        return max_or_raise(numbers, error, group)
+    except Exception as raised:
+        return type(raised).__name__, str(raised), raised is error
+
+
+def agree_and_fail() -> list[object]:
+    rank = dist.get_rank()
+    reversed_group = dist.new_group([2, 1, 0], sort_ranks=False)
+    found = [
+        outcome([rank, -rank, 2**62 - rank], None),
+        outcome([0], TypeError("no number") if rank == 1 else None),
+        outcome([0], [None, KeyError("b"), ValueError("c")][rank]),
+        outcome([0], ValueError("long " * 1000) if rank == 2 else None),
+        outcome([rank], None),
+    ]
+    try:
+        max_or_raise([0], None if rank == 1 else ValueError(f"from {rank}"), reversed_group)
+    except ValueError as raised:
+        found.append(str(raised))
+    return found
+
+
+def test_all_ranks_get_the_maxima_or_the_error_of_the_first_that_fails() -> None:
+    results = run_ranks(agree_and_fail, 3)
+    for rank, (maxima, one_fails, two_fail, long, after, other_order) in enumerate(results):
+        assert maxima == [2, 0, 2**62]
+        shared = "rank 1 of the process group failed: no number"
+        own = rank == 1
+        assert one_fails == ("TypeError", "no number" if own else shared, own)
+        assert (
+            two_fail
+            == [
+                ("RuntimeError", "rank 1 of the process group failed: 'b'", False),
+                ("KeyError", "'b'", True),
+                ("ValueError", "c", True),
+            ][rank]
+        )
+        assert long[0] == "ValueError"  # type: ignore[index]
+        assert "failed: long long" in long[1] or rank == 2  # type: ignore[index]
+        assert after == [2]  # the group still works
+        expected = ["from 0", "rank 2 of the process group failed: from 2", "from 2"]
+        assert other_order == expected[rank]
