@@ -13,7 +13,6 @@ import time
 from pathlib import Path
 
 import pytest
-from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 TINY = shlex.split(
@@ -120,6 +119,8 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     for step, _, _, loss in lines:
         average = sum(losses[int(step) - back] for back in range(4)) / 4
         assert float(loss) == pytest.approx(average, rel=1e-6)
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard")).Reload()
     scalars = {event.step: event.value for event in events.Scalars("lm loss")}

@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 
 from mcore.modules import (
     ConfigFieldError,
@@ -495,6 +494,11 @@ def test_copies_in_a_parent_load_into_themselves():
 @pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 2), batch_norm, Owner])
 @pytest.mark.parametrize("place", [lambda m: m, lambda m: torch.nn.ModuleDict({"child": m})])
 def test_distributed_checkpoint_sees_the_keys_of_the_wrapped_module(make, place):
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        set_model_state_dict,
+    )
+
     model, other = (place(Float16Module(BF16, make())) for _ in range(2))
     state = get_model_state_dict(model)
     assert state.keys() == model.state_dict().keys()

@@ -6,7 +6,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from torch.distributed.fsdp import FullyShardedDataParallel
 
 from mcore.modules import (
     AttributeNotFoundError,
@@ -167,6 +166,8 @@ def test_unwrap_every_usual_wrapper():
 
 
 def look_into_data_parallel_wrappers():
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
     model = torch.nn.Linear(3, 1)
     wrappers = (
         torch.nn.parallel.DistributedDataParallel,

@@ -1,6 +1,4 @@
 import torch
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.stateful import Stateful
 
 from mcore.observe import TrainState
 
@@ -44,6 +42,9 @@ def test_missing_keys_keep_their_defaults_and_others_are_ignored():
 
 
 def test_distributed_checkpoints_take_it(tmp_path):
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.stateful import Stateful
+
     assert isinstance(FULL, Stateful)
     dcp.save({"train_state": FULL}, checkpoint_id=str(tmp_path), no_dist=True)
     loaded = TrainState()
