@@ -282,7 +282,7 @@ def _scale_row(
 def _import_cost() -> Row:
     """The minimum over fresh interpreters, which take turns; the first of each warms up."""
     best = {"mcore.tensor": math.inf, "torch": math.inf}
-    for repeat in range(8):
+    for repeat in range(13):
         for module in best:
             command = [sys.executable, "-W", "ignore", "-c", _IMPORT_TIMER.format(module=module)]
             finished = subprocess.run(command, check=True, capture_output=True, text=True)

@@ -55,10 +55,11 @@ def ensure_divisibility(
 
     Example:
         >>> ensure_divisibility(8, 2)
-        >>> ensure_divisibility(4, 5)
-        Traceback (most recent call last):
-        ...
-        mcore.tensor.arithmetic.DivisibilityError: 4 is not divisible by 5
+        >>> try:
+        ...     ensure_divisibility(4, 5)
+        ... except ValueError as error:
+        ...     print(error)
+        4 is not divisible by 5
     """
     divide(numerator, denominator)
 

@@ -19,7 +19,7 @@ __all__ = ["scaled_copy"]
 _SMALL = 1 << 16  # elements up to which packing a tensor costs less than operations on it
 _TOGETHER = 1 << 17  # elements of small tensors copied before they are multiplied
 _PACK = 1 << 19  # elements of small tensors packed
-_CPU_BLOCK = 1 << 19  # elements of a long tensor worked on at a time
+_CPU_BLOCK = 1 << 20  # elements of a long tensor worked on at a time
 _ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a narrow result needs
 
 
