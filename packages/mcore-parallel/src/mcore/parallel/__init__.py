@@ -20,6 +20,7 @@ from mcore.parallel.groups import (
     is_distributed,
 )
 from mcore.parallel.mesh import contains_submesh, get_mesh_names, resolve_submesh
+from mcore.parallel.param_hashing import param_hashes
 from mcore.parallel.process_groups import (
     ProcessGroupCollection,
     ProcessGroups,
@@ -43,6 +44,7 @@ from mcore.parallel.regions import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
 from mcore.parallel.rng import (
     CudaRNGStatesTracker,
     RNGStatesTracker,
@@ -64,6 +66,11 @@ from mcore.parallel.tensor_parallel import (
     param_is_not_tensor_parallel_duplicate,
     set_tensor_model_parallel_attributes,
 )
+from mcore.parallel.wgrad import (
+    drain_embedding_wgrad_compute,
+    prepare_input_tensors_for_wgrad_compute,
+)
+from mcore.parallel.wgrad_deferral import defers_embedding_wgrad, validate_wgrad_deferral
 
 __all__ = [
     "CudaRNGStatesTracker",
@@ -73,6 +80,7 @@ __all__ = [
     "RNGStatesTracker",
     "UnknownRngStreamError",
     "__version__",
+    "check_param_hashes_across_dp_replicas",
     "clear_default_process_groups",
     "comm_device",
     "contains_submesh",
@@ -81,6 +89,8 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "cp_unzigzag",
     "cp_zigzag_index",
+    "defers_embedding_wgrad",
+    "drain_embedding_wgrad_compute",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
     "get_all_rng_states",
@@ -104,7 +114,9 @@ __all__ = [
     "make_sharded_tensor_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "model_parallel_cuda_manual_seed",
+    "param_hashes",
     "param_is_not_tensor_parallel_duplicate",
+    "prepare_input_tensors_for_wgrad_compute",
     "reduce_from_tensor_model_parallel_region",
     "reduce_max_memory_across_pp_group",
     "reduce_max_stat_across_model_parallel_group",
@@ -116,4 +128,5 @@ __all__ = [
     "set_default_process_groups",
     "set_tensor_model_parallel_attributes",
     "use_process_groups",
+    "validate_wgrad_deferral",
 ]

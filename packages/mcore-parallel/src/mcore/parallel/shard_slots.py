@@ -1,0 +1,97 @@
+"""Which ranks of a group hold copies of the same shard of a DTensor."""
+
+from __future__ import annotations
+
+import hashlib
+from itertools import product
+from typing import TYPE_CHECKING, NamedTuple
+
+from mcore.tensor.dtensor import is_dtensor
+
+if TYPE_CHECKING:
+    from collections.abc import Collection, Sequence
+
+    import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor.placement_types import Placement
+
+__all__ = ["ShardSlotFinder", "ShardSlots"]
+
+
+class ShardSlots(NamedTuple):
+    """The different shards of a tensor in a group, as places that are compared one by one.
+
+    Attributes:
+        num_shards: The number of shards; 1 for a tensor that all ranks hold whole.
+        own: The place of this rank's shard; None where it holds none.
+        has_replicas: Whether two ranks can hold the same shard.
+        layout: Text that is equal on ranks with equal places.
+    """
+
+    num_shards: int = 1
+    own: int | None = 0
+    has_replicas: bool = True
+    layout: str = ""
+
+
+_WHOLE = ShardSlots()
+
+
+class ShardSlotFinder:
+    """Tells the copies of a tensor in a group from its other shards.
+
+    Two ranks hold copies when they differ only along mesh dimensions that replicate. Ranks of the
+    group outside this rank's mesh are in meshes of their own, which are taken to be laid out alike:
+    a tensor that is sharded over tensor-parallel meshes has its copies across these meshes.
+
+    Args:
+        group_ranks: The global ranks of the group, this rank included.
+
+    Example:
+        >>> import torch
+        >>> ShardSlotFinder([0, 1]).slots(torch.ones(2))
+        ShardSlots(num_shards=1, own=0, has_replicas=True, layout='')
+    """
+
+    def __init__(self, group_ranks: Collection[int]) -> None:
+        self._group_ranks = frozenset(group_ranks)
+        self._found: dict[tuple[DeviceMesh, tuple[Placement, ...]], ShardSlots] = {}
+
+    def slots(self, tensor: torch.Tensor) -> ShardSlots:
+        """Return the places of a tensor's shards, the same on all ranks but for ``own``.
+
+        No communication. Anything but a DTensor has one place.
+        """
+        if not is_dtensor(tensor):
+            return _WHOLE
+        key = (tensor.device_mesh, tuple(tensor.placements))
+        if key not in self._found:
+            self._found[key] = self._find(*key)
+        return self._found[key]
+
+    def _find(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> ShardSlots:
+        places = product(*map(range, mesh.shape))
+        in_group = {
+            _cut_coordinates(place, placements)
+            for rank, place in zip(mesh.mesh.flatten().tolist(), places, strict=True)
+            if rank in self._group_ranks
+        }
+        shards = sorted(in_group)
+        coordinate = mesh.get_coordinate()
+        own = None if coordinate is None else shards.index(_cut_coordinates(coordinate, placements))
+        digest = hashlib.sha1(repr(shards).encode(), usedforsecurity=False).hexdigest()
+        return ShardSlots(
+            num_shards=len(shards),
+            own=own,
+            has_replicas=len(shards) < len(self._group_ranks),
+            layout=f"mesh {tuple(mesh.shape)} {placements}, shards {digest}",
+        )
+
+
+def _cut_coordinates(coordinate: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:
+    """Keep the coordinates along the mesh dimensions that do not replicate."""
+    return tuple(
+        place
+        for place, placement in zip(coordinate, placements, strict=True)
+        if not placement.is_replicate()
+    )

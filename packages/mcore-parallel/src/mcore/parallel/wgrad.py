@@ -1,0 +1,261 @@
+"""Weight gradients of the embedding that are computed after the last pipeline flush.
+
+With pipeline parallelism the last stage can leave out the weight-gradient GEMM of the output layer
+for some micro-batches, keep what it needs for it, and do all of them at the end of the step, when
+the stage would be idle otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel.agreement import max_or_raise
+from mcore.parallel.groups import as_process_group
+from mcore.parallel.torch_compat import all_gather_single
+from mcore.parallel.wgrad_kernels import accumulate_wgrad, check_main_grad
+from mcore.tensor.global_buffer import get_global_memory_buffer
+
+if TYPE_CHECKING:
+    from mcore.parallel.groups import GroupLike
+
+__all__ = [
+    "drain_embedding_wgrad_compute",
+    "prepare_input_tensors_for_wgrad_compute",
+]
+
+_SLOT_NAMES = ("wgrad_drain_0", "wgrad_drain_1")
+
+
+def prepare_input_tensors_for_wgrad_compute(
+    grad_output: torch.Tensor, all_gathered_input: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both tensors as contiguous matrices with one row for each token.
+
+    No communication.
+
+    Args:
+        grad_output: ``[..., v]`` with two dimensions or more, such as ``[s, b, v]``.
+        all_gathered_input: ``[..., h]`` with as many rows.
+
+    Returns:
+        ``[n, v]`` and ``[n, h]``, where n is the product of the leading dimensions. A contiguous
+        matrix is returned as it is, another contiguous tensor as a view, anything else as a copy.
+
+    Raises:
+        ValueError: A tensor has fewer than two dimensions, or the numbers of rows differ.
+
+    Example:
+        >>> grad, full = torch.zeros(4, 2, 5), torch.zeros(4, 2, 3)
+        >>> [tuple(t.shape) for t in prepare_input_tensors_for_wgrad_compute(grad, full)]
+        [(8, 5), (8, 3)]
+    """
+    grad, full = _as_matrix(grad_output), _as_matrix(all_gathered_input)
+    if grad.shape[0] != full.shape[0]:
+        raise ValueError(
+            f"a gradient of shape {tuple(grad_output.shape)} has {grad.shape[0]} rows and an input "
+            f"of shape {tuple(all_gathered_input.shape)} has {full.shape[0]}; both need one row "
+            "for each token"
+        )
+    return grad, full
+
+
+def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.dim() < 2:
+        raise ValueError(f"expected two dimensions or more, got shape {tuple(tensor.shape)}")
+    plain = tensor.contiguous()
+    return plain if plain.dim() == 2 else plain.view(math.prod(plain.shape[:-1]), plain.shape[-1])
+
+
+@torch.no_grad()
+def drain_embedding_wgrad_compute(
+    config: object,
+    embedding_activation_buffer: list[torch.Tensor],
+    grad_output_buffer: list[torch.Tensor],
+    weight: torch.Tensor,
+    tp_group: GroupLike | None,
+) -> None:
+    """Compute all deferred weight gradients: ``main_grad += grad^T @ input`` for every pair.
+
+    With ``config.sequence_parallel`` and a group of several ranks each input is one rank's slice of
+    the sequence and is all-gathered over ``tp_group``; the gather of the next one runs during the
+    GEMM. Every rank of the group then calls this with inputs of the same shapes, which one
+    all-reduce (MAX of 5 int64) ascertains; it waits for the device once. Otherwise there is no
+    communication. The gathered inputs live in two buffers of the process-wide memory buffer,
+    ``"wgrad_drain_0"`` and ``"wgrad_drain_1"``, which are kept for the next step.
+
+    Args:
+        config: Any object; ``sequence_parallel`` and ``gradient_accumulation_fusion`` count as
+            False where it does not have them. The latter allows the CUDA extension
+            ``fused_weight_gradient_mlp_cuda``, where it is installed.
+        embedding_activation_buffer: The inputs, ``[s / n, b, h]`` when they are gathered over n
+            ranks, else ``[s, b, h]``. Emptied in place, pair by pair.
+        grad_output_buffer: The gradients, ``[s, b, v]``; the sequence length may differ between
+            pairs. Emptied in place, pair by pair.
+        weight: The weight ``[v, h]``; its ``main_grad`` of the same shape (float16, bfloat16,
+            float32 or float64) gets the sum in its own precision. A weight with an attribute
+            ``__fsdp_param__`` is asked for it with ``get_main_grad()`` before every pair. An
+            attribute ``grad_added_to_main_grad`` is set to True if there is one.
+        tp_group: The tensor-parallel group; None for no communication.
+
+    Raises:
+        ValueError: The lists differ in length, a gradient does not fit its input, or this rank is
+            not a member of the group.
+        RuntimeError: The weight has no ``main_grad``, or one of a dtype that cannot be added to.
+        Exception: Where inputs are gathered, an error that a rank finds before the first pair is
+            raised on all ranks of the group. Whatever is raised, the pairs that were not added
+            stay in the lists.
+
+    Example:
+        >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
+        >>> weight.main_grad = torch.zeros(2, 3)
+        >>> inputs, grads = [torch.ones(4, 1, 3)], [torch.ones(4, 1, 2)]
+        >>> drain_embedding_wgrad_compute(None, inputs, grads, weight, None)
+        >>> weight.main_grad.tolist(), inputs, grads
+        ([[4.0, 4.0, 4.0], [4.0, 4.0, 4.0]], [], [])
+    """
+    inputs, grads = embedding_activation_buffer, grad_output_buffer
+    group = as_process_group(tp_group)
+    is_split = getattr(config, "sequence_parallel", False)
+    gather_group = group if group is not None and group.size() > 1 and is_split else None
+    if gather_group is None:
+        _check_pairs(inputs, grads, weight, 1)
+    else:
+        _agree(inputs, grads, weight, gather_group)
+    use_fused = bool(getattr(config, "gradient_accumulation_fusion", False))
+    _drain(inputs, grads, weight, gather_group, use_fused=use_fused)
+
+
+class _Gather(NamedTuple):
+    """An input that is being gathered, or one that needs no gathering."""
+
+    full: torch.Tensor
+    part: torch.Tensor | None = None  # read until the work is done
+    work: dist.Work | None = None
+
+    def result(self) -> torch.Tensor:
+        if self.work is not None:
+            self.work.wait()
+        return self.full
+
+
+def _drain(
+    inputs: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    weight: torch.Tensor,
+    group: dist.ProcessGroup | None,
+    *,
+    use_fused: bool,
+) -> None:
+    """Add pair by pair, each taken from the lists afterwards, while the next is gathered."""
+    pending = _start_gather(inputs[0], 0, group) if inputs else None
+    count = 0
+    try:
+        while pending is not None:
+            count += 1
+            following = _start_gather(inputs[1], count % 2, group) if len(inputs) > 1 else None
+            full = pending.result()
+            pending = following
+            _accumulate(weight, grads[0], full, use_fused=use_fused)
+            del full, inputs[0], grads[0]
+    finally:
+        if pending is not None:
+            pending.result()  # no collective may write to a buffer that others use after this
+
+
+def _start_gather(input_: torch.Tensor, slot: int, group: dist.ProcessGroup | None) -> _Gather:
+    if group is None:
+        return _Gather(input_)
+    part = input_.contiguous()
+    full = get_global_memory_buffer().get_tensor(
+        (group.size() * part.shape[0], *part.shape[1:]),
+        part.dtype,
+        _SLOT_NAMES[slot],
+        device=part.device,
+    )
+    return _Gather(full, part, all_gather_single(full, part, group, async_op=True))
+
+
+def _accumulate(
+    weight: torch.Tensor, grad_output: torch.Tensor, full_input: torch.Tensor, *, use_fused: bool
+) -> None:
+    holder: Any = weight
+    if hasattr(holder, "__fsdp_param__"):
+        holder.main_grad = holder.get_main_grad()
+    main_grad = check_main_grad(getattr(holder, "main_grad", None))
+    grad, full = prepare_input_tensors_for_wgrad_compute(grad_output, full_input)
+    accumulate_wgrad(main_grad, grad, full, use_fused=use_fused)
+    if hasattr(holder, "grad_added_to_main_grad"):
+        holder.grad_added_to_main_grad = True
+
+
+def _check_pairs(
+    inputs: list[torch.Tensor], grads: list[torch.Tensor], weight: torch.Tensor, num_ranks: int
+) -> None:
+    """Raise for what would fail later, before anything is sent or added."""
+    if len(inputs) != len(grads):
+        raise ValueError(
+            f"there are {len(inputs)} activations and {len(grads)} gradients; every deferred "
+            "micro-batch needs one of each"
+        )
+    if not inputs:
+        return
+    shape = None
+    if not hasattr(weight, "__fsdp_param__"):
+        shape = tuple(check_main_grad(getattr(weight, "main_grad", None)).shape)
+    for index, (input_, grad) in enumerate(zip(inputs, grads, strict=True)):
+        rows = [math.prod(tensor.shape[:-1]) for tensor in (input_, grad)]
+        if min(input_.dim(), grad.dim()) < 2 or rows[0] * num_ranks != rows[1]:
+            raise ValueError(
+                f"micro-batch {index}: an activation of shape {tuple(input_.shape)} on each of "
+                f"{num_ranks} ranks and a gradient of shape {tuple(grad.shape)} do not have the "
+                "same rows; both need two dimensions or more and one row for each token"
+            )
+        if shape not in (None, (grad.shape[-1], input_.shape[-1])):
+            raise ValueError(
+                f"micro-batch {index}: a gradient of shape {tuple(grad.shape)} and an activation "
+                f"of shape {tuple(input_.shape)} do not fit main_grad of shape {shape}, which has "
+                "to be their last dimensions"
+            )
+
+
+def _agree(
+    inputs: list[torch.Tensor],
+    grads: list[torch.Tensor],
+    weight: torch.Tensor,
+    group: dist.ProcessGroup,
+) -> None:
+    """Check on every rank, reserve the buffers, and raise on all ranks when one of them fails."""
+    error: Exception | None = None
+    digest = 0
+    try:
+        _check_pairs(inputs, grads, weight, group.size())
+        for index, input_ in enumerate(inputs):
+            get_global_memory_buffer().reserve(
+                group.size() * input_.numel(),
+                input_.dtype,
+                _SLOT_NAMES[index % 2],
+                device=input_.device,
+            )
+        digest = _digest(inputs)
+    except Exception as own_error:
+        error = own_error
+    count = len(inputs)
+    numbers = [count, -count, digest, -digest]
+    most, minus_fewest, highest, minus_lowest = max_or_raise(numbers, error, group)
+    if highest != -minus_lowest:
+        raise ValueError(
+            f"the ranks of tp_group have to gather different activations: rank {dist.get_rank()} "
+            f"has {count} of shapes {[tuple(input_.shape) for input_ in inputs]}, the group "
+            f"between {-minus_fewest} and {most}"
+        )
+
+
+def _digest(inputs: list[torch.Tensor]) -> int:
+    text = repr([(tuple(input_.shape), str(input_.dtype)) for input_ in inputs])
+    digest = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "big") >> 1

@@ -1,0 +1,215 @@
+"""Hashes of replicas against megatron-core, and deferred weight gradients against a plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from importlib.metadata import version
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from bench.measure import Row, paired
+from mcore.parallel.param_hashing import param_hashes
+from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
+from mcore.parallel.torch_compat import all_gather_single
+from mcore.parallel.wgrad import drain_embedding_wgrad_compute
+from rank_testing import run_ranks
+
+_MANY_RANKS, _MANY_PARAMS = 4096, 2000
+_REPEATS = 21  # two threads need two idle cores for a moment
+_COLLECTIVES = ("all_gather", "all_reduce", "broadcast")
+_ON_THE_CPU = "its .cuda() made a no-op: it needs CUDA otherwise"
+
+
+def run() -> Iterable[Row]:
+    """Yield the rows; the checks of agreement come before each timing."""
+    peer: Any = import_module("megatron.core.utils").check_param_hashes_across_dp_replicas
+    name = f"megatron-core {version('megatron-core')}, {_ON_THE_CPU}"
+    with _peer_on_the_cpu():
+        with _simulated_world(2):
+            yield _hashing(peer, name, torch.bfloat16, target=2.8)
+            yield _hashing(peer, name, torch.float32, target=1.3)
+        with _simulated_world(_MANY_RANKS):
+            yield _exchange(peer, name)
+    for num in (1, 8):
+        yield _drain(num)
+
+
+def _hashing(peer: Callable[..., bool], name: str, dtype: torch.dtype, *, target: float) -> Row:
+    """The whole check of 256 MiB in one process that plays one of two ranks."""
+    model = [_model(dtype, 256 << 20)]
+    case = f"check 256 MiB of {dtype}, raw bytes"
+    ours = param_hashes(model, bit_exact=False)
+    theirs = _peer_digests(peer, model)
+    if list(ours.values()) != theirs:
+        return Row.disagreement(case, name, f"{len(theirs)} digests of the values as float32")
+    ours_s, peer_s = paired(
+        lambda: check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD),
+        lambda: peer(model, True),
+        number=1,
+        repeats=_REPEATS,
+    )
+    return Row(
+        case,
+        ours_s,
+        name,
+        peer_s,
+        target=target,
+        agreement=f"{len(theirs)} SHA-1 with bit_exact=False",
+        note="17 parameters; cross_check; fake process group",
+    )
+
+
+def _exchange(peer: Callable[..., bool], name: str) -> Row:
+    """What the exchange costs at many ranks: time of one rank, and the bytes of its buffers."""
+    case = f"check {_MANY_PARAMS} scalars at {_MANY_RANKS} simulated ranks"
+    model = [nn.ParameterList(nn.Parameter(torch.full((), float(i))) for i in range(_MANY_PARAMS))]
+
+    def check() -> bool:
+        return check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD)
+
+    with _counted_bytes() as ours:
+        agreed = check()
+    with _counted_bytes() as theirs:
+        agreed = agreed and peer(model, True)
+    if not agreed:
+        return Row.disagreement(case, name, "a replica of the same process differs")
+    ours_s, peer_s = paired(check, lambda: peer(model, True), number=1, repeats=5)
+    return Row(
+        case,
+        ours_s,
+        name,
+        peer_s,
+        agreement="verdict",
+        note=f"buffers {sum(ours) / 1e6:.3g} MB in {len(ours)} collectives against "
+        f"{sum(theirs) / 1e6:.3g} MB in {len(theirs)}; no transport",
+    )
+
+
+def _drain(num: int) -> Row:
+    """Deferred pairs on two gloo ranks against a gather and a GEMM in turn."""
+    measured = run_ranks(_time_drain, 2, num, timeout_s=600)
+    error = max(difference for *_, difference in measured)
+    case = f"drain {num} micro-batches of 1024 tokens, 2 ranks"
+    name = "all-gather and addmm_ in turn"
+    if not error <= 1e-3:
+        return Row.disagreement(case, name, f"sums differ by {error}")
+    return Row(
+        case,
+        max(ours_s for ours_s, *_ in measured),
+        name,
+        max(peer_s for _, peer_s, _ in measured),
+        target=1.0 if num > 1 else None,  # of one there is nothing to overlap
+        agreement="sum of the weight gradient",
+        note="float32, h=1024, v=2048 a rank, gloo on one machine; megatron-core's drain needs a "
+        "CUDA extension, so the peer is a loop",
+    )
+
+
+def _time_drain(num: int) -> tuple[float, float, float]:
+    """Time both on one rank; returns the difference of the sums too."""
+    length, hidden, vocab = 1024, 1024, 2048
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    inputs = [torch.randn(length // 2, 1, hidden, generator=generator) for _ in range(num)]
+    grads = [torch.randn(length, 1, vocab, generator=generator) for _ in range(num)]
+    config = SimpleNamespace(sequence_parallel=True)
+    weight: Any = nn.Parameter(torch.empty(0))
+    weight.main_grad = torch.zeros(vocab, hidden)
+    total, full = torch.zeros(vocab, hidden), torch.empty(length, 1, hidden)
+
+    def ours() -> None:
+        drain_embedding_wgrad_compute(config, [*inputs], [*grads], weight, dist.group.WORLD)
+
+    def in_turn() -> None:
+        for part, grad in zip(inputs, grads, strict=True):
+            all_gather_single(full, part, dist.group.WORLD)
+            total.addmm_(grad.view(length, vocab).t(), full.view(length, hidden))
+
+    ours()
+    in_turn()
+    difference = float((weight.main_grad - total).abs().max())
+    return *paired(ours, in_turn, number=1, repeats=_REPEATS), difference
+
+
+def _model(dtype: torch.dtype, num_bytes: int) -> nn.Module:
+    """Sixteen equal matrices and a vector."""
+    rows = num_bytes // (16 * 4096 * dtype.itemsize)
+    shapes = [*[(rows, 4096)] * 16, (4096,)]
+    return nn.ParameterList(
+        nn.Parameter(torch.randn(shape).to(dtype), requires_grad=False) for shape in shapes
+    )
+
+
+def _peer_digests(peer: Callable[..., bool], model: list[nn.Module]) -> list[str]:
+    """The SHA-1 that the peer sends to the other ranks."""
+    sent: list[torch.Tensor] = []
+    all_gather = dist.all_gather
+
+    def record(parts: list[torch.Tensor], own: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        sent.append(own.clone())
+        return all_gather(parts, own, *args, **kwargs)
+
+    with _replaced(dist, all_gather=record):
+        peer(model, True)
+    return [bytes(row.tolist()).hex() for digests in sent for row in digests]
+
+
+@contextmanager
+def _counted_bytes() -> Iterator[list[int]]:
+    """Record the bytes of the buffers given to each collective."""
+    counts: list[int] = []
+
+    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counts.append(sum(map(_num_bytes, args)))
+            return collective(*args, **kwargs)
+
+        return call
+
+    collectives = {name: counted(getattr(dist, name)) for name in _COLLECTIVES}
+    with _replaced(dist, **collectives):
+        yield counts
+
+
+def _num_bytes(argument: object) -> int:
+    if isinstance(argument, list):
+        return sum(map(_num_bytes, argument))
+    return argument.nbytes if isinstance(argument, torch.Tensor) else 0
+
+
+@contextmanager
+def _simulated_world(size: int) -> Iterator[None]:
+    """Rank 0 of a world whose collectives answer at once with this rank's own data."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    peer_groups: Any = import_module("megatron.core.parallel_state")
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        peer_groups.initialize_model_parallel(create_gloo_process_groups=False)
+        yield
+    finally:
+        peer_groups.destroy_model_parallel()
+        dist.destroy_process_group()
+
+
+def _peer_on_the_cpu() -> AbstractContextManager[None]:
+    """Let the peer, which moves its digests to a CUDA device, leave them where they are."""
+    return _replaced(torch.Tensor, cuda=lambda self, *args, **kwargs: self)
+
+
+@contextmanager
+def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Give an object other attributes for a while."""
+    before = {name: getattr(owner, name) for name in attributes}
+    for name, value in attributes.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(owner, name, value)
