@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from collections.abc import Callable
@@ -202,6 +203,31 @@ def test_a_rank_with_other_sizes_is_an_error_on_all_ranks(tmp_path) -> None:
             assert "(5,) on rank 1" in found[name][1]
     for name in ("integrity", "save"):
         assert len({found[name] for found in results}) == 1, name
+
+
+def build_with(arguments: list[dict[str, Any]]) -> Any:
+    found = outcome(lambda: ProcessGroups.from_sizes(**arguments[dist.get_rank()]).size("dp"))
+    total = torch.ones(())
+    dist.all_reduce(total)  # nobody is left behind in the creation of a group
+    return found, total.item()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ([{"tp": 2}, {"tp": 4}, {"tp": 2}, {"tp": 2}], "tp is 2 to 4"),
+        ([{"tp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2}], "tp is 1 to 2 .*pp is 1 to 2"),
+        ([{}, {"groups": ("tp",)}, {}, {}], "order, groups, .* differ"),
+        ([{}, {"order": "dp-tp-cp-ep-pp"}, {}, {}], "order, groups, .* differ"),
+        ([{"tp": 2}, {"tp": 3}, {"tp": 2}, {"tp": 2}], "4 is not divisible by .*= 3"),
+        ([{}, {"cp": 0}, {}, {}], "cp must be at least 1, got 0"),
+    ],
+    ids=str,
+)
+def test_a_rank_that_asks_for_other_groups_is_an_error_on_all_ranks(arguments, text) -> None:
+    for (kind, message), total in run_ranks(build_with, 4, arguments):
+        assert (kind, total) == ("ValueError", 4.0)
+        assert re.search(text, message), message
 
 
 def disagree_about_the_submesh() -> float:

@@ -60,7 +60,8 @@ class Trainer:
         """Return the loss of this part before the update, and the norm of all gradients."""
         generator = torch.Generator().manual_seed(number)
         batch = torch.randn(ROWS, WIDTH, generator=generator, dtype=torch.float64)
-        loss = self.model(batch.chunk(self.parts)[self.part]).square().mean()
+        rows = batch.chunk(self.parts)[self.part].to(self.model.up.weight.device)
+        loss = self.model(rows).square().mean()
         loss.backward()
         norm = self.clip(list(self.model.parameters()))
         self.optimizer.step()
@@ -196,6 +197,21 @@ def test_losses_and_norms_are_those_of_one_process(worker) -> None:
 @pytest.mark.parametrize("names", [("dp_shard", "tp"), ("tp", "dp_shard")], ids=str)
 def test_with_tensor_parallelism_in_either_mesh_order(names) -> None:
     require_equal(run_ranks(with_tensor_parallelism, 4, names))
+
+
+def hybrid_on_one_gpu() -> Losses:
+    mesh = init_device_mesh("cuda", (1, 1), mesh_dim_names=HYBRID)
+    index = FSDPDistributedIndex(
+        mesh, "dp_shard", "dp_outer", hybrid_fsdp_group=mesh._flatten("hsdp")
+    )
+    model = Net().to("cuda")
+    return train(sharded_trainer(index, index.get_submesh(HYBRID), model), index.get_dp_group())
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="checks a mesh of nccl groups")
+def test_losses_and_norms_on_a_gpu() -> None:
+    require_equal(run_ranks(hybrid_on_one_gpu, 1, init="cuda:nccl"))
 
 
 def save_after_two_steps(folder: str) -> Losses:

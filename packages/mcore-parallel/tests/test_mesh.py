@@ -81,6 +81,7 @@ def test_a_dimension_that_is_named_like_a_flattened_one_is_listed_once(fake_worl
     assert dist.get_process_group_ranks(resolve_submesh(other, "hs").get_group()) == [1, 3, 5, 7]
     reverse = world._unflatten(0, (2, 4), ("rest", "hs"))
     assert groups_of(resolve_submesh(reverse, "hs")) == [[4, 5, 6, 7]]
+    assert groups_of(resolve_submesh(reverse, ("hs", "rest"))) == [[4, 5, 6, 7], [1, 5]]
 
 
 @pytest.mark.parametrize(

@@ -27,14 +27,15 @@ class FSDPDistributedIndex:
     ``hsdp_outer_dp_shard``. A submesh serves ``torch.distributed.fsdp.fully_shard`` as it is: that
     of ``dp_shard_dim`` shards, that of ``(dp_outer_dim, dp_shard_dim)`` replicates and shards.
 
-    Construction checks that names, meshes and groups belong together. It is local, so all ranks
-    have to give the same arguments, with one exception: where an expert mesh has both data-parallel
-    dimensions, no ``hybrid_fsdp_expt_group`` is given and no group with these ranks exists, it is
-    made, and the construction is then collective on the world group.
+    Construction checks that names, meshes and groups belong together. It does no communication,
+    with one exception: where an expert mesh has both data-parallel dimensions, but no
+    ``hybrid_fsdp_expt_group`` is given and the dense one has other ranks, the group is made, which
+    is collective on the world group. All ranks give the same arguments.
 
     Args:
         device_mesh: The mesh of the dense parameters, with dimension names. May be sliced or
-            unflattened, in any order of dimensions.
+            unflattened, in any order of dimensions. Put ``tp_dim`` last where DTensors are
+            sharded over both: torch 2.13 cannot reduce them over dimensions in another order.
         dp_shard_dim: The dimension that parameters are sharded over (data and context parallel);
             required. May name a flattened dimension that lies inside the mesh.
         dp_outer_dim: The outer data-parallel dimension, or None.
@@ -76,7 +77,7 @@ class FSDPDistributedIndex:
         RuntimeError: torch.distributed is not initialised.
 
     Example:
-        >>> import torch.distributed as dist
+        >>> import torch, torch.distributed as dist
         >>> from torch.distributed.device_mesh import init_device_mesh
         >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
         >>> mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=("dp_outer", "dp_shard", "tp"))
@@ -84,8 +85,11 @@ class FSDPDistributedIndex:
         >>> index = FSDPDistributedIndex(
         ...     mesh, "dp_shard", "dp_outer", "tp", hybrid_fsdp_group=flat.get_group()
         ... )
-        >>> index.get_submesh(("dp_outer", "dp_shard")).shape
-        (1, 1)
+        >>> from torch.distributed.fsdp import fully_shard
+        >>> module = torch.nn.Linear(2, 2)
+        >>> _ = fully_shard(module, mesh=index.get_submesh(("dp_outer", "dp_shard")))
+        >>> module.weight.placements
+        (Replicate(), Shard(dim=0))
         >>> dist.destroy_process_group()
     """
 

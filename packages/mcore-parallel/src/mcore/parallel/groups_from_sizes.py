@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
+from mcore.parallel.agreement import max_or_raise
 from mcore.parallel.group_creation import GroupMaker
 from mcore.parallel.rank_layout import (
     DENSE_FIELDS,
@@ -26,20 +29,50 @@ if TYPE_CHECKING:
 
     from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["default_device_type", "groups_from_sizes", "rank_table"]
+__all__ = [
+    "GroupPlan",
+    "default_device_type",
+    "groups_of_plan",
+    "plan_groups",
+    "rank_table",
+    "require_equal_plans",
+]
+
+SIZE_NAMES = ("tp", "cp", "pp", "ep", "expt_tp")
 
 
-def groups_from_sizes(
+@dataclass(frozen=True)
+class GroupPlan:
+    """Which ranks form which group, worked out alike on every rank before any group is made.
+
+    Attributes:
+        sizes: The sizes of the parallelisms.
+        dense: The layout of the dense view.
+        expert: The layout of the expert view.
+        table: For each field the ranks of all its groups.
+        hcp_levels: For each level of hierarchical context parallelism the ranks of all groups.
+        device_type: The device type of the meshes.
+        digest: A number that stands for everything but the sizes.
+    """
+
+    sizes: ParallelSizes
+    dense: Layout
+    expert: Layout
+    table: dict[str, list[list[int]]]
+    hcp_levels: list[list[list[int]]]
+    device_type: str
+    digest: int
+
+
+def plan_groups(
     sizes: ParallelSizes,
     order: str,
     wanted: Sequence[str],
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
     hcp_sizes: Sequence[int] | None,
     device_type: str | None,
-) -> dict[str, Any]:
-    """Create the wanted groups and, where all their axes are wanted, the two meshes.
-
-    Collective on the world group; all ranks give the same arguments.
+) -> GroupPlan:
+    """Work out the wanted groups and check the arguments; no communication.
 
     Args:
         sizes: The sizes of the parallelisms.
@@ -50,23 +83,75 @@ def groups_from_sizes(
         device_type: The device type of the meshes; None lets the backend decide.
 
     Returns:
-        The value of each field that was created.
+        The plan.
+
+    Raises:
+        ValueError: The world cannot be divided so, or an argument is malformed.
     """
-    world = dist.get_world_size()
-    dense, expert = layouts_of_sizes(sizes, world, order)
+    dense, expert = layouts_of_sizes(sizes, dist.get_world_size(), order)
     hcp_levels = [] if hcp_sizes is None else hierarchical_lists(dense.lists(["cp"]), hcp_sizes)
     table = rank_table(dense, expert, wanted, choices)
+    kind = device_type or default_device_type()
+    chosen = [table.get(name) for name in EMBEDDING_FIELDS]
+    facts = repr((order, tuple(wanted), hcp_sizes and tuple(hcp_sizes), kind, chosen))
+    digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
+    if "hcp" not in wanted:
+        hcp_levels = []
+    return GroupPlan(sizes, dense, expert, table, hcp_levels, kind, digest)
+
+
+def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
+    """Return the plan if all ranks have the same and none has an error, else raise on all ranks.
+
+    Collective on the world group: one all-reduce (MAX of 13 int64).
+
+    Raises:
+        ValueError: The plans differ, with the sizes that do; or the error of the first rank that
+            has one.
+    """
+    facts = [0] * (len(SIZE_NAMES) + 1)
+    if plan is not None:
+        facts = [*(getattr(plan.sizes, name) for name in SIZE_NAMES), plan.digest]
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    extremes = max_or_raise([*facts, *(-fact for fact in facts)], error, world)
+    if plan is None:
+        raise RuntimeError("this rank has neither a plan nor an error")
+    different = [
+        f"{name} is {-minus_lowest} to {highest} ({own} here)"
+        for name, own, highest, minus_lowest in zip(
+            SIZE_NAMES, facts, extremes, extremes[len(facts) :], strict=False
+        )
+        if highest != -minus_lowest
+    ]
+    if not different and extremes[len(facts) - 1] != -extremes[-1]:
+        different = ["order, groups, hcp_sizes, device_type or the embedding ranks differ"]
+    if different:
+        raise ValueError(
+            f"the ranks were given different arguments: {', '.join(different)}; "
+            "call from_sizes with the same ones on every rank"
+        )
+    return plan
+
+
+def groups_of_plan(plan: GroupPlan) -> dict[str, Any]:
+    """Create the groups of a plan and, where all their axes are wanted, the two meshes.
+
+    Collective on the world group; all ranks give the same plan.
+
+    Returns:
+        The value of each field that was created.
+    """
     maker = GroupMaker()
     made: dict[str, Any] = {
-        name: maker.group_of(lists, f"mcore_{name}") for name, lists in table.items()
+        name: maker.group_of(lists, f"mcore_{name}") for name, lists in plan.table.items()
     }
-    if "hcp" in wanted and hcp_levels:
+    if plan.hcp_levels:
         made["hcp"] = [
-            maker.group_of(lists, f"mcore_hcp_{level}") for level, lists in enumerate(hcp_levels)
+            maker.group_of(lists, f"mcore_hcp_{level}")
+            for level, lists in enumerate(plan.hcp_levels)
         ]
-    kind = device_type or default_device_type()
-    for field, layout in (("dense_mesh", dense), ("expert_mesh", expert)):
-        made[field] = _mesh(layout, made, kind)
+    for field, layout in (("dense_mesh", plan.dense), ("expert_mesh", plan.expert)):
+        made[field] = _mesh(layout, made, plan.device_type)
     return made
 
 

@@ -21,7 +21,11 @@ from mcore.parallel.groups import (
     is_distributed,
 )
 from mcore.parallel.groups_from_mesh import groups_from_mesh
-from mcore.parallel.groups_from_sizes import groups_from_sizes
+from mcore.parallel.groups_from_sizes import (
+    groups_of_plan,
+    plan_groups,
+    require_equal_plans,
+)
 from mcore.parallel.rank_layout import (
     GROUP_FIELDS,
     ParallelSizes,
@@ -126,10 +130,11 @@ class ProcessGroups:
     ) -> ProcessGroups:
         """Create every group of this rank from the sizes of the parallelisms.
 
-        Collective on the world group: every rank calls it with the same arguments, and all groups
-        are made now, in one fixed order. Data parallelism takes the ranks that are left:
-        ``dp = world / (tp * cp * pp)`` and ``expt_dp = world / (expt_tp * ep * pp)``. Fields with
-        the same ranks share one group, and the world group serves where all ranks take part.
+        Collective on the world group: every rank calls it with the same arguments, which one
+        all-reduce (MAX of 13 int64) makes sure of before all groups are made, in one fixed order.
+        Data parallelism takes the ranks that are left: ``dp = world / (tp * cp * pp)`` and
+        ``expt_dp = world / (expt_tp * ep * pp)``. Fields with the same ranks share one group, and
+        the world group serves where all ranks take part.
 
         Args:
             tp: Tensor-parallel size.
@@ -154,7 +159,8 @@ class ProcessGroups:
 
         Raises:
             ValueError: A size below 1, a world that cannot be divided, a malformed ``order``, an
-                unknown name in ``groups``, or factors whose product is not ``cp``.
+                unknown name in ``groups``, or factors whose product is not ``cp``; or the ranks
+                were given different arguments. On every rank.
             RuntimeError: torch.distributed is not initialised and a size is above 1.
 
         Example:
@@ -164,15 +170,22 @@ class ProcessGroups:
             ProcessGroups(tp=1, dp=1)
             >>> dist.destroy_process_group()
         """
-        sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
-        wanted = _wanted(groups)
-        if hcp_sizes is None and groups is not None and "hcp" in groups:
-            raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
-        if not is_distributed():
-            _require_one_process(sizes, order, hcp_sizes)
-            return cls()
-        choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
-        return cls(**groups_from_sizes(sizes, order, wanted, choices, hcp_sizes, device_type))
+        plan, error = None, None
+        try:
+            sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
+            wanted = _wanted(groups)
+            if hcp_sizes is None and groups is not None and "hcp" in groups:
+                raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
+            if not is_distributed():
+                _require_one_process(sizes, order, hcp_sizes)
+                return cls()
+            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+            plan = plan_groups(sizes, order, wanted, choices, hcp_sizes, device_type)
+        except Exception as own_error:
+            if not is_distributed():
+                raise
+            error = own_error
+        return cls(**groups_of_plan(require_equal_plans(plan, error)))
 
     @classmethod
     def from_mesh(
