@@ -17,7 +17,7 @@ from mcore.parallel.checkpoint import (
     make_sharded_object_for_checkpoint,
     save_sharded_state_dict,
 )
-from pretrain.optimizer import MainWeightAdamW
+from pretrain.adamw import TrainingOptimizer
 from pretrain.random_streams import restore_streams, save_streams
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
@@ -62,7 +62,7 @@ class CheckpointedState:
         self,
         settings: Settings,
         model: MegatronModule,
-        optimizer: MainWeightAdamW,
+        optimizer: TrainingOptimizer,
         train_state: TrainState,
         groups: ProcessGroups,
         device: torch.device,

@@ -1,4 +1,4 @@
-"""Builds this rank's part of the model from the settings."""
+"""Builds this rank's part of the model, and the optimizer over it, from the settings."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import torch
 
 from mcore.modules import Float16Module, MegatronModule, TransformerConfig
 from mcore.parallel import ProcessGroups
+from pretrain.adamw import TrainingOptimizer
+from pretrain.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
+from pretrain.main_weight_optimizer import MainWeightOptimizer
 from pretrain.model import GPT
 from pretrain.parameter_init import ParameterInit
 from pretrain.settings import Settings
@@ -30,4 +33,19 @@ def build_model(
     """The GPT on ``device``, in bfloat16 behind a ``Float16Module`` where asked for."""
     init = ParameterInit(settings.seed, device, groups.tp)
     model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
-    return Float16Module(config, model) if settings.bf16 else model
+    # FSDP casts by itself, from fp32 shards.
+    return Float16Module(config, model) if settings.bf16 and not settings.fsdp else model
+
+
+def build_optimizer(
+    settings: Settings, model: MegatronModule, groups: ProcessGroups
+) -> TrainingOptimizer:
+    """The optimizer of the model; with ``--fsdp`` the model is sharded on the way.
+
+    Collective on the world group.
+    """
+    if not settings.fsdp:
+        return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
+    index = sharding_index(groups, settings.hsdp_outer)
+    shard_model(model, index, bf16=settings.bf16)
+    return FullyShardedOptimizer(model, groups, index, weight_decay=settings.weight_decay)

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from mcore.parallel.rng_state import _get_cuda_rng_state, _set_cuda_rng_state
 
 from mcore.parallel import (
     ProcessGroups,
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
+from mcore.parallel.rng_state import _get_cuda_rng_state, _set_cuda_rng_state
 
 _DATA_PARALLEL_STRIDE = 100_003
 

@@ -13,7 +13,16 @@ from pretrain.usage import UsageError
 
 DEFAULT_RANKS = 2
 _POSITIVE = (
-    *("tp", "cp", "dp", "num_layers", "hidden_size", "num_attention_heads", "seq_length"),
+    *(
+        "tp",
+        "cp",
+        "dp",
+        "hsdp_outer",
+        "num_layers",
+        "hidden_size",
+        "num_attention_heads",
+        "seq_length",
+    ),
     *("train_iters", "global_batch_size", "log_interval", "eval_batches"),
 )
 _NOT_NEGATIVE = (
@@ -35,6 +44,8 @@ class Settings:
     tp: int = _option(1, "tensor-parallel size: ranks that share each weight matrix")
     cp: int = _option(1, "context-parallel size: ranks that share each sequence")
     dp: int = _option(DEFAULT_RANKS, "data-parallel size: ranks that share the global batch")
+    fsdp: bool = _option(False, "cut parameters and optimizer over the dp x cp ranks")
+    hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp")
 
     num_layers: int = _option(4, "transformer layers", fixed=True)
     hidden_size: int = _option(128, "width of the hidden states", fixed=True)
@@ -203,6 +214,9 @@ def check(settings: Settings, available: int | None) -> None:
     if settings.cp > 1:
         _check_divisible("--seq-length", settings.seq_length, "2 * --cp", 2 * settings.cp)
     _check_divisible("--global-batch-size", settings.global_batch_size, "--dp", settings.dp)
+    _check_divisible("--dp", settings.dp, "--hsdp-outer", settings.hsdp_outer)
+    if settings.hsdp_outer > 1 and not settings.fsdp:
+        raise UsageError(f"--hsdp-outer {settings.hsdp_outer} needs --fsdp")
     _check_divisible(
         "--global-batch-size / --dp",
         settings.global_batch_size // settings.dp,

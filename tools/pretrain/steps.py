@@ -8,9 +8,10 @@ import torch.distributed as dist
 from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
 from mcore.parallel.groups import get_pg_size
+from pretrain.adamw import TrainingOptimizer
 from pretrain.corpus import Corpus, draw_batch
+from pretrain.learning_rate import learning_rate_at
 from pretrain.loss import vocab_parallel_cross_entropy
-from pretrain.optimizer import MainWeightAdamW, learning_rate_at
 from pretrain.settings import Settings
 
 _VALIDATION_SEED = 1
@@ -23,7 +24,7 @@ class Steps:
         self,
         settings: Settings,
         model: MegatronModule,
-        optimizer: MainWeightAdamW,
+        optimizer: TrainingOptimizer,
         corpus: Corpus,
         groups: ProcessGroups,
         device: torch.device,

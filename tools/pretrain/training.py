@@ -16,9 +16,8 @@ from pretrain.checkpoints import CheckpointedState, latest_step
 from pretrain.corpus import Corpus, load_corpus
 from pretrain.flops import training_flops
 from pretrain.loss_picture import TRAIN_LOSS, VALIDATION_LOSS, draw_losses
-from pretrain.model_build import build_model, transformer_config
+from pretrain.model_build import build_model, build_optimizer, transformer_config
 from pretrain.observation import above_the_bar, is_writer, observe_run, progress_bar
-from pretrain.optimizer import MainWeightAdamW
 from pretrain.random_streams import seed_streams
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, write_settings
@@ -44,7 +43,7 @@ def train(
     seed_streams(settings.seed, groups, device)
     config = transformer_config(settings)
     model = build_model(settings, config, groups, device)
-    optimizer = MainWeightAdamW(model, groups, weight_decay=settings.weight_decay)
+    optimizer = build_optimizer(settings, model, groups)
     progress = TrainState()
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -11,7 +9,6 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel import ProcessGroups
-from mcore.parallel.checkpoint import ShardedTensor
 from mcore.parallel.groups import get_pg_size
 from mcore.parallel.tensor_parallel import (
     copy_tensor_model_parallel_attributes,
@@ -23,11 +20,10 @@ from mcore.tensor import (
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
 )
+from pretrain.adamw import AdamW, sharded_beside
 
-_STATE_NAMES = ("exp_avg", "exp_avg_sq")
 
-
-class MainWeightAdamW:
+class MainWeightOptimizer:
     """Keeps fp32 weights beside a model of any precision and updates both.
 
     All ranks build it over their own slices of the same model and call its methods together.
@@ -44,19 +40,7 @@ class MainWeightAdamW:
         self.groups = groups
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.main = [_main_weight(param) for param in self.params]
-        decayed = [main for main in self.main if main.dim() >= 2]
-        others = [main for main in self.main if main.dim() < 2]
-        self.adamw = torch.optim.AdamW(
-            [
-                {"params": decayed, "weight_decay": weight_decay},
-                {"params": others, "weight_decay": 0.0},
-            ],
-            betas=(0.9, 0.95),
-            lr=0.0,
-        )
-        for main in self.main:
-            moments = {name: torch.zeros_like(main.detach()) for name in _STATE_NAMES}
-            self.adamw.state[main] = {"step": torch.zeros(()), **moments}
+        self.adamw = AdamW(self.main, weight_decay=weight_decay)
         numel = sum(param.numel() for param in self.params) + 1
         self._bucket = get_global_memory_buffer().get_tensor(
             (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
@@ -67,12 +51,11 @@ class MainWeightAdamW:
     @property
     def updates(self) -> int:
         """Updates so far, which AdamW's bias correction counts."""
-        return int(self.adamw.state[self.main[0]]["step"].item())
+        return self.adamw.updates
 
     def set_updates(self, updates: int) -> None:
         """Say how many updates the moments have seen, as after loading them."""
-        for main in self.main:
-            self.adamw.state[main]["step"].fill_(updates)
+        self.adamw.set_updates(updates)
 
     def accumulate_gradients(self) -> None:
         """Add the model's gradients to the fp32 bucket and drop them; call after each backward."""
@@ -132,13 +115,12 @@ class MainWeightAdamW:
             local_multi_tensor_applier(
                 local_multi_tensor_scale, flag, [gradients, gradients], scale
             )
-        return norm[0]
+        total: torch.Tensor = norm[0]
+        return total
 
     def step(self, learning_rate: float) -> None:
         """Update the main weights and copy them into the model."""
-        for group in self.adamw.param_groups:
-            group["lr"] = learning_rate
-        self.adamw.step()
+        self.adamw.step(learning_rate)
         with torch.no_grad():
             for param, main in zip(self.params, self.main, strict=True):
                 if param is not main:
@@ -151,40 +133,14 @@ class MainWeightAdamW:
             main.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Main weights and moments, sharded like the parameters they belong to.
-
-        Args:
-            model_state: the model's sharded state dict, whose data are the live parameters.
-        """
-        position = {id(param): place for place, param in enumerate(self.params)}
-        state: dict[str, Any] = {}
-        for key, value in model_state.items():
-            if not isinstance(value, ShardedTensor) or id(value.data) not in position:
-                continue
-            place = position[id(value.data)]
-            for name, tensor in self._tensors(place):
-                new_key = f"optimizer.{name}.{key}"
-                state[new_key] = dataclasses.replace(
-                    value, key=new_key, data=tensor, dtype=tensor.dtype
-                )
-        return state
+        """Main weights and moments, sharded like the parameters they belong to."""
+        return sharded_beside(model_state, self.params, self._tensors)
 
     def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         main = self.main[place]
         if main is not self.params[place]:
             yield "main", main.detach()
-        for name in _STATE_NAMES:
-            yield name, self.adamw.state[main][name]
-
-
-def learning_rate_at(
-    step: int, *, peak: float, final: float, warmup_iters: int, train_iters: int
-) -> float:
-    """Linear warm-up, then a half cosine to ``final``; ``step`` counts from 1."""
-    if step <= warmup_iters:
-        return peak * step / warmup_iters
-    progress = (step - warmup_iters) / max(1, train_iters - warmup_iters)
-    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+        yield from self.adamw.moments(main)
 
 
 def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:

@@ -1,0 +1,117 @@
+"""AdamW whose moments exist from the start, so that a checkpoint can be read into them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from mcore.parallel.checkpoint import ShardedTensor
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainingOptimizer(Protocol):
+    """What the training loop needs of an optimizer; all ranks call each method together."""
+
+    @property
+    def updates(self) -> int:
+        """Updates so far, which AdamW's bias correction counts."""
+        ...
+
+    def set_updates(self, updates: int) -> None:
+        """Say how many updates the moments have seen, as after loading them."""
+        ...
+
+    def accumulate_gradients(self) -> None:
+        """Take the gradients of one micro-batch; call after each backward."""
+        ...
+
+    def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Average gradients and loss over micro-batches and replicas; returns the mean loss."""
+        ...
+
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``limit``; returns the norm before."""
+        ...
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of this step, as after an update or instead of one."""
+        ...
+
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint needs, sharded like the parameters of ``model_state``."""
+        ...
+
+
+class AdamW:
+    """``torch.optim.AdamW`` over given weights, with decay for those of two and more dimensions."""
+
+    def __init__(self, weights: Sequence[torch.nn.Parameter], *, weight_decay: float) -> None:
+        self.weights = weights
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [w for w in weights if w.dim() >= 2], "weight_decay": weight_decay},
+                {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            lr=0.0,
+        )
+        for weight in weights:
+            moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}
+            self._adamw.state[weight] = {"step": torch.zeros(()), **moments}
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return int(self._adamw.state[self.weights[0]]["step"].item())
+
+    def set_updates(self, updates: int) -> None:
+        """Say how many updates the moments have seen."""
+        for weight in self.weights:
+            self._adamw.state[weight]["step"].fill_(updates)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the weights from their gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+
+    def moments(self, weight: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each moment of a weight."""
+        for name in _MOMENTS:
+            yield name, self._adamw.state[weight][name]
+
+
+def sharded_beside(
+    model_state: dict[str, Any],
+    params: Iterable[torch.nn.Parameter],
+    tensors_of: Callable[[int], Iterable[tuple[str, torch.Tensor]]],
+) -> dict[str, Any]:
+    """Describe tensors that are shaped and sharded like parameters.
+
+    Args:
+        model_state: the model's sharded state dict, whose data are the live parameters.
+        params: the parameters.
+        tensors_of: name and tensor of everything that belongs to the parameter at a place.
+
+    Returns:
+        ``optimizer.<name>.<key of the parameter>`` to ShardedTensor.
+    """
+    places = {id(param): place for place, param in enumerate(params)}
+    state: dict[str, Any] = {}
+    for key, value in model_state.items():
+        if not isinstance(value, ShardedTensor) or id(value.data) not in places:
+            continue
+        for name, tensor in tensors_of(places[id(value.data)]):
+            new_key = f"optimizer.{name}.{key}"
+            state[new_key] = dataclasses.replace(
+                value, key=new_key, data=tensor, dtype=tensor.dtype
+            )
+    return state
