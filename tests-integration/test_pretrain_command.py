@@ -208,6 +208,8 @@ REFUSED = {
     "heads": ("--tp 3", "--num-attention-heads 4 is not divisible by --tp 3"),
     "hidden": ("--hidden-size 30", "--hidden-size 30 is not divisible by --num-attention-heads 4"),
     "batch": ("--dp 3", "--global-batch-size 16 is not divisible by --dp 3"),
+    "outer": ("--dp 4 --fsdp --hsdp-outer 3", "--dp 4 is not divisible by --hsdp-outer 3"),
+    "outer alone": ("--hsdp-outer 2", "--hsdp-outer 2 needs --fsdp"),
     "microbatch": ("--micro-batch-size 3", "--global-batch-size / --dp 8 is not divisible by"),
     "zero": ("--tp 0", "--tp must be at least 1, got 0"),
     "dropout": ("--dropout 1.5", "--dropout must be in [0, 1), got 1.5"),

@@ -182,6 +182,27 @@ def test_losses_equal_the_plain_model_untied_with_micro_batches(tmp_path: Path) 
     assert logged_losses(tmp_path / "run") == pytest.approx(plain_losses(settings), rel=2e-5)
 
 
+@pytest.mark.parametrize(
+    ("tp", "cp", "dp", "outer"),
+    [(1, 1, 2, 1), (1, 1, 4, 2), (2, 1, 2, 1), (1, 2, 1, 1)],
+    ids=["dp2", "dp4-outer2", "tp2-dp2", "cp2"],
+)
+def test_fully_sharded_losses_equal_the_plain_model(
+    tp: int, cp: int, dp: int, outer: int, tmp_path: Path
+) -> None:
+    settings = Settings(
+        tp=tp, cp=cp, dp=dp, fsdp=True, hsdp_outer=outer, micro_batch_size=2, **SMALL
+    )
+    run_ranks(train_here, settings.world_size, settings, str(tmp_path / "run"), timeout_s=120)
+    assert logged_losses(tmp_path / "run") == pytest.approx(plain_losses(settings), rel=2e-5)
+
+
+def test_fully_sharded_bf16_stays_near_fp32(tmp_path: Path) -> None:
+    settings = Settings(tp=1, cp=1, dp=2, fsdp=True, bf16=True, **SMALL)
+    run_ranks(train_here, 2, settings, str(tmp_path / "run"), timeout_s=120)
+    assert logged_losses(tmp_path / "run") == pytest.approx(plain_losses(settings), rel=2e-2)
+
+
 def test_a_padded_vocabulary_changes_nothing(tmp_path: Path) -> None:
     settings = Settings(tp=3, cp=1, dp=1, **{**SMALL, "hidden_size": 48, "num_attention_heads": 6})
     run_ranks(train_here, 3, settings, str(tmp_path / "run"), timeout_s=120)

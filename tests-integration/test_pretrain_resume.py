@@ -86,6 +86,18 @@ def test_another_layout_goes_on_with_equal_losses(
     assert resumed[:STOP] == whole[:STOP]
 
 
+@pytest.mark.parametrize("sharded_first", [True, False])
+def test_sharded_and_whole_replicas_read_each_others_checkpoints(
+    sharded_first: bool, tmp_path: Path
+) -> None:
+    whole = Settings(tp=1, cp=1, dp=4, **SMALL)
+    sharded = dataclasses.replace(whole, fsdp=True, hsdp_outer=2)
+    before, after = (sharded, whole) if sharded_first else (whole, sharded)
+    expected = start(whole, tmp_path / "whole")
+    start(dataclasses.replace(before, exit_after=STOP), tmp_path / "parts")
+    assert start(after, tmp_path / "parts", resume=True) == pytest.approx(expected, rel=1e-4)
+
+
 def test_steps_logged_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:
     """A run killed between checkpoints has logged steps that the next start does again."""
     settings = Settings(tp=1, cp=1, dp=1, **SMALL)
