@@ -103,19 +103,20 @@ def plan_groups(
 def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
     """Return the plan if all ranks have the same and none has an error, else raise on all ranks.
 
-    Collective on the world group: one all-reduce (MAX of 13 int64).
+    Collective on the world group: one all-reduce (MAX of 13 int64); none in a world of one rank.
 
     Raises:
         ValueError: The plans differ, with the sizes that do; or the error of the first rank that
             has one.
     """
+    if dist.get_world_size() == 1:
+        return _own_plan(plan, error)
     facts = [0] * (len(SIZE_NAMES) + 1)
     if plan is not None:
         facts = [*(getattr(plan.sizes, name) for name in SIZE_NAMES), plan.digest]
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     extremes = max_or_raise([*facts, *(-fact for fact in facts)], error, world)
-    if plan is None:
-        raise RuntimeError("this rank has neither a plan nor an error")
+    plan = _own_plan(plan, error)
     different = [
         f"{name} is {-minus_lowest} to {highest} ({own} here)"
         for name, own, highest, minus_lowest in zip(
@@ -130,6 +131,14 @@ def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> Grou
             f"the ranks were given different arguments: {', '.join(different)}; "
             "call from_sizes with the same ones on every rank"
         )
+    return plan
+
+
+def _own_plan(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
+    if error is not None:
+        raise error
+    if plan is None:
+        raise RuntimeError("this rank has neither a plan nor an error")
     return plan
 
 
