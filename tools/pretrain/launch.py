@@ -37,7 +37,7 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
         arguments += ["--run-dir", str(folder.path)]
     ranks = elastic_launch(_launch_config(request.settings.world_size), sys.executable)
     try:
-        ranks("-u", "-m", "pretrain", *arguments)
+        ranks("-m", "pretrain", *arguments)
     except ChildFailedError as failed:
         rank, failure = _culprit(failed)
         if failure.exitcode == EXIT_USAGE:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import os
 import signal
 import sys
@@ -27,6 +28,7 @@ def run_rank(request: Request) -> int:
     """Train as the rank that the launcher's environment names; returns the exit code."""
     # The launcher ends the ranks. Python's own handlers would wait for a collective to return.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
+    _write_whole_lines()
     device = _device()
     torch.set_num_threads(_threads())
     dist.init_process_group(
@@ -44,6 +46,12 @@ def run_rank(request: Request) -> int:
         _leave_after(error)
     dist.destroy_process_group()
     return 0
+
+
+def _write_whole_lines() -> None:
+    """Write each line at once: unbuffered output writes its end separately, after other ranks'."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(line_buffering=True, write_through=False)
 
 
 def _leave_after(error: Exception) -> None:
