@@ -61,9 +61,10 @@ def test_at_most_64_batches_wait():
     while len(sent) < 64 and time.monotonic() < deadline:
         time.sleep(0.01)
     sender.join(timeout=1.0)
-    assert 64 <= len(sent) <= 65  # those that wait, and the one that is being sent
-    gate.set()
+    num_sent = len(sent)
+    gate.set()  # before the assertion: a thread that waits for ever would keep pytest from ending
     sender.join()
+    assert 64 <= num_sent <= 65  # those that wait, and the one that is being sent
     run.close()
     assert [batch[0][2] for batch in run.client.batches] == list(range(80))
     assert run.client.ended == [("r", "FINISHED")]
