@@ -26,12 +26,7 @@ def module_names() -> list[str]:
 @pytest.mark.parametrize("name", module_names())
 def test_examples_run(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
-    try:
-        module = importlib.import_module(name)
-    except ModuleNotFoundError as error:
-        if name.startswith("bench.suites.") and str(error.name).startswith("megatron"):
-            return  # a benchmark's peer, which only its own environment has
-        raise
+    module = importlib.import_module(name)
     assert doctest.testmod(module, optionflags=doctest.ELLIPSIS).failed == 0
 
 

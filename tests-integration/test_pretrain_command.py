@@ -6,10 +6,12 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -146,6 +148,69 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     again = pretrain(tmp_path, *shlex.split(command)[3:])
     assert again.returncode == 0, again.stderr
     assert (run / "checkpoints" / "step_00000024").is_dir()
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = pretrain(folder, *TINY, "--tp", "2", "--train-iters", "3", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def replace_by_foreign(checkpoint: Path) -> None:
+    """Put the checkpoint of some other program in its place."""
+    shutil.rmtree(checkpoint)
+    program = (
+        "import sys, torch, torch.distributed.checkpoint as dcp\n"
+        "dcp.save({'weight': torch.ones(3)}, checkpoint_id=sys.argv[1], no_dist=True)\n"
+    )
+    subprocess.run(
+        [sys.executable, "-c", program, str(checkpoint)], check=True, capture_output=True
+    )
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    """Damage the content of every file of tensors."""
+    for path in checkpoint.glob("*.distcp"):
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 0xFF
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize(
+    ("harm", "reason"),
+    [
+        (replace_by_foreign, "key 'layout' is missing in the checkpoint"),
+        (flip_a_byte, "has changed since it was saved"),
+    ],
+)
+def test_a_foreign_or_damaged_checkpoint_is_refused_in_one_line(
+    harm: Callable[[Path], None], reason: str, finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    harm(run / "checkpoints" / "step_00000003")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = pretrain(tmp_path, "--resume", "run", "--train-iters", "6")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("pretrain: error: --resume cannot read ")
+    assert reason in done.stderr
+    assert "remove it to go on from the one before, or start a new run" in done.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_layout_given_on_the_command_line_replaces_that_of_the_run(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    done = pretrain(tmp_path, "--resume", "run", "--dp", "2", "--train-iters", "5")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((run / "config.json").read_text())["settings"]
+    assert (settings["tp"], settings["dp"]) == (1, 2)
+    assert (run / "checkpoints" / "step_00000005").is_dir()
 
 
 @pytest.mark.parametrize("number", [0, 1])

@@ -12,6 +12,7 @@ from mcore.modules import MegatronModule
 from mcore.observe import TrainState
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import (
+    CheckpointingException,
     latest_checkpoint,
     load_sharded_state_dict,
     make_sharded_object_for_checkpoint,
@@ -52,6 +53,13 @@ def resume_command(run_dir: Path) -> str:
     return f"hatch run pretrain --resume {run_dir}"
 
 
+def _first_problem(error: CheckpointingException) -> str:
+    """The first of the problems that loading lists, without advice for callers of the library."""
+    lines = str(error).splitlines()
+    listed = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
+    return (listed or lines)[0].split("; ")[0]
+
+
 class CheckpointedState:
     """Model, optimizer, counters and random streams of a run, as one sharded state.
 
@@ -79,7 +87,20 @@ class CheckpointedState:
         save_sharded_state_dict({**self._tensors(), **self._facts(), **self._streams()}, path)
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint of any layout; random streams only where the layout is the same."""
+        """Read a checkpoint of any layout; random streams only where the layout is the same.
+
+        Raises:
+            UsageError: on all ranks, the checkpoint is damaged or not of this job.
+        """
+        try:
+            self._load(path)
+        except CheckpointingException as error:
+            raise UsageError(
+                f"--resume cannot read {path} ({_first_problem(error)}): it is damaged or of "
+                "another job; remove it to go on from the one before, or start a new run"
+            ) from error
+
+    def _load(self, path: Path) -> None:
         facts = load_sharded_state_dict(self._facts(), path)
         state = self._tensors()
         if facts["layout"] == self._layout():

@@ -37,11 +37,10 @@ def run_rank(request: Request) -> int:
     )
     try:
         train(request.settings, _agree_on_folder(request, device), device, resume=request.resume)
-    except (UsageError, CheckpointingException) as error:
-        if dist.get_rank() == 0:
-            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-        dist.barrier()
-        return EXIT_USAGE
+    except UsageError as error:
+        return _refuse(error, EXIT_USAGE)
+    except CheckpointingException as error:
+        return _refuse(error, _EXIT_FAILED)
     except Exception as error:
         _leave_after(error)
     dist.destroy_process_group()
@@ -52,6 +51,14 @@ def _write_whole_lines() -> None:
     """Write each line at once: unbuffered output writes its end separately, after other ranks'."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(line_buffering=True, write_through=False)
+
+
+def _refuse(error: Exception, exit_code: int) -> int:
+    """Say once what all ranks have raised; the others wait until it is said."""
+    if dist.get_rank() == 0:
+        print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+    dist.barrier()
+    return exit_code
 
 
 def _leave_after(error: Exception) -> None:
