@@ -204,21 +204,39 @@ def _split_per_sequence(
 ) -> dict[str, Any]:
     names = [name for name in batch if name not in METADATA_KEYS or name in seq_dims]
     dims = _dims_to_split(batch, names, seq_dims)
+    num_chunks = 2 * size
     for name, dim in dims.items():
         length = batch[name].shape[dim]
-        if length % (2 * size):
+        if length % num_chunks:
             raise ValueError(
                 f"{name} of shape {tuple(batch[name].shape)} has length {length} in dim {dim}, "
-                f"not divisible by {2 * size} (2 * context-parallel size {size}): pad it"
+                f"not divisible by {num_chunks} (2 * context-parallel size {size}): pad it"
             )
-    return {**batch, **{n: _two_chunks(batch[n], dim, size, rank) for n, dim in dims.items()}}
+    parts = dict(batch)
+    device = numbers = None
+    for name, dim in dims.items():
+        tensor = batch[name]
+        if numbers is None or tensor.device != device:
+            device = tensor.device
+            numbers = _chunk_numbers(size, rank, device)
+        parts[name] = _two_chunks(tensor, dim, num_chunks, numbers)
+    return parts
 
 
-def _two_chunks(tensor: Tensor, dim: int, size: int, rank: int) -> Tensor:
-    length = tensor.shape[dim] // (2 * size)
-    starts = (rank * length, (2 * size - 1 - rank) * length)
-    # cat keeps a channels-last layout of its inputs, hence the last call.
-    return torch.cat([tensor.narrow(dim, start, length) for start in starts], dim).contiguous()
+def _two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> Tensor:
+    if dim == 1 and tensor.dim() == 2:  # the usual case, which spares a third of the time
+        rows, columns = tensor.shape
+        length = columns // num_chunks
+        return tensor.view(rows, num_chunks, length).index_select(1, numbers).view(rows, 2 * length)
+    length = tensor.shape[dim] // num_chunks
+    chunks: Tensor = tensor.unflatten(dim, (num_chunks, length))  # type: ignore[no-untyped-call]
+    return chunks.index_select(dim, numbers).flatten(dim, dim + 1)
+
+
+def _chunk_numbers(size: int, rank: int, device: torch.device) -> Tensor:
+    """The two chunks of a rank, made on the device, so that nothing is copied to it."""
+    last = 2 * size - 1 - rank
+    return torch.arange(rank, last + 1, last - rank, device=device)
 
 
 def _split_packed(
