@@ -132,6 +132,10 @@ def _widened_norm(tensors: list[Tensor]) -> Tensor:
     return _loop_norm(tensor.float() for tensor in tensors)
 
 
+def _copied_norm(tensors: list[Tensor]) -> Tensor:
+    return _fused_norm([tensor.float() for tensor in tensors])
+
+
 def _fused_norm(tensors: list[Tensor]) -> Tensor:
     total: Tensor = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
     return total
@@ -143,24 +147,31 @@ def _float64_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def _norms_of_float32(limit: str) -> Iterator[Row]:
-    fused = "torch._foreach_norm"
+    """Against a loop or one fused call over long tensors all sides wait for the memory: no target.
+
+    There only a peer whose error is below 1e-6 too is asked to be slower.
+    """
+    fused, exact = "torch._foreach_norm", "float64 sum, as exact"
     for kind, peer, peer_norm, target in (
         (_MANY, _LOOP, _loop_norm, 3.0),
         (_MANY, fused, _fused_norm, 1.2),
-        (_MODEL, _LOOP, _loop_norm, 1.2),
-        (_MODEL, fused, _fused_norm, 1.2),
-        (_ONE, _LOOP, _loop_norm, 1.2),
-        (_ONE, "float64 sum, as exact", _float64_norm, 1.2),
+        (_MODEL, _LOOP, _loop_norm, None),
+        (_MODEL, fused, _fused_norm, None),
+        (_MODEL, exact, _float64_norm, 1.2),
+        (_ONE, _LOOP, _loop_norm, None),
+        (_ONE, exact, _float64_norm, 1.2),
     ):
         yield _norm_row(kind, torch.float32, peer, peer_norm, target, limit, 1e-6)
 
 
 def _norms_of_bfloat16(limit: str) -> Iterator[Row]:
     for kind in (_MANY, _MODEL, _ONE):
-        yield _norm_row(
-            kind, torch.bfloat16, "loop over t.float()", _widened_norm, 1.8, limit, 1e-5
-        )
-        yield _norm_row(kind, torch.bfloat16, _LOOP, _loop_norm, None, limit, 1e-5)
+        for peer, peer_norm, target in (
+            ("fp32 copy of all, one fused norm", _copied_norm, 1.8),
+            ("loop over t.float()", _widened_norm, None),
+            (_LOOP, _loop_norm, None),
+        ):
+            yield _norm_row(kind, torch.bfloat16, peer, peer_norm, target, limit, 1e-5)
 
 
 def _norm_row(
@@ -240,7 +251,7 @@ def _scaling_into_others(peer: Any, name: str, limit: str) -> Iterator[Row]:
     for kind, dtypes, factor, peer_name, scale, target in (
         (_MANY, (fp32, fp32), 0.5, name, _peer_scale(peer), None),
         (_ONE, (fp32, fp32), 0.5, name, _peer_scale(peer), 1.8),
-        (_ONE, (fp32, fp32), 0.5, "mul(out=), unchecked", _unchecked_scale, _WITHIN_A_TENTH),
+        (_ONE, (fp32, fp32), 0.5, "mul(out=), unchecked", _unchecked_scale, None),
         (_MODEL, (fp32, fp32), 0.5, name, _peer_scale(peer), None),
         (_MANY, (fp32, bf16), 1.0, name, _peer_scale(peer), None),
         (_ONE, (fp32, bf16), 1.0, name, _peer_scale(peer), 1.8),
