@@ -1,0 +1,1 @@
+"""Compare the public names of the packages with those of their last releases."""

@@ -1,0 +1,64 @@
+"""What a comparison finds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, replace
+from enum import Enum
+
+
+class Weight(str, Enum):
+    """What a finding means for the outcome.
+
+    ``WARNING`` is shown only. ``OVERDUE`` fails in strict mode. ``BREAKAGE`` fails unless the
+    version says so. ``BROKEN_PROMISE`` fails always.
+    """
+
+    WARNING = "warning"
+    OVERDUE = "overdue"
+    BREAKAGE = "breakage"
+    BROKEN_PROMISE = "broken promise"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One difference.
+
+    Attributes:
+        package: The distribution.
+        kind: In capitals, such as ``PARAMETER_REMOVED``.
+        path: The public path, as users import it.
+        old: What was.
+        new: What is.
+        file: Where, relative to the repository.
+        line: The line there, from 1; 0 where there is none.
+        weight: What it means.
+        covered: Whether the version of the package allows for it.
+    """
+
+    package: str
+    kind: str
+    path: str
+    old: str
+    new: str
+    file: str
+    line: int
+    weight: Weight
+    covered: bool = False
+
+    def as_dict(self) -> dict[str, str | int | bool]:
+        """For JSON."""
+        return {**asdict(self), "weight": self.weight.value}
+
+    def fails(self, *, strict: bool) -> bool:
+        """Whether the check fails because of it."""
+        if self.weight is Weight.OVERDUE:
+            return strict
+        return self.weight is not Weight.WARNING and not self.covered
+
+
+def cover(findings: Iterable[Finding]) -> list[Finding]:
+    """The findings after a bump of the version that announces breakages."""
+    return [
+        replace(one, covered=True) if one.weight is Weight.BREAKAGE else one for one in findings
+    ]

@@ -1,0 +1,95 @@
+"""Which decorators of mcore.versioning an object carries, read without running it."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+from typing import Any
+
+import griffe
+from packaging.version import InvalidVersion, Version
+
+EXEMPTING = frozenset({"internal_api", "experimental_api", "experimental_fn", "experimental_cls"})
+DECORATORS = "mcore.versioning."
+_EXTRA = "api_check"
+
+
+class PropertyDecorators(griffe.Extension):
+    """Keeps the decorators of properties, which griffe turns into attributes without any."""
+
+    def on_attribute_instance(
+        self, *, node: Any, attr: griffe.Attribute, agent: Any, **_: Any
+    ) -> None:
+        """Store the decorators of an attribute that is written as a function."""
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            attr.extra[_EXTRA]["decorators"] = [
+                griffe.Decorator(value, lineno=each.lineno, endlineno=each.end_lineno)
+                for each in node.decorator_list
+                if (value := griffe.safe_get_expression(each, parent=agent.current)) is not None
+            ]
+
+
+@dataclass(frozen=True)
+class Marks:
+    """The decorators that decide what users were promised.
+
+    Attributes:
+        exempt: The exempting decorators, sorted.
+        deprecated: Whether it is deprecated.
+        removal_version: From when on it may be gone.
+        unreadable: The source of a removal version that is no literal version.
+    """
+
+    exempt: tuple[str, ...] = ()
+    deprecated: bool = False
+    removal_version: Version | None = None
+    unreadable: str | None = None
+
+
+def marks_of(found: griffe.Object | griffe.Alias | None) -> Marks:
+    """Read the decorators of an object itself, not of what it inherits from."""
+    named = [(_lifecycle_name(one), one) for one in _decorators(found)]
+    exempt = tuple(sorted({name for name, _ in named if name in EXEMPTING}))
+    first = next((one for name, one in named if name == "deprecated"), None)
+    if first is None:
+        return Marks(exempt)
+    source = _argument(first, 1, "removal_version")
+    try:
+        literal = None if source is None else ast.literal_eval(source)
+        removal = None if literal is None else Version(literal)
+    except (ValueError, SyntaxError, TypeError, InvalidVersion):
+        return Marks(exempt, deprecated=True, unreadable=source)
+    return Marks(exempt, deprecated=True, removal_version=removal)
+
+
+def _decorators(found: griffe.Object | griffe.Alias | None) -> list[griffe.Decorator]:
+    if isinstance(found, griffe.Alias):
+        found = found.final_target
+    if isinstance(found, griffe.Function | griffe.Class):
+        return found.decorators
+    if isinstance(found, griffe.Attribute):
+        kept: list[griffe.Decorator] = found.extra.get(_EXTRA, {}).get("decorators", [])
+        return kept
+    return []
+
+
+def _lifecycle_name(decorator: griffe.Decorator) -> str | None:
+    """The name within mcore.versioning, through whatever alias it was imported."""
+    path = decorator.callable_path
+    return path.rpartition(".")[2] if path.startswith(DECORATORS) else None
+
+
+def _argument(decorator: griffe.Decorator, position: int, name: str) -> str | None:
+    """The source of an argument; None where it is not given."""
+    call = decorator.value
+    if not isinstance(call, griffe.ExprCall):
+        return None
+    for index, argument in enumerate(call.arguments):
+        if isinstance(argument, griffe.ExprKeyword):
+            if argument.name == name:
+                return str(argument.value)
+        elif isinstance(argument, griffe.ExprVarPositional | griffe.ExprVarKeyword) or (
+            index == position
+        ):
+            return str(argument)
+    return None

@@ -1,0 +1,73 @@
+"""What a version promises: which breakages its number announces, and to whom."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from packaging.version import Version
+
+from api_check.findings import Finding, Weight, cover
+from monorepo.workspace import Workspace
+
+
+def announces_breakage(old: Version, new: Version) -> bool:
+    """Whether a step from one version to another allows incompatible changes.
+
+    >>> announces_breakage(Version("0.1.3"), Version("0.2.0"))
+    True
+    >>> announces_breakage(Version("1.1.0"), Version("1.2.0"))
+    False
+    """
+    if new.major != old.major:
+        return new.major > old.major
+    return old.major == 0 and new.minor > old.minor
+
+
+def judge(
+    findings: Sequence[Finding],
+    package: str,
+    step: tuple[Version, Version],
+    workspace: Workspace,
+) -> list[Finding]:
+    """Mark what the version covers, and add the dependants that have not looked at it.
+
+    Args:
+        findings: The differences of a package.
+        package: The package.
+        step: Its version at the baseline and now.
+        workspace: The packages now.
+
+    Returns:
+        The findings. Where breakages are covered, a ``DEPENDANT_RANGE`` follows for each
+        dependant that accepts the version before the break as well as the one after it.
+    """
+    breaks = any(one.weight is Weight.BREAKAGE for one in findings)
+    if not breaks or not announces_breakage(*step):
+        return list(findings)
+    return [*cover(findings), *_unrevisited(package, step, workspace)]
+
+
+def _unrevisited(
+    package: str, step: tuple[Version, Version], workspace: Workspace
+) -> Iterable[Finding]:
+    old, now = step
+    for name in workspace.direct_dependants(package):
+        dependant = workspace[name]
+        for requirement in dependant.requirements:
+            if requirement.name != package:
+                continue
+            accepted = requirement.specifier
+            if accepted.contains(now, prereleases=True) and accepted.contains(
+                old, prereleases=True
+            ):
+                file = dependant.folder.relative_to(workspace.root) / "pyproject.toml"
+                yield Finding(
+                    package,
+                    "DEPENDANT_RANGE",
+                    name,
+                    str(requirement),
+                    f"has to leave out {old} or {now}, between which {package} broke",
+                    file.as_posix(),
+                    0,
+                    Weight.BROKEN_PROMISE,
+                )

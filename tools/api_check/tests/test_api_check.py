@@ -1,0 +1,380 @@
+"""The check of public names on temporary repositories."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from api_check.__main__ import main
+from api_check.outcome import Outcome, check_package
+from monorepo.sample_repository import SampleRepository
+
+MARKS = "from mcore.versioning import deprecated, experimental_fn, internal_api\n"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    return SampleRepository(tmp_path)
+
+
+def _after(
+    repository: SampleRepository,
+    before: str,
+    after: str,
+    version: str = "1.0.1",
+    *,
+    old_version: str = "1.0.0",
+    strict: bool = False,
+) -> Outcome:
+    """Tag one text of the package as a release, then look at the next."""
+    repository.add_package("mcore-tensor", version=old_version, code=before)
+    repository.commit(f"mcore-tensor-v{old_version}")
+    repository.set_code("mcore-tensor", after)
+    repository.set_version("mcore-tensor", version)
+    return check_package(repository.root, "mcore-tensor", strict=strict)
+
+
+def _kinds(outcome: Outcome) -> list[tuple[str, str]]:
+    return [(one.kind, one.path.removeprefix("mcore.tensor.")) for one in outcome.findings]
+
+
+def test_a_removed_parameter_needs_a_major_version(repository: SampleRepository) -> None:
+    outcome = _after(repository, "def f(a, b=1): ...\n", "\n\ndef f(a): ...\n")
+    assert outcome.status == 1
+    [finding] = outcome.findings
+    assert (finding.kind, finding.path) == ("PARAMETER_REMOVED", "mcore.tensor.f")
+    assert finding.old == "b = 1 (positional or keyword)"
+    place = (finding.file, finding.line)
+    assert place == ("packages/mcore-tensor/src/mcore/tensor/__init__.py", 3)
+    repository.set_version("mcore-tensor", "2.0.0")
+    outcome = check_package(repository.root, "mcore-tensor")
+    assert outcome.status == 0
+    assert [one.kind for one in outcome.findings] == ["PARAMETER_REMOVED"]
+
+
+@pytest.mark.parametrize(("version", "status"), [("0.2.0", 0), ("0.1.1", 1)])
+def test_before_version_one_a_minor_bump_announces_a_break(
+    repository: SampleRepository, version: str, status: int
+) -> None:
+    outcome = _after(
+        repository, "def f(a, b=1): ...\n", "def f(a): ...\n", version, old_version="0.1.0"
+    )
+    assert outcome.status == status
+
+
+def test_a_new_required_parameter_fails_and_a_new_function_does_not(
+    repository: SampleRepository,
+) -> None:
+    outcome = _after(repository, "def f(a): ...\n", "def f(a, b): ...\n")
+    assert (outcome.status, _kinds(outcome)) == (1, [("PARAMETER_ADDED_REQUIRED", "f")])
+    repository.set_code("mcore-tensor", "def f(a, c=1): ...\ndef g(a, b): ...\n")
+    outcome = check_package(repository.root, "mcore-tensor")
+    assert (outcome.status, _kinds(outcome)) == (0, [])
+
+
+def test_an_internal_function_may_go(repository: SampleRepository) -> None:
+    outcome = _after(repository, f"{MARKS}@internal_api\ndef f(a): ...\n", "")
+    assert (outcome.status, _kinds(outcome)) == (0, [])
+
+
+def test_marking_a_public_function_as_internal_is_a_break(repository: SampleRepository) -> None:
+    after = f"{MARKS}@internal_api\ndef f(): ...\n@experimental_fn('1.0.1')\ndef g(): ...\n"
+    outcome = _after(repository, "def f(a): ...\ndef g(): ...\n", after)
+    assert outcome.status == 1
+    assert ("API_DEMOTED", "f") in _kinds(outcome)
+    assert ("API_DEMOTED", "g") in _kinds(outcome)
+
+
+@pytest.mark.parametrize(("version", "status"), [("1.1.0", 1), ("1.2.0", 0)])
+def test_a_deprecated_function_goes_when_it_was_said_to(
+    repository: SampleRepository, version: str, status: int
+) -> None:
+    before = f'{MARKS}@deprecated("1.0.0", removal_version="1.2.0")\ndef f(): ...\n'
+    outcome = _after(repository, before, MARKS, version)
+    assert outcome.status == status
+    kind = "REMOVED_TOO_EARLY" if status else "OBJECT_REMOVED"
+    assert _kinds(outcome) == [(kind, "f")]
+
+
+def test_a_decorator_that_only_sounds_like_one_exempts_nothing(
+    repository: SampleRepository,
+) -> None:
+    head = "from somewhere import undeprecated_thing, foo\n"
+    before = "@undeprecated_thing\ndef f(a, b): ...\n@foo(reason='deprecated')\ndef g(a): ...\n"
+    after = "@undeprecated_thing\ndef f(a): ...\n@foo(reason='deprecated')\ndef g(): ...\n"
+    outcome = _after(repository, head + before, head + after)
+    assert outcome.status == 1
+    assert _kinds(outcome) == [("PARAMETER_REMOVED", "f"), ("PARAMETER_REMOVED", "g")]
+
+
+def test_a_name_that_left_all_is_a_break_though_still_defined(
+    repository: SampleRepository,
+) -> None:
+    body = "def f(a: int | str = 1, *b: int, c) -> list[int]: ...\ndef g(): ...\n"
+    outcome = _after(repository, f'__all__ = ["f", "g"]\n{body}', f'__all__ = ["g"]\n{body}')
+    assert (outcome.status, _kinds(outcome)) == (1, [("EXPORT_REMOVED", "f")])
+    assert outcome.findings[0].old == "def f(a: int | str = 1, *b: int, c) -> list[int]"
+    assert outcome.findings[0].new == "defined, not public"
+
+
+def test_a_dropped_implicit_reexport_is_a_break(repository: SampleRepository) -> None:
+    repository.write({"packages/mcore-tensor/src/mcore/tensor/_impl.py": "def f(): ...\n"})
+    outcome = _after(repository, "from mcore.tensor._impl import f\n", "")
+    assert (outcome.status, _kinds(outcome)) == (1, [("EXPORT_REMOVED", "f")])
+
+
+def test_the_tag_of_another_package_is_no_baseline(repository: SampleRepository) -> None:
+    repository.add_package("mcore-parallel", version="9.0.0")
+    repository.add_package("mcore-tensor", version="1.0.0", code="def f(a): ...\n")
+    repository.commit("mcore-tensor-v1.0.0")
+    repository.set_code("mcore-tensor", "def f(): ...\n")
+    repository.commit("mcore-parallel-v9.0.0", "mcore-tensor-v2.0.0")
+    # The tag of 2.0.0 is newer than the version that the files state.
+    outcome = check_package(repository.root, "mcore-tensor")
+    assert "against mcore-tensor-v1.0.0" in outcome.notice
+    assert (outcome.status, _kinds(outcome)) == (1, [("PARAMETER_REMOVED", "f")])
+
+
+def test_a_tag_of_another_branch_is_no_baseline(repository: SampleRepository) -> None:
+    repository.add_package("mcore-tensor", version="1.0.0")
+    repository.commit("mcore-tensor-v0.9.0")
+    repository.branch("side")
+    repository.commit("mcore-tensor-v0.9.9")
+    repository.go_to("main")
+    assert "mcore-tensor-v0.9.0" in check_package(repository.root, "mcore-tensor").notice
+
+
+def test_an_unknown_revision_or_package_cannot_be_checked(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.add_package("mcore-tensor")
+    repository.commit()
+    root = ["--root", str(repository.root)]
+    assert main([*root, "--baseline", "nowhere"]) == 2
+    assert "'nowhere' is no revision" in capsys.readouterr().out
+    assert main([*root, "--package", "mcore-nothing"]) == 2
+    assert "there are: mcore-tensor" in capsys.readouterr().err
+    assert main(root) == 0
+    assert "no release tag yet" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as refused:
+        main([*root, "--format", "nonsense"])
+    assert refused.value.code == 2
+
+
+def test_unparsable_source_cannot_be_checked(repository: SampleRepository) -> None:
+    outcome = _after(repository, "def f(): ...\n", "def f(:\n")
+    assert outcome.status == 2
+    assert "src/mcore/tensor/__init__.py can't be parsed" in outcome.notice
+
+
+def test_the_worst_package_decides_and_all_are_checked(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.add_package("mcore-parallel", code="def g(a): ...\n")
+    repository.add_package("mcore-tensor", code="def f(a): ...\n")
+    repository.commit("mcore-parallel-v0.1.0", "mcore-tensor-v0.1.0")
+    repository.set_code("mcore-tensor", "def f(): ...\n")
+    repository.set_code("mcore-parallel", "def g(: ...\n")
+    arguments = ["--root", str(repository.root), "--format", "json"]
+    assert main(arguments) == 2
+    packages = {one["package"]: one for one in json.loads(capsys.readouterr().out)["packages"]}
+    assert {name: one["status"] for name, one in packages.items()} == {
+        "mcore-parallel": 2,
+        "mcore-tensor": 1,
+    }
+    [finding] = packages["mcore-tensor"]["findings"]
+    assert finding["kind"] == "PARAMETER_REMOVED"
+    assert finding["fails"] is True
+
+
+def test_output_for_github_names_file_and_line(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _after(repository, "def f(a): ...\n", "def f(): ...\n")
+    assert main(["--root", str(repository.root), "--format", "github"]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1] == (
+        "::error file=packages/mcore-tensor/src/mcore/tensor/__init__.py,line=1,"
+        "title=PARAMETER_REMOVED::mcore.tensor.f: a (positional or keyword) -> (nothing)"
+    )
+    assert "\x1b" not in "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "kind", "status"),
+    [
+        ("def f(): ...", "async def f(): ...", "ASYNC_CHANGED", 1),
+        ("def f() -> int: ...", "def f() -> str: ...", "ANNOTATION_CHANGED", 0),
+        ("def f(a: int): ...", "def f(a: str): ...", "ANNOTATION_CHANGED", 0),
+        ("def f() -> int: ...", "def f(): ...", "RETURN_CHANGED_TYPE", 1),
+        ("f = 1", "f = 2", "VALUE_CHANGED", 0),
+        ("def f(): ...", "class f: ...", "OBJECT_CHANGED_KIND", 1),
+        ("def f(a, b): ...", "def f(b, a): ...", "PARAMETER_MOVED", 1),
+        ("def f(*, a, b): ...", "def f(*, b, a): ...", None, 0),
+        ("def f(a): ...", "def f(*, a): ...", "PARAMETER_CHANGED_KIND", 1),
+        ("def f(a=1): ...", "def f(a=2): ...", "PARAMETER_CHANGED_DEFAULT", 1),
+        ("def f(a=1): ...", "def f(a): ...", "PARAMETER_CHANGED_REQUIRED", 1),
+        ("def f(a, b=1): ...", "def f(a, **kw): ...", "PARAMETER_REMOVED", 1),
+        ("class B: ...\nclass f(B): ...", "class B: ...\nclass f: ...", "CLASS_REMOVED_BASE", 1),
+    ],
+)
+def test_each_kind_of_difference(
+    repository: SampleRepository, before: str, after: str, kind: str | None, status: int
+) -> None:
+    outcome = _after(repository, f"{before}\n", f"{after}\n")
+    assert outcome.status == status
+    assert {found for found, path in _kinds(outcome) if path == "f"} == ({kind} if kind else set())
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "expected"),
+    [
+        ("@staticmethod\n def m(): ...", "def m(self): ...", ("BINDING_CHANGED", "C.m")),
+        ("@staticmethod\n def m(): ...", "@classmethod\n def m(): ...", ("BINDING_CHANGED", "C.m")),
+        ("def __init__(self, a, b): ...", "def __init__(self, b, a): ...", None),
+        ("def m(self): ...", "x = 1", ("OBJECT_REMOVED", "C.m")),
+        ("def _m(self): ...", "x = 1", ()),
+    ],
+)
+def test_members_of_classes(
+    repository: SampleRepository, before: str, after: str, expected: tuple[str, str] | None
+) -> None:
+    outcome = _after(repository, f"class C:\n {before}\n", f"class C:\n {after}\n")
+    found = _kinds(outcome)
+    if expected is None:
+        assert found == [("PARAMETER_MOVED", "C.__init__")] * 2
+        assert outcome.findings[0].new == "position: from 1 to 2 (+1)"
+    elif expected == ():
+        assert found == []
+    else:
+        assert expected in found
+        assert outcome.status == 1
+
+
+def test_a_removed_overload_is_a_break(repository: SampleRepository) -> None:
+    def source(*types: str) -> str:
+        overloads = "".join(f"@overload\ndef f(a: {one}) -> {one}: ...\n" for one in types)
+        return f"from typing import overload\n{overloads}def f(a): ...\n"
+
+    outcome = _after(repository, source("int", "str"), source("int", "bytes"))
+    assert (outcome.status, _kinds(outcome)) == (1, [("OVERLOAD_REMOVED", "f")])
+    repository.set_code("mcore-tensor", source("bytes", "str", "int"))
+    assert check_package(repository.root, "mcore-tensor").findings == []
+
+
+def test_a_reexport_from_another_package_that_points_elsewhere(
+    repository: SampleRepository,
+) -> None:
+    before = '__all__ = ["f"]\nfrom mcore.versioning import f\n'
+    after = '__all__ = ["f"]\nfrom mcore.versioning.other import f\n'
+    outcome = _after(repository, before, after)
+    assert (outcome.status, _kinds(outcome)) == (1, [("REEXPORT_CHANGED", "f")])
+
+
+def test_moving_code_behind_a_reexport_is_no_break(repository: SampleRepository) -> None:
+    folder = "packages/mcore-tensor/src/mcore/tensor"
+    repository.write({f"{folder}/one.py": '__all__ = ["f"]\ndef f(a): ...\n'})
+    repository.write({f"{folder}/two.py": ""})
+    head = '__all__ = ["f"]\n'
+    before, after = (f"{head}from mcore.tensor.{name} import f\n" for name in ("one", "two"))
+    outcome = _after(repository, before, after)
+    assert outcome.status == 1  # there is nothing in two.py yet
+    repository.write({f"{folder}/two.py": "def f(a): ...\n", f"{folder}/one.py": ""})
+    assert check_package(repository.root, "mcore-tensor").findings == []
+    repository.write({f"{folder}/two.py": "def f(): ...\n"})
+    assert _kinds(check_package(repository.root, "mcore-tensor")) == [("PARAMETER_REMOVED", "f")]
+
+
+def test_public_modules_below_the_package(repository: SampleRepository) -> None:
+    folder = "packages/mcore-tensor/src/mcore/tensor"
+    named = '__all__ = ["config"]\nfrom mcore.tensor import config\n'
+    files = {
+        f"{folder}/config.py": "FLAG = 1\ndef set_flag(a): ...\n",
+        f"{folder}/disk/__init__.py": '__all__ = ["save"]\ndef save(a): ...\n',
+        f"{folder}/hidden.py": '__all__ = ["h"]\ndef h(a): ...\n',
+        f"{folder}/listed.py": "def t(a): ...\n",
+    }
+    repository.write(files)
+    repository.add_package("mcore-tensor", version="1.0.0", code=named)
+    table = "packages/mcore-tensor/pyproject.toml"
+    text = repository.read(table)
+    repository.write({table: f'{text}\n[tool.mcore]\npublic-modules = ["listed"]\n'})
+    repository.commit("mcore-tensor-v1.0.0")
+    repository.write({path: code.replace("(a)", "()") for path, code in files.items()})
+    outcome = check_package(repository.root, "mcore-tensor")
+    assert sorted(path for _, path in _kinds(outcome)) == [
+        "config.set_flag",
+        "disk.save",
+        "listed.t",
+    ]
+
+
+def test_what_is_exempt_is_exempt_with_its_members(repository: SampleRepository) -> None:
+    before = (
+        "import mcore.versioning as v\n"
+        "@v.internal_api\nclass C:\n def m(self, a): ...\n"
+        "class D:\n @property\n @v.internal_api\n def p(self): ...\n"
+    )
+    outcome = _after(repository, before, "class C:\n def m(self): ...\nclass D: ...\n")
+    assert (outcome.status, _kinds(outcome)) == (0, [])
+
+
+def test_deprecated_without_a_removal_version_is_still_promised(
+    repository: SampleRepository,
+) -> None:
+    before = f'{MARKS}@deprecated("1.0.0")\ndef f(a): ...\n'
+    outcome = _after(repository, before, MARKS)
+    assert (outcome.status, _kinds(outcome)) == (1, [("OBJECT_REMOVED", "f")])
+    repository.set_code("mcore-tensor", f'{MARKS}@deprecated("1.0.0")\ndef f(): ...\n')
+    outcome = check_package(repository.root, "mcore-tensor")
+    assert (outcome.status, _kinds(outcome)) == (1, [("PARAMETER_REMOVED", "f")])
+
+
+def test_deprecating_is_fine(repository: SampleRepository) -> None:
+    after = f'{MARKS}@deprecated("1.0.1", "1.2.0")\ndef f(a): ...\n'
+    outcome = _after(repository, "def f(a): ...\n", after)
+    assert (outcome.status, _kinds(outcome)) == (0, [])
+
+
+def test_an_overdue_removal_fails_in_strict_mode_only(repository: SampleRepository) -> None:
+    code = f'{MARKS}@deprecated("0.9.0", "1.0.1")\ndef f(a): ...\n'
+    outcome = _after(repository, code, code)
+    assert (outcome.status, _kinds(outcome)) == (0, [("OVERDUE", "f")])
+    assert check_package(repository.root, "mcore-tensor", strict=True).status == 1
+
+
+@pytest.mark.parametrize("given", ["removal_version=V", "V", "*V", "**V", "removal_version=2"])
+def test_a_removal_version_has_to_be_a_literal(repository: SampleRepository, given: str) -> None:
+    after = f'{MARKS}V = "2.0.0"\n@deprecated("1.0.1", {given})\ndef f(): ...\n'
+    outcome = _after(repository, "def f(): ...\n", after, "2.0.0")
+    assert (outcome.status, _kinds(outcome)) == (1, [("NON_LITERAL", "f")])
+
+
+def test_dependants_have_to_look_at_a_break(repository: SampleRepository) -> None:
+    repository.add_package("mcore-parallel", needs=("mcore-tensor>=0.1,<0.3",))
+    outcome = _after(repository, "def f(a): ...\n", "", "0.2.0", old_version="0.1.0")
+    assert outcome.status == 1
+    assert [one.kind for one in outcome.findings] == ["OBJECT_REMOVED", "DEPENDANT_RANGE"]
+    assert outcome.findings[1].path == "mcore-parallel"
+    for revisited in ("mcore-tensor>=0.1,<0.2", "mcore-tensor>=0.2,<0.3"):
+        repository.add_package("mcore-parallel", needs=(revisited,))
+        assert check_package(repository.root, "mcore-tensor").status == 0
+
+
+def test_two_revisions_can_be_compared(repository: SampleRepository) -> None:
+    repository.add_package("mcore-tensor", code="def f(a): ...\n")
+    first = repository.commit()
+    repository.set_code("mcore-tensor", "def f(): ...\n")
+    second = repository.commit()
+    repository.set_code("mcore-tensor", "")
+    outcome = check_package(repository.root, "mcore-tensor", baseline=first, current=second)
+    assert _kinds(outcome) == [("PARAMETER_REMOVED", "f")]
+
+
+def test_without_griffe_nothing_can_be_checked(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "griffe", None)
+    assert main([]) == 2
+    assert "griffe is not installed" in capsys.readouterr().err

@@ -1,0 +1,1 @@
+"""What the repository does with its distributions: isolate, plan, check, release."""

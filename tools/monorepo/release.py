@@ -1,0 +1,142 @@
+"""Command line: `python -m monorepo.release show|prepare|verify|floors|tag`."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+from monorepo.clean_venv import InstallError
+from monorepo.git_tags import GitError, parse_tag
+from monorepo.hatch_settings import torch_pin
+from monorepo.isolation import IsolationError
+from monorepo.release_files import write_all
+from monorepo.release_floors import check_floors
+from monorepo.release_prepare import Plan, ReleaseError, plan_release
+from monorepo.release_show import show
+from monorepo.release_verify import verify_release
+from monorepo.wheels import BuildError
+from monorepo.workspace import Workspace, WorkspaceError, load_workspace
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Show, prepare or verify a release.
+
+    Returns:
+        0 when it went well, 1 when a release is refused, 2 when the question made no sense.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.run(load_workspace(options.root), options)
+    except (ReleaseError, BuildError, InstallError, IsolationError) as error:
+        print(error, file=sys.stderr)
+        return 1
+    except (GitError, WorkspaceError) as error:
+        print(error, file=sys.stderr)
+        return 2
+    return status
+
+
+def _show(workspace: Workspace, options: argparse.Namespace) -> int:
+    wanted = [workspace[name].name for name in options.packages] or workspace.names
+    for name in workspace.ordered(wanted):
+        print("\n".join(show(workspace, name)))
+    return 0
+
+
+def _prepare(workspace: Workspace, options: argparse.Namespace) -> int:
+    plan = plan_release(workspace, options.package, options.step, date.today())
+    print("\n".join(_described(workspace, plan)))
+    if not options.apply:
+        print("Nothing was written; add --apply to write it.")
+        return 0
+    write_all(plan.contents, plan.deleted)
+    print("Written.")
+    return 0
+
+
+def _verify(workspace: Workspace, options: argparse.Namespace) -> int:
+    found = verify_release(workspace, options.package, tag=options.tag, archives=options.archives)
+    for note in found.notes:
+        print(note)
+    if found.refused:
+        print("\n".join(found.refused), file=sys.stderr)
+        return 1
+    package = workspace[options.package]
+    print(f"{package.name} {package.version} may be published")
+    return 0
+
+
+def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
+    torch = options.torch or torch_pin(workspace.root)
+    found = check_floors(workspace, options.package, python=options.python, torch=torch)
+    for note in found.notes:
+        print(note)
+    if found.isolated is None:
+        print(f"{options.package} has no sibling with a release tag: nothing to go back to")
+    else:
+        taken = ", ".join(tag.name for tag in found.tags.values())
+        print(f"{options.package} works with {taken}")
+    return 0
+
+
+def _tag(workspace: Workspace, options: argparse.Namespace) -> int:
+    try:
+        tag = parse_tag(options.tag, workspace.names)
+    except ValueError as error:
+        raise ReleaseError(str(error)) from error
+    print(f"package={tag.package}")
+    print(f"version={tag.version}")
+    print(f"packages={' '.join([tag.package, *workspace.dependants([tag.package])])}")
+    return 0
+
+
+def _described(workspace: Workspace, plan: Plan) -> list[str]:
+    root = workspace.root
+    lines = [*plan.notes]
+    lines += [f"breaks users: {one}" for one in plan.breaks]
+    lines += [f"writes {path.relative_to(root)}" for path in sorted(plan.contents)]
+    lines += [f"deletes {path.relative_to(root)}" for path in plan.deleted]
+    lines += [f"then: hatch run test packages/{name}" for name in plan.affected]
+    return [*lines, f"then, once merged: git tag {plan.tag.name}"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m monorepo.release", description=__doc__)
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    commands = parser.add_subparsers(required=True)
+    one = commands.add_parser("show", help="what is unreleased")
+    one.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
+    one.set_defaults(run=_show)
+    one = commands.add_parser("prepare", help="version, changelog and ranges for a release")
+    one.add_argument("package", metavar="PACKAGE")
+    one.add_argument(
+        "step",
+        nargs="?",
+        metavar="STEP",
+        help="major, minor, patch, rc, or a version; left out: the version of the files",
+    )
+    one.add_argument("--apply", action="store_true", help="write it; without, it is only shown")
+    one.set_defaults(run=_prepare)
+    one = commands.add_parser("verify", help="refuse what must not be published")
+    one.add_argument("package", metavar="PACKAGE")
+    one.add_argument("--tag", metavar="TAG", help="the tag that was pushed")
+    one.add_argument("--archives", type=Path, metavar="FOLDER", help="default: build them")
+    one.set_defaults(run=_verify)
+    one = commands.add_parser("floors", help="test with siblings at the lowest tags allowed")
+    one.add_argument("package", metavar="PACKAGE")
+    one.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
+    one.add_argument("--python", default=sys.executable, help="by default this one")
+    one.set_defaults(run=_floors)
+    one = commands.add_parser("tag", help="package, version and dependants of a tag, as NAME=VALUE")
+    one.add_argument("tag", metavar="TAG")
+    one.set_defaults(run=_tag)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

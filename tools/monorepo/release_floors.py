@@ -1,0 +1,96 @@
+"""A package with its siblings at the lowest releases that its ranges allow.
+
+A range such as ``>=0.1`` claims that the code works with what was tagged as 0.1. This takes the
+files of those tags, builds them, installs the package beside them alone, and runs its tests.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from monorepo.git_tags import ReleaseTag, export_tree, release_tags
+from monorepo.isolation import Isolated, IsolationRun
+from monorepo.ranges import sibling_requirements, spelled
+from monorepo.wheels import build_wheels
+from monorepo.workspace import Workspace, load_workspace
+
+
+@dataclass(frozen=True)
+class FloorCheck:
+    """What came of it.
+
+    Attributes:
+        tags: The tag that was taken for each sibling.
+        notes: Siblings that have no tag in the range, a line each.
+        isolated: How the tests fared; None where there was no tag at all to take.
+    """
+
+    tags: dict[str, ReleaseTag]
+    notes: tuple[str, ...]
+    isolated: Isolated | None
+
+
+def check_floors(workspace: Workspace, name: str, *, python: str, torch: str) -> FloorCheck:
+    """Test a package with its siblings at their floors.
+
+    Args:
+        workspace: The packages.
+        name: The one to test.
+        python: The interpreter to test on.
+        torch: The version of torch to install.
+
+    Raises:
+        IsolationError: It does not work with them: raise the floor.
+        InstallError: Its ranges contradict those of the siblings at their floors.
+        BuildError: A tag can't be built.
+    """
+    package = workspace[name]
+    tags = floor_tags(workspace, package.name)
+    notes = tuple(
+        f"no release of {requirement.name} fits {spelled(requirement)}: taken as it is here"
+        for requirement, _ in sibling_requirements(package, workspace)
+        if requirement.name not in tags
+    )
+    if not tags:
+        return FloorCheck(tags, notes, None)
+    with tempfile.TemporaryDirectory(prefix="floors-") as folder:
+        scratch = Path(folder).resolve()
+        wheels = floor_wheels(workspace, package.name, tags, scratch)
+        run = IsolationRun(workspace, wheels, scratch / "run", python, torch)
+        return FloorCheck(tags, notes, run.check(package.name))
+
+
+def floor_tags(workspace: Workspace, name: str) -> dict[str, ReleaseTag]:
+    """The lowest released version of each sibling that the ranges of a package take."""
+    found = {}
+    for requirement, sibling in sibling_requirements(workspace[name], workspace):
+        for tag in release_tags(workspace.root, sibling.name, workspace.names):
+            if requirement.specifier.contains(tag.version, prereleases=True):
+                found[sibling.name] = tag
+                break
+    return found
+
+
+def floor_wheels(
+    workspace: Workspace, name: str, tags: dict[str, ReleaseTag], scratch: Path
+) -> dict[str, Path]:
+    """The wheels of a package and of all that comes with it, siblings as they were tagged.
+
+    Args:
+        workspace: The packages.
+        name: The package, which is built as it is here.
+        tags: Which release to take of which sibling; those without are built as they are here.
+        scratch: A folder for the files of the tags and for the wheels.
+    """
+    here = [workspace[each] for each in (*workspace.closure(name), name) if each not in tags]
+    wheels = build_wheels(here, scratch / "here")
+    for sibling, tag in tags.items():
+        tree = scratch / tag.name
+        tree.mkdir()
+        folder = workspace[sibling].folder.relative_to(workspace.root).as_posix()
+        export_tree(workspace.root, tag.name, tree, folder)
+        tagged = load_workspace(tree)[sibling]
+        wheels |= build_wheels([tagged], scratch / "tagged")
+    return wheels

@@ -1,0 +1,216 @@
+"""Make a release: new version, changelog, and ranges of the dependants, as one change."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+from hatchling.version.scheme.standard import StandardScheme
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from monorepo.api_breaks import incompatible_changes, refusals, since_last_release
+from monorepo.changelog import (
+    CHANGELOG,
+    FOLDER,
+    ChangelogError,
+    Fragment,
+    announces_a_break,
+    fold,
+    fragments,
+    section,
+)
+from monorepo.git_tags import ReleaseTag, last_tag
+from monorepo.ranges import fresh_range, sibling_requirements, spelled, widened, written
+from monorepo.workspace import Distribution, Workspace
+
+
+class ReleaseError(ValueError):
+    """The release can't be made; the text is why."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A release, worked out and not yet written.
+
+    Attributes:
+        tag: The tag to set once it is merged.
+        contents: The new text of every file that changes.
+        deleted: Files that go.
+        notes: What happens, a line each.
+        breaks: The incompatible changes.
+        affected: The dependants, in the order in which to look at them.
+    """
+
+    tag: ReleaseTag
+    contents: dict[Path, str]
+    deleted: tuple[Path, ...]
+    notes: tuple[str, ...]
+    breaks: tuple[str, ...]
+    affected: tuple[str, ...]
+
+
+def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -> Plan:
+    """Work out everything that a release changes, without writing anything.
+
+    Args:
+        workspace: The packages.
+        name: The one to release.
+        step: As hatch takes it: ``minor``, ``patch``, ``minor,rc``, or a version; None releases
+            the version that the files state, which is for the first release.
+        day: The date for the changelog.
+
+    Raises:
+        ReleaseError: Something stands in the way.
+    """
+    package = workspace[name]
+    last = last_tag(workspace.root, package.name, workspace.names)
+    version = _next_version(package, step, last)
+    outcome = since_last_release(workspace, package.name, version)
+    breaks = incompatible_changes(outcome)
+    stopping = refusals(outcome, dependants=False)
+    if stopping:
+        raise ReleaseError(f"{package.name} {version}: " + "; ".join(stopping))
+    found = _fragments(package)
+    changelog = _changelog(package, version, day, found, breaks)
+    contents = {
+        package.folder / CHANGELOG: changelog,
+        package.version_file: _version_text(package, version),
+    }
+    notes = [
+        f"{package.name} {package.version} -> {version}",
+        *(f"{CHANGELOG} takes in {FOLDER}/{one.file.name}" for one in found),
+    ]
+    broken_since = last.version if breaks and last is not None else None
+    for dependant, requirement in _requirements_on(package, workspace):
+        text, note = _revisit(dependant, requirement, version, broken_since, contents)
+        notes.append(note)
+        contents.update(text)
+    return Plan(
+        tag=ReleaseTag(package.name, version),
+        contents={path: text for path, text in contents.items() if _differs(path, text)},
+        deleted=tuple(one.file for one in found),
+        notes=tuple(notes),
+        breaks=tuple(breaks),
+        affected=workspace.dependants([package.name]),
+    )
+
+
+def _next_version(package: Distribution, step: str | None, last: ReleaseTag | None) -> Version:
+    if step is None or step == str(package.version):
+        if last is not None and last.version >= package.version:
+            raise ReleaseError(
+                f"{package.name} {package.version} is not newer than {last.name}; "
+                "say how to raise it: major, minor, patch, or a version"
+            )
+        return package.version
+    try:
+        # The very scheme that hatch applies to these files.
+        raised = StandardScheme(str(package.folder), {}).update(step, str(package.version), {})
+    except ValueError as error:
+        raise ReleaseError(f"{package.name}: {error}") from error
+    return Version(raised)
+
+
+def _fragments(package: Distribution) -> list[Fragment]:
+    try:
+        return fragments(package)
+    except ChangelogError as error:
+        raise ReleaseError(f"{package.name}: {error}") from error
+
+
+def _changelog(
+    package: Distribution,
+    version: Version,
+    day: date,
+    found: Sequence[Fragment],
+    breaks: Sequence[str],
+) -> str:
+    try:
+        text = fold((package.folder / CHANGELOG).read_text(encoding="utf-8"), version, day, found)
+    except ChangelogError as error:
+        raise ReleaseError(f"{package.name}: {error}") from error
+    if breaks and not announces_a_break(section(text, version) or ""):
+        raise ReleaseError(
+            f"{package.name}: {breaks[0]} breaks users, and the changelog has nothing under "
+            f"Changed or Removed; add {FOLDER}/SLUG.changed.md or {FOLDER}/SLUG.removed.md"
+        )
+    return text
+
+
+def _version_text(package: Distribution, version: Version) -> str:
+    text = package.version_file.read_text(encoding="utf-8")
+    changed, count = re.subn(
+        r"""^(__version__\s*(?::\s*str\s*)?=\s*)(["'])[^"']*\2""",
+        rf"\g<1>\g<2>{version}\g<2>",
+        text,
+        flags=re.MULTILINE,
+    )
+    if count != 1:
+        raise ReleaseError(f"{package.version_file} has {count} lines that set __version__, not 1")
+    return changed
+
+
+def _requirements_on(
+    package: Distribution, workspace: Workspace
+) -> list[tuple[Distribution, Requirement]]:
+    return [
+        (dependant, requirement)
+        for dependant in workspace.distributions.values()
+        for requirement, sibling in sibling_requirements(dependant, workspace)
+        if sibling.name == package.name
+    ]
+
+
+def _revisit(
+    dependant: Distribution,
+    requirement: Requirement,
+    version: Version,
+    broken_since: Version | None,
+    contents: dict[Path, str],
+) -> tuple[dict[Path, str], str]:
+    """The files of a dependant that change, and what to say about it.
+
+    Without a break the cap moves behind the new version. With one the floor moves as well,
+    since no code fits both sides of a break.
+    """
+    fits = requirement.specifier.contains(version, prereleases=True)
+    both = broken_since is not None and requirement.specifier.contains(broken_since, True)
+    if fits and not both:
+        return {}, f"{dependant.name} takes it with {spelled(requirement)}"
+    moved = None if both else widened(requirement, version)
+    now = written(requirement, moved or fresh_range(version))
+    file = dependant.folder / "pyproject.toml"
+    text = contents.get(file, file.read_text(encoding="utf-8"))
+    slug = f"takes-{requirement.name}-{str(version).replace('.', '-')}"
+    change = dependant.folder / FOLDER / f"{slug}.changed.md"
+    line = f"Requires `{now}`, before `{spelled(requirement)}`.\n"
+    return {
+        file: _with_requirement(file, text, requirement, now),
+        change: line,
+    }, f"{dependant.name}: {spelled(requirement)} -> {now}"
+
+
+def _with_requirement(file: Path, text: str, old: Requirement, new: str) -> str:
+    """The text of a pyproject.toml with one requirement replaced, the rest untouched."""
+
+    def replaced(match: re.Match[str]) -> str:
+        quote, written_now = match[1], match[2]
+        try:
+            same = Requirement(written_now) == old
+        except ValueError:
+            same = False
+        return f"{quote}{new}{quote}" if same else match[0]
+
+    name = re.escape(old.name)
+    changed = re.sub(rf"""(["'])({name}(?![\w.-])[^"']*)\1""", replaced, text)
+    if changed == text:
+        raise ReleaseError(f"{file} does not contain {spelled(old)} on one line")
+    return changed
+
+
+def _differs(path: Path, text: str) -> bool:
+    return not path.exists() or path.read_text(encoding="utf-8") != text

@@ -1,0 +1,144 @@
+from datetime import date
+from pathlib import Path
+
+import pytest
+from packaging.version import Version
+
+from monorepo.changelog import (
+    REPOSITORY,
+    ChangelogError,
+    Fragment,
+    fold,
+    fragments,
+    main,
+    problems,
+    section,
+)
+from monorepo.sample_repository import SampleRepository
+from monorepo.workspace import load_workspace
+
+DAY = date(2026, 2, 3)
+FRAGMENTS = "packages/mcore-tensor/changelog.d"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    repository = SampleRepository(tmp_path)
+    repository.add_package("mcore-tensor", code="x = 1\n")
+    repository.add_package("mcore-parallel", code="x = 1\n")
+    repository.commit()
+    repository.branch("change")
+    return repository
+
+
+def _problems(repository: SampleRepository, base: str | None = None) -> list[str]:
+    return problems(load_workspace(repository.root), base)
+
+
+def test_the_changelogs_of_this_repository_are_in_order() -> None:
+    assert problems(load_workspace(REPOSITORY), None) == []
+
+
+@pytest.mark.parametrize(
+    "name", ["more.improved.md", "added.md", "Odd.added.md", "a.added.txt", "a b.added.md"]
+)
+def test_a_fragment_of_an_unknown_type_fails(repository: SampleRepository, name: str) -> None:
+    repository.write({f"{FRAGMENTS}/{name}": "text\n"})
+    [line] = _problems(repository)
+    assert line == (
+        f"mcore-tensor: changelog.d/{name} has to be named SLUG.KIND.md with KIND of "
+        "added, changed, deprecated, removed, fixed"
+    )
+
+
+def test_an_empty_fragment_fails(repository: SampleRepository) -> None:
+    repository.write({f"{FRAGMENTS}/a.fixed.md": "\n"})
+    assert "a.fixed.md is empty" in _problems(repository)[0]
+
+
+def test_changed_sources_need_a_fragment_of_their_package(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.set_code("mcore-tensor", "x = 2\n")
+    repository.write({"packages/mcore-parallel/tests/test_x.py": "\n"})
+    repository.write({"packages/mcore-parallel/changelog.d/other.fixed.md": "Not its own.\n"})
+    assert _problems(repository) == []
+    [line] = _problems(repository, "main")
+    assert line.startswith("mcore-tensor: src changed and no fragment says how")
+    repository.commit()
+    arguments = ["--root", str(repository.root), "--base", "main"]
+    assert main(arguments) == 1
+    assert f"add {FRAGMENTS}/SLUG.KIND.md" in capsys.readouterr().out
+    repository.write({f"{FRAGMENTS}/faster.changed.md": "Faster.\n"})
+    assert main(arguments) == 0
+
+
+def test_an_old_fragment_does_not_speak_for_a_new_change(repository: SampleRepository) -> None:
+    repository.write({f"{FRAGMENTS}/old.added.md": "Before.\n"})
+    base = repository.commit()
+    repository.set_code("mcore-tensor", "x = 2\n")
+    assert len(_problems(repository, base)) == 1
+
+
+def test_an_unknown_base_is_no_pass(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--root", str(repository.root), "--base", "nowhere"]) == 2
+    assert "'nowhere' is no revision" in capsys.readouterr().err
+
+
+def test_the_current_version_needs_a_heading(repository: SampleRepository) -> None:
+    repository.set_version("mcore-tensor", "0.2.0")
+    [line] = _problems(repository)
+    assert "mcore-tensor: CHANGELOG.md has no heading '## 0.2.0 (YYYY-MM-DD)'" in line
+    file = "packages/mcore-tensor/CHANGELOG.md"
+    repository.write({file: "# Changelog\n\n## 0.2.0 (unreleased)\n"})
+    assert _problems(repository) == []
+
+
+def test_folding(repository: SampleRepository) -> None:
+    repository.write(
+        {
+            f"{FRAGMENTS}/b.added.md": "Second thing,\non two lines.\n",
+            f"{FRAGMENTS}/a.added.md": "- First thing.\n",
+            f"{FRAGMENTS}/c.removed.md": "Old thing.\n",
+        }
+    )
+    found = fragments(load_workspace(repository.root)["mcore-tensor"])
+    before = repository.read("packages/mcore-tensor/CHANGELOG.md")
+    after = fold(before, Version("0.2.0"), DAY, found)
+    assert after == (
+        "# Changelog of mcore-tensor\n\n"
+        "## 0.2.0 (2026-02-03)\n\n"
+        "### Added\n\n- First thing.\n- Second thing,\n  on two lines.\n\n"
+        "### Removed\n\n- Old thing.\n\n"
+        "## 0.1.0 (2026-01-01)\n\n### Added\n\n- All.\n"
+    )
+    said = section(after, Version("0.2.0"))
+    assert said is not None
+    assert said.startswith("### Added")
+    assert said.endswith("- Old thing.")
+
+
+def test_what_stood_unreleased_is_kept_and_fragments_join_its_groups() -> None:
+    before = (
+        "# Changelog\n\n## 0.1.0 (unreleased)\n\nThe first.\n\n### Added\n\n- One.\n\n"
+        "### Fixed\n\n- Two.\n"
+    )
+    found = [
+        Fragment(Path("x.added.md"), "added", "Three."),
+        Fragment(Path("y.changed.md"), "changed", "Four."),
+    ]
+    assert section(before, Version("0.1.0")) is None
+    assert fold(before, Version("0.1.0"), DAY, found) == (
+        "# Changelog\n\n## 0.1.0 (2026-02-03)\n\nThe first.\n\n### Added\n\n- One.\n- Three.\n\n"
+        "### Fixed\n\n- Two.\n\n### Changed\n\n- Four.\n"
+    )
+
+
+def test_nothing_to_say_and_a_version_that_is_there_are_refused() -> None:
+    text = "# Changelog\n\n## 0.1.0 (2026-01-01)\n\n- All.\n"
+    with pytest.raises(ChangelogError, match="nothing is said about"):
+        fold(text, Version("0.2.0"), DAY, [])
+    with pytest.raises(ChangelogError, match="a section for"):
+        fold(text, Version("0.1.0"), DAY, [Fragment(Path("x"), "added", "New.")])

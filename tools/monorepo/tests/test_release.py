@@ -1,0 +1,300 @@
+"""Preparing, showing and verifying releases on temporary repositories."""
+
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from monorepo import release_files
+from monorepo.release import main
+from monorepo.release_archives import archive_problems, build_archives
+from monorepo.release_files import write_all
+from monorepo.release_prepare import Plan, ReleaseError, plan_release
+from monorepo.release_verify import verify_release
+from monorepo.sample_repository import SampleRepository
+from monorepo.workspace import load_workspace
+
+TODAY = date.today().isoformat()
+VERSIONING = "packages/mcore-versioning"
+TENSOR = "packages/mcore-tensor"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    return SampleRepository(tmp_path / "repository")
+
+
+@pytest.fixture
+def released(repository: SampleRepository) -> SampleRepository:
+    """Three released packages that need each other."""
+    repository.add_package("mcore-versioning", code="def f(a): ...\n")
+    repository.add_package("mcore-tensor", needs=("mcore-versioning>=0.1,<0.2",))
+    needs = ("mcore-versioning>=0.1,<0.2", "mcore-tensor>=0.1,<0.2")
+    repository.add_package("mcore-parallel", needs=needs)
+    names = ("mcore-versioning", "mcore-tensor", "mcore-parallel")
+    repository.commit(*(f"{name}-v0.1.0" for name in names))
+    return repository
+
+
+def _run(repository: SampleRepository, *arguments: str) -> int:
+    return main(["--root", str(repository.root), *arguments])
+
+
+def _changed(repository: SampleRepository, code: str, kind: str = "added") -> None:
+    repository.set_code("mcore-versioning", code)
+    repository.write({f"{VERSIONING}/changelog.d/g.{kind}.md": "About `g`.\n"})
+
+
+def _plan(repository: SampleRepository, step: str | None) -> Plan:
+    return plan_release(load_workspace(repository.root), "mcore-versioning", step, date(2026, 2, 3))
+
+
+def _refused(repository: SampleRepository, name: str, tag: str | None = None) -> Sequence[str]:
+    return verify_release(load_workspace(repository.root), name, tag=tag).refused
+
+
+def test_prepare_writes_only_on_request(
+    released: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _changed(released, "def f(a): ...\ndef g(): ...\n")
+    before = released.files()
+    assert _run(released, "prepare", "mcore-versioning", "minor") == 0
+    shown = capsys.readouterr().out
+    assert released.files() == before
+    assert "Nothing was written" in shown
+    assert _run(released, "prepare", "mcore-versioning", "minor", "--apply") == 0
+    after = released.files()
+    assert after[f"{VERSIONING}/src/mcore/versioning/_version.py"] == '__version__ = "0.2.0"\n'
+    assert (
+        f"## 0.2.0 ({TODAY})\n\n### Added\n\n- About `g`.\n\n## 0.1.0"
+        in (after[f"{VERSIONING}/CHANGELOG.md"])
+    )
+    assert f"{VERSIONING}/changelog.d/g.added.md" not in after
+    # Nothing broke: the caps move, the floors stay.
+    assert '"mcore-versioning>=0.1,<0.3"' in after[f"{TENSOR}/pyproject.toml"]
+    assert '"mcore-tensor>=0.1,<0.2"' in after["packages/mcore-parallel/pyproject.toml"]
+    note = after[f"{TENSOR}/changelog.d/takes-mcore-versioning-0-2-0.changed.md"]
+    assert "`mcore-versioning>=0.1,<0.3`" in note
+    assert "git tag mcore-versioning-v0.2.0" in shown
+    assert shown.index("packages/mcore-tensor\n") < shown.index("packages/mcore-parallel\n")
+    touched = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
+    assert len(touched) == 7
+
+
+def test_a_patch_leaves_the_dependants_alone(released: SampleRepository) -> None:
+    _changed(released, "def f(a): ...\ndef g(): ...\n", "fixed")
+    plan = _plan(released, "patch")
+    assert plan.tag.name == "mcore-versioning-v0.1.1"
+    assert {path.name for path in plan.contents} == {"_version.py", "CHANGELOG.md"}
+
+
+def test_a_break_raises_the_floor_of_the_dependants(released: SampleRepository) -> None:
+    _changed(released, "def f(): ...\n", "changed")
+    plan = _plan(released, "minor")
+    assert plan.breaks == (
+        "PARAMETER_REMOVED mcore.versioning.f: a (positional or keyword) -> (nothing)",
+    )
+    text = plan.contents[released.root.resolve() / TENSOR / "pyproject.toml"]
+    assert '"mcore-versioning>=0.2,<0.3"' in text
+
+
+def test_a_break_needs_a_minor_bump_and_a_word_in_the_changelog(
+    released: SampleRepository,
+) -> None:
+    _changed(released, "def f(): ...\n", "fixed")
+    with pytest.raises(ReleaseError, match="PARAMETER_REMOVED"):
+        _plan(released, "patch")
+    with pytest.raises(ReleaseError, match="nothing under Changed or Removed"):
+        _plan(released, "minor")
+
+
+@pytest.mark.parametrize(
+    ("step", "message"),
+    [
+        ("0.1.0", "not newer than mcore-versioning-v0.1.0"),
+        (None, "say how to raise it"),
+        ("0.0.9", "not higher than the original"),
+        ("sideways", "sideways"),
+    ],
+)
+def test_the_version_has_to_go_up(
+    released: SampleRepository, step: str | None, message: str
+) -> None:
+    _changed(released, "def f(a): ...\n")
+    with pytest.raises(ReleaseError, match=message):
+        _plan(released, step)
+
+
+def test_the_steps_are_those_of_hatch(released: SampleRepository) -> None:
+    _changed(released, "def f(a): ...\n")
+    steps = {"patch": "0.1.1", "major": "1.0.0", "minor,rc": "0.2.0rc0", "0.4.0": "0.4.0"}
+    assert {step: str(_plan(released, step).tag.version) for step in steps} == steps
+
+
+def test_the_first_release_takes_the_version_of_the_files(repository: SampleRepository) -> None:
+    repository.add_package("mcore-versioning")
+    repository.write({f"{VERSIONING}/CHANGELOG.md": "# C\n\n## 0.1.0 (unreleased)\n\n- All.\n"})
+    repository.commit()
+    plan = _plan(repository, None)
+    [text] = plan.contents.values()
+    assert text == "# C\n\n## 0.1.0 (2026-02-03)\n\n- All.\n"
+
+
+def test_a_version_that_was_raised_with_the_change_is_released_as_it_is(
+    released: SampleRepository,
+) -> None:
+    _changed(released, "def f(): ...\n", "changed")
+    released.set_version("mcore-versioning", "0.2.0")
+    log = f"{VERSIONING}/CHANGELOG.md"
+    released.write({log: "# C\n\n## 0.2.0 (unreleased)\n\n## 0.1.0 (2026-01-01)\n\n- All.\n"})
+    plan = _plan(released, None)
+    root = released.root.resolve()
+    assert plan.tag.name == "mcore-versioning-v0.2.0"
+    assert plan.contents[root / log] == (
+        "# C\n\n## 0.2.0 (2026-02-03)\n\n### Changed\n\n- About `g`.\n\n"
+        "## 0.1.0 (2026-01-01)\n\n- All.\n"
+    )
+    assert '"mcore-versioning>=0.2,<0.3"' in plan.contents[root / TENSOR / "pyproject.toml"]
+    assert root / VERSIONING / "src/mcore/versioning/_version.py" not in plan.contents
+
+
+def test_nothing_to_release_and_a_bad_fragment_stop_it(
+    released: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(released, "prepare", "mcore-versioning", "minor") == 1
+    assert "nothing is said about 0.2.0" in capsys.readouterr().err
+    released.write({f"{VERSIONING}/changelog.d/g.better.md": "x\n"})
+    assert _run(released, "prepare", "mcore-versioning", "minor") == 1
+    assert "g.better.md has to be named" in capsys.readouterr().err
+    assert _run(released, "prepare", "mcore-nothing", "minor") == 2
+
+
+def test_a_failure_while_writing_leaves_everything_as_it_was(
+    released: SampleRepository, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _changed(released, "def f(a): ...\ndef g(): ...\n")
+    plan = _plan(released, "minor")
+    before = released.files()
+    replace, calls = release_files.os.replace, []
+
+    def failing(source: Path, target: Path) -> None:
+        calls.append(target)
+        if len(calls) == 3:
+            raise OSError("the disk is full")
+        replace(source, target)
+
+    monkeypatch.setattr(release_files.os, "replace", failing)
+    with pytest.raises(OSError, match="the disk is full"):
+        write_all(plan.contents, plan.deleted)
+    assert released.files() == before
+    monkeypatch.undo()
+    write_all(plan.contents, plan.deleted)
+    assert '"0.2.0"' in released.read(f"{VERSIONING}/src/mcore/versioning/_version.py")
+
+
+def test_show_lists_what_is_unreleased(
+    released: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _changed(released, "def f(a): ...\ndef g(): ...\n")
+    released.write({f"{TENSOR}/tests/test_x.py": "\n", f"{TENSOR}/README.md": "# New\n"})
+    assert _run(released, "show") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "mcore-versioning 0.1.0: 1 shipped files changed since mcore-versioning-v0.1.0",
+        f"  {VERSIONING}/src/mcore/versioning/__init__.py",
+        "  changelog.d/g.added.md: About `g`.",
+        "mcore-tensor 0.1.0: nothing shipped changed since mcore-tensor-v0.1.0",
+        "mcore-parallel 0.1.0: nothing shipped changed since mcore-parallel-v0.1.0",
+    ]
+
+
+def test_a_prepared_release_is_verified_and_an_unprepared_one_is_not(
+    released: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _changed(released, "def f(a): ...\ndef g(): ...\n")
+    [refused] = _refused(released, "mcore-versioning")
+    assert "changed since mcore-versioning-v0.1.0 and still says 0.1.0" in refused
+    assert "src/mcore/versioning/__init__.py" in refused
+    assert _run(released, "prepare", "mcore-versioning", "minor", "--apply") == 0
+    released.commit("mcore-versioning-v0.2.0")
+    tag = "refs/tags/mcore-versioning-v0.2.0"
+    assert _run(released, "verify", "mcore-versioning", "--tag", tag) == 0
+    assert "mcore-versioning 0.2.0 may be published" in capsys.readouterr().out
+
+
+def test_tag_version_wheel_and_sdist_have_to_agree(
+    released: SampleRepository, tmp_path: Path
+) -> None:
+    package = load_workspace(released.root)["mcore-tensor"]
+    archives = tmp_path / "dist"
+    build_archives(package, archives)
+    assert list(archive_problems(package, archives)) == []
+    assert _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0") == ()
+    [line] = _refused(released, "mcore-tensor", "mcore-tensor-v0.1.1")
+    assert line == "mcore-tensor-v0.1.1 is tagged, but _version.py says 0.1.0"
+    [line] = _refused(released, "mcore-tensor", "mcore-versioning-v0.1.0")
+    assert line == "mcore-versioning-v0.1.0 is a tag of mcore-versioning, not of mcore-tensor"
+    wheel = archives / "mcore_tensor-0.1.0-py3-none-any.whl"
+    wheel.rename(archives / "mcore_tensor-0.1.1-py3-none-any.whl")
+    found = list(archive_problems(package, archives))
+    assert found[0] == "mcore_tensor-0.1.1-py3-none-any.whl is not mcore-tensor 0.1.0"
+    (archives / "mcore_tensor-0.1.0.tar.gz").rename(archives / "mcore_other-0.1.0.tar.gz")
+    found = list(archive_problems(package, archives))
+    assert "mcore_other-0.1.0.tar.gz is not mcore-tensor 0.1.0" in found
+
+
+def test_a_wheel_with_a_file_of_the_shared_namespace_is_refused(
+    released: SampleRepository,
+) -> None:
+    released.write({f"{TENSOR}/src/mcore/__init__.py": ""})
+    assert any(
+        "has mcore/__init__.py, which is not part of mcore.tensor" in line
+        for line in _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0")
+    )
+
+
+def test_verify_refuses_ranges_and_breaks(released: SampleRepository) -> None:
+    _changed(released, "def f(): ...\n", "changed")
+    released.set_version("mcore-versioning", "0.2.0")
+    refused = _refused(released, "mcore-versioning")
+    assert any("mcore-tensor requires mcore-versioning>=0.1,<0.2, which" in one for one in refused)
+    assert any("has no '## 0.2.0 (YYYY-MM-DD)'" in one for one in refused)
+    assert any("nothing under Changed or Removed" in one for one in refused)
+    released.set_version("mcore-versioning", "0.1.1")
+    refused = _refused(released, "mcore-versioning")
+    assert any(one.startswith("PARAMETER_REMOVED mcore.versioning.f") for one in refused)
+
+
+def test_siblings_are_released_first(repository: SampleRepository) -> None:
+    repository.add_package("mcore-versioning")
+    repository.add_package("mcore-tensor", needs=("mcore-versioning>=0.1,<0.2",))
+    repository.commit("mcore-tensor-v0.1.0")
+    expected = "mcore-tensor requires mcore-versioning>=0.1,<0.2; release mcore-versioning first"
+    assert list(_refused(repository, "mcore-tensor", "mcore-tensor-v0.1.0")) == [expected]
+    repository.commit("mcore-versioning-v0.1.0")
+    assert list(_refused(repository, "mcore-tensor", "mcore-tensor-v0.1.0")) == []
+
+
+def test_without_tags_it_says_so_and_passes(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository.add_package("mcore-versioning")
+    repository.commit()
+    assert _run(repository, "verify", "mcore-versioning") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "there are no release tags: nothing earlier to compare with",
+        "mcore-versioning 0.1.0 may be published",
+    ]
+
+
+def test_a_tag_is_taken_apart_for_the_workflow(
+    released: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(released, "tag", "refs/tags/mcore-tensor-v0.1.0") == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "package=mcore-tensor",
+        "version=0.1.0",
+        "packages=mcore-tensor mcore-parallel",
+    ]
+    assert _run(released, "tag", "v0.1.0") == 1
+    assert "has to be PACKAGE-vVERSION" in capsys.readouterr().err

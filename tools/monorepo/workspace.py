@@ -1,0 +1,223 @@
+"""The distributions of the repository, read from their own files."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+
+from monorepo.toml_files import read_toml
+
+PACKAGES_FOLDER = "packages"
+
+
+class WorkspaceError(ValueError):
+    """The packages folder does not describe a set of distributions."""
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """One distribution as its own files describe it.
+
+    Attributes:
+        name: Canonical name, such as ``mcore-tensor``.
+        module: Importable name, such as ``mcore.tensor``.
+        folder: Absolute path of its folder.
+        version_file: Absolute path of the file that states the version.
+        version: What that file states.
+        requires_python: Versions of Python that it supports.
+        dependencies: What an installation without extras brings.
+        extras: What each extra adds.
+        test_dependencies: What its tests need besides the above (dependency group ``test``).
+        lowest_constraints: Limits on what the lowest versions of its dependencies need in turn,
+            where the newest is too new for them (dependency group ``lowest``).
+        siblings: Names of the distributions of this repository among the dependencies, sorted.
+    """
+
+    name: str
+    module: str
+    folder: Path
+    version_file: Path
+    version: Version
+    requires_python: SpecifierSet
+    dependencies: tuple[Requirement, ...]
+    extras: Mapping[str, tuple[Requirement, ...]]
+    test_dependencies: tuple[Requirement, ...]
+    lowest_constraints: tuple[Requirement, ...]
+    siblings: tuple[str, ...]
+
+    @property
+    def source(self) -> Path:
+        """The folder to put on the path so that the module can be imported."""
+        return self.folder / "src"
+
+    @property
+    def requirements(self) -> tuple[Requirement, ...]:
+        """The dependencies and then those of every extra."""
+        return (*self.dependencies, *(one for extra in self.extras.values() for one in extra))
+
+    def requires(self, name: str) -> bool:
+        """Whether an installation without extras asks for a distribution directly."""
+        wanted = canonicalize_name(name)
+        return any(canonicalize_name(one.name) == wanted for one in self.dependencies)
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """All distributions of a repository, in an order in which each follows those it needs."""
+
+    root: Path
+    distributions: Mapping[str, Distribution]
+
+    def __getitem__(self, name: str) -> Distribution:
+        """The distribution of that name.
+
+        Raises:
+            WorkspaceError: There is none.
+        """
+        try:
+            return self.distributions[canonicalize_name(name)]
+        except KeyError:
+            known = ", ".join(self.distributions)
+            raise WorkspaceError(f"{name!r} is no package here; there are: {known}") from None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Every name, siblings before those that depend on them."""
+        return tuple(self.distributions)
+
+    def closure(self, name: str) -> tuple[str, ...]:
+        """The siblings that come with an installation, direct or not, without itself."""
+        found = _reach(self[name].siblings, lambda each: self[each].siblings)
+        return self.ordered(found)
+
+    def direct_dependants(self, name: str) -> tuple[str, ...]:
+        """Those that name a distribution among their dependencies."""
+        wanted = self[name].name
+        return tuple(one.name for one in self.distributions.values() if wanted in one.siblings)
+
+    def dependants(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those that need one of the named, directly or not, without the named themselves."""
+        given = {self[name].name for name in names}
+        first = [other for name in given for other in self.direct_dependants(name)]
+        return self.ordered(_reach(first, self.direct_dependants) - given)
+
+    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Sort names so that siblings come before those that depend on them."""
+        wanted = set(names)
+        return tuple(name for name in self.distributions if name in wanted)
+
+
+def load_workspace(root: Path) -> Workspace:
+    """Read every package of a repository.
+
+    Args:
+        root: The repository; its packages are the folders of ``packages/`` with a
+            ``pyproject.toml``.
+
+    Returns:
+        The packages, siblings before those that depend on them, otherwise by name.
+
+    Raises:
+        WorkspaceError: There is no package, a file lacks what is needed, two packages share
+            a name, or packages need each other in a circle.
+    """
+    root = root.resolve()
+    files = sorted((root / PACKAGES_FOLDER).glob("*/pyproject.toml"))
+    if not files:
+        raise WorkspaceError(f"no packages/*/pyproject.toml in {root}; give the repository's root")
+    tables = [(file, read_toml(file)) for file in files]
+    names = {canonicalize_name(_entry(file, table, "project", "name")) for file, table in tables}
+    if len(names) != len(tables):
+        raise WorkspaceError(f"two packages in {root / PACKAGES_FOLDER} have the same name")
+    found = [_distribution(file, table, names) for file, table in tables]
+    return Workspace(root, _sorted_by_need(found))
+
+
+def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
+    project = table["project"]
+    version_file = file.parent / _entry(file, table, "tool", "hatch", "version", "path")
+    dependencies = _requirements(project.get("dependencies", ()))
+    extras = project.get("optional-dependencies", {})
+    groups = table.get("dependency-groups", {})
+    required = {canonicalize_name(one.name) for one in dependencies}
+    return Distribution(
+        name=canonicalize_name(project["name"]),
+        module=_module(file.parent, version_file),
+        folder=file.parent,
+        version_file=version_file,
+        version=Version(read_version(version_file)),
+        requires_python=SpecifierSet(_entry(file, table, "project", "requires-python")),
+        dependencies=dependencies,
+        extras={name: _requirements(texts) for name, texts in extras.items()},
+        test_dependencies=_requirements(groups.get("test", ())),
+        lowest_constraints=_requirements(groups.get("lowest", ())),
+        siblings=tuple(sorted(required.intersection(names))),
+    )
+
+
+def read_version(file: Path) -> str:
+    """The string that a file assigns to ``__version__``, without running the file.
+
+    Raises:
+        WorkspaceError: The file is missing or assigns no string.
+    """
+    if not file.is_file():
+        raise WorkspaceError(f"{file} does not exist; it has to state __version__")
+    for node in ast.parse(file.read_text(encoding="utf-8")).body:
+        targets = node.targets if isinstance(node, ast.Assign) else ()
+        named = any(isinstance(one, ast.Name) and one.id == "__version__" for one in targets)
+        if named and isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            return str(node.value.value)
+    raise WorkspaceError(f'{file} has no line such as __version__ = "0.1.0"')
+
+
+def _module(folder: Path, version_file: Path) -> str:
+    """The module that holds the version file."""
+    try:
+        return ".".join(version_file.parent.relative_to(folder / "src").parts)
+    except ValueError:
+        raise WorkspaceError(f"{version_file} has to lie in {folder / 'src'}") from None
+
+
+def _requirements(texts: Iterable[str]) -> tuple[Requirement, ...]:
+    return tuple(Requirement(text) for text in texts)
+
+
+def _entry(file: Path, table: Mapping[str, Any], *keys: str) -> str:
+    value: Any = table
+    for key in keys:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    if not isinstance(value, str):
+        raise WorkspaceError(f"{file} has no text under {'.'.join(keys)}")
+    return value
+
+
+def _reach(start: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
+    """Everything that is reached from a start by following edges."""
+    found: set[str] = set()
+    waiting = list(start)
+    while waiting:
+        name = waiting.pop()
+        if name not in found:
+            found.add(name)
+            waiting.extend(following(name))
+    return found
+
+
+def _sorted_by_need(found: Iterable[Distribution]) -> dict[str, Distribution]:
+    waiting = {one.name: one for one in sorted(found, key=lambda one: one.name)}
+    done: dict[str, Distribution] = {}
+    while waiting:
+        ready = [one for one in waiting.values() if set(one.siblings) <= set(done)]
+        if not ready:
+            raise WorkspaceError(f"these packages need each other: {', '.join(waiting)}")
+        done[ready[0].name] = waiting.pop(ready[0].name)
+    return done
