@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType, SimpleNamespace
 from typing import Any
@@ -17,6 +17,9 @@ __all__ = [
     "fp32_to_float16",
 ]
 
+# Names of this module are found faster than attributes of torch, once for each of many leaves.
+_Tensor = torch.Tensor
+_FP32_DTYPES = frozenset({torch.float32})
 _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
@@ -57,7 +60,7 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
         >>> conversion_helper((1, [2, {"a": 3}]), lambda leaf: leaf * 10)
         (10, [20, {'a': 30}])
     """
-    return _Conversion(conversion)(val)
+    return _Conversion(conversion, None).each((val,))[0]
 
 
 def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.Tensor]) -> Any:
@@ -83,16 +86,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.
         {'x': tensor([1.], dtype=torch.float16), 'n': 3}
     """
 
-    def cast(leaf: Any) -> Any:
-        if (
-            isinstance(leaf, torch.Tensor)
-            and leaf.dtype is torch.float32
-            and not getattr(leaf, "keep_in_fp32", False)
-        ):
-            return float16_convertor(leaf)
-        return leaf
-
-    return _Conversion(cast)(val)
+    return _Conversion(float16_convertor, _FP32_DTYPES, "keep_in_fp32").each((val,))[0]
 
 
 def float16_to_fp32(val: Any) -> Any:
@@ -115,92 +109,114 @@ def float16_to_fp32(val: Any) -> Any:
         >>> float16_to_fp32([torch.ones(1, dtype=torch.bfloat16)])
         [tensor([1.])]
     """
-    return _Conversion(_to_fp32)(val)
-
-
-def _to_fp32(leaf: Any) -> Any:
-    if isinstance(leaf, torch.Tensor) and leaf.dtype in _HALF_DTYPES:
-        return leaf.float()
-    return leaf
+    return _Conversion(torch.Tensor.float, _HALF_DTYPES).each((val,))[0]
 
 
 class _Conversion:
-    """One call of conversion_helper: what it has converted and which containers it is inside."""
+    """One conversion of nested containers: what is converted, and which containers it is inside.
 
-    __slots__ = ("_conversion", "_converted", "_inside")
+    Args:
+        conversion: Converts a leaf.
+        dtypes: Only tensors of these are converted; None converts all leaves.
+        exempting: Tensors on which this attribute is true are left as well.
+    """
 
-    def __init__(self, conversion: Callable[[Any], Any]) -> None:
+    __slots__ = ("_conversion", "_converted", "_dtypes", "_exempting", "_inside")
+
+    def __init__(
+        self,
+        conversion: Callable[[Any], Any],
+        dtypes: frozenset[torch.dtype] | None,
+        exempting: str = "",
+    ) -> None:
         self._conversion = conversion
+        self._dtypes = dtypes
+        self._exempting = exempting
         # Keeps each source alive, so that its id cannot be used again while the call runs.
         self._converted: dict[int, tuple[torch.Tensor, Any]] = {}
         self._inside: set[int] = set()
 
-    def __call__(self, val: Any) -> Any:
-        if isinstance(val, torch.Tensor):
-            return self._tensor(val)
+    def each(self, vals: Iterable[Any]) -> list[Any]:
+        """Convert values: one loop for all items of a container, since calls cost as much again."""
+        conversion, converted = self._conversion, self._converted
+        dtypes, exempting = self._dtypes, self._exempting
+        results = []
+        for val in vals:
+            if not isinstance(val, _Tensor):
+                results.append(self._other(val))
+                continue
+            if dtypes is not None and (
+                val.dtype not in dtypes or (exempting and getattr(val, exempting, False))
+            ):
+                results.append(val)
+                continue
+            key = id(val)
+            known = converted.get(key)
+            if known is None:
+                known = converted[key] = (val, conversion(val))
+            results.append(known[1])
+        return results
+
+    def _other(self, val: Any) -> Any:
         rebuild = _REBUILDERS.get(type(val), _UNSEEN)
         if rebuild is _UNSEEN:
             rebuild = _find_rebuilder(val)
         if rebuild is None:
-            return self._conversion(val)
-        if id(val) in self._inside:
+            return self._conversion(val) if self._dtypes is None else val
+        key = id(val)
+        if key in self._inside:
             raise ValueError(
                 f"a {type(val).__name__} contains itself; give nested containers without cycles"
             )
-        self._inside.add(id(val))
+        self._inside.add(key)
         try:
-            return rebuild(val, self)
+            return rebuild(val, self.each)
         finally:
-            self._inside.discard(id(val))
-
-    def _tensor(self, val: torch.Tensor) -> Any:
-        known = self._converted.get(id(val))
-        if known is None:
-            known = self._converted[id(val)] = (val, self._conversion(val))
-        return known[1]
+            self._inside.discard(key)
 
 
-Rebuilder = Callable[[Any, _Conversion], Any]
+Each = Callable[[Iterable[Any]], list[Any]]
+Rebuilder = Callable[[Any, Each], Any]
 
 
-def _rebuild_list(val: list[Any], convert: _Conversion) -> list[Any]:
-    return [convert(item) for item in val]
+def _rebuild_list(val: list[Any], each: Each) -> list[Any]:
+    return each(val)
 
 
-def _rebuild_tuple(val: tuple[Any, ...], convert: _Conversion) -> tuple[Any, ...]:
-    return tuple([convert(item) for item in val])
+def _rebuild_tuple(val: tuple[Any, ...], each: Each) -> tuple[Any, ...]:
+    return tuple(each(val))
 
 
-def _rebuild_dict(val: dict[Any, Any], convert: _Conversion) -> dict[Any, Any]:
-    return {key: convert(item) for key, item in val.items()}
+def _rebuild_dict(val: Mapping[Any, Any], each: Each) -> dict[Any, Any]:
+    return dict(zip(val, each(val.values()), strict=True))
 
 
-def _rebuild_deque(val: deque[Any], convert: _Conversion) -> deque[Any]:
-    return type(val)((convert(item) for item in val), val.maxlen)
+def _rebuild_deque(val: deque[Any], each: Each) -> deque[Any]:
+    return type(val)(each(val), val.maxlen)
 
 
-def _rebuild_named_tuple(val: Any, convert: _Conversion) -> Any:
-    return type(val)(*[convert(item) for item in val])
+def _rebuild_named_tuple(val: Any, each: Each) -> Any:
+    return type(val)(*each(val))
 
 
-def _rebuild_sequence_subclass(val: Any, convert: _Conversion) -> Any:
+def _rebuild_sequence_subclass(val: Any, each: Each) -> Any:
     # Also torch.return_types, whose constructor takes one sequence.
-    return type(val)([convert(item) for item in val])
+    return type(val)(each(val))
 
 
-def _rebuild_mapping_subclass(val: Mapping[Any, Any], convert: _Conversion) -> Any:
-    return type(val)(_rebuild_dict(val, convert))  # type: ignore[call-arg, arg-type]
+def _rebuild_mapping_subclass(val: Mapping[Any, Any], each: Each) -> Any:
+    return type(val)(_rebuild_dict(val, each))  # type: ignore[call-arg]
 
 
-def _rebuild_copied_mapping(val: Any, convert: _Conversion) -> Any:
+def _rebuild_copied_mapping(val: Any, each: Each) -> Any:
     """For mappings whose shallow copy keeps what a constructor would not: a factory, attributes."""
     rebuilt = copy.copy(val)
-    for key, item in val.items():
-        rebuilt[key] = convert(item)
+    for key, item in _rebuild_dict(val, each).items():
+        rebuilt[key] = item
     return rebuilt
 
 
-def _rebuild_dataclass_mapping(val: Any, convert: _Conversion) -> Any:
+def _rebuild_dataclass_mapping(val: Any, each: Each) -> Any:
     """A mapping whose items are its dataclass fields too, such as ModelOutput of transformers.
 
     Made without its constructor, which may validate or want fields that are None.
@@ -210,28 +226,26 @@ def _rebuild_dataclass_mapping(val: Any, convert: _Conversion) -> Any:
     attributes = vars(rebuilt)
     attributes.update(vars(val))
     set_item = OrderedDict.__setitem__ if isinstance(val, OrderedDict) else dict.__setitem__
-    for key, item in val.items():
-        converted = convert(item)
-        set_item(rebuilt, key, converted)
+    for key, item in _rebuild_dict(val, each).items():
+        set_item(rebuilt, key, item)
         if key in attributes:
-            attributes[key] = converted
-    for field in fields(val):
-        if field.name in attributes and field.name not in val:
-            attributes[field.name] = convert(attributes[field.name])
+            attributes[key] = item
+    only_fields = [f.name for f in fields(val) if f.name in attributes and f.name not in val]
+    attributes.update(zip(only_fields, each([attributes[n] for n in only_fields]), strict=True))
     return rebuilt
 
 
-def _rebuild_dataclass(val: Any, convert: _Conversion) -> Any:
+def _rebuild_dataclass(val: Any, each: Each) -> Any:
     # Not dataclasses.replace: it fails on init=False fields and runs __post_init__ again.
     rebuilt = copy.copy(val)
-    for field in fields(val):
-        if hasattr(val, field.name):
-            object.__setattr__(rebuilt, field.name, convert(getattr(val, field.name)))
+    names = [field.name for field in fields(val) if hasattr(val, field.name)]
+    for name, item in zip(names, each([getattr(val, name) for name in names]), strict=True):
+        object.__setattr__(rebuilt, name, item)
     return rebuilt
 
 
-def _rebuild_namespace(val: SimpleNamespace, convert: _Conversion) -> SimpleNamespace:
-    return type(val)(**_rebuild_dict(vars(val), convert))
+def _rebuild_namespace(val: SimpleNamespace, each: Each) -> SimpleNamespace:
+    return type(val)(**_rebuild_dict(vars(val), each))
 
 
 _UNSEEN: Any = object()
