@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import struct
 from pathlib import Path
 
 import pytest
@@ -107,14 +108,24 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     ]
 
 
-def test_manifest_lists_each_file_with_its_size(tmp_path: Path) -> None:
+def test_manifest_lists_each_file_and_every_byte_of_it(tmp_path: Path) -> None:
     path = save(tmp_path / "step_1")
     written = json.loads((path / "manifest.json").read_text())
-    assert (written["format"], written["version"]) == ("mcore sharded checkpoint", 1)
+    assert (written["format"], written["version"]) == ("mcore sharded checkpoint", 2)
     sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
     del sizes["manifest.json"]
     assert sorted(sizes) == [".metadata", "__0_0.distcp"]
-    assert read_manifest(path) == sizes
+    files = read_manifest(path)
+    assert files is not None
+    assert {name: record.size for name, record in files.items()} == sizes
+    for record in files.values():
+        ends = [part.offset + part.length for part in record.parts]
+        assert [part.offset for part in record.parts] == [0, *ends[:-1]]
+        assert ends[-1] == record.size
+    [part] = files["__0_0.distcp"].parts
+    assert part.elements_at is not None
+    content = (path / "__0_0.distcp").read_bytes()
+    assert content[part.elements_at :][:16] == struct.pack("<4f", 0, 1, 2, 3)
 
 
 def test_parents_are_made_and_a_link_counts_as_existing(tmp_path: Path) -> None:

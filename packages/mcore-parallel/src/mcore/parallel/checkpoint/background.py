@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.checkpoint.team import Team, lost_ranks_named
 from mcore.parallel.groups import group_ranks
 
 __all__ = ["SaveHandle", "start_in_background"]
@@ -111,7 +111,8 @@ def _private_team(team: Team, ranks: list[int]) -> Team:
     if team.group is None:
         return team
     everyone = len(ranks) == dist.get_world_size()
-    group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
+    with lost_ranks_named():
+        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
     return Team(group, team.rank, team.size)
 
 

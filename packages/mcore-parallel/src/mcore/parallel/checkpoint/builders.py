@@ -330,12 +330,12 @@ def _groups(kwargs: dict[str, Any]) -> tuple[GroupLike | None, GroupLike | None]
 def _checked_fields(function: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     """Return the fields of a ShardedTensor among the keywords; TypeError for unknown ones."""
     _reject_unknown(function, kwargs, _GROUP_OPTIONS | _FIELD_OPTIONS)
-    return {name: value for name, value in kwargs.items() if name in _FIELD_OPTIONS}
+    return {name: kwargs[name] for name in _FIELD_OPTIONS if name in kwargs}
 
 
 def _reject_unknown(function: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
-    unknown = sorted(kwargs.keys() - known)
-    if unknown:
+    if not kwargs.keys() <= known:
+        unknown = sorted(kwargs.keys() - known)
         hint = f"; known: {', '.join(sorted(known))}" if known else ""
         raise TypeError(f"{function}() got unknown keywords {', '.join(unknown)}{hint}")
 

@@ -52,14 +52,15 @@ def is_complete_checkpoint(path: PathLike) -> bool:
     if is_incomplete_name(directory.name) or not (directory / METADATA_FILE).is_file():
         return False
     try:
-        sizes = read_manifest(directory)
-        exact = sizes is not None
-        if sizes is None:
+        files = read_manifest(directory)
+        if files is None:
             sizes = needed_sizes(read_metadata(directory))
+        else:
+            sizes = {name: record.size for name, record in files.items()}
     except CheckpointingException:
         return False
     return all(
-        size_problem(directory / name, size, at_least=not exact) is None
+        size_problem(directory / name, size, at_least=files is None) is None
         for name, size in sizes.items()
     )
 

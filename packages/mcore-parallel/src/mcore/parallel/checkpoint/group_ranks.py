@@ -9,7 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.groups import GroupLike, as_process_group, get_pg_rank, get_pg_size, group_ranks
+from mcore.parallel.groups import GroupLike, as_process_group, get_pg_size, group_ranks
 from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.torch_compat import is_distributed
 
@@ -67,15 +67,19 @@ def resolve_ranks(
     if default is not None:
         tp_group = default.tp if tp_group is None else tp_group
         dp_cp_group = default.dp_cp if dp_cp_group is None else dp_cp_group
-    world = dist.get_world_size() if is_distributed() else 1
-    stages = 1 if default is None else get_pg_size(default.pp)
-    tp_size, dp_cp_size = get_pg_size(tp_group), get_pg_size(dp_cp_group)
-    filled = world == 1 or tp_size * dp_cp_size * stages == world
-    if tp_group is None and not filled:
-        raise _unknown_group("tp_group", world)
-    if dp_cp_group is None and not filled and need_dp_cp:
-        raise _unknown_group("dp_cp_group", world)
-    return CheckpointRanks(tp_group, tp_size, get_pg_rank(tp_group), get_pg_rank(dp_cp_group))
+    tp_size, tp_rank = _size_and_rank(tp_group)
+    dp_cp_size, dp_cp_rank = _size_and_rank(dp_cp_group)
+    if tp_group is None or (dp_cp_group is None and need_dp_cp):
+        world = dist.get_world_size() if is_distributed() else 1
+        stages = 1 if default is None else get_pg_size(default.pp)
+        if world > 1 and tp_size * dp_cp_size * stages != world:
+            raise _unknown_group("tp_group" if tp_group is None else "dp_cp_group", world)
+    return CheckpointRanks(tp_group, tp_size, tp_rank, dp_cp_rank)
+
+
+def _size_and_rank(group: GroupLike | None) -> tuple[int, int]:
+    member = as_process_group(group)
+    return (1, 0) if member is None else (member.size(), member.rank())
 
 
 def _unknown_group(name: str, world: int) -> RuntimeError:

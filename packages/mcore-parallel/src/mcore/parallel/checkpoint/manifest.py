@@ -1,69 +1,143 @@
-"""The list of a checkpoint's files and their sizes, written last and checked first."""
+"""The list of a checkpoint's files, their sizes and checksums, written last and checked first."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from mcore.parallel.checkpoint.checksums import checksum_of_bytes
 from mcore.parallel.checkpoint.durable_files import write_file
 from mcore.parallel.checkpoint.errors import CheckpointingException
 
-__all__ = ["MANIFEST_FILE", "read_manifest", "size_problem", "write_manifest"]
+__all__ = [
+    "MANIFEST_FILE",
+    "FileRecord",
+    "FileRecords",
+    "Part",
+    "read_manifest",
+    "size_problem",
+    "whole_file",
+    "write_manifest",
+]
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = "mcore sharded checkpoint"
-_VERSION = 1
+_VERSION = 2
 
 
-def write_manifest(directory: Path, sizes: Mapping[str, int]) -> None:
+@dataclass(frozen=True)
+class Part:
+    """Bytes of a file that are checked and read together.
+
+    Attributes:
+        offset: Where they start.
+        length: How many there are.
+        checksum: Of these bytes.
+        elements_at: Where in the file the elements of the tensor start that the part holds, in
+            row-major order; None when it holds something else.
+    """
+
+    offset: int
+    length: int
+    checksum: str
+    elements_at: int | None = None
+
+
+@dataclass(frozen=True)
+class FileRecord:
+    """A file of a checkpoint.
+
+    Attributes:
+        size: In bytes.
+        parts: Everything in it.
+    """
+
+    size: int
+    parts: tuple[Part, ...]
+
+
+FileRecords = Mapping[str, FileRecord]
+
+
+def whole_file(content: bytes) -> FileRecord:
+    """Describe a file of one part by its content."""
+    return FileRecord(len(content), (Part(0, len(content), checksum_of_bytes(content)),))
+
+
+def write_manifest(directory: Path, files: FileRecords) -> None:
     """Write the manifest of a directory durably.
 
     Args:
         directory: The checkpoint, still under its incomplete name.
-        sizes: Size of each file in bytes by its name.
+        files: Its files by name.
     """
-    content = {"format": _FORMAT, "version": _VERSION, "files": dict(sorted(sizes.items()))}
-    write_file(directory / MANIFEST_FILE, (json.dumps(content, indent=1) + "\n").encode())
+    write_file(directory / MANIFEST_FILE, _rendered(files))
 
 
-def read_manifest(directory: Path) -> dict[str, int] | None:
-    """Read the sizes of a checkpoint's files.
+def _rendered(files: FileRecords) -> bytes:
+    """Write a manifest the one way it can be written, its own checksum at the end."""
+    listed = {
+        name: {
+            "bytes": record.size,
+            "parts": [[p.offset, p.length, p.checksum, p.elements_at] for p in record.parts],
+        }
+        for name, record in sorted(files.items())
+    }
+    content = {"format": _FORMAT, "version": _VERSION, "files": listed}
+    content["checksum"] = checksum_of_bytes(json.dumps(content).encode())
+    return (json.dumps(content) + "\n").encode()
+
+
+def read_manifest(directory: Path) -> FileRecords | None:
+    """Read the list of a checkpoint's files.
 
     Args:
         directory: The checkpoint.
 
     Returns:
-        Size in bytes by name; None when there is no manifest, as in checkpoints that
+        The files by name; None when there is no manifest, as in checkpoints that
         torch.distributed.checkpoint wrote by itself.
 
     Raises:
-        CheckpointingException: The manifest cannot be read or is of another format.
+        CheckpointingException: The manifest cannot be read, is of another format, or has changed.
     """
     path = directory / MANIFEST_FILE
     try:
-        content = json.loads(path.read_bytes())
+        raw = path.read_bytes()
+        content = json.loads(raw)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointingException(
             f"{path} cannot be read ({error}); take another checkpoint"
         ) from error
-    return _checked(path, content)
+    files = _files(path, content)
+    if _rendered(files) != raw:
+        raise CheckpointingException(
+            f"{path} has changed since it was saved; take another checkpoint"
+        )
+    return files
 
 
-def _checked(path: Path, content: Any) -> dict[str, int]:
+def _files(path: Path, content: Any) -> FileRecords:
     known = isinstance(content, dict) and content.get("format") == _FORMAT
     if not known or content.get("version") != _VERSION:
         raise CheckpointingException(
             f"{path} is not the manifest of {_FORMAT!r} version {_VERSION}; the directory is "
-            "something else, or a newer version of mcore-parallel wrote it"
+            "something else, has changed, or another version of mcore-parallel wrote it"
         )
-    files = content.get("files")
-    if not isinstance(files, dict) or not all(isinstance(size, int) for size in files.values()):
-        raise CheckpointingException(f"{path} lists no files; take another checkpoint")
-    return files
+    try:
+        return {name: _record(entry) for name, entry in content["files"].items()}
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointingException(f"{path} lists no files; take another checkpoint") from error
+
+
+def _record(entry: Mapping[str, Any]) -> FileRecord:
+    parts: Sequence[Any] = entry["parts"]
+    return FileRecord(entry["bytes"], tuple(Part(*part) for part in parts))
 
 
 def size_problem(path: Path, expected: int, *, at_least: bool = False) -> str | None:
@@ -75,15 +149,12 @@ def size_problem(path: Path, expected: int, *, at_least: bool = False) -> str | 
         at_least: Whether a larger file is fine too.
 
     Returns:
-        A sentence that names the file, or None when all is well.
+        What is wrong, in words that name the file, or None when all is well.
     """
     try:
         found = path.stat().st_size
     except OSError as error:
-        return f"{path} cannot be read ({error.strerror}); take another checkpoint"
+        return f"{path} cannot be read ({error.strerror})"
     if found == expected or (at_least and found > expected):
         return None
-    return (
-        f"{path} has {found} bytes but {expected} were saved: it is truncated or was changed; "
-        "take another checkpoint"
-    )
+    return f"{path} has {found} bytes but {expected} were saved: it is truncated or was changed"

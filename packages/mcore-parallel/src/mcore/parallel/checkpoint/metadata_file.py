@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import io
 import pickle
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from mcore.parallel.checkpoint.checksums import checksum_of_bytes
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.manifest import MANIFEST_FILE, FileRecords
 from mcore.parallel.checkpoint.torch_private import METADATA_FILE, METADATA_GLOBALS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
 
-__all__ = ["needed_sizes", "read_metadata"]
+__all__ = ["keys_text", "needed_sizes", "read_metadata"]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -35,11 +39,14 @@ def _is_dtype(name: str) -> bool:
     return isinstance(getattr(torch, name, None), torch.dtype)
 
 
-def read_metadata(directory: Path, *, weights_only: bool = True) -> Metadata:
+def read_metadata(
+    directory: Path, files: FileRecords | None = None, *, weights_only: bool = True
+) -> Metadata:
     """Read what a checkpoint holds and where.
 
     Args:
         directory: The checkpoint.
+        files: Its manifest, where it has one, which knows how the index looked when it was saved.
         weights_only: Refuse an index that names anything but the classes of an index.
 
     Returns:
@@ -52,9 +59,12 @@ def read_metadata(directory: Path, *, weights_only: bool = True) -> Metadata:
 
     path = directory / METADATA_FILE
     try:
-        with path.open("rb") as stream:
-            load = _MetadataUnpickler if weights_only else pickle.Unpickler
-            metadata = load(stream).load()
+        content = path.read_bytes()
+        _check_content(path, content, files)
+        load = _MetadataUnpickler if weights_only else pickle.Unpickler
+        metadata = load(io.BytesIO(content)).load()
+    except CheckpointingException:
+        raise
     except FileNotFoundError as error:
         raise CheckpointingException(_no_checkpoint(directory)) from error
     except Exception as error:
@@ -65,6 +75,17 @@ def read_metadata(directory: Path, *, weights_only: bool = True) -> Metadata:
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
         raise CheckpointingException(f"{path} is no index of a checkpoint")
     return metadata
+
+
+def _check_content(path: Path, content: bytes, files: FileRecords | None) -> None:
+    if files is None:
+        return
+    record = files.get(METADATA_FILE)
+    if record is None or [part.checksum for part in record.parts] != [checksum_of_bytes(content)]:
+        raise CheckpointingException(
+            f"{path} has changed since it was saved, or {path.with_name(MANIFEST_FILE)} is that of "
+            "another checkpoint; take another checkpoint"
+        )
 
 
 def _no_checkpoint(directory: Path) -> str:
@@ -85,3 +106,14 @@ def needed_sizes(metadata: Metadata) -> dict[str, int]:
             f"the index of the checkpoint does not say where its content is ({error})"
         ) from error
     return sizes
+
+
+def keys_text(keys: Iterable[str]) -> str:
+    """Name the first key of some content, and how many more there are.
+
+    Example:
+        >>> keys_text(["w", "b", "b"])
+        "it holds key 'w' and 1 more"
+    """
+    first, *others = dict.fromkeys(keys)
+    return f"it holds key {first!r}" + (f" and {len(others)} more" if others else "")

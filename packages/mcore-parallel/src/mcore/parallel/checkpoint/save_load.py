@@ -16,14 +16,16 @@ from mcore.parallel.checkpoint.durable_files import (
     make_directories,
 )
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import read_manifest, size_problem
-from mcore.parallel.checkpoint.metadata_file import read_metadata
+from mcore.parallel.checkpoint.manifest import FileRecords, read_manifest, size_problem
+from mcore.parallel.checkpoint.metadata_file import keys_text, read_metadata
 from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from torch.distributed.checkpoint.metadata import Metadata
 
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
     from mcore.parallel.groups import GroupLike
@@ -73,8 +75,8 @@ def save_sharded_state_dict(
     only the hidden directory, which :func:`remove_incomplete` deletes.
 
     The files are those of ``torch.distributed.checkpoint``, whose ``load`` can read them, and a
-    ``manifest.json`` with their sizes. Random generators are left alone. Without torch.distributed
-    this process writes the same files alone.
+    ``manifest.json`` with their sizes and checksums. Random generators are left alone. Without
+    torch.distributed this process writes the same files alone.
 
     Args:
         sd: Nested dicts and lists of ShardedTensor, ShardedObject, LocalNonpersistentObject (not
@@ -180,7 +182,9 @@ def load_sharded_state_dict(
         process_group: The ranks that load; None is the world.
         weights_only: Refuse to run code that a checkpoint may hold; objects other than plain
             values and tensors need False.
-        verify_checksums: Read what this rank needs twice, the first time to compare checksums.
+        verify_checksums: Read what this rank needs twice, the first time to compare checksums:
+            every changed byte of it is found, also a part of another checkpoint. Index and
+            manifest are always checked.
 
     Returns:
         A dict of the structure of ``sd`` with tensors and values in place of what described them;
@@ -221,27 +225,34 @@ def _prepare_load(
     verify_checksums: bool,
 ) -> tuple[ShardedLoadPlanner, Callable[[], None]]:
     """Do all that can fail, and return the planner and what fills the tensors."""
+    from mcore.parallel.checkpoint.checked_reader import CheckedReader
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
-    from mcore.parallel.checkpoint.storage import CheckedReader
 
-    metadata = read_metadata(directory, weights_only=weights_only)
+    if is_incomplete_name(directory.name):
+        raise CheckpointingException(
+            "it is what a save that did not finish left behind; take a complete checkpoint"
+        )
+    files = read_manifest(directory)
+    metadata = read_metadata(directory, files, weights_only=weights_only)
     if team.is_first:
-        _check_sizes(directory)
+        _check_sizes(directory, files or {}, metadata)
     planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
     planner.set_up_planner(cast("dict[str, Any]", sd), metadata, team.is_first)
     plan = planner.create_local_plan()
-    reader = CheckedReader(directory, metadata)
+    reader = CheckedReader(directory, metadata, files)
     reader.check_plan(plan, verify_checksums=verify_checksums)
     reader.read_objects(plan, planner)
     return planner, lambda: reader.read_tensors(planner.finish_plan(plan), planner)
 
 
-def _check_sizes(directory: Path) -> None:
-    if is_incomplete_name(directory.name):
-        raise CheckpointingException(
-            "it is what a save that did not finish left behind; take a complete checkpoint"
-        )
-    for name, size in (read_manifest(directory) or {}).items():
-        problem = size_problem(directory / name, size)
+def _check_sizes(directory: Path, files: FileRecords, metadata: Metadata) -> None:
+    for name, record in files.items():
+        problem = size_problem(directory / name, record.size)
         if problem is not None:
-            raise CheckpointingException(problem)
+            inside = [
+                index.fqn
+                for index, place in metadata.storage_data.items()
+                if place.relative_path == name
+            ]
+            held = f"; {keys_text(inside)}" if inside else ""
+            raise CheckpointingException(f"{problem}{held}; take another checkpoint")

@@ -42,7 +42,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 def as_shape(numbers: Iterable[int]) -> Shape:
     """Return integers of any kind, numpy's too, as a plain tuple."""
-    return tuple(index(number) for number in numbers)
+    return tuple(map(index, numbers))
 
 
 class ShardedBase:

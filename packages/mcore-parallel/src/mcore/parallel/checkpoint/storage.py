@@ -1,33 +1,60 @@
-"""Write a checkpoint so that it appears whole or not at all, and read only what is whole."""
+"""Write a checkpoint so that it appears whole or not at all."""
 
 from __future__ import annotations
 
-import zipfile
+import io
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from mcore.parallel.checkpoint.archive import elements_at
+from mcore.parallel.checkpoint.checksums import checksum_of_part
 from mcore.parallel.checkpoint.durable_files import publish, sync_directory, sync_file
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.file_slice import FileSlice
-from mcore.parallel.checkpoint.manifest import size_problem, write_manifest
+from mcore.parallel.checkpoint.manifest import (
+    MANIFEST_FILE,
+    FileRecord,
+    Part,
+    size_problem,
+    whole_file,
+    write_manifest,
+)
+from mcore.parallel.checkpoint.raw_reads import Scratch
 from mcore.parallel.checkpoint.torch_private import METADATA_FILE
 
-__all__ = ["CheckedReader", "DurableWriter"]
+__all__ = ["DurableWriter"]
+
+
+class _NotingFileSystem(FileSystem):
+    """The file system of the operating system; it knows which file was opened last."""
+
+    def __init__(self, directory: Path) -> None:
+        self.last = directory
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        self.last = Path(path)
+        with super().create_stream(path, mode) as stream:
+            yield stream
 
 
 @dataclass(frozen=True)
 class _RankWrites:
-    """What a rank wrote, and the sizes of its files by name."""
+    """What a rank wrote, and its files by name."""
 
     results: list[WriteResult]
-    sizes: dict[str, int]
+    files: dict[str, FileRecord]
 
 
 class DurableWriter(FileSystemWriter):
@@ -44,6 +71,7 @@ class DurableWriter(FileSystemWriter):
         super().__init__(incomplete, sync_files=False, per_thread_copy_ahead=copy_ahead_bytes)
         self._incomplete = incomplete
         self._final = final
+        self.fs = self._files = _NotingFileSystem(incomplete)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
         """Write and sync this rank's file; a rank with nothing to write makes none."""
@@ -53,35 +81,45 @@ class DurableWriter(FileSystemWriter):
             raise
         except Exception as error:
             # Every rank gets the error pickled, which not every exception survives.
-            raise CheckpointingException(
-                f"{self._incomplete} cannot be written ({describe_error(_origin(error))})"
-            ) from error
+            raise self._unwritten(error, getattr(planner, "resolving", None)) from error
         future: Future[Any] = Future()
         future.set_result(writes)
         return future
 
+    def _unwritten(self, error: Exception, key: str | None = None) -> CheckpointingException:
+        at = f" at key {key!r}" if key is not None else ""
+        reason = describe_error(_origin(error))
+        return CheckpointingException(f"{self._files.last} cannot be written{at} ({reason})")
+
     def _written(self, plan: SavePlan, planner: SavePlanner) -> _RankWrites:
         results = super().write_data(plan, planner).wait()
-        sizes = {}
-        for name in {result.storage_data.relative_path for result in results}:
-            sync_file(self._incomplete / name)
-            sizes[name] = (self._incomplete / name).stat().st_size
+        bytes_of_elements = _bytes_of_elements(plan)
+        files = {}
+        for name in sorted({result.storage_data.relative_path for result in results}):
+            path = self._incomplete / name
+            inside = [result for result in results if result.storage_data.relative_path == name]
+            with _synced_meanwhile(path):
+                files[name] = _file_record(path, inside, bytes_of_elements)
         sync_directory(self._incomplete)
-        return _RankWrites(results, sizes)
+        return _RankWrites(results, files)
 
     def finish(self, metadata: Metadata, results: list[Any]) -> None:
         """Write index and manifest and publish the directory; one rank, after all have written."""
-        super().finish(metadata, [writes.results for writes in results])
-        sync_file(self._incomplete / METADATA_FILE)
-        sizes = {name: size for writes in results for name, size in writes.sizes.items()}
-        for name, size in sizes.items():
-            problem = size_problem(self._incomplete / name, size)
+        files = {name: record for writes in results for name, record in writes.files.items()}
+        for name, record in files.items():
+            problem = size_problem(self._incomplete / name, record.size)
             if problem is not None:
                 raise CheckpointingException(
                     f"{problem} (all ranks must write to one shared file system)"
                 )
-        sizes[METADATA_FILE] = (self._incomplete / METADATA_FILE).stat().st_size
-        write_manifest(self._incomplete, sizes)
+        try:
+            super().finish(metadata, [writes.results for writes in results])
+            sync_file(self._incomplete / METADATA_FILE)
+            files[METADATA_FILE] = whole_file((self._incomplete / METADATA_FILE).read_bytes())
+            self._files.last = self._incomplete / MANIFEST_FILE
+            write_manifest(self._incomplete, files)
+        except Exception as error:
+            raise self._unwritten(error) from error
         publish(self._incomplete, self._final)
 
     def storage_meta(self) -> StorageMeta:
@@ -89,85 +127,52 @@ class DurableWriter(FileSystemWriter):
         return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
 
 
-class CheckedReader(FileSystemReader):
-    """Reads a checkpoint of which everything a rank needs was checked before.
+@contextmanager
+def _synced_meanwhile(path: Path) -> Iterator[None]:
+    """Sync a file while the block runs, which reads its content from memory."""
+    problems: list[OSError] = []
 
-    Args:
-        directory: The checkpoint.
-        metadata: Its index.
-    """
-
-    def __init__(self, directory: Path, metadata: Metadata) -> None:
-        super().__init__(directory)
-        self._directory = directory
-        self.set_up_storage_reader(metadata, False)
-
-    def check_plan(self, plan: LoadPlan, *, verify_checksums: bool) -> None:
-        """Check size and content of what a plan reads.
-
-        Args:
-            plan: What this rank reads.
-            verify_checksums: Whether to read the content once and compare its checksums.
-
-        Raises:
-            CheckpointingException: A file is missing, too short, or its content has changed.
-        """
-        needed: dict[str, dict[MetadataIndex, None]] = {}
-        for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            needed.setdefault(place.relative_path, {})[item.storage_index] = None
-        for name, indices in needed.items():
-            places = [self.storage_data[index] for index in indices]
-            end = max(place.offset + place.length for place in places)
-            problem = size_problem(self._directory / name, end, at_least=True)
-            if problem is not None:
-                raise CheckpointingException(problem)
-            if verify_checksums:
-                self._check_content(self._directory / name, list(indices))
-
-    def _check_content(self, path: Path, indices: list[MetadataIndex]) -> None:
-        with path.open("rb", buffering=0) as stream:
-            for index in sorted(indices, key=lambda index: int(self.storage_data[index].offset)):
-                place = self.storage_data[index]
-                if place.transform_descriptors:
-                    continue
-                problem = _archive_problem(FileSlice(stream, place.offset, place.length))
-                if problem is not None:
-                    raise CheckpointingException(
-                        f"{path}: the content of key {index.fqn!r} has changed since it was saved "
-                        f"({problem}); take another checkpoint"
-                    )
-
-    def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
-        """Read the tensors of a plan into their targets."""
-        items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        self._read(items, planner)
-
-    def read_objects(self, plan: LoadPlan, planner: Any) -> None:
-        """Read the objects of a plan; nothing in place is changed by it."""
-        items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        self._read(items, planner)
-
-    def _read(self, items: list[Any], planner: Any) -> None:
+    def sync() -> None:
         try:
-            self.read_data(LoadPlan(items), planner).wait()
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            raise CheckpointingException(
-                f"{self._directory} cannot be read ({describe_error(error)}); take another "
-                "checkpoint"
-            ) from error
+            sync_file(path)
+        except OSError as error:
+            problems.append(error)
 
-
-def _archive_problem(stream: Any) -> str | None:
-    """Compare the checksums in an archive of torch.save with its content."""
+    # A thread pool takes no work while the interpreter waits for a background save to end.
+    thread = threading.Thread(target=sync, name=f"sync-{path.name}")
+    thread.start()
     try:
-        with zipfile.ZipFile(stream) as archive:
-            damaged = archive.testzip()
-    except Exception as error:
-        return describe_error(error)
-    return None if damaged is None else f"checksum of {damaged}"
+        yield
+    finally:
+        thread.join()
+    if problems:
+        raise problems[0]
+
+
+def _bytes_of_elements(plan: SavePlan) -> dict[MetadataIndex, int]:
+    """Return how many bytes the elements of each tensor of a plan have."""
+    return {
+        item.index: prod(item.tensor_data.chunk.sizes) * item.tensor_data.properties.dtype.itemsize
+        for item in plan.items
+        if item.tensor_data is not None
+    }
+
+
+def _file_record(
+    path: Path, results: list[WriteResult], bytes_of_elements: dict[MetadataIndex, int]
+) -> FileRecord:
+    """Describe a file that was written."""
+    scratch = Scratch()
+    parts = []
+    with path.open("rb", buffering=0) as stream:
+        for result in results:
+            offset, length = result.storage_data.offset, result.storage_data.length
+            elements = None
+            if result.index in bytes_of_elements:
+                elements = elements_at(stream, offset, length, bytes_of_elements[result.index])
+            checksum = checksum_of_part(stream, offset, length, scratch)
+            parts.append(Part(offset, length, checksum, elements))
+    return FileRecord(path.stat().st_size, tuple(parts))
 
 
 def _origin(error: BaseException) -> BaseException:

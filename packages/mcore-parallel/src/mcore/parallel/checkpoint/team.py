@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -18,7 +19,7 @@ from mcore.parallel.checkpoint.tensor_bytes import bytes_of
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 
-__all__ = ["Team", "team_of"]
+__all__ = ["Team", "lost_ranks_named", "team_of"]
 
 _REPORT_BYTES = 4096
 T = TypeVar("T")
@@ -45,9 +46,10 @@ class Team:
         """Return the largest of all ranks' numbers, place by place (64-bit integers)."""
         if self.group is None:
             return list(numbers)
-        tensor = torch.tensor(numbers, dtype=torch.int64, device=comm_device(self.group))
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return [int(number) for number in tensor.tolist()]
+        with lost_ranks_named():
+            tensor = torch.tensor(numbers, dtype=torch.int64, device=comm_device(self.group))
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+            return [int(number) for number in tensor.tolist()]
 
     def agree(self, step: Callable[[], T]) -> T:
         """Run ``step`` on every rank; when it fails on any, raise the same error on all.
@@ -59,8 +61,8 @@ class Team:
             This rank's result.
 
         Raises:
-            CheckpointingException: ``step`` raised on some rank; the text has the reports of the
-                failing ranks.
+            CheckpointingException: ``step`` raised on some rank, the text has the reports of the
+                failing ranks; or a rank cannot be reached.
         """
         cause: Exception | None = None
         try:
@@ -83,8 +85,9 @@ class Team:
         encoded = text.encode()[:_REPORT_BYTES].ljust(_REPORT_BYTES, b"\0")
         own = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(device)
         every = torch.empty(self.size * _REPORT_BYTES, dtype=torch.uint8, device=device)
-        all_gather_single(every, own, self.group)
-        raw = bytes_of(every)
+        with lost_ranks_named():
+            all_gather_single(every, own, self.group)
+            raw = bytes_of(every)
         parts = [raw[at : at + _REPORT_BYTES] for at in range(0, len(raw), _REPORT_BYTES)]
         return [part.rstrip(b"\0").decode(errors="replace") for part in parts]
 
@@ -104,6 +107,17 @@ class Team:
             parts = [torch.empty(width, dtype=torch.uint8, device=device) for _ in lengths]
         dist.gather(own.to(device), parts, group=self.group, group_dst=0)
         return [bytes_of(part)[:length] for part, length in zip(parts or [], lengths, strict=False)]
+
+
+@contextmanager
+def lost_ranks_named() -> Iterator[None]:
+    """Turn the error of a collective, which has many types and texts, into ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise CheckpointingException(
+            f"a rank that takes part cannot be reached, it may have died ({describe_error(error)})"
+        ) from error
 
 
 def team_of(process_group: GroupLike | None) -> Team:

@@ -26,7 +26,7 @@ _COLLECTIVES = ("all_gather", "all_reduce", "broadcast")
 _ON_THE_CPU = "its .cuda() made a no-op: it needs CUDA otherwise"
 
 
-def run() -> Iterable[Row]:
+def replica_rows() -> Iterable[Row]:
     """Yield the rows; the checks of agreement come before each timing."""
     peer: Any = import_module("megatron.core.utils").check_param_hashes_across_dp_replicas
     name = f"megatron-core {version('megatron-core')}, {_ON_THE_CPU}"

@@ -1,0 +1,202 @@
+"""Sharded checkpoints against torch.distributed.checkpoint and the disk; replicas; wgrad."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.measure import Row
+from bench.page_cache import forget, read_raw, write_raw
+from bench.replicas import replica_rows
+from rank_testing import run_ranks
+
+_NUM_TENSORS, _ROWS, _COLUMNS = 64, 4096, 1024  # 16 MiB of float32 each, half of it on a rank
+_SIZE = "1 GiB on 2 ranks"
+_STOCK = f"torch {torch.__version__.partition('+')[0]} distributed.checkpoint"
+_RAW = "raw files of the same bytes"
+_REPEATS = 5
+Work = Callable[[int], object]
+
+
+def run() -> Iterable[Row]:
+    """Yield the rows; the checks of agreement come before each timing."""
+    yield from _checkpoint_rows()
+    yield from replica_rows()
+
+
+def _checkpoint_rows() -> Iterator[Row]:
+    with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
+        first, second = run_ranks(_measure, 2, folder, timeout_s=600)
+    if not (first.agrees and second.agrees):
+        yield Row.disagreement(f"save and load {_SIZE}", _STOCK, "loaded values")
+        return
+    for case in first.seconds:
+        both = {name: max(r.seconds[case][name] for r in (first, second)) for name in _SIDES[case]}
+        yield from _rows(case, both)
+
+
+_SIDES = {
+    "save": ("ours", "stock, synced", "stock, not synced", "raw"),
+    "load, files in memory": ("ours", "ours, unchecked", "stock", "raw"),
+    "load, files on disk": ("ours", "ours, unchecked", "stock", "raw"),
+}
+_NOTES = {
+    "save": "ours is synced before it gets its name; nothing is left to write when each begins",
+    "load, files in memory": "all sides find all files in the page cache; stock checks no content",
+    "load, files on disk": "POSIX_FADV_DONTNEED for all files before each load, on all sides",
+}
+
+
+def _rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
+    """One row for each side that ours is compared with, and for ours without checksums."""
+    name, agreement, note = f"{case}, {_SIZE}", "values, each reads the other's files", _NOTES[case]
+    ours = seconds["ours"]
+    for peer in [side for side in seconds if side.startswith("stock")]:
+        target = 2.0 if peer == "stock" else 1.0 if peer == "stock, synced" else None
+        how = peer.removeprefix("stock")
+        yield Row(name, ours, _STOCK + how, seconds[peer], target, agreement, note)
+    if "ours, unchecked" in seconds:
+        unchecked = seconds["ours, unchecked"]
+        yield Row(
+            f"{name}, verify_checksums=False", unchecked, _STOCK, seconds["stock"], None, agreement
+        )
+    rate = 2 * _rank_bytes() / seconds["raw"] / 1e9
+    distance = f"the disk's limit: {rate:.2f} GB/s, ours is {ours / seconds['raw']:.2f} times it"
+    yield Row(name, ours, _RAW, seconds["raw"], None, agreement, distance)
+
+
+def _rank_bytes() -> int:
+    return _NUM_TENSORS * _ROWS * _COLUMNS * 4 // 2
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """What one rank found.
+
+    Attributes:
+        agrees: Whether what was loaded is what was saved.
+        seconds: The shortest time of each side, by case.
+    """
+
+    agrees: bool
+    seconds: dict[str, dict[str, float]]
+
+
+def _measure(folder: str) -> _Measured:
+    """Time all sides on one rank."""
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.state_dict_loader import load
+    from torch.distributed.checkpoint.state_dict_saver import save
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+
+    from mcore.parallel.checkpoint import (
+        ShardedTensor,
+        load_sharded_state_dict,
+        save_sharded_state_dict,
+    )
+
+    rank, root, mesh = dist.get_rank(), Path(folder), init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(rank)
+    tensors = [torch.randn(_ROWS // 2, _COLUMNS, generator=generator) for _ in range(_NUM_TENSORS)]
+    ours = {
+        f"w{i}": ShardedTensor.from_rank_offsets(f"w{i}", tensor, (0, rank, 2))
+        for i, tensor in enumerate(tensors)
+    }
+    stock = {
+        f"w{i}": DTensor.from_local(tensor, mesh, [Shard(0)]) for i, tensor in enumerate(tensors)
+    }
+
+    def saved_by_stock(sync: bool) -> Work:
+        return lambda turn: save(
+            stock, storage_writer=FileSystemWriter(root / f"save-{turn}", sync_files=sync)
+        )
+
+    saves: dict[str, Work] = {
+        "ours": lambda turn: save_sharded_state_dict(ours, root / f"save-{turn}"),
+        "stock, synced": saved_by_stock(sync=True),
+        "stock, not synced": saved_by_stock(sync=False),
+        "raw": lambda turn: write_raw(root / f"save-{turn}-{rank}", tensors),
+    }
+    seconds = {"save": _rounds(saves, _clean_before(root))}
+    save_sharded_state_dict(ours, root / "ours")
+    saved_by_stock(sync=True)(0)
+    _on_first_rank(lambda: (root / "save-0").rename(root / "stock"))
+    write_raw(root / f"raw-{rank}", tensors)
+    loads: dict[str, Work] = {
+        "ours": lambda _: load_sharded_state_dict(ours, root / "ours"),
+        "ours, unchecked": lambda _: load_sharded_state_dict(
+            ours, root / "ours", verify_checksums=False
+        ),
+        "stock": lambda _: load(stock, checkpoint_id=root / "stock"),
+        "raw": lambda _: read_raw(root / f"raw-{rank}", tensors),
+    }
+    crossed: list[Callable[[], object]] = [
+        lambda: load_sharded_state_dict(ours, root / "stock"),
+        lambda: load(stock, checkpoint_id=root / "ours"),
+    ]
+    agrees = all(
+        _restores(tensors, work)
+        for work in [*crossed, *(lambda work=work: work(0) for work in loads.values())]
+    )
+    seconds["load, files in memory"] = _rounds(loads, lambda: None)
+    seconds["load, files on disk"] = _rounds(loads, lambda: _on_first_rank(lambda: forget(root)))
+    return _Measured(agrees, seconds)
+
+
+def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
+    """Whether a load brings back the values, after which they are as before."""
+    sums = [tensor.view(torch.int32).sum() for tensor in tensors]
+    first = [tensor[:, ::97].clone() for tensor in tensors]
+    for tensor in tensors:
+        tensor.zero_()
+    load()
+    return all(
+        torch.equal(tensor.view(torch.int32).sum(), total) and torch.equal(tensor[:, ::97], some)
+        for tensor, total, some in zip(tensors, sums, first, strict=True)
+    )
+
+
+def _rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[str, float]:
+    """The shortest time of each side until all ranks are done, in rounds that rotate the order."""
+    names = list(sides)
+    best = dict.fromkeys(names, math.inf)
+    turn = 0
+    for round_ in range(_REPEATS):
+        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
+            turn += 1
+            prepare()
+            dist.barrier()
+            started_s = time.perf_counter()
+            sides[name](turn)
+            dist.barrier()
+            best[name] = min(best[name], time.perf_counter() - started_s)
+    return best
+
+
+def _clean_before(root: Path) -> Callable[[], None]:
+    """Delete earlier saves and wait until the disk has nothing more to do."""
+
+    def clean() -> None:
+        for path in root.iterdir():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        os.sync()
+
+    return lambda: _on_first_rank(clean)
+
+
+def _on_first_rank(work: Callable[[], object]) -> None:
+    """Do something once, while the other ranks wait."""
+    dist.barrier()
+    if dist.get_rank() == 0:
+        work()
+    dist.barrier()
