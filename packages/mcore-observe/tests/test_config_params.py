@@ -1,3 +1,4 @@
+import argparse
 from types import SimpleNamespace
 
 from mcore.observe import ConfigContainer, LoggerConfig, TrainingConfig
@@ -46,3 +47,36 @@ def test_what_is_a_secret():
 
 def test_no_configuration():
     assert config_params(None) == {}
+
+
+def test_secrets_inside_sequences_namespaces_and_texts():
+    params = config_params(
+        {
+            "sources": [{"path": "a", "password": "x"}, SimpleNamespace(api_key="y", n=1)],
+            "args": argparse.Namespace(hf_token="z", size=5),
+            "secrets": {"db": "w"},
+            "uri": "postgresql://me:pw@host/db",
+            "note": "the key is abcdef",
+            "api_key": "abcdef",
+            "sizes": (1, 2),
+        }
+    )
+    assert params == {
+        "sources.0.path": "a",
+        "sources.0.password": "***",
+        "sources.1.api_key": "***",
+        "sources.1.n": "1",
+        "args.hf_token": "***",
+        "args.size": "5",
+        "secrets.db": "***",
+        "uri": "postgresql://***@host/db",
+        "note": "the key is ***",
+        "api_key": "***",
+        "sizes": "(1, 2)",
+    }
+
+
+def test_a_configuration_that_contains_itself_ends():
+    config = {"a": 1}
+    config["self"] = config
+    assert config_params(config)["a"] == "1"

@@ -58,7 +58,7 @@ def moe_config(**options):
 
 def collect(state, model, *, skipped=False, logs=True, microbatches=1):
     report, scalars, totals = ExpertReport(), Scalars(), {}
-    report.end_step(state, model, skipped=skipped)
+    report.end_step(state, model, skipped=skipped, num_microbatches=microbatches)
     texts = report.collect(
         state,
         model,

@@ -3,6 +3,8 @@
 from unittest import mock
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcore.observe import CometSink, MetricSink, MlflowSink, TensorBoardSink, WandbSink
 from mcore.observe.sinks import GuardedSink, MemorySink, sanitize_metric_name
@@ -85,10 +87,28 @@ def test_mlflow_names_that_become_the_same_are_sent_in_two_calls():
         ("a:b-c.d_e 1", "a:b-c.d_e 1"),
         ("perplexity (%)", "perplexity ___"),
         ("loss_\u00fc", "loss_\u00fc"),
+        ("", "_"),
+        ("/loss", "_loss"),
+        ("loss/", "loss"),
+        ("..", "__"),
+        ("../loss", "__/loss"),
+        ("a/./b", "a/._b"),
+        ("x" * 300, "x" * 250),
+        ("y" * 249 + "/tail", "y" * 249),
     ],
 )
 def test_sanitized_names(name, clean):
     assert sanitize_metric_name(name) == clean
+    assert sanitize_metric_name(clean) == clean
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.one_of(st.text(), st.text("./a@ ", max_size=8)))
+def test_sanitized_names_are_those_that_mlflow_takes(name):
+    validation = pytest.importorskip("mlflow.utils.validation")
+    clean = sanitize_metric_name(name)
+    validation._validate_metric_name(clean)
+    assert 1 <= len(clean) <= validation.MAX_ENTITY_KEY_LENGTH
     assert sanitize_metric_name(clean) == clean
 
 

@@ -30,56 +30,97 @@ def client(uri):
 class FakeClient:
     """Keeps what is sent, and can fail."""
 
-    def __init__(self, fail_at=(), gate=None):
+    def __init__(self, fail_at=(), gate=None, fail_with=OSError):
         self.batches, self.ended = [], []
-        self.fail_at, self.gate = fail_at, gate
+        self.fail_at, self.gate, self.fail_with = fail_at, gate, fail_with
 
     def log_batch(self, run_id, metrics=(), params=()):
         if self.gate is not None:
             self.gate.wait()
         self.batches.append([(m.key, m.value, m.step) for m in metrics])
         if len(self.batches) in self.fail_at:
-            raise OSError(f"batch {len(self.batches)}")
+            raise self.fail_with(f"batch {len(self.batches)}")
 
     def set_terminated(self, run_id, status):
         self.ended.append((run_id, status))
 
 
-def test_at_most_64_batches_wait():
+def test_steps_of_a_second_go_in_one_call_and_a_hanging_one_holds_nobody_up():
     gate = threading.Event()
     run = MlflowRun(FakeClient(gate=gate), "r")
-    sent = []
-
-    def send():
-        for step in range(80):
-            run.log_metrics({"a": 1.0}, step)
-            sent.append(step)
-
-    sender = threading.Thread(target=send)
-    sender.start()
-    deadline = time.monotonic() + 60  # the first batch waits for the import of mlflow
-    while len(sent) < 64 and time.monotonic() < deadline:
-        time.sleep(0.01)
-    sender.join(timeout=1.0)
-    num_sent = len(sent)
-    gate.set()  # before the assertion: a thread that waits for ever would keep pytest from ending
-    sender.join()
-    assert 64 <= num_sent <= 65  # those that wait, and the one that is being sent
+    started = time.monotonic()
+    for step in range(80):
+        run.log_metrics({"a": 1.0}, step)
+    assert time.monotonic() - started < 30  # a call that waits for the gate would never come back
+    gate.set()
     run.close()
-    assert [batch[0][2] for batch in run.client.batches] == list(range(80))
+    assert [step for batch in run.client.batches for _, _, step in batch] == list(range(80))
+    assert len(run.client.batches) < 10
     assert run.client.ended == [("r", "FINISHED")]
 
 
-def test_an_error_in_the_background_comes_out_and_the_run_is_ended_all_the_same():
-    run = MlflowRun(FakeClient(fail_at={2}), "r")
+def test_a_call_that_fails_for_a_while_is_made_again(caplog):
+    run = MlflowRun(FakeClient(fail_at={1, 2}), "r")
     run.log_metrics({"a": 1.0}, 1)
     run.flush()
     run.log_metrics({"a": 1.0}, 2)
-    with pytest.raises(OSError, match="batch 2"):
+    run.close()
+    assert [batch[0] for batch in run.client.batches[2:]] == [("a", 1.0, 1)]
+    assert run.client.batches[-1][-1] == ("a", 1.0, 2)
+    assert [r.levelname for r in caplog.records].count("WARNING") == 1
+
+
+def test_a_refused_call_comes_out_and_the_run_is_ended_all_the_same():
+    run = MlflowRun(FakeClient(fail_at={2}, fail_with=ValueError), "r")
+    run.log_metrics({"a": 1.0}, 1)
+    run.flush()
+    run.log_metrics({"a": 1.0}, 2)
+    with pytest.raises(ValueError, match="batch 2"):
         run.close("FAILED")
     assert run.client.ended == [("r", "FAILED")]
     run.close()
     assert len(run.client.ended) == 1
+    with pytest.raises(RuntimeError, match="run r was closed"):
+        run.log_metrics({"a": 1.0}, 3)
+
+
+@pytest.mark.parametrize(
+    ("code", "passes"),
+    [
+        ("INTERNAL_ERROR", True),
+        ("TEMPORARILY_UNAVAILABLE", True),
+        ("REQUEST_LIMIT_EXCEEDED", True),
+        ("INVALID_PARAMETER_VALUE", False),
+        ("RESOURCE_DOES_NOT_EXIST", False),
+        ("PERMISSION_DENIED", False),
+    ],
+)
+def test_which_errors_pass(code, passes):
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import ErrorCode
+
+    from mcore.observe.sinks.mlflow_run import _is_away
+
+    assert _is_away(MlflowException("no", error_code=ErrorCode.Value(code))) is passes
+
+
+def test_a_database_that_hung_up_passes():
+    from mlflow.exceptions import MlflowException
+    from mlflow.protos.databricks_pb2 import BAD_REQUEST
+    from sqlalchemy.exc import InterfaceError
+
+    from mcore.observe.sinks.mlflow_run import _is_away
+
+    def fail(hung_up):
+        try:
+            raise InterfaceError("INSERT", {}, Exception("no"), connection_invalidated=hung_up)
+        except InterfaceError as cause:
+            raise MlflowException(cause, BAD_REQUEST) from cause
+
+    for hung_up in (True, False):
+        with pytest.raises(MlflowException) as caught:
+            fail(hung_up)
+        assert _is_away(caught.value) is hung_up
 
 
 def test_none_is_left_out_and_large_steps_are_split():
@@ -129,6 +170,25 @@ def test_a_run_can_be_continued_and_stays_the_one_that_is_written(uri, client):
     other.close()
     history = client.get_metric_history(first.run_id, "a")
     assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 2.0)]
+
+
+def test_steps_that_a_continued_run_has_are_not_sent_again(uri, client):
+    first = open_mlflow("runs", "again", tracking_uri=uri)
+    for step in range(1, 6):
+        first.log_metrics({"a@1": step}, step)
+    first.log_metrics({"b": 2.0}, 2)
+    first.close()
+    again = open_mlflow("runs", "x", tracking_uri=uri, run_id=first.run_id, only_new_steps=True)
+    for step in range(3, 8):
+        again.log_metrics({"a@1": 10 * step, "b": step}, step)
+    again.close()
+    assert again.num_missing == 0
+    history = {
+        name: [(m.step, m.value) for m in client.get_metric_history(first.run_id, name)]
+        for name in ("a_at_1", "b")
+    }
+    assert history["a_at_1"] == [(1, 1), (2, 2), (3, 3), (4, 4), (5, 5), (6, 60), (7, 70)]
+    assert history["b"] == [(2, 2), (3, 3), (4, 4), (5, 5), (6, 6), (7, 7)]
 
 
 @pytest.mark.parametrize("folder", ["file:///tmp/x", "mlruns", "./mlruns", "/tmp/mlruns"])

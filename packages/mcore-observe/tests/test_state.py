@@ -178,6 +178,8 @@ def test_comet_is_opened_with_the_key_from_the_environment(monkeypatch):
             "project_name": "p",
             "workspace": None,
             "auto_metric_logging": False,
+            "auto_param_logging": False,
+            "parse_args": False,
         },
         ("name", "e"),
         ("tags", ["a"]),

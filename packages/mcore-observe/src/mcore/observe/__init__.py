@@ -1,6 +1,8 @@
 """Straggler detection, training logs, timers and metric sinks for distributed training."""
 
 from mcore.observe._version import __version__
+from mcore.observe.async_loop import get_asyncio_loop
+from mcore.observe.async_tasks import trace_async_exceptions
 from mcore.observe.energy import EnergyMonitor
 from mcore.observe.forward_step import (
     maybe_inject_state,
@@ -14,8 +16,21 @@ from mcore.observe.moe_fanout import _build_moe_metric_writer, _MoeMetricFanoutW
 from mcore.observe.moe_metrics import MoEMetricsTracker, get_moe_metrics_tracker
 from mcore.observe.mtp_metrics import MTPMetricsTracker, get_mtp_metrics_tracker
 from mcore.observe.norms import report_l2_norm_grad
+from mcore.observe.nvtx import (
+    configure_nvtx_profiling,
+    nvtx_decorator,
+    nvtx_range,
+    nvtx_range_pop,
+    nvtx_range_push,
+)
 from mcore.observe.parameter_norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
 from mcore.observe.progress import report_runtime, report_throughput
+from mcore.observe.rank_logging import (
+    log_on_each_pipeline_stage,
+    log_single_rank,
+    safe_get_rank,
+    safe_get_world_size,
+)
 from mcore.observe.run_config import (
     ConfigContainer,
     DatasetConfig,
@@ -32,6 +47,11 @@ from mcore.observe.sinks import (
     WandbSink,
 )
 from mcore.observe.state import GlobalState, TrainState
+from mcore.observe.straggler.detector import StragglerDetector, __straggler__
+from mcore.observe.straggler.outliers import Outlier
+from mcore.observe.straggler.ranked_values import _StragglerData, _ValueWithRank
+from mcore.observe.straggler.report import StragglerReport
+from mcore.observe.straggler.section_stats import SectionStats
 from mcore.observe.timer import Timer
 from mcore.observe.timers import Timers
 from mcore.observe.training_log import training_log
@@ -52,7 +72,11 @@ __all__ = [
     "MetricSink",
     "MlflowSink",
     "MoEMetricsTracker",
+    "Outlier",
     "ProfilingConfig",
+    "SectionStats",
+    "StragglerDetector",
+    "StragglerReport",
     "TensorBoardSink",
     "Timer",
     "Timers",
@@ -60,20 +84,34 @@ __all__ = [
     "TrainingConfig",
     "WandbSink",
     "_MoeMetricFanoutWriter",
+    "_StragglerData",
+    "_ValueWithRank",
+    "__straggler__",
     "__version__",
     "_build_moe_metric_writer",
     "calc_dtensor_params_l2_norm",
     "calc_params_l2_norm",
+    "configure_nvtx_profiling",
+    "get_asyncio_loop",
     "get_moe_metrics_tracker",
     "get_mtp_metrics_tracker",
+    "log_on_each_pipeline_stage",
+    "log_single_rank",
     "maybe_inject_state",
     "needs_global_state_injection",
+    "nvtx_decorator",
+    "nvtx_range",
+    "nvtx_range_pop",
+    "nvtx_range_push",
     "param_is_not_shared",
     "prepare_forward_step_func",
     "report_l2_norm_grad",
     "report_memory",
     "report_runtime",
     "report_throughput",
+    "safe_get_rank",
+    "safe_get_world_size",
     "start_memory_history_recording",
+    "trace_async_exceptions",
     "training_log",
 ]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 from mcore.observe.extras import require_extra
 from mcore.observe.progress import SECONDS_PER_UNIT
+from mcore.observe.secret_texts import mask_secrets
 
 __all__ = ["LoggerConfig"]
 
@@ -55,7 +56,8 @@ class LoggerConfig:
         wandb_entity: Who owns the project.
         mlflow_experiment: MLflow experiment; None uses none.
         mlflow_run_name: Name of the run there.
-        mlflow_tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite.
+        mlflow_tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite. User
+            and password in it are never shown.
         mlflow_tags: Tags of the run.
         mlflow_description: Note shown with the run.
         comet_project: Comet project; None uses none.
@@ -107,6 +109,15 @@ class LoggerConfig:
     comet_workspace: str | None = None
     comet_api_key: str | None = field(default=None, repr=False)
     comet_tags: list[str] | None = None
+
+    def __repr__(self) -> str:
+        secrets = [self.comet_api_key] if self.comet_api_key else []
+        shown = (
+            f"{entry.name}={mask_secrets(repr(getattr(self, entry.name)), secrets)}"
+            for entry in fields(self)
+            if entry.repr
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
 
     def finalize(self) -> None:
         """Check the settings and that the configured trackers are installed.

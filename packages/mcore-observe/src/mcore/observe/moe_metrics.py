@@ -87,10 +87,15 @@ class MoEMetricsTracker:
         metric.reduce_group, metric.avg_group = reduce_group, avg_group
         metric.needs_dp_avg = needs_dp_avg
 
-    def commit_step(self) -> None:
-        """Keep what was recorded since the last call for the next report. No wait."""
+    def commit_step(self, scale: float = 1.0) -> None:
+        """Keep what was recorded since the last call for the next report. No wait.
+
+        Args:
+            scale: Factor for the values, such as 1 / microbatches of this step, where steps of
+                one report differ in it.
+        """
         for metric in self._metrics.values():
-            metric.kept.add_(metric.pending)
+            metric.kept.add_(metric.pending, alpha=scale)
             metric.pending.zero_()
 
     def discard_step(self) -> None:

@@ -88,9 +88,15 @@ class MTPMetricsTracker:
             self._pending[_PREDICTED, depth - 1].add_(predicted)
         self._reduce_group, self._avg_group = reduce_group, avg_group
 
-    def commit_step(self) -> None:
-        """Keep what was recorded since the last call for the next report. No wait."""
+    def commit_step(self, scale: float = 1.0) -> None:
+        """Keep what was recorded since the last call for the next report. No wait.
+
+        Args:
+            scale: Factor for the losses, such as 1 / microbatches of this step, where steps of
+                one report differ in it.
+        """
         if self._pending is not None and self._kept is not None:
+            self._pending[_LOSS].mul_(scale)
             self._kept.add_(self._pending)
             self._pending.zero_()
 

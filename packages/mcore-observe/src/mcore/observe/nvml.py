@@ -11,10 +11,13 @@ from mcore.observe.extras import require_extra
 __all__ = ["open_device_handle"]
 
 
-def open_device_handle() -> tuple[Any, Any]:
-    """Open NVML for the current accelerator.
+def open_device_handle(index: int | None = None) -> tuple[Any, Any]:
+    """Open NVML for a device of torch.
 
     The device is found by its UUID: NVML's indices ignore CUDA_VISIBLE_DEVICES.
+
+    Args:
+        index: The index that torch uses; None takes the current accelerator.
 
     Returns:
         The module ``pynvml``, initialised, and the device's handle.
@@ -29,5 +32,7 @@ def open_device_handle() -> tuple[Any, Any]:
     import pynvml
 
     pynvml.nvmlInit()
-    uuid = torch.cuda.get_device_properties(torch.accelerator.current_device_index()).uuid
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    uuid = torch.cuda.get_device_properties(index).uuid
     return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

@@ -8,8 +8,11 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
+
+from mcore.observe.secret_texts import mask_secrets
 
 __all__ = ["on_process_end", "status_of"]
 
@@ -110,7 +113,8 @@ class _ProcessWatch:
             try:
                 callback(self._status)
             except Exception:
-                logger.exception("an end-of-process callback failed")
+                text = mask_secrets(traceback.format_exc())
+                logger.error("an end-of-process callback failed\n%s", text)
 
 
 _WATCH = _ProcessWatch()

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore.observe.config_params import config_secrets
 from mcore.observe.scalars import Scalar
 from mcore.observe.sinks.comet import CometSink
 from mcore.observe.sinks.guarded import GuardedSink
@@ -87,19 +88,21 @@ class SinkTable:
             Each sink, with how it gets its scalars.
         """
         pairs = []
+        config = getattr(global_state, "cfg", None)
         for tracker in TRACKERS:
             client = getattr(global_state, tracker.attribute, None)
             if client is not None:
-                pairs.append((tracker, self._guard(tracker, client)))
+                pairs.append((tracker, self._guard(tracker, client, config)))
         for sink in _extra_sinks(global_state):
             kind = Tracker("extra_sinks", type(sink).__name__, _as_it_is)
-            pairs.append((kind, self._guard(kind, sink)))
+            pairs.append((kind, self._guard(kind, sink, config)))
         return pairs
 
-    def _guard(self, tracker: Tracker, client: Any) -> GuardedSink:
+    def _guard(self, tracker: Tracker, client: Any, config: Any) -> GuardedSink:
         # The client is kept next to its guard, so that its id cannot become another object's.
         if id(client) not in self._guards:
-            guard = GuardedSink(tracker.label, tracker.adapt(client))
+            secrets = config_secrets(config)
+            guard = GuardedSink(tracker.label, tracker.adapt(client), secrets=secrets)
             self._guards[id(client)] = (client, guard)
         return self._guards[id(client)][1]
 

@@ -195,7 +195,12 @@ class _Call:
         self.iterations = count_iterations(self.totals)
         self.state.clock.note_call()
         self.state.flops.seed(self.global_state, self.step.loaded_iteration)
-        self.state.experts.end_step(self.global_state, self.model_config, skipped=self.step.skipped)
+        self.state.experts.end_step(
+            self.global_state,
+            self.model_config,
+            skipped=self.step.skipped,
+            num_microbatches=self.num_microbatches,
+        )
         profiling = getattr(self.config, "profiling", None)
         save_snapshot_at_profile_end(profiling, self.step.iteration)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
+from mcore.observe.secret_texts import mask_secrets
 from mcore.observe.sinks.protocol import MetricSink
 
 __all__ = ["GuardedSink"]
@@ -23,6 +24,7 @@ class GuardedSink:
     Args:
         name: The sink's name for the messages.
         sink: What takes the metrics.
+        secrets: Texts that no message may show, besides those that look like secrets.
 
     Example:
         >>> from mcore.observe.sinks.memory import MemorySink
@@ -32,9 +34,10 @@ class GuardedSink:
         {1: {'lm loss': 2.5}}
     """
 
-    def __init__(self, name: str, sink: MetricSink) -> None:
+    def __init__(self, name: str, sink: MetricSink, *, secrets: Sequence[str] = ()) -> None:
         self.name = name
         self.sink = sink
+        self._secrets = tuple(secrets)
         self._failures_in_a_row = 0
         self._reported: set[type[BaseException]] = set()
 
@@ -74,7 +77,7 @@ class GuardedSink:
                 self.name,
                 action,
                 type(error).__name__,
-                error,
+                mask_secrets(str(error), self._secrets),
             )
         if self._failures_in_a_row == _MAX_FAILURES_IN_A_ROW:
             logger.error(

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
+from mcore.observe.sinks.plain_numbers import plain_numbers
+
 __all__ = ["JsonlSink"]
 
 _TAIL_BLOCK_BYTES = 64 * 1024
@@ -60,7 +62,8 @@ class JsonlSink:
         """
         if "step" in metrics:
             raise ValueError("a metric is called 'step', which names the step; call it otherwise")
-        record = {"step": int(step)} | {name: _as_json(v) for name, v in metrics.items()}
+        numbers = plain_numbers(metrics)
+        record = {"step": int(step)} | {name: _as_json(v) for name, v in numbers.items()}
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
@@ -76,8 +79,7 @@ class JsonlSink:
 
 
 def _as_json(value: float) -> float | int | None:
-    number = value if isinstance(value, int) else float(value)
-    return number if math.isfinite(number) else None
+    return value if math.isfinite(value) else None
 
 
 def _repair_last_line(file: BinaryIO) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from mcore.observe.sinks.plain_numbers import plain_numbers
+
 __all__ = ["MemorySink"]
 
 
@@ -26,7 +28,7 @@ class MemorySink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Keep the metrics of one step."""
-        self.steps.setdefault(step, {}).update(metrics)
+        self.steps.setdefault(step, {}).update(plain_numbers(metrics))
 
     def flush(self) -> None:
         """Do nothing."""

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mcore.observe.sinks.plain_numbers import plain_numbers
+
 __all__ = ["MlflowSink", "sanitize_metric_name"]
 
 _REFUSED = re.compile(r"[^\w/.\- :]")
+_LONGEST_NAME = 250
 
 
 def sanitize_metric_name(name: str) -> str:
     """Turn a metric's name into one that every MLflow store takes.
 
-    ``@`` becomes ``_at_``; of the slashes only the first one stays, runs counting as one, and
-    later ones become ``_``, because a metric cannot be a folder of another one in file-like
-    stores; all but letters, digits and ``_ / . - : space`` becomes ``_``.
+    ``@`` becomes ``_at_``; of the slashes only the first one between two texts stays, runs
+    counting as one, and others become ``_``, because a metric cannot be a folder of another one
+    in file-like stores; all but letters, digits and ``_ / . - : space`` becomes ``_``, and so do
+    two dots and more at the start. Names end after 250 characters; an empty one becomes ``_``.
 
     Args:
         name: The name.
@@ -30,8 +35,24 @@ def sanitize_metric_name(name: str) -> str:
         >>> sanitize_metric_name("acc@5 (%)")
         'acc_at_5 ___'
     """
-    head, slash, tail = re.sub("/+", "/", name.replace("@", "_at_")).partition("/")
-    return _REFUSED.sub("_", head + slash + tail.replace("/", "_"))
+    return _sanitized(str(name))
+
+
+@functools.lru_cache(maxsize=16384)
+def _sanitized(name: str) -> str:
+    head, _, tail = re.sub("/+", "/", name.replace("@", "_at_")).partition("/")
+    tail = tail.replace("/", "_")
+    text = f"{head}/{tail}" if head else f"_{tail}"
+    head, _, tail = text[:_LONGEST_NAME].partition("/")
+    return f"{_part(head)}/{_part(tail)}" if tail else _part(head)
+
+
+def _part(text: str) -> str:
+    clean = _REFUSED.sub("_", text)
+    if clean == "." or clean.startswith(".."):
+        dots = len(clean) - len(clean.lstrip("."))
+        return "_" * dots + clean[dots:]
+    return clean
 
 
 class MlflowSink:
@@ -54,7 +75,7 @@ class MlflowSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics in one call, or more where sanitized names repeat."""
-        for batch in _batches_of_unique_names(metrics):
+        for batch in _batches_of_unique_names(plain_numbers(metrics)):
             self._client.log_metrics(batch, step=step)
 
     def flush(self) -> None:

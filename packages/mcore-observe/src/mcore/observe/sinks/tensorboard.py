@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore.observe.extras import require_extra
+from mcore.observe.sinks.plain_numbers import plain_numbers
 
 __all__ = ["TensorBoardSink", "open_tensorboard"]
 
@@ -30,7 +31,7 @@ class TensorBoardSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add one scalar for each metric."""
-        for name, value in metrics.items():
+        for name, value in plain_numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
 
     def flush(self) -> None:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from mcore.observe.extras import require_extra
+from mcore.observe.secret_texts import without_secrets
+from mcore.observe.sinks.plain_numbers import plain_numbers
 
 __all__ = ["WandbSink", "open_wandb"]
 
@@ -28,8 +30,9 @@ class WandbSink:
         self._run = run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics in one call."""
-        self._run.log(dict(metrics), step)
+        """Log the metrics in one call; the client drops an empty name, so it becomes another."""
+        named = {name or "unnamed": value for name, value in plain_numbers(metrics).items()}
+        self._run.log(named, step)
 
     def flush(self) -> None:
         """Do nothing: the client sends in the background."""
@@ -61,10 +64,12 @@ def open_wandb(
 
     Raises:
         ModuleNotFoundError: ``wandb`` is not installed; names the extra.
+        Exception: What W&B raised, without secrets: as RuntimeError where its text has any.
     """
     require_extra("wandb", "wandb_project")
     import wandb
 
-    return wandb.init(
-        project=project, name=name, dir=save_dir, entity=entity, config=dict(config or {})
-    )
+    with without_secrets("Weights & Biases"):
+        return wandb.init(
+            project=project, name=name, dir=save_dir, entity=entity, config=dict(config or {})
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from mcore.observe.host_reads import as_number
@@ -89,8 +90,12 @@ def add_step_scalars(
     logger, train_state = config.logger, global_state.train_state
     if is_on(logger, "log_throughput_to_tensorboard"):
         window = logger.throughput_window_size
+        # The configuration has the size at the end of a ramp, the step its own.
+        sizes = SimpleNamespace(
+            micro_batch_size=config.train.micro_batch_size, global_batch_size=values.batch_size
+        )
         scalars.add_all(
-            report_throughput(config.train, step.iteration, step.seq_length, history_wct, window)
+            report_throughput(sizes, step.iteration, step.seq_length, history_wct, window)
         )
     if is_on(logger, "log_runtime_to_tensorboard"):
         scalars.add_all(_runtime(config, global_state, step))

@@ -84,15 +84,24 @@ class ExpertReport:
 
     steps: int = 0
 
-    def end_step(self, global_state: Any, model_config: Any, *, skipped: bool) -> None:
-        """Keep the step's metrics, or drop them if it was skipped. No communication, no wait."""
+    def end_step(
+        self, global_state: Any, model_config: Any, *, skipped: bool, num_microbatches: int
+    ) -> None:
+        """Keep the step's metrics, or drop them if it was skipped. No communication, no wait.
+
+        Args:
+            global_state: As for :meth:`collect`.
+            model_config: As for :meth:`collect`.
+            skipped: The optimizer skipped the step.
+            num_microbatches: Forward passes of this step: its losses are divided by it.
+        """
         self.steps += not skipped
         for tracker in (_moe(global_state, model_config), _mtp(global_state, model_config)):
             if isinstance(tracker, (MoEMetricsTracker, MTPMetricsTracker)):
                 if skipped:
                     tracker.discard_step()
                 else:
-                    tracker.commit_step()
+                    tracker.commit_step(1 / num_microbatches)
 
     def collect(
         self,
@@ -116,7 +125,7 @@ class ExpertReport:
             model_config: The model's configuration, or None.
             scalars: Gets the values, which stay on the device.
             totals: Gets the losses.
-            num_microbatches: Forward passes of a step: losses are divided by it.
+            num_microbatches: Forward passes of this step, for trackers of other libraries.
             skipped: The optimizer skipped the step.
             step_logs: Trackers or the console want numbers now.
             pg_collection: The groups.
@@ -133,13 +142,13 @@ class ExpertReport:
         options["pg_collection"] = pg_collection
         if isinstance(moe, MoEMetricsTracker):
             if has_values:
-                self._take_moe(moe, model_config, scalars, totals, texts, scale, options)
+                self._take_moe(moe, model_config, scalars, totals, texts, options)
         elif moe is not None:
             per_layer = _logs_layers(model_config)
             texts.ready += foreign.ask(moe, options | {"per_layer_logging": per_layer})
         if isinstance(mtp, MTPMetricsTracker):
             if has_values:
-                scalars.add_all(mtp.take(scale, total_loss_dict=totals, num_steps=self.steps))
+                scalars.add_all(mtp.take(1.0, total_loss_dict=totals, num_steps=self.steps))
         elif mtp is not None:
             texts.ready += foreign.ask(mtp, {})
         if step_logs:
@@ -153,10 +162,9 @@ class ExpertReport:
         scalars: Scalars,
         totals: dict[str, Any],
         texts: ExpertTexts,
-        scale: float,
         options: dict[str, Any],
     ) -> None:
-        reduced = tracker.take(scale, total_loss_dict=totals, num_steps=self.steps, **options)
+        reduced = tracker.take(1.0, total_loss_dict=totals, num_steps=self.steps, **options)
         scalars.add_all(reduced.values)
         if _logs_layers(model_config):
             scalars.add_all(reduced.by_layer())

@@ -6,6 +6,7 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
+from mcore.observe.secret_texts import mask_secrets
 from mcore.observe.steplog.experts import ExpertReport
 from mcore.observe.steplog.interval import IntervalClock, IntervalFlops
 from mcore.observe.steplog.timer_ticks import TimerTicks
@@ -42,7 +43,8 @@ class LogState:
         """Log a failure with level WARNING, the first time for each subject."""
         if what not in self._warned:
             self._warned.add(what)
-            logger.warning("%s failed: %s: %s", what, type(error).__name__, error)
+            text = mask_secrets(str(error))
+            logger.warning("%s failed: %s: %s", what, type(error).__name__, text)
 
 
 def log_state_of(global_state: Any) -> LogState:

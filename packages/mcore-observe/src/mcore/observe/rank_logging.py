@@ -1,0 +1,206 @@
+"""Log records that one rank, or one rank of each pipeline stage, writes."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from mcore.observe.ranks import job_rank, job_world_size
+from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
+from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.torch_compat import is_distributed
+
+__all__ = ["log_on_each_pipeline_stage", "log_single_rank", "safe_get_rank", "safe_get_world_size"]
+
+_logger = logging.getLogger(__name__)
+
+_warned_about_missing_groups = False
+
+
+def safe_get_rank() -> int:
+    """Return this process's global rank, also before torch.distributed is initialised.
+
+    No communication.
+
+    Returns:
+        The rank in the world group; before that is made the variable ``RANK``, or
+        ``SLURM_PROCID`` where ``SLURM_NTASKS`` is set; else 0.
+
+    Example:
+        >>> safe_get_rank()
+        0
+    """
+    return _known_rank() or 0
+
+
+def safe_get_world_size() -> int:
+    """Return the number of ranks of the job, also before torch.distributed is initialised.
+
+    No communication.
+
+    Returns:
+        The size of the world group; before that is made the variable ``WORLD_SIZE``, or
+        ``SLURM_NTASKS``; else 1.
+
+    Example:
+        >>> safe_get_world_size()
+        1
+    """
+    return _known_world_size() or 1
+
+
+def log_single_rank(
+    logger: logging.Logger,
+    *args: Any,
+    rank: int = 0,
+    group: GroupLike | None = None,
+    **kwargs: Any,
+) -> None:
+    """Log on one rank; the record names the caller's file, line and function.
+
+    Any subset of ranks may call it: no communication. Which rank this is comes from
+    torch.distributed, or before it is initialised from the variables that
+    :func:`safe_get_rank` reads; a process that cannot tell its rank logs.
+
+    Args:
+        logger: Where the record goes. While it is disabled for the level nothing else is asked.
+        args: As for :meth:`logging.Logger.log`: level, message and the message's arguments.
+        rank: The rank that logs; negative ones count from the last. One that does not exist is
+            nobody.
+        group: Count ranks in this group instead of in the job; ranks outside do not log.
+        kwargs: As for :meth:`logging.Logger.log`; ``stacklevel`` counts from the caller.
+
+    Raises:
+        TypeError: No level, or one that is no integer.
+
+    Example:
+        >>> log_single_rank(logging.getLogger("train"), logging.INFO, "step %d", 7, rank=-1)
+    """
+    if not logger.isEnabledFor(_level(args, kwargs)):
+        return
+    if _is_rank(rank, group):
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        logger.log(*args, **kwargs)
+
+
+def log_on_each_pipeline_stage(
+    logger: logging.Logger,
+    *args: Any,
+    tp_group: GroupLike | None = None,
+    dp_cp_group: GroupLike | None = None,
+    **kwargs: Any,
+) -> None:
+    """Log on one rank of each pipeline stage: the first of its TP and of its DP-CP group.
+
+    Any subset of ranks may call it: no communication. Without torch.distributed, or in a job of
+    one rank, it logs.
+
+    Args:
+        logger: Where the record goes. While it is disabled for the level no rank is asked.
+        args: As for :meth:`logging.Logger.log`: level, message and the message's arguments.
+        tp_group: Tensor parallel: a process group, a 1-D mesh or anything with ``rank()``. A rank
+            outside of it does not log.
+        dp_cp_group: Data and context parallel, likewise. Give both groups or neither: then those
+            of the default ``ProcessGroups`` count; without a default only global rank 0 logs,
+            and one WARNING asks for the groups.
+        kwargs: As for :meth:`logging.Logger.log`; ``stacklevel`` counts from the caller.
+
+    Raises:
+        ValueError: Only one of the groups is given.
+        TypeError: No level, or one that is no integer.
+
+    Example:
+        >>> log_on_each_pipeline_stage(logging.getLogger("train"), logging.INFO, "layers 0-11")
+    """
+    if (tp_group is None) != (dp_cp_group is None):
+        given, missing = ("tp_group", "dp_cp_group")[:: 1 if dp_cp_group is None else -1]
+        raise ValueError(f"got {given} without {missing}; give both groups, or neither")
+    if not logger.isEnabledFor(_level(args, kwargs)):
+        return
+    if not is_distributed() or job_world_size() == 1 or _is_first_of_stage(tp_group, dp_cp_group):
+        kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
+        logger.log(*args, **kwargs)
+
+
+def _level(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    level = args[0] if args else kwargs.get("level")
+    if not isinstance(level, int):
+        raise TypeError(
+            f"got {level!r} as the level; give an integer such as logging.INFO after the logger"
+        )
+    return level
+
+
+def _is_rank(rank: int, group: GroupLike | None) -> bool:
+    """Say whether this process is a rank, or cannot know."""
+    if group is not None and _is_outside(group):
+        return False
+    mine = _known_rank() if group is None else _rank_in(group)
+    if rank < 0:
+        size = _known_world_size() if group is None else _size_of(group)
+        if size is None:
+            return True
+        rank += size
+    return mine is None or mine == rank
+
+
+def _is_first_of_stage(tp_group: GroupLike | None, dp_cp_group: GroupLike | None) -> bool:
+    if tp_group is None or dp_cp_group is None:
+        default = get_default_process_groups()
+        if default is None:
+            _warn_about_missing_groups()
+            return job_rank() == 0
+        return default.rank("tp") == 0 and default.rank("dp_cp") == 0
+    return all(not _is_outside(group) and _rank_in(group) == 0 for group in (tp_group, dp_cp_group))
+
+
+def _warn_about_missing_groups() -> None:
+    global _warned_about_missing_groups
+    if not _warned_about_missing_groups:
+        _warned_about_missing_groups = True
+        _logger.warning(
+            "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups: only "
+            "rank 0 logs; pass tp_group and dp_cp_group, or call set_default_process_groups"
+        )
+
+
+def _is_outside(group: object) -> bool:
+    """Say whether this rank is no member; new_group gives an integer to ranks outside."""
+    if isinstance(group, DeviceMesh):
+        return group.get_coordinate() is None
+    return group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int)
+
+
+def _rank_in(group: GroupLike) -> int:
+    return get_pg_rank(group) if isinstance(group, DeviceMesh) else group.rank()
+
+
+def _size_of(group: GroupLike) -> int:
+    return get_pg_size(group) if isinstance(group, DeviceMesh) else group.size()
+
+
+def _known_rank() -> int | None:
+    if is_distributed():
+        return job_rank()
+    rank = _integer_variable("RANK")
+    if rank is None and _integer_variable("SLURM_NTASKS") is not None:
+        rank = _integer_variable("SLURM_PROCID")
+    return rank
+
+
+def _known_world_size() -> int | None:
+    if is_distributed():
+        return job_world_size()
+    size = _integer_variable("WORLD_SIZE")
+    return _integer_variable("SLURM_NTASKS") if size is None else size
+
+
+def _integer_variable(name: str) -> int | None:
+    try:
+        return int(os.environ[name])
+    except (KeyError, ValueError):
+        return None

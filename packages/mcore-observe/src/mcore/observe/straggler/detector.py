@@ -1,0 +1,436 @@
+"""Finds the ranks of a job that are slow, and shows whether GPU or data loading is the reason."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
+
+import torch
+
+from mcore.observe.straggler.controller_state import ControllerState
+from mcore.observe.straggler.event_ranges import make_ranges
+from mcore.observe.straggler.exchange import Exchange
+from mcore.observe.straggler.gathered_report import straggler_data
+from mcore.observe.straggler.listener import Listener
+from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.range_switch import RangeSwitch
+from mcore.observe.straggler.ranked_values import _StragglerData
+from mcore.observe.straggler.report import StragglerReport
+from mcore.observe.straggler.reporting import UNKNOWN_METRICS, Reporter, Said
+from mcore.observe.straggler.section_timer import SectionTimers
+from mcore.observe.straggler.settings import Settings, chosen_device
+from mcore.observe.straggler.telemetry import guarded, telemetry_of
+from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
+
+if TYPE_CHECKING:
+    from mcore.parallel.groups import GroupLike
+
+__all__ = ["StragglerDetector", "__straggler__"]
+
+logger = logging.getLogger("mcore.observe.straggler")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class StragglerDetector(RangeSwitch):
+    """Times chosen ranges on every rank and compares the ranks at each log interval.
+
+    There is one in a process: constructing it again gives the same object, unchanged. It does
+    nothing until :meth:`configure`, which every rank of the group calls, as it does with every
+    :meth:`report`. ``with detector:`` times a range of compute, ``with detector(bdata=True):`` a
+    fetch of data, ``with detector.section(name):`` a named section; ranges nest, and each thread
+    has its own. Times of kernels inside a range, as CUPTI gives them, are not taken.
+
+    On an accelerator a compute range lasts as long as the device took between two events on the
+    current stream, or the host if that took longer; nothing waits but a report. On the CPU and for
+    data ranges the host's clock counts alone. Ranges in a graph capture are skipped and counted.
+
+    Attributes:
+        world: The number of ranks; 0 before ``configure``.
+        rank: This rank.
+        mmcnt: How many ranks the report lists at each end of the throughput.
+        amp: How many times longer a step takes than what is timed of it.
+        port: The port that the controller was to listen on.
+        dev: The device of the collective: the CPU for gloo.
+
+    Example:
+        >>> StragglerDetector.reset_singleton()
+        >>> detector = StragglerDetector()
+        >>> detector.configure(world=1, rank=0, enabled=True, controller=False)
+        >>> with detector:
+        ...     total = sum(range(1000))
+        >>> detector.report(total_flops=1e6, log_interval=1)
+        True
+        >>> detector.last_report.sections["compute"][0].count
+        1
+        >>> StragglerDetector.reset_singleton()
+    """
+
+    _configured: ClassVar[bool] = False
+    _instance: ClassVar[StragglerDetector | None] = None
+    _is_made: bool
+    _reporter: Reporter | None
+    _listener: Listener | None
+
+    def __new__(cls) -> StragglerDetector:
+        """Return the one instance, made at the first call."""
+        if StragglerDetector._instance is None:
+            instance = super().__new__(cls)
+            instance._is_made = False
+            StragglerDetector._instance = instance
+        return StragglerDetector._instance
+
+    def __init__(self) -> None:
+        if self._is_made:
+            return
+        self._is_made = True
+        super().__init__()
+        self._forget_settings()
+
+    def configure(
+        self,
+        world: int,
+        rank: int,
+        mmcnt: int = 1,
+        amp: float = 3.0,
+        port: int = 65535,
+        prefill: int = 1024,
+        enabled: bool = False,
+        *,
+        group: GroupLike | None = None,
+        device: torch.device | str | None = None,
+        sections: Sequence[str] = (),
+        sample_every: int = 1,
+        bind: str = "127.0.0.1",
+        token: str | None = None,
+        controller: bool = True,
+        allow_get_toggle: bool = False,
+        z_threshold: float = 3.5,
+        relative_threshold: float = 0.75,
+        individual_threshold: float = 0.75,
+        telemetry: Callable[[], Sequence[float]] | None = None,
+    ) -> None:
+        """Make the detector ready; a second call does nothing.
+
+        Every rank of the group calls it with the same ``sections`` and ``enabled``. No collective.
+
+        Args:
+            world: The number of ranks of the group.
+            rank: This rank, from 0 to ``world - 1``; each once. Rank 0 logs and decides.
+            mmcnt: How many ranks with the lowest and the highest throughput to list; below 1 is 1.
+            amp: How many times longer a step takes than what is timed of it: 3.0 where only the
+                forward pass is.
+            port: Where rank 0 listens for requests; 0 takes a free one.
+            prefill: How many events to make when timing is first switched on.
+            enabled: Time ranges from the start.
+            group: The ranks that report together; None is the whole job.
+            device: What computes; None is the accelerator, or the CPU without one.
+            sections: Names for :meth:`section` that all ranks know; at most 64.
+            sample_every: Time only each Nth range of a kind; sums are multiplied by N.
+            bind: The address that rank 0 listens on.
+            token: What requests have to present; None reads ``MCORE_STRAGGLER_TOKEN``.
+            controller: Listen for requests at all.
+            allow_get_toggle: ``GET /`` toggles, as with Megatron-LM.
+            z_threshold: Robust z from which a rank stands out among four or more.
+            relative_threshold: Relative score below which a rank stands out among fewer.
+            individual_threshold: Individual score below which it does.
+            telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz); None
+                asks NVML, or amdsmi through torch.
+
+        Raises:
+            ValueError: A value that cannot be, a ``world`` that is not the size of the group, or a
+                ``bind`` that other machines reach without a token. Nothing has changed then.
+            RuntimeError: :meth:`reset_singleton` has replaced this object.
+        """
+        if self.configured:
+            logger.debug("the straggler detector is configured already; nothing was changed")
+            return
+        if StragglerDetector._instance is not self:
+            raise RuntimeError("this straggler detector was replaced; use StragglerDetector()")
+        rule = OutlierRule(z_threshold, relative_threshold, individual_threshold)
+        settings = Settings(
+            world, rank, mmcnt, amp, port, prefill, tuple(sections), sample_every, rule
+        )
+        listener = None
+        if controller and rank == 0:
+            listener = Listener(
+                bind=bind, port=port, token=token, allow_get_toggle=allow_get_toggle
+            )
+        exchange = Exchange(group, world=world)
+        computing = chosen_device(device)
+        ranges = make_ranges(computing, prefill=prefill, sample_every=sample_every)
+        read = telemetry_of(computing) if telemetry is None else guarded(telemetry)
+        self.world, self.rank, self.dev = world, rank, exchange.device
+        self.mmcnt, self.amp, self.port = settings.mmcnt, amp, port
+        self._reporter = Reporter(settings, exchange, read)
+        self._timers = SectionTimers(self, settings.names)
+        self._state = ControllerState(rank=rank, world_size=world, enabled=enabled)
+        self._use_ranges(ranges)
+        self._set_enabled(enabled)
+        StragglerDetector._configured = True
+        self._listener = listener
+        self._controller()
+
+    @property
+    def configured(self) -> bool:
+        """Whether :meth:`configure` was called and succeeded."""
+        return StragglerDetector._configured and StragglerDetector._instance is self
+
+    @property
+    def my_rank(self) -> int:
+        """The rank given to :meth:`configure`."""
+        return self.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of ranks given to :meth:`configure`; 0 before."""
+        return self.world
+
+    @property
+    def toggle(self) -> bool:
+        """Whether the next report will switch timing on or off, as far as this rank knows."""
+        return self._state.status().pending is not None
+
+    @property
+    def last_report(self) -> StragglerReport | None:
+        """What the last :meth:`report` found out, on every rank; None before the first."""
+        return self._state.last_report
+
+    @property
+    def controller_address(self) -> tuple[str, int] | None:
+        """Host and port that this process listens on; None where it does not."""
+        return None if self._listener is None else self._listener.address
+
+    @property
+    def controller_error(self) -> OSError | None:
+        """Why the controller could not listen; None where it does or was not asked to."""
+        return None if self._listener is None else self._listener.error
+
+    @property
+    def dropped(self) -> int:
+        """Ranges timed by the host's clock alone, since all events were in use."""
+        return self._ranges.dropped
+
+    @property
+    def skipped_capture(self) -> int:
+        """Ranges that were not timed, since a graph was being captured."""
+        return self._ranges.skipped_capture
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Time the body of a with statement under a name.
+
+        Args:
+            name: One of the ``sections`` given to :meth:`configure`, which all ranks compare. Any
+                other is timed for ``local_sections`` of this rank's report, with one warning.
+
+        Returns:
+            A context manager; it does nothing while off.
+
+        Raises:
+            ValueError: An empty name.
+        """
+        return nullcontext() if self._reporter is None else self._timers[name]
+
+    def wrap(self, fn: Callable[_P, _R], name: str) -> Callable[_P, _R]:
+        """Make a function whose calls are timed as a section.
+
+        Args:
+            fn: A function.
+            name: The section, as for :meth:`section`.
+
+        Returns:
+            A function with the same signature.
+
+        Raises:
+            TypeError: ``fn`` is a coroutine function or a generator: ranges follow the calls of a
+                thread, which those leave before they end.
+        """
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+            raise TypeError(f"wrap() got {fn!r}, which suspends; use section() around plain calls")
+
+        @functools.wraps(fn)
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self.section(name):
+                return fn(*args, **kwargs)
+
+        return timed
+
+    def elapsed(self) -> tuple[float, float, int, int, int, int]:
+        """Return what was timed since the last call or report, and start anew.
+
+        Waits for the last event on an accelerator. No communication.
+
+        Returns:
+            The sum of compute ranges (ms), the longest data range (ms), and of the GPU temperature
+            (C), power (W), utilisation (%) and clock (MHz), 0 where unknown. All 0 while off.
+        """
+        if self._off or self._reporter is None:
+            return 0.0, 0.0, 0, 0, 0, 0
+        stats = self._ranges.take()
+        compute, data = stats.get(COMPUTE_KIND), stats.get(DATA_KIND)
+        temp, power, util, clock = (_whole(value) for value in self._reporter.telemetry())
+        return (
+            0.0 if compute is None else compute.sum_ms,
+            0.0 if data is None else data.max_ms,
+            temp,
+            power,
+            util,
+            clock,
+        )
+
+    def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
+        """Compare all ranks, log that on rank 0, and switch timing on or off if that was requested.
+
+        One all-gather of a row of float64 over the group, and one of names at the first call. Every
+        rank calls it equally often and gets ``last_report``, unless rank 0 is off or gives no
+        interval. No communication with one rank; while off no wait for the device either.
+
+        Args:
+            total_flops: Operations of the whole job since the last call.
+            log_interval: Iterations since the last call.
+
+        Returns:
+            True on rank 0 when lines were logged: while on, with both arguments above 0.
+
+        Raises:
+            RuntimeError: On all ranks: some have other sections, or the same rank. Also when the
+                collective fails, as when a rank has died or the group's timeout is over.
+        """
+        if self._reporter is None:
+            return False
+        stats, metrics = {}, UNKNOWN_METRICS
+        if self.enabled and log_interval > 0:
+            stats = self._ranges.take()
+            metrics = self._reporter.metrics_of(stats, total_flops, log_interval)
+        said = self._reporter.gather(
+            enabled=self.enabled,
+            wanted=self._state.wanted(),
+            metrics=metrics,
+            stats=stats,
+            total_flops=total_flops,
+            log_interval=log_interval,
+            dropped=self.dropped,
+        )
+        report = None
+        if said.has_interval:
+            report = self._reporter.new_report(said, self._timers.local_stats(stats))
+        has_logged = self.rank == 0 and report is not None and self._reporter.log(report)
+        self._apply(said, report)
+        return has_logged
+
+    def _apply(self, said: Said, report: StragglerReport | None) -> None:
+        """Take the state that rank 0 wants; no communication."""
+        if self.rank == 0 and self._reporter is not None:
+            self._reporter.log_switch(said)
+        elif self.rank != 0:
+            self._state.request(said.wanted)
+        if said.wanted != self.enabled:
+            self._set_enabled(said.wanted)
+        self._state.applied(said.wanted, report)
+
+    def close(self) -> None:
+        """Stop listening, switch timing off and let go of events; a second call does nothing.
+
+        The detector stays configured and may go on calling :meth:`report`, so that other ranks do
+        not wait for it; rank 0 then switches all of them off.
+        """
+        if self._listener is not None:
+            self._listener.close()
+        if self.configured:
+            self._ranges.reset()
+            self._ranges.free()
+            self._set_enabled(False)
+            self._state.request(False)
+            self._state.applied(False, None)
+
+    @classmethod
+    def reset_singleton(cls) -> None:
+        """Close the detector and forget it: the next ``StragglerDetector()`` is a new one.
+
+        For tests. All ranks of a group do it, or none. ``__straggler__`` keeps the old object.
+        """
+        instance = StragglerDetector._instance
+        if instance is not None:
+            instance.close()
+            instance._use_ranges(HostRanges())
+            instance._forget_settings()
+        StragglerDetector._instance = None
+        StragglerDetector._configured = False
+
+    def _forget_settings(self) -> None:
+        """Be as before ``configure``."""
+        self.world, self.rank, self.mmcnt, self.amp, self.port = 0, 0, 1, 3.0, 0
+        self.dev = torch.device("cpu")
+        self._reporter = None
+        self._listener = None
+        self._timers = SectionTimers(self, ())
+        self._state = ControllerState(rank=0, world_size=0, enabled=False)
+
+    def _check_toggle(self) -> None:
+        """Switch timing on or off if that was requested, without a report.
+
+        The same collective as :meth:`report`; every rank of the group calls it.
+        """
+        if self._reporter is not None:
+            wanted = self._state.wanted()
+            self._apply(self._reporter.gather(enabled=self.enabled, wanted=wanted), None)
+
+    def _handler(self) -> None:
+        """Start the listener on rank 0 where it does not run; it has a thread of its own."""
+        self._controller()
+
+    def _controller(self) -> None:
+        """Start the listener on rank 0; a port that is in use is one warning. Else do nothing."""
+        if self._listener is not None:
+            self._listener.start(self._state)
+
+    def _min_max(
+        self,
+        ptime: float,
+        btime: float,
+        temp: float,
+        power: float,
+        util: float,
+        clock: float,
+        flops: float,
+    ) -> _StragglerData | None:
+        """Find the extremes of given values over the ranks.
+
+        The same collective as :meth:`report`; every rank of the group calls it.
+
+        Args:
+            ptime: Time of the compute ranges per iteration, ms.
+            btime: Longest data range, ms.
+            temp: GPU temperature, C.
+            power: GPU power, W.
+            util: GPU utilisation, %.
+            clock: GPU clock, MHz.
+            flops: Estimated throughput, TFLOP/s.
+
+        Returns:
+            The extremes on rank 0 while on, else None.
+        """
+        if self._reporter is None:
+            return None
+        metrics = (ptime, btime, temp, power, util, clock, flops)
+        said = self._reporter.gather(
+            enabled=self.enabled,
+            wanted=self._state.wanted(),
+            metrics=metrics if self.enabled else UNKNOWN_METRICS,
+        )
+        if self.rank != 0 or self._off:
+            return None
+        return straggler_data(self._reporter.new_report(said, {}, remember=False))
+
+
+def _whole(value: float) -> int:
+    return 0 if math.isnan(value) else round(value)
+
+
+__straggler__ = StragglerDetector()

@@ -1,0 +1,144 @@
+"""Temperature, power, utilisation and clock of the GPU, with NaN for what cannot be read."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import torch
+
+from mcore.observe.nvml import open_device_handle
+
+__all__ = ["Reading", "Sensors", "guarded", "telemetry_of"]
+
+logger = logging.getLogger("mcore.observe.straggler")
+
+Reading: TypeAlias = "tuple[float, float, float, float]"  # C, W, %, MHz
+
+_SENSOR_NAMES = ("temperature", "power", "utilisation", "clock")
+_NOTHING: Reading = (math.nan,) * 4
+
+
+def telemetry_of(device: torch.device) -> Callable[[], Reading]:
+    """Choose how a device is read: NVML on NVIDIA, amdsmi through torch on ROCm, else not at all.
+
+    Args:
+        device: The device; without an index the one that is current at the first reading.
+
+    Returns:
+        A function that returns temperature (C), power (W), utilisation (%) and clock (MHz); NaN
+        for what is not known. It never raises.
+
+    Example:
+        >>> telemetry_of(torch.device("cpu"))()
+        (nan, nan, nan, nan)
+    """
+    if device.type == "cpu" or not torch.cuda.is_available():
+        return lambda: _NOTHING
+    if torch.version.hip is not None:
+        return Sensors(lambda: _rocm_sensors(device.index)).read
+    return Sensors(lambda: _nvml_sensors(device.index)).read
+
+
+def guarded(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
+    """Wrap a user's telemetry: after its first failure, which is one warning, it returns NaN.
+
+    Args:
+        telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz).
+
+    Returns:
+        A function that never raises.
+
+    Example:
+        >>> guarded(lambda: (60, 400, 99, 1980))()
+        (60.0, 400.0, 99.0, 1980.0)
+    """
+    source: Callable[[], Sequence[float]] | None = telemetry
+
+    def read() -> Reading:
+        nonlocal source
+        if source is None:
+            return _NOTHING
+        try:
+            temp_c, power_w, util_pct, clock_mhz = (float(value) for value in source())
+        except Exception as error:
+            source = None
+            _warn(f"telemetry ({_text(error)})")
+            return _NOTHING
+        return temp_c, power_w, util_pct, clock_mhz
+
+    return read
+
+
+class Sensors:
+    """Four sensors that are opened at the first reading; one that fails is NaN from then on.
+
+    Args:
+        open_sensors: Returns functions for temperature (C), power (W), utilisation (%) and clock
+            (MHz), or raises.
+
+    Example:
+        >>> Sensors(lambda: [lambda: 60.0, lambda: 400.0, lambda: 99.0, lambda: 1980.0]).read()
+        (60.0, 400.0, 99.0, 1980.0)
+    """
+
+    def __init__(self, open_sensors: Callable[[], Sequence[Callable[[], float]]]) -> None:
+        self._open_sensors = open_sensors
+        self._sensors: list[Callable[[], float] | None] | None = None
+
+    def read(self) -> Reading:
+        """Read all sensors; what fails for the first time in this reading is one warning."""
+        if self._sensors is None:
+            self._sensors = self._opened()
+        failures: list[str] = []
+        values = [math.nan] * 4
+        for number, sensor in enumerate(self._sensors):
+            if sensor is None:
+                continue
+            try:
+                values[number] = float(sensor())
+            except Exception as error:
+                self._sensors[number] = None
+                failures.append(f"{_SENSOR_NAMES[number]} ({_text(error)})")
+        if failures:
+            _warn(", ".join(failures))
+        temp_c, power_w, util_pct, clock_mhz = values
+        return temp_c, power_w, util_pct, clock_mhz
+
+    def _opened(self) -> list[Callable[[], float] | None]:
+        try:
+            return list(self._open_sensors())
+        except Exception as error:
+            _warn(f"all sensors ({_text(error)})")
+            return [None] * 4
+
+
+def _warn(what: str) -> None:
+    logger.warning("straggler: cannot read the GPU: %s; reported as NaN from now on", what)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _nvml_sensors(index: int | None) -> list[Callable[[], float]]:
+    nvml, handle = open_device_handle(index)
+    return [
+        lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
+        lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,  # mW
+        lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu,
+        lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM),
+    ]
+
+
+def _rocm_sensors(index: int | None) -> list[Callable[[], float]]:
+    """Temperature is the junction sensor's and power is in watts already; 0 means unknown."""
+    cuda: Any = torch.cuda
+    return [
+        lambda: cuda.temperature(index) or math.nan,
+        lambda: cuda.power_draw(index) or math.nan,
+        lambda: cuda.utilization(index),
+        lambda: cuda.clock_rate(index) or math.nan,
+    ]

@@ -1,0 +1,182 @@
+"""No secret of a configuration reaches a tracker's files, a message or a repr."""
+
+import argparse
+import importlib.util
+import io
+import logging
+import zipfile
+from contextlib import redirect_stderr, redirect_stdout
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from mcore.observe import (
+    ConfigContainer,
+    GlobalState,
+    LoggerConfig,
+    TrainingConfig,
+    TrainState,
+    training_log,
+)
+from mcore.observe.process_end import _ProcessWatch
+from rank_testing import run_ranks
+
+SECRETS = [f"s3cret-number-{i}" for i in range(10)]
+TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
+
+
+def config_with_secrets(**logger):
+    model = SimpleNamespace(
+        hf_token=SECRETS[0],
+        nested={"secrets": {"db": SECRETS[1]}},
+        sources=[{"path": "here", "api_key": SECRETS[2]}],
+        args=argparse.Namespace(password=SECRETS[3], size=5),
+        database=f"postgresql://me:{SECRETS[4]}@host/db",
+        tokens=[SECRETS[5]],
+        note=f"uses {SECRETS[6]} of the environment",
+    )
+    return ConfigContainer(
+        logger=LoggerConfig(
+            log_interval=1,
+            mlflow_tags={"team": "a"},
+            **logger,
+        ),
+        train=TrainingConfig(micro_batch_size=1, train_iters=10),
+        model=model,
+        optimizer={"storage_key": f"s3://x?access_key={SECRETS[7]}"},
+    )
+
+
+def settings_of(tracker, folder):
+    return {
+        "tensorboard": {"tensorboard_dir": str(folder)},
+        "mlflow": {
+            "mlflow_experiment": "e",
+            "mlflow_run_name": "r",
+            "mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db",
+            "comet_api_key": SECRETS[8],
+        },
+        "wandb": {
+            "wandb_project": "p",
+            "wandb_exp_name": "e",
+            "wandb_save_dir": str(folder),
+            "comet_api_key": SECRETS[8],
+        },
+        "comet": {"comet_project": "p", "comet_experiment_name": "e"},
+    }[tracker]
+
+
+def run_with_secrets(tracker, folder):
+    out, records = io.StringIO(), io.StringIO()
+    logging.basicConfig(stream=records, level=logging.DEBUG, force=True)
+    with redirect_stdout(out), redirect_stderr(out):
+        state = GlobalState(
+            config_with_secrets(**settings_of(tracker, folder)), train_state=TrainState(step=1)
+        )
+        client = getattr(state, f"{tracker}_logger")
+        training_log(
+            {"lm loss": torch.tensor(2.5)}, {}, 1e-4, None, 1.0, False, 0, None, None, None,
+            state.cfg, state, None, None,
+        )  # fmt: skip
+        (sink,) = state.sinks()
+
+        def fail(*args, **kwargs):
+            raise OSError(f"http://me:{SECRETS[4]}@host refused {SECRETS[0]} and {SECRETS[6]}")
+
+        sink.sink.log = fail
+        training_log(
+            {"lm loss": torch.tensor(2.5)}, {}, 1e-4, None, 1.0, False, 0, None, None, None,
+            state.cfg, state, None, None,
+        )  # fmt: skip
+        for thing in (state, state.cfg.logger, sink, sink.sink, client):
+            out.write(repr(thing))
+        state.close()
+        if tracker == "wandb":
+            import wandb
+
+            wandb.teardown()
+    return out.getvalue() + records.getvalue()
+
+
+def environment(folder):
+    nowhere = "http://127.0.0.1:9"
+    places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
+    return dict.fromkeys(places, str(folder)) | {
+        "SOME_TOKEN": SECRETS[6],
+        "WANDB_MODE": "offline",
+        "WANDB_CONSOLE": "off",
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_DISABLE_GIT": "true",
+        "WANDB_DISABLE_CODE": "true",
+        "WANDB_X_DISABLE_STATS": "true",
+        "WANDB_X_DISABLE_META": "true",
+        "COMET_API_KEY": None,
+        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
+        "COMET_DISABLE_AUTO_LOGGING": "1",
+        "COMET_AUTO_LOG_ENV_DETAILS": "0",
+        "COMET_INTERNAL_SENTRY_DSN": "",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+    }
+
+
+def all_bytes(folder):
+    """What all files below a folder hold, those in archives too."""
+    found = b""
+    for path in sorted(folder.rglob("*")):
+        if path.suffix == ".zip":
+            with zipfile.ZipFile(path) as archive:
+                found += b"".join(archive.read(name) for name in archive.namelist())
+        elif path.is_file():
+            found += path.read_bytes()
+    return found
+
+
+@pytest.mark.parametrize("tracker", TRACKERS)
+def test_no_secret_reaches_files_output_or_messages(tracker, tmp_path):
+    if importlib.util.find_spec(TRACKERS[tracker]) is None:
+        pytest.skip(f"needs {TRACKERS[tracker]}")
+    (said,) = run_ranks(
+        run_with_secrets, 1, tracker, tmp_path, init=None, env=environment(tmp_path), timeout_s=180
+    )
+    written = all_bytes(tmp_path)
+    assert b"lm loss" in written
+    if tracker != "tensorboard":  # its files have no settings
+        assert b"model.hf_token" in written
+        assert b"model.args.size" in written
+    assert "http://***@host refused *** and ***" in said
+    assert "LoggerConfig(" in said
+    for secret in SECRETS:
+        assert secret not in said, secret
+        assert secret.encode() not in written, secret
+
+
+def test_a_tracker_that_cannot_be_opened_is_an_error_without_its_password(monkeypatch):
+    pytest.importorskip("mlflow")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    logger = LoggerConfig(
+        mlflow_experiment="e",
+        mlflow_run_name="r",
+        mlflow_tracking_uri=f"http://me:{SECRETS[0]}@127.0.0.1:9",
+    )
+    with pytest.raises(RuntimeError, match=r"MLflow: MlflowException: .*http://\*\*\*@") as caught:
+        GlobalState(ConfigContainer(logger=logger)).mlflow_logger  # noqa: B018
+    assert SECRETS[0] not in str(caught.value)
+    assert SECRETS[0] not in repr(logger) + repr(ConfigContainer(logger=logger))
+    assert "mlflow_tracking_uri='http://***@127.0.0.1:9'" in repr(logger)
+
+
+def test_callbacks_at_the_end_of_a_process_show_none(caplog):
+    watch = _ProcessWatch()
+    watch._installed_in = __import__("os").getpid()
+
+    def fail(status):
+        raise OSError(f"http://me:{SECRETS[0]}@host is away")
+
+    watch.callbacks.append(fail)
+    watch._run_callbacks()
+    assert "OSError: http://***@host is away" in caplog.text
+    assert SECRETS[0] not in caplog.text

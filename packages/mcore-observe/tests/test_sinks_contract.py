@@ -1,0 +1,368 @@
+"""What every sink does, each with its real client, from what can be read back afterwards."""
+
+import importlib.util
+import json
+import logging
+import math
+import struct
+import time
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+import torch
+
+from mcore.observe import CometSink, JsonlSink, MemorySink, MlflowSink, TensorBoardSink, WandbSink
+from mcore.observe.sinks import GuardedSink, MetricSink
+from rank_testing import run_ranks
+
+INF = math.inf
+LARGEST = 1.7976931348623157e308  # what MLflow keeps of an infinity
+NOT_A_NUMBER = "nan"
+
+NEEDS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
+KINDS = ("memory", "jsonl", "tensorboard", "mlflow", "wandb", "comet")
+
+NUMBERS = {
+    "tensor": torch.tensor(2.5),
+    "one element": torch.tensor([[7]]),
+    "half": torch.tensor(0.5, dtype=torch.bfloat16),
+    "int": 3,
+    "bool": True,
+}
+NO_NUMBERS = {"nothing": None, "many": torch.ones(2), "text": "2.5"}
+ODD_NAMES = ("acc@5 (%)", "a//b/c", "", "/start", "..", "\u00fc\n", "x" * 300, "end/")
+
+
+# --- opening a sink with its real client, and reading back what it wrote -------------------------
+
+
+class Steps(dict):
+    """A dict whose methods can be replaced."""
+
+
+class File:
+    """A file whose methods can be replaced."""
+
+    def __init__(self, file):
+        self.file = file
+
+    def __getattr__(self, name):
+        return getattr(self.file, name)
+
+    def write(self, data):
+        return self.file.write(data)
+
+
+def open_memory(folder):
+    sink = MemorySink()
+    sink.steps = Steps()
+    return sink, (sink.steps, "setdefault"), sink.steps
+
+
+def read_memory(folder, steps):
+    return by_name((name, s, value) for s, got in steps.items() for name, value in got.items())
+
+
+def open_jsonl(folder):
+    sink = JsonlSink(folder / "metrics.jsonl")
+    sink._file = File(sink._file)
+    return sink, (sink._file, "write"), None
+
+
+def read_jsonl(folder, _):
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return by_name(
+        (name, line["step"], value)
+        for line in lines
+        for name, value in line.items()
+        if name != "step"
+    )
+
+
+def open_tensorboard(folder):
+    from mcore.observe.sinks.tensorboard import open_tensorboard
+
+    writer = open_tensorboard(folder)
+    return TensorBoardSink(writer), (writer, "add_scalar"), None
+
+
+def read_tensorboard(folder, _):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    events.Reload()
+    tags = events.Tags()["scalars"]
+    return by_name((tag, e.step, e.value) for tag in tags for e in events.Scalars(tag))
+
+
+def open_mlflow(folder):
+    from mcore.observe.sinks.mlflow_run import open_mlflow
+
+    run = open_mlflow("contract", "one", tracking_uri=f"sqlite:///{folder}/mlflow.db")
+    return MlflowSink(run), (run._writer, "log_batch"), run
+
+
+def read_mlflow(folder, run):
+    names = run.client.get_run(run.run_id).data.metrics
+    histories = {name: run.client.get_metric_history(run.run_id, name) for name in names}
+    return by_name(
+        (name, m.step, m.value)
+        for name, history in histories.items()
+        for m in sorted(history, key=lambda m: (m.timestamp, m.step))
+    )
+
+
+def open_wandb(folder):
+    from mcore.observe.sinks.wandb import open_wandb
+
+    run = open_wandb("contract", "one", save_dir=str(folder))
+    return WandbSink(run), (run, "log"), None
+
+
+def read_wandb(folder, _):
+    import wandb
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    wandb.teardown()
+    (path,) = folder.glob("wandb/offline-run-*/run-*.wandb")
+    rows = []
+    for data in leveldb_records(path.read_bytes()):
+        record = Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            history = record.history
+            items = {i.key or "/".join(i.nested_key): i.value_json for i in history.item}
+            step = history.step.num
+            rows += [(n, step, json.loads(t)) for n, t in items.items() if n[:1] != "_"]
+    return by_name(rows)
+
+
+def leveldb_records(data, header=7, block=32768):
+    """Yield the records of a W&B file, which has the format of LevelDB's log."""
+    assert data[:4] == b":W&B"
+    at, parts = header, b""
+    while at < len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + header : at + header + size]
+        at += header + size
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield parts
+            parts = b""
+
+
+def open_comet(folder):
+    from mcore.observe.sinks.comet import open_comet
+
+    experiment = open_comet("contract", "one")
+    return CometSink(experiment), (experiment, "log_metrics"), None
+
+
+def read_comet(folder, _):
+    (path,) = (folder / "comet").glob("*.zip")
+    with zipfile.ZipFile(path) as archive:
+        messages = map(json.loads, archive.read("messages.json").splitlines())
+        metrics = [m["payload"]["metric"] for m in messages if m["type"] == "metric_msg"]
+    return by_name(
+        (m["metricName"], m["step"], float(m["metricValue"]))
+        for m in metrics
+        if m["metricName"] != "process duration"
+    )
+
+
+def by_name(rows):
+    history = defaultdict(list)
+    for name, step, value in rows:
+        if isinstance(value, str):
+            value = float(value)
+        history[name].append((step, NOT_A_NUMBER if value != value else value))
+    return dict(history)
+
+
+def environment(folder):
+    """Keep the clients offline, quiet, in the folder, and away from their makers."""
+    nowhere = "http://127.0.0.1:9"
+    places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "MPLCONFIGDIR")
+    return dict.fromkeys(places, str(folder)) | {
+        "WANDB_MODE": "offline",
+        "WANDB_SILENT": "true",
+        "WANDB_CONSOLE": "off",
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_DISABLE_GIT": "true",
+        "WANDB_DISABLE_CODE": "true",
+        "WANDB_X_DISABLE_STATS": "true",
+        "WANDB_X_DISABLE_META": "true",
+        "COMET_API_KEY": None,
+        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
+        "COMET_DISABLE_AUTO_LOGGING": "1",
+        "COMET_AUTO_LOG_ENV_DETAILS": "0",
+        "COMET_LOGGING_CONSOLE": "ERROR",
+        "COMET_DISPLAY_SUMMARY_LEVEL": "0",
+        "COMET_INTERNAL_SENTRY_DSN": "",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+
+
+# --- the session --------------------------------------------------------------------------------
+
+
+def session(kind, folder):
+    """Log through one sink what a run may log, in a process of its own, and read it back."""
+    records = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
+    for name in ("mcore.observe.sinks", "mcore.observe.metric_sender"):
+        logging.getLogger(name).addHandler(handler)
+
+    open_, read = globals()[f"open_{kind}"], globals()[f"read_{kind}"]
+    sink, (owner, method), handle = open_(folder)
+    assert isinstance(sink, MetricSink)
+    guarded = GuardedSink(kind, sink)
+    guarded.log({"order": 1.0}, 1)
+    guarded.log({"order": 2.0}, 2)
+    guarded.log({"again": 2.5}, 2)
+    guarded.log({"order": 3.0, "nan": math.nan, "inf": INF, "-inf": -INF, "zero": 0.0}, 3)
+    guarded.log({"order": 4.0, **NUMBERS, **NO_NUMBERS}, 4)
+    guarded.log({name: float(i) for i, name in enumerate(ODD_NAMES)}, 5)
+    guarded.flush()
+    flushed = read(folder, handle) if kind not in ("wandb", "comet") else None
+    before_failure = list(records)
+
+    original = getattr(owner, method)
+
+    def failing(*args, **kwargs):
+        raise ValueError("refused; token=abcdefgh")
+
+    def slow(*args, **kwargs):
+        time.sleep(0.02)
+        return original(*args, **kwargs)
+
+    setattr(owner, method, failing)
+    guarded.log({"order": 6.0}, 6)
+    guarded.flush()
+    guarded.log({"order": 6.5}, 6)
+    guarded.flush()
+    setattr(owner, method, slow)
+    for step in range(7, 17):
+        guarded.log({"order": float(step)}, step)
+    setattr(owner, method, original)
+    guarded.close()
+    guarded.close()
+    guarded.log({"order": 99.0}, 99)
+    guarded.flush()
+    return {
+        "history": read(folder, handle),
+        "flushed": flushed,
+        "before failure": before_failure,
+        "failure": records[len(before_failure) :],
+        "is on": guarded.is_on,
+    }
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            kind,
+            marks=pytest.mark.skipif(
+                kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None,
+                reason=f"needs {NEEDS.get(kind)}",
+            ),
+        )
+        for kind in KINDS
+    ],
+)
+def done(request, tmp_path_factory):
+    """The kind of the sink, what its session saw, and its folder."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (result,) = run_ranks(
+        session, 1, request.param, folder, init=None, env=environment(folder), timeout_s=180
+    )
+    return request.param, result, folder
+
+
+def test_steps_come_in_order_and_each_once(done):
+    kind, result, _ = done
+    expected = [(s, float(s)) for s in (1, 2, 3, 4, *range(7, 17))]
+    after_close = [(99, 99.0)] if kind in ("memory", "tensorboard") else []
+    assert [e for e in result["history"]["order"] if e not in after_close] == expected
+
+
+def test_a_step_may_come_in_two_calls(done):
+    assert done[1]["history"]["again"] == [(2, 2.5)]
+
+
+def test_nan_and_infinities_and_zero(done):
+    kind, result, _ = done
+    kept = {
+        "jsonl": (None, None, None),
+        "mlflow": (NOT_A_NUMBER, LARGEST, -LARGEST),
+    }.get(kind, (NOT_A_NUMBER, INF, -INF))
+    history = result["history"]
+    assert tuple(history[name] for name in ("nan", "inf", "-inf")) == tuple([(3, v)] for v in kept)
+    assert history["zero"] == [(3, 0.0)]
+
+
+def test_tensors_of_one_element_and_other_numbers(done):
+    history = done[1]["history"]
+    assert [history.get(name) for name in NUMBERS] == [[(4, v)] for v in (2.5, 7, 0.5, 3, 1)]
+
+
+def test_what_is_no_number_is_left_out_and_said(done):
+    _, result, _ = done
+    assert not set(NO_NUMBERS) & set(result["history"])
+    assert result["before failure"] == [
+        ("WARNING", "'many' is no number but a Tensor and is not logged; give one number"),
+        ("WARNING", "'text' is no number but a str and is not logged; give one number"),
+    ]
+
+
+def test_odd_names_cost_no_value(done):
+    kind, result, _ = done
+    at_5 = [v for name, history in result["history"].items() for s, v in history if s == 5]
+    assert sorted(at_5) == [float(i) for i in range(len(ODD_NAMES))], kind
+
+
+def test_a_failing_client_is_one_warning_without_secrets_and_the_sink_stays_on(done):
+    kind, result, _ = done
+    failures = [record for record in result["failure"] if "refused" in record[1]]
+    assert failures == [
+        (
+            "WARNING",
+            f"{kind} failed to {'flush' if kind == 'mlflow' else 'log'} metrics, training goes on "
+            "without them: ValueError: refused; token=***",
+        )
+    ]
+    assert result["is on"]
+
+
+def test_flushed_metrics_can_be_read_before_the_end(done):
+    kind, result, _ = done
+    if result["flushed"] is None:
+        assert kind in ("wandb", "comet")  # their files are complete when they are closed
+    else:
+        assert result["flushed"]["order"] == [(s, float(s)) for s in (1, 2, 3, 4)]
+        assert result["flushed"]["again"] == [(2, 2.5)]
+
+
+def test_no_process_outlives_the_session(done):
+    _, _, folder = done
+    place = f"WANDB_DATA_DIR={folder}".encode()
+    deadline = time.monotonic() + 30
+    while left := [p for p in Path("/proc").glob("[0-9]*/environ") if place in environ_of(p)]:
+        assert time.monotonic() < deadline, left
+        time.sleep(0.05)
+
+
+def environ_of(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
