@@ -118,10 +118,3 @@ def test_the_readme_names_every_command() -> None:
     scripts = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]["default"]["scripts"]
     readme = (ROOT / "README.md").read_text()
     assert [name for name in scripts if f"hatch run {name}" not in readme] == []
-
-
-def test_the_type_checker_and_the_import_rules_name_every_package() -> None:
-    tools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]
-    for package in PACKAGES:
-        assert f"$MYPY_CONFIG_FILE_DIR/packages/{package}/src" in tools["mypy"]["mypy_path"]
-        assert f"mcore.{package[6:]}" in tools["importlinter"]["root_packages"]

@@ -38,6 +38,8 @@ class Distribution:
         test_dependencies: What its tests need besides the above (dependency group ``test``).
         lowest_constraints: Limits on what the lowest versions of its dependencies need in turn,
             where the newest is too new for them (dependency group ``lowest``).
+        not_on_an_index: Optional modules that no requirement can bring
+            (``[tool.monorepo] not-on-an-index``).
         siblings: Names of the distributions of this repository among the dependencies, sorted.
     """
 
@@ -51,6 +53,7 @@ class Distribution:
     extras: Mapping[str, tuple[Requirement, ...]]
     test_dependencies: tuple[Requirement, ...]
     lowest_constraints: tuple[Requirement, ...]
+    not_on_an_index: tuple[str, ...]
     siblings: tuple[str, ...]
 
     @property
@@ -159,6 +162,7 @@ def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
         extras={name: _requirements(texts) for name, texts in extras.items()},
         test_dependencies=_requirements(groups.get("test", ())),
         lowest_constraints=_requirements(groups.get("lowest", ())),
+        not_on_an_index=tuple(table["tool"].get("monorepo", {}).get("not-on-an-index", ())),
         siblings=tuple(sorted(required.intersection(names))),
     )
 

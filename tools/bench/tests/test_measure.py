@@ -264,7 +264,7 @@ def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleTy
 
 
 def test_suites_of_the_repository_are_found() -> None:
-    assert "versioning" in suite_names()
+    assert {"versioning", "training-log"} <= set(suite_names())
 
 
 @pytest.mark.usefixtures("suites")

@@ -1,0 +1,122 @@
+"""The main job's steps with and without what watches them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import math
+import tempfile
+import time
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from bench.measure import Row
+from mcore.parallel import ProcessGroups
+from pretrain.corpus import load_corpus
+from pretrain.flops import training_flops
+from pretrain.model_build import build_model, build_optimizer, transformer_config
+from pretrain.random_streams import seed_streams
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.step_ranges import StepRanges
+from pretrain.steps import Steps
+from pretrain.straggler_watch import StragglerWatch
+from rank_testing import run_ranks
+
+_ROUNDS, _STEPS = 12, 10
+_COMPARED_STEPS = 3
+_SMALL = Settings(num_layers=2, hidden_size=64, seq_length=64, global_batch_size=8)
+_PEER = "the same steps with --no-straggler"
+
+
+def run() -> Iterable[Row]:
+    """Yield the rows; steps of both kinds alternate in one process group."""
+    for what, settings in (("the default model", Settings()), ("a small model", _SMALL)):
+        case = (
+            f"step of {what} on {settings.world_size} ranks, detector on, a report every {_STEPS}"
+        )
+        losses, on_s, off_s = run_ranks(_rank, settings.world_size, settings, timeout_s=600)[0]
+        if losses[True] != losses[False]:
+            yield Row.disagreement(case, _PEER, f"losses {losses[True]} against {losses[False]}")
+            continue
+        yield Row(
+            case,
+            on_s,
+            _PEER,
+            off_s,
+            target=0.99,
+            agreement=f"the losses of {_COMPARED_STEPS} steps, bit for bit",
+            note=f"mean of the faster half of {_ROUNDS} rounds in alternation",
+        )
+
+
+def _rank(settings: Settings) -> tuple[dict[bool, list[float]], float, float]:
+    """One rank: losses by whether the detector is on, and seconds of a step with and without it."""
+    with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
+        return _both_kinds(settings, RunFolder(Path(path)))
+
+
+def _both_kinds(
+    settings: Settings, folder: RunFolder
+) -> tuple[dict[bool, list[float]], float, float]:
+    losses: dict[bool, list[float]] = {}
+    for is_on in (True, False):
+        job = _Job(settings, folder, is_on=is_on)
+        losses[is_on] = [job.loss_of(step) for step in range(1, 1 + _COMPARED_STEPS)]
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for round_ in range(_ROUNDS):
+        for is_on in (True, False) if round_ % 2 else (False, True):
+            job.watch_with(is_on)
+            seconds[is_on].append(job.seconds_per_step())
+    job.watch.close()
+    return losses, _faster_half(seconds[True]), _faster_half(seconds[False])
+
+
+class _Job:
+    """The steps of a run, and the detector that watches them."""
+
+    def __init__(self, settings: Settings, folder: RunFolder, *, is_on: bool) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.device = torch.device("cpu")
+        self.groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
+        seed_streams(settings.seed, self.groups, self.device)
+        self.model = build_model(settings, transformer_config(settings), self.groups, self.device)
+        self.optimizer = build_optimizer(settings, self.model, self.groups)
+        self.corpus = load_corpus()
+        self.watch_with(is_on)
+
+    def watch_with(self, is_on: bool) -> None:
+        """Make the detector anew, on or off."""
+        settings = dataclasses.replace(self.settings, straggler=is_on)
+        self.watch = StragglerWatch(settings, self.folder, self.device, training_flops(settings))
+        ranges = StepRanges(self.watch.detector, None, self.device)
+        self.steps = Steps(
+            settings, self.model, self.optimizer, self.corpus, self.groups, self.device, ranges
+        )
+
+    def loss_of(self, step: int) -> float:
+        """Do a step and return its loss."""
+        loss, *_ = self.steps.train_step(step)
+        self.watch.end_step()
+        return float(loss)
+
+    def seconds_per_step(self) -> float:
+        """Do some steps and a report, as between two console lines."""
+        self.loss_of(1)
+        self.watch.report()
+        dist.barrier()
+        started_s = time.perf_counter()
+        for step in range(1, 1 + _STEPS):
+            self.loss_of(step)
+        self.watch.report()
+        return (time.perf_counter() - started_s) / _STEPS
+
+
+def _faster_half(seconds: list[float]) -> float:
+    kept = sorted(seconds)[: math.ceil(len(seconds) / 2)]
+    return sum(kept) / len(kept)

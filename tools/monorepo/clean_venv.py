@@ -1,0 +1,145 @@
+"""A virtual environment made by uv that sees nothing of the repository."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from versions_matrix.environments import clean_environment, find_uv
+
+_LIST_INSTALLED = """
+import importlib.metadata, json
+every = importlib.metadata.distributions()
+print(json.dumps({each.metadata["Name"]: each.version for each in every}))
+"""
+
+
+class InstallError(RuntimeError):
+    """What was asked for cannot be installed; the text has the installer's output."""
+
+
+@dataclass(frozen=True)
+class CleanVenv:
+    """A virtual environment.
+
+    Attributes:
+        folder: Where it lies.
+        uv: The command that starts uv.
+        constraints: Lines of a constraints file that every installation obeys.
+    """
+
+    folder: Path
+    uv: Sequence[str]
+    constraints: tuple[str, ...]
+
+    @property
+    def python(self) -> Path:
+        """Its interpreter."""
+        return self.folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+
+    def install(self, requirements: Iterable[str], *, lowest: bool = False) -> None:
+        """Install requirements.
+
+        Args:
+            requirements: As pip takes them.
+            lowest: Take the lowest version that each of them allows, and the newest of what they
+                need in turn.
+
+        Raises:
+            InstallError: They contradict each other, or one is not to be had.
+        """
+        constraints = self.folder / "constraints.txt"
+        constraints.write_text("\n".join(self.constraints) + "\n", encoding="utf-8")
+        resolution = "lowest-direct" if lowest else "highest"
+        _run_uv(
+            [
+                *self.uv, "pip", "install", "--quiet", "--python", str(self.python),
+                "--constraints", str(constraints), "--resolution", resolution, *requirements,
+            ]
+        )  # fmt: skip
+
+    def lowest_versions(self, requirements: Iterable[str]) -> dict[str, str]:
+        """The lowest version that is to be had for each requirement, whatever the others allow.
+
+        Raises:
+            InstallError: There is none.
+        """
+        wanted = self.folder / "wanted.txt"
+        wanted.write_text("\n".join(requirements) + "\n", encoding="utf-8")
+        found = _run_uv(
+            [
+                *self.uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate",
+                "--no-strip-extras", "--python", str(self.python),
+                "--resolution", "lowest", str(wanted),
+            ]
+        )  # fmt: skip
+        pins = (Requirement(line) for line in found.splitlines())
+        return {
+            canonicalize_name(pin.name): next(iter(pin.specifier)).version
+            for pin in pins
+            if pin.marker is None or pin.marker.evaluate()
+        }
+
+    def installed(self) -> dict[str, str]:
+        """The version of every distribution in it, by canonical name."""
+        answer: dict[str, str] = json.loads(self.run_code(_LIST_INSTALLED))
+        return {canonicalize_name(name): version for name, version in answer.items()}
+
+    def run_code(self, code: str, *arguments: str) -> str:
+        """Run code in its isolated interpreter and return what it prints.
+
+        Raises:
+            RuntimeError: It failed; the text has its last lines.
+        """
+        done = subprocess.run(
+            [self.python, "-I", "-c", code, *arguments],
+            cwd=self.folder, env=clean_environment(), capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise RuntimeError("\n".join(done.stderr.rstrip().splitlines()[-12:]))
+        return done.stdout
+
+
+def make_venv(folder: Path, python: str, constraints: Iterable[str]) -> CleanVenv:
+    """Make a virtual environment with nothing in it.
+
+    Args:
+        folder: Where; must not exist.
+        python: The interpreter to base it on: a path, or a version such as ``3.12``.
+        constraints: Lines of a constraints file for every installation.
+
+    Raises:
+        InstallError: uv or the interpreter is missing.
+    """
+    uv = find_uv()
+    if uv is None:
+        raise InstallError("uv is not installed; it comes with hatch, or: pip install uv")
+    _run_uv([*uv, "venv", "--quiet", "--python", python, str(folder)])
+    return CleanVenv(folder, uv, tuple(constraints))
+
+
+def with_find_links(environment: Mapping[str, str]) -> dict[str, str]:
+    """Name a folder of local wheels to uv as well where only pip was told about it.
+
+    uv ignores ``PIP_FIND_LINKS``, which separates its entries by spaces, and reads
+    ``UV_FIND_LINKS``, which separates them by commas and wins where it is set.
+    """
+    links = environment.get("UV_FIND_LINKS") or ",".join(
+        environment.get("PIP_FIND_LINKS", "").split()
+    )
+    return {**environment, "UV_FIND_LINKS": links} if links else dict(environment)
+
+
+def _run_uv(command: Sequence[str]) -> str:
+    environment = with_find_links(clean_environment())
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise InstallError(f"{' '.join(command)}\n{done.stderr}".rstrip())
+    return done.stdout

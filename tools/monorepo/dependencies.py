@@ -1,0 +1,140 @@
+"""Command line: `python -m monorepo.dependencies`.
+
+Holds what each package declares and what its source imports to each other, both ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib.metadata
+import sys
+from collections.abc import Iterator, Mapping, Sequence, Set
+from pathlib import Path
+
+from packaging.utils import canonicalize_name
+
+from monorepo.imported_names import ImportedName, Moment, imported_names
+from monorepo.workspace import Distribution, Workspace, load_workspace
+
+REPOSITORY = Path(__file__).parents[2]
+
+# Modules that import a library of another distribution for their caller.
+FACADES = {"torch.utils.tensorboard": "tensorboard"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print every disagreement; return 1 if there is one, else 0."""
+    parser = argparse.ArgumentParser(
+        prog="python -m monorepo.dependencies",
+        description="Compare the declared dependencies of each package with its imports.",
+    )
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    workspace = load_workspace(parser.parse_args(arguments).root)
+    problems = [
+        problem
+        for package in workspace.distributions.values()
+        for problem in disagreements(workspace, package)
+    ]
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
+    """Say what a package imports without declaring it, and declares without importing it.
+
+    A dependency that only an extra brings may be imported in functions and for type checkers,
+    never while a module loads. The same holds for modules that no index has, which the package
+    names under ``[tool.monorepo] not-on-an-index``.
+
+    Args:
+        workspace: The repository.
+        package: One of its packages.
+
+    Returns:
+        One sentence per disagreement.
+    """
+    required: set[str] = {canonicalize_name(one.name) for one in package.dependencies}
+    optional = _optional(package)
+    used: set[str] = set()
+    for imported in imported_names(package.source):
+        for providers in provided_by(workspace, package, imported.name):
+            used |= providers
+            place = f"{imported.file.relative_to(workspace.root)}:{imported.line}"
+            yield from _judge(imported, providers, place, required, optional)
+    pyproject = (package.folder / "pyproject.toml").relative_to(workspace.root)
+    for name in sorted(required - used):
+        yield f"{pyproject}: {name} is declared, but nothing imports it"
+    for name in sorted(set(optional) - used):
+        yield f"{pyproject}: {name} is declared by {optional[name]}, but nothing imports it"
+
+
+def _optional(package: Distribution) -> dict[str, str]:
+    """What declares each distribution that an installation may lack."""
+    declared: dict[str, str] = {
+        canonicalize_name(one.name): f"extra {extra}"
+        for extra, requirements in package.extras.items()
+        for one in requirements
+    }
+    free = map(canonicalize_name, package.not_on_an_index)
+    return {**declared, **dict.fromkeys(free, "not-on-an-index")}
+
+
+def _judge(
+    imported: ImportedName,
+    providers: Set[str],
+    place: str,
+    required: Set[str],
+    optional: Mapping[str, str],
+) -> Iterator[str]:
+    if providers & required:
+        return
+    found = providers & set(optional)
+    if not found:
+        yield f"{place}: {imported.name} needs {_either(providers)}, which is not declared"
+    elif imported.moment is Moment.LOADING:
+        yield (
+            f"{place}: {imported.name} belongs to {optional[min(found)]} and is imported "
+            f"{imported.moment.value}; import it in the function that needs it"
+        )
+
+
+def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[set[str]]:
+    """Which distributions a package has to declare for an imported name.
+
+    Args:
+        workspace: The repository.
+        package: Who imports.
+        name: Full dotted name.
+
+    Returns:
+        One set for each distribution that is needed, holding the names of those that provide it;
+        nothing for the standard library and the package itself.
+    """
+    for sibling in workspace.distributions.values():
+        if _is_within(name, sibling.module):
+            return [] if sibling.name == package.name else [{sibling.name}]
+    top = name.partition(".")[0]
+    if top in sys.stdlib_module_names:
+        return []
+    found = _installed_providers().get(top) or [top]
+    facades = [{library} for module, library in FACADES.items() if _is_within(name, module)]
+    return [{canonicalize_name(one) for one in found}, *facades]
+
+
+@functools.cache
+def _installed_providers() -> Mapping[str, list[str]]:
+    return importlib.metadata.packages_distributions()
+
+
+def _is_within(name: str, module: str) -> bool:
+    return f"{name}.".startswith(f"{module}.")
+
+
+def _either(names: Set[str]) -> str:
+    return " or ".join(sorted(names))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

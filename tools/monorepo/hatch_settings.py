@@ -1,0 +1,58 @@
+"""What `hatch.toml` says about torch and the cells of the test matrix."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from packaging.version import Version
+
+from monorepo.toml_files import read_toml
+
+_PIN = re.compile(r"torch==\{matrix:torch:([^}]+)\}")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One combination that the packages are tested on."""
+
+    python: str
+    torch: str
+
+    @property
+    def age(self) -> tuple[Version, Version]:
+        """For sorting: Python decides first, then torch; the oldest comes first."""
+        return Version(self.python), Version(self.torch)
+
+
+def torch_pin(root: Path) -> str:
+    """The version of torch in the default environment, such as ``2.13.0``.
+
+    Raises:
+        ValueError: No dependency of that environment has the form ``torch=={matrix:torch:X}``.
+    """
+    dependencies = read_toml(root / "hatch.toml")["envs"]["default"]["dependencies"]
+    pins = [found[1] for text in dependencies if (found := _PIN.fullmatch(text))]
+    if len(pins) != 1:
+        raise ValueError(
+            f"{root / 'hatch.toml'}: the default environment has {len(pins)} dependencies of the "
+            "form torch=={matrix:torch:X}; write exactly one"
+        )
+    return pins[0]
+
+
+def matrix_cells(root: Path) -> tuple[Cell, ...]:
+    """The cells of the environment ``matrix``, oldest first.
+
+    Args:
+        root: The repository.
+
+    Returns:
+        The product of the Pythons and versions of torch of each table, all tables together.
+    """
+    tables = read_toml(root / "hatch.toml")["envs"]["matrix"]["matrix"]
+    products = (itertools.product(table["python"], table["torch"]) for table in tables)
+    cells = {Cell(python, torch) for product in products for python, torch in product}
+    return tuple(sorted(cells, key=lambda cell: cell.age))

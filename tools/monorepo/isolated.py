@@ -1,0 +1,127 @@
+"""Command line: `python -m monorepo.isolated [PACKAGE ...] [--lowest]`.
+
+Builds the packages, installs each one alone into a clean environment and runs its tests there,
+outside the repository.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from monorepo.clean_venv import InstallError
+from monorepo.hatch_settings import torch_pin
+from monorepo.isolation import Isolated, IsolationError, IsolationRun
+from monorepo.wheels import BuildError, build_wheels
+from monorepo.workspace import Distribution, Workspace, WorkspaceError, load_workspace
+from versions_matrix.interpreters import find_interpreters
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Test packages in isolation and print how each fared.
+
+    Args:
+        arguments: The command line without the program's name; by default that of the process.
+
+    Returns:
+        0 when all stand alone, 1 when one does not, 2 when a name is wrong.
+    """
+    options = _parser().parse_args(arguments)
+    try:
+        workspace = load_workspace(options.root)
+        targets = chosen(workspace, options.packages)
+    except WorkspaceError as error:
+        print(error, file=sys.stderr)
+        return 2
+    torch = options.torch or torch_pin(workspace.root)
+    outcomes: dict[str, Isolated | str] = {}
+    with tempfile.TemporaryDirectory(prefix="isolated-") as folder:
+        scratch = Path(folder).resolve()
+        scratch.chmod(0o755)  # some tests go on as another user
+        try:
+            wheels = build_wheels(needed(workspace, targets), scratch / "wheels")
+        except BuildError as error:
+            print(error, file=sys.stderr)
+            return 1
+        run = IsolationRun(
+            workspace, wheels, scratch, interpreter(options.python), torch, options.lowest
+        )
+        for name in targets:
+            print(f"\n{name}", flush=True)
+            outcomes[name] = _outcome(run, name)
+    print("\n" + "\n".join(table(outcomes)))
+    return 1 if any(isinstance(one, str) for one in outcomes.values()) else 0
+
+
+def interpreter(asked: str) -> str:
+    """The path of a Python that is asked for by its version; a path stays as it is.
+
+    What is found nowhere is left to uv, which can fetch it.
+    """
+    if re.fullmatch(r"\d+\.\d+", asked) is None:
+        return asked
+    return str(find_interpreters([asked], os.environ)[asked] or asked)
+
+
+def chosen(workspace: Workspace, names: Sequence[str]) -> tuple[str, ...]:
+    """The packages to test: those that were named, all by default, siblings first.
+
+    Raises:
+        WorkspaceError: There is no package of that name.
+    """
+    return workspace.ordered([workspace[name].name for name in names] or workspace.names)
+
+
+def needed(workspace: Workspace, targets: Iterable[str]) -> list[Distribution]:
+    """The targets and what they need."""
+    names = {other for name in targets for other in (name, *workspace.closure(name))}
+    return [workspace[name] for name in workspace.ordered(names)]
+
+
+def table(outcomes: Mapping[str, Isolated | str]) -> list[str]:
+    """One line per package."""
+    width = max(map(len, outcomes), default=0)
+    return [f"{name:<{width}}  {_line(one)}" for name, one in outcomes.items()]
+
+
+def _line(outcome: Isolated | str) -> str:
+    if isinstance(outcome, str):
+        return f"FAILED: {outcome.splitlines()[0]}"
+    versions = ", ".join(f"{name} {version}" for name, version in outcome.versions.items())
+    times = f"installed in {outcome.install_s:.1f} s, tests {outcome.tests_s:.1f} s"
+    return f"stands alone: {times} ({versions})"
+
+
+def _outcome(run: IsolationRun, name: str) -> Isolated | str:
+    try:
+        return run.check(name)
+    except (InstallError, IsolationError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return str(error)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m monorepo.isolated", description="Test each package installed alone."
+    )
+    parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="by default all")
+    parser.add_argument(
+        "--lowest", action="store_true", help="at the lowest versions that its requirements allow"
+    )
+    parser.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
+    parser.add_argument(
+        "--python", default=sys.executable, help="a path or a version; by default this one"
+    )
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

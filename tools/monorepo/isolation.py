@@ -1,0 +1,267 @@
+"""One distribution in an environment of its own: what came with it, and do its tests pass there."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from monorepo.clean_venv import CleanVenv, make_venv
+from monorepo.workspace import Distribution, Workspace
+from versions_matrix.environments import clean_environment
+
+_TORCH = "torch"
+_TEST_TOOL = "rank_testing"
+_IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
+
+_IMPORT_ALL = """
+import importlib, importlib.util, pkgutil, sys
+name, *absent = sys.argv[1:]
+package = importlib.import_module(name)
+for module in pkgutil.walk_packages(package.__path__, name + "."):
+    if not module.name.endswith(".__main__"):
+        importlib.import_module(module.name)
+for other in absent:
+    if importlib.util.find_spec(other) is not None:
+        raise SystemExit(f"{other} can be imported, which {name} does not declare")
+if not package.__file__.startswith(sys.prefix):
+    raise SystemExit(f"{name} comes from {package.__file__}, which is outside {sys.prefix}")
+"""
+
+
+class IsolationError(RuntimeError):
+    """A distribution does not stand alone."""
+
+
+@dataclass(frozen=True)
+class Isolated:
+    """How one distribution fared.
+
+    Attributes:
+        package: Its name.
+        versions: Versions of what it asks for directly, as installed.
+        install_s: Seconds for making the environment and installing.
+        tests_s: Seconds for its tests.
+    """
+
+    package: str
+    versions: Mapping[str, str]
+    install_s: float
+    tests_s: float
+
+
+@dataclass(frozen=True)
+class IsolationRun:
+    """What all targets of one run share.
+
+    Attributes:
+        workspace: The repository.
+        wheels: The wheel of each distribution and of all that it needs.
+        scratch: An empty folder outside the repository.
+        python: The interpreter to test on.
+        torch: The version of torch to install.
+        lowest: Take the lowest version that each requirement but torch allows.
+    """
+
+    workspace: Workspace
+    wheels: Mapping[str, Path]
+    scratch: Path
+    python: str
+    torch: str
+    lowest: bool = False
+
+    def check(self, name: str) -> Isolated:
+        """Install one distribution alone, look at what came with it, and run its tests there.
+
+        Raises:
+            IsolationError: Something is missing or too much, an import or a test fails.
+            InstallError: It cannot be installed.
+        """
+        target = self.workspace[name]
+        start_s = time.monotonic()
+        venv = make_venv(
+            self.scratch / target.name / "venv", self.python, self._constraints(target)
+        )
+        venv.install(self._target_requirements(target), lowest=self.lowest)
+        if self.lowest:
+            check_floors(_floors(target), venv)
+        check_contents(self.workspace, target, venv)
+        versions = _versions(target, venv)
+        # What the tests need must not raise what is under test.
+        held = [f"{name}=={version}" for name, version in versions.items()]
+        venv.install([*map(str, test_requirements(target)), *held])
+        check_siblings(self.workspace, target, venv.installed())
+        tests_start_s = time.monotonic()
+        run_tests(self.workspace, target, venv, self.scratch / target.name / "outside")
+        return Isolated(
+            package=target.name,
+            versions=versions,
+            install_s=tests_start_s - start_s,
+            tests_s=time.monotonic() - tests_start_s,
+        )
+
+    def _constraints(self, target: Distribution) -> Iterator[str]:
+        """Torch and the wheels that were built, wherever else those names can be had."""
+        yield f"{_TORCH}=={self.torch}"
+        yield from map(str, target.lowest_constraints if self.lowest else ())
+        for name, wheel in self.wheels.items():
+            yield f"{name} @ {wheel.as_uri()}"
+
+    def _target_requirements(self, target: Distribution) -> list[str]:
+        """The target, and for the lowest versions each requirement, which makes it a direct one."""
+        wheel = f"{target.name} @ {self.wheels[target.name].as_uri()}"
+        if not self.lowest:
+            return [wheel]
+        return [wheel, *_floors(target)]
+
+
+def _floors(target: Distribution) -> list[str]:
+    """The requirements whose lowest versions are tested: those that nothing pins."""
+    return [str(one) for one in direct_requirements(target) if one.name != _TORCH]
+
+
+def _versions(target: Distribution, venv: CleanVenv) -> dict[str, str]:
+    """What is installed of the distributions that a target asks for directly."""
+    installed = venv.installed()
+    asked = (canonicalize_name(one.name) for one in direct_requirements(target))
+    return {name: installed[name] for name in asked if name in installed}
+
+
+def direct_requirements(target: Distribution) -> list[Requirement]:
+    """What a distribution and the extras that its tests use ask for, without siblings."""
+    extras = [
+        one for test in target.test_dependencies if is_own(target, test) for one in test.extras
+    ]
+    wanted = [*target.dependencies, *(one for extra in extras for one in target.extras[extra])]
+    return [one for one in wanted if canonicalize_name(one.name) not in target.siblings]
+
+
+def test_requirements(target: Distribution) -> tuple[Requirement, ...]:
+    """What the tests of a distribution need besides itself.
+
+    Raises:
+        IsolationError: Its ``pyproject.toml`` does not say.
+    """
+    if not target.test_dependencies:
+        raise IsolationError(
+            f"{target.folder / 'pyproject.toml'} has no dependency group called test; name "
+            "pytest and whatever else its tests import"
+        )
+    return target.test_dependencies
+
+
+def is_own(target: Distribution, requirement: Requirement) -> bool:
+    """Whether a requirement is the distribution itself, which is how a group asks for extras."""
+    return canonicalize_name(requirement.name) == target.name
+
+
+def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) -> None:
+    """Hold an installation without extras to exactly what the distribution declares.
+
+    Raises:
+        IsolationError: A sibling or torch is missing or too much, or a module of the
+            distribution cannot be imported, or an undeclared sibling can.
+    """
+    check_siblings(workspace, target, venv.installed())
+    expected = {target.name, *workspace.closure(target.name)}
+    absent = [workspace[name].module for name in workspace.names if name not in expected]
+    try:
+        venv.run_code(_IMPORT_ALL, target.module, *absent)
+    except RuntimeError as error:
+        raise IsolationError(f"{target.name} does not import alone:\n{error}") from error
+
+
+def check_floors(requirements: Sequence[str], venv: CleanVenv) -> None:
+    """Hold an environment to the lowest version of each requirement.
+
+    A resolver goes above a floor without a word where another requirement forbids it.
+
+    Raises:
+        IsolationError: A floor cannot be installed beside the others.
+    """
+    installed = venv.installed()
+    lowest = venv.lowest_versions(requirements)
+    raised = {name: version for name, version in lowest.items() if installed[name] != version}
+    if raised:
+        told = (f"{name} {low}, got {installed[name]}" for name, low in raised.items())
+        raise IsolationError(
+            f"floors that cannot be installed together: {'; '.join(told)}; raise these floors"
+        )
+
+
+def check_siblings(
+    workspace: Workspace, target: Distribution, installed: Mapping[str, str]
+) -> None:
+    """Compare what is installed with what the files of the distributions say, both ways.
+
+    Raises:
+        IsolationError: A sibling or torch is missing or too much.
+    """
+    found = set(installed)
+    expected = {target.name, *workspace.closure(target.name)}
+    siblings = found.intersection(workspace.names)
+    if siblings != expected:
+        raise IsolationError(
+            f"{target.name} came with {sorted(siblings - {target.name})}; its dependencies lead "
+            f"to {sorted(expected - {target.name})}"
+        )
+    needs_torch = any(workspace[name].requires(_TORCH) for name in expected)
+    if (_TORCH in found) != needs_torch:
+        raise IsolationError(
+            f"{target.name} {'needs' if needs_torch else 'does not need'} torch, which is "
+            f"{'installed' if _TORCH in found else 'missing'} beside it"
+        )
+
+
+def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outside: Path) -> None:
+    """Run the tests of a distribution where nothing of the repository can be imported.
+
+    Args:
+        workspace: The repository.
+        target: Whose tests to run.
+        venv: The environment to run them in.
+        outside: A folder to make, for copies of the tests, the helper that runs them on ranks,
+            and the settings of pytest.
+
+    Raises:
+        IsolationError: A test fails, or is skipped because something cannot be imported.
+    """
+    copy = outside / target.folder.relative_to(workspace.root)
+    shutil.copytree(target.folder, copy, ignore=_IGNORED)
+    helper = Path("tools") / _TEST_TOOL
+    shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
+    shutil.copy(workspace.root / "pyproject.toml", outside)
+    report = outside / "report.xml"
+    command = [str(venv.python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*command, f"--junitxml={report}", str(copy)],
+        cwd=outside,
+        env=clean_environment(),
+        check=False,
+    )
+    if done.returncode:
+        raise IsolationError(f"the tests of {target.name} ended with status {done.returncode}")
+    gaps = gaps_in(report)
+    if gaps:
+        raise IsolationError(
+            f"skipped for want of a module, which the group test of {target.name} has to name:\n"
+            + "\n".join(gaps)
+        )
+
+
+def gaps_in(report: Path) -> list[str]:
+    """The tests of a JUnit report that were skipped because something could not be imported."""
+    gaps = []
+    for case in ElementTree.parse(report).iter("testcase"):
+        for skipped in case.iter("skipped"):
+            reason = f"{skipped.get('message')} {skipped.text}"
+            if "could not import" in reason:
+                gaps.append(f"{case.get('classname')}::{case.get('name')}: {reason}")
+    return gaps

@@ -1,0 +1,139 @@
+"""Command line: `python -m monorepo.plan [--base REF]`.
+
+Prints the test matrix of a change as one line of JSON. Needs Python >= 3.11 and `packaging` only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from monorepo.affected import Affected, affected, everything
+from monorepo.git_tags import GitError, changed_files, merge_base
+from monorepo.hatch_settings import Cell, matrix_cells
+from monorepo.workspace import Distribution, Workspace, load_workspace
+
+REPOSITORY = Path(__file__).parents[2]
+# More jobs than that in one matrix are refused by GitHub.
+MOST_JOBS = 256
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the plan; say on the error stream why it is what it is.
+
+    Args:
+        arguments: The command line without the program's name; by default that of the process.
+
+    Returns:
+        0, or 1 when the plan has more jobs than a matrix may have or a package has none.
+    """
+    options = _parser().parse_args(arguments)
+    workspace = load_workspace(options.root)
+    made = plan(workspace, matrix_cells(workspace.root), what_changed(workspace, options.base))
+    print(made["reason"], file=sys.stderr)
+    told = refusal(made)
+    if told:
+        print(f"{told} in {workspace.root / 'hatch.toml'}", file=sys.stderr)
+        return 1
+    print(json.dumps(made, separators=(",", ":")))
+    return 0
+
+
+def refusal(made: Mapping[str, Any]) -> str | None:
+    """What is wrong with a plan, as the beginning of a sentence; None where it can be run."""
+    count = len(made["include"])
+    if count > MOST_JOBS:
+        return f"{count} jobs, and a matrix may have {MOST_JOBS}: take cells out of [envs.matrix]"
+    tested = {job["package"] for job in made["include"]}
+    left_out = [name for name in made["packages"] if name not in tested]
+    if left_out:
+        return f"no cell that {', '.join(left_out)} can be installed in: add one to [envs.matrix]"
+    return None
+
+
+def what_changed(workspace: Workspace, base: str) -> Affected:
+    """What the work since the merge base with a revision touches, uncommitted work included.
+
+    Everything, where there is no such commit: a first push, a shallow clone, a forced push.
+    """
+    if not base.strip("0"):
+        return everything(workspace, "everything: no base to compare with")
+    try:
+        since = merge_base(workspace.root, base)
+        return affected(workspace, changed_files(workspace.root, since, ["."]))
+    except GitError as error:
+        said = " ".join(str(error).split())
+        return everything(workspace, f"everything: no merge base with {base} ({said})")
+
+
+def plan(workspace: Workspace, cells: Iterable[Cell], change: Affected) -> dict[str, Any]:
+    """The matrix of a change.
+
+    Args:
+        workspace: The repository.
+        cells: The combinations that exist, oldest first.
+        change: What is touched.
+
+    Returns:
+        ``include``: one entry per job, with ``package``, ``python``, ``torch`` (not for packages
+        without torch) and ``direct``; ``packages``: the names in them; ``integration``: whether to
+        test them together; ``reason``.
+    """
+    every = list(cells)
+    include = []
+    for name in workspace.ordered((*change.direct, *change.dependants)):
+        possible = jobs(workspace, workspace[name], every)
+        direct = name in change.direct
+        kept = possible if direct else newest_and_oldest(possible)
+        include += [{"package": name, **job, "direct": direct} for job in kept]
+    return {
+        "include": include,
+        "packages": list(workspace.ordered((*change.direct, *change.dependants))),
+        "integration": change.integration,
+        "reason": change.reason,
+    }
+
+
+def jobs(
+    workspace: Workspace, package: Distribution, cells: Iterable[Cell]
+) -> list[dict[str, str]]:
+    """The cells that a package and all that it needs can be installed in, oldest first.
+
+    Where none of them needs torch, the cells of one Python are one job.
+    """
+    needed = [package, *(workspace[name] for name in workspace.closure(package.name))]
+    floors = [one.specifier for each in needed for one in each.dependencies if one.name == "torch"]
+    possible = [
+        cell
+        for cell in cells
+        if all(each.requires_python.contains(cell.python) for each in needed)
+        and all(floor.contains(cell.torch, prereleases=True) for floor in floors)
+    ]
+    if floors:
+        return [{"python": cell.python, "torch": cell.torch} for cell in possible]
+    return [{"python": python} for python in dict.fromkeys(cell.python for cell in possible)]
+
+
+def newest_and_oldest(possible: Sequence[dict[str, str]]) -> list[dict[str, str]]:
+    """The two ends of a list of jobs; the one job where there is no other."""
+    ends = [possible[0], possible[-1]] if possible else []
+    return ends if len(possible) > 1 else ends[:1]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m monorepo.plan", description="Print the test matrix of a change."
+    )
+    parser.add_argument(
+        "--base", default="", metavar="REF", help="what it is compared with; without, everything"
+    )
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    return parser
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,336 @@
+"""Tests of installing a distribution alone, with tiny wheels and without an index."""
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+
+from monorepo.clean_venv import CleanVenv, InstallError, make_venv, with_find_links
+from monorepo.isolated import chosen, interpreter, main, needed, table
+from monorepo.isolation import (
+    Isolated,
+    IsolationError,
+    IsolationRun,
+    check_contents,
+    check_floors,
+    check_siblings,
+    direct_requirements,
+    run_tests,
+    test_requirements,
+)
+from monorepo.sample_repository import SampleRepository
+from monorepo.wheels import build_wheels
+from monorepo.workspace import Workspace, WorkspaceError, load_workspace
+from versions_matrix.environments import find_uv
+
+test_requirements.__test__ = False  # type: ignore[attr-defined]
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of wheels that is all that uv knows of."""
+    folder = tmp_path / "links"
+    folder.mkdir()
+    monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty-index").as_uri())
+    (tmp_path / "empty-index").mkdir()
+    monkeypatch.setenv("UV_FIND_LINKS", str(folder))
+    return folder
+
+
+def add_wheel(folder: Path, name: str, version: str, *needs: str, code: str = "") -> None:
+    """Write a wheel with one module of that name."""
+    info = f"{name}-{version}.dist-info"
+    lines = ["Metadata-Version: 2.1", f"Name: {name}", f"Version: {version}"]
+    lines += [f"Requires-Dist: {need}" for need in needs]
+    with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+        archive.writestr(f"{name}.py", code)
+        archive.writestr(f"{info}/METADATA", "\n".join(lines) + "\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    made = SampleRepository(tmp_path / "repository")
+    made.add_package("mcore-base")
+    made.add_package("mcore-middle", needs=("mcore-base>=0.1,<0.2",), code="import mcore.base\n")
+    made.add_package("mcore-other")
+    made.write({"pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--strict-markers"]\n'})
+    made.write({"tools/rank_testing/__init__.py": "answer = 42\n"})
+    return made
+
+
+def installed(workspace: Workspace, tmp_path: Path, name: str) -> CleanVenv:
+    """An environment with a package and what it brings."""
+    target = workspace[name]
+    wheels = build_wheels(needed(workspace, [name]), tmp_path / "wheels")
+    constraints = [f"{other} @ {wheel.as_uri()}" for other, wheel in wheels.items()]
+    venv = make_venv(tmp_path / "venv", sys.executable, constraints)
+    venv.install([f"{target.name} @ {wheels[target.name].as_uri()}"])
+    return venv
+
+
+@pytest.mark.usefixtures("links")
+def test_package_comes_with_its_siblings_and_no_other(
+    repository: SampleRepository, tmp_path: Path
+) -> None:
+    workspace = load_workspace(repository.root)
+    venv = installed(workspace, tmp_path, "mcore-middle")
+    assert venv.installed() == {"mcore-base": "0.1.0", "mcore-middle": "0.1.0"}
+    check_contents(workspace, workspace["mcore-middle"], venv)
+
+
+@pytest.mark.usefixtures("links")
+def test_deleted_dependency_is_found(repository: SampleRepository, tmp_path: Path) -> None:
+    repository.add_package("mcore-middle", code="import mcore.base\n")
+    workspace = load_workspace(repository.root)
+    venv = installed(workspace, tmp_path, "mcore-middle")
+    with pytest.raises(IsolationError, match=r"(?s)does not import alone.*mcore.base"):
+        check_contents(workspace, workspace["mcore-middle"], venv)
+
+
+@pytest.mark.usefixtures("links")
+def test_module_of_another_package_in_the_wheel_is_found(
+    repository: SampleRepository, tmp_path: Path
+) -> None:
+    repository.write({"packages/mcore-middle/src/mcore/other/__init__.py": ""})
+    workspace = load_workspace(repository.root)
+    venv = installed(workspace, tmp_path, "mcore-middle")
+    with pytest.raises(IsolationError, match=r"mcore\.other can be imported"):
+        check_contents(workspace, workspace["mcore-middle"], venv)
+
+
+@pytest.mark.usefixtures("links")
+def test_sibling_outside_the_declared_range_cannot_be_installed(
+    repository: SampleRepository, tmp_path: Path
+) -> None:
+    repository.set_version("mcore-base", "0.2.0")
+    with pytest.raises(InstallError, match="mcore-base"):
+        installed(load_workspace(repository.root), tmp_path, "mcore-middle")
+
+
+@pytest.mark.parametrize(
+    ("package", "beside", "message"),
+    [
+        ("mcore-tensor", {"torch", "mcore-versioning"}, None),
+        ("mcore-tensor", {"torch"}, r"came with \[\]; its dependencies lead to"),
+        ("mcore-tensor", {"torch", "mcore-versioning", "mcore-parallel"}, "came with"),
+        ("mcore-tensor", {"mcore-versioning"}, "needs torch, which is missing"),
+        ("mcore-versioning", set(), None),
+        ("mcore-versioning", {"torch"}, "does not need torch, which is installed"),
+    ],
+)
+def test_siblings_and_torch_are_compared_both_ways(
+    package: str, beside: set[str], message: str | None
+) -> None:
+    workspace = load_workspace(ROOT)
+    found = dict.fromkeys({package, *beside, "pytest"}, "1.0")
+    if message is None:
+        check_siblings(workspace, workspace[package], found)
+        return
+    with pytest.raises(IsolationError, match=message):
+        check_siblings(workspace, workspace[package], found)
+
+
+def test_lowest_versions_are_those_of_direct_requirements(links: Path, tmp_path: Path) -> None:
+    for version in ("1.0", "1.5", "2.0"):
+        add_wheel(links, "direct", version, "transitive>=1.0")
+        add_wheel(links, "transitive", version)
+    venv = make_venv(tmp_path / "venv", sys.executable, [])
+    venv.install(["direct>=1.2"], lowest=True)
+    assert venv.installed() == {"direct": "1.5", "transitive": "2.0"}
+    check_floors(["direct>=1.2"], venv)
+
+
+def test_floor_that_another_requirement_raises_is_found(links: Path, tmp_path: Path) -> None:
+    for version in ("1.0", "2.0"):
+        add_wheel(links, "low", version)
+    add_wheel(links, "high", "1.0", "low>=2")
+    venv = make_venv(tmp_path / "venv", sys.executable, [])
+    venv.install(["low>=1", "high>=1"], lowest=True)
+    with pytest.raises(IsolationError, match=r"low 1\.0, got 2\.0; raise these floors"):
+        check_floors(["low>=1", "high>=1"], venv)
+
+
+def test_requirement_that_is_not_to_be_had_is_an_error(links: Path, tmp_path: Path) -> None:
+    add_wheel(links, "there", "1.0")
+    venv = make_venv(tmp_path / "venv", sys.executable, ["there<1"])
+    with pytest.raises(InstallError, match="there"):
+        venv.install(["there"])
+
+
+def test_constraints_of_a_run_are_torch_the_wheels_and_the_groups_limits(tmp_path: Path) -> None:
+    workspace = load_workspace(ROOT)
+    wheel = tmp_path / "x.whl"
+    run = IsolationRun(workspace, {"mcore-observe": wheel}, tmp_path, "python", "2.13.0", True)
+    observe = workspace["mcore-observe"]
+    held = list(run._constraints(observe))
+    assert held[0] == "torch==2.13.0"
+    assert held[1:-1] == [str(one) for one in observe.lowest_constraints]
+    assert held[-1] == f"mcore-observe @ {wheel.as_uri()}"
+    asked = run._target_requirements(observe)
+    assert "torch>=2.11" not in asked
+    assert not any(one.startswith("mcore-") for one in asked[1:])
+    assert {Requirement(one).name for one in asked} >= {"mlflow", "tensorboard", "wandb"}
+
+
+def test_extras_of_the_tests_count_among_the_direct_requirements() -> None:
+    workspace = load_workspace(ROOT)
+    tensor = workspace["mcore-tensor"]
+    assert {one.name for one in direct_requirements(tensor)} == {"torch", "typing_extensions"}
+    names = {one.name for one in direct_requirements(workspace["mcore-observe"])}
+    assert {"torch", "mlflow", "tensorboard", "wandb", "comet-ml"} <= names
+
+
+def test_every_package_says_what_its_tests_need(repository: SampleRepository) -> None:
+    workspace = load_workspace(ROOT)
+    for name in workspace.names:
+        assert {"pytest", "hypothesis"} <= {one.name for one in test_requirements(workspace[name])}
+    file = "packages/mcore-base/pyproject.toml"
+    repository.write({file: repository.read(file).replace("[dependency-groups]", "[tool.none]")})
+    with pytest.raises(IsolationError, match="no dependency group called test"):
+        test_requirements(load_workspace(repository.root)["mcore-base"])
+
+
+@pytest.fixture
+def here(tmp_path: Path) -> CleanVenv:
+    """The environment that runs this test, which has pytest."""
+    uv = find_uv()
+    assert uv is not None
+    return CleanVenv(Path(sys.prefix), uv, ())
+
+
+def outcome(repository: SampleRepository, here: CleanVenv, outside: Path, test: str) -> None:
+    """Run a test of mcore-base outside its repository."""
+    repository.write({"packages/mcore-base/tests/test_it.py": test})
+    workspace = load_workspace(repository.root)
+    run_tests(workspace, workspace["mcore-base"], here, outside)
+
+
+def test_tests_run_beside_the_readme_and_the_rank_helper_without_sources(
+    repository: SampleRepository,
+    here: CleanVenv,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(repository.root / "tools"))
+    settings = '[tool.pytest.ini_options]\npythonpath = ["tools"]\n'
+    repository.write({"pyproject.toml": settings, "tools/monorepo_absent/__init__.py": ""})
+    test = (
+        "import importlib.util, os, pathlib, rank_testing\n"
+        "def test_where():\n"
+        "    here = pathlib.Path(__file__).parents[1]\n"
+        f"    assert not here.is_relative_to({str(repository.root)!r})\n"
+        "    assert (here / 'README.md').is_file() and not (here / 'src').exists()\n"
+        "    assert 'PYTHONPATH' not in os.environ\n"
+        "    assert rank_testing.answer == 42\n"
+        "    assert importlib.util.find_spec('monorepo_absent') is None\n"
+    )
+    outcome(repository, here, tmp_path / "outside", test)
+
+
+@pytest.mark.parametrize(
+    ("test", "message"),
+    [
+        ("def test_no():\n    assert False\n", "ended with status 1"),
+        ("", "ended with status 5"),
+        (
+            "import pytest\ndef test_no():\n    pytest.importorskip('absent_library')\n",
+            r"(?s)skipped for want of a module.*test_no.*absent_library",
+        ),
+        ("import pytest\npytest.importorskip('absent_library')\n", "ended with status 5"),
+    ],
+)
+def test_failure_and_gap_are_errors(
+    repository: SampleRepository, here: CleanVenv, tmp_path: Path, test: str, message: str
+) -> None:
+    with pytest.raises(IsolationError, match=message):
+        outcome(repository, here, tmp_path / "outside", test)
+
+
+def test_skip_for_another_reason_is_no_gap(
+    repository: SampleRepository, here: CleanVenv, tmp_path: Path
+) -> None:
+    test = "import pytest\ndef test_no():\n    pytest.skip('needs a CUDA device')\n"
+    outcome(repository, here, tmp_path / "outside", test)
+
+
+@pytest.mark.parametrize(
+    ("pip", "uv", "expected"),
+    [
+        (None, None, None),
+        ("/a", None, "/a"),
+        ("/a https://b", None, "/a,https://b"),
+        ("/a", "/c,/d", "/c,/d"),
+        ("", "", None),
+    ],
+)
+def test_uv_gets_the_folder_of_wheels_that_pip_has(
+    pip: str | None, uv: str | None, expected: str | None
+) -> None:
+    given = {"PIP_FIND_LINKS": pip, "UV_FIND_LINKS": uv}
+    environment = {name: value for name, value in given.items() if value is not None}
+    assert with_find_links(environment).get("UV_FIND_LINKS") == (expected or uv)
+
+
+def test_targets_are_ordered_and_come_with_what_they_need() -> None:
+    workspace = load_workspace(ROOT)
+    assert chosen(workspace, []) == workspace.names
+    assert chosen(workspace, ["mcore-tensor", "mcore_versioning"]) == workspace.names[:2]
+    names = [one.name for one in needed(workspace, ["mcore-parallel"])]
+    assert names == ["mcore-versioning", "mcore-tensor", "mcore-parallel"]
+    with pytest.raises(WorkspaceError, match="no package here"):
+        chosen(workspace, ["mcore-lost"])
+
+
+def test_interpreter_is_found_by_version_and_kept_as_a_path() -> None:
+    running = f"{sys.version_info.major}.{sys.version_info.minor}"
+    version = "import sys; print('%d.%d' % sys.version_info[:2])"
+    command = [interpreter(running), "-c", version]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == running
+    assert interpreter(sys.executable) == sys.executable
+    assert interpreter("3.999") == "3.999"
+
+
+def test_wrong_name_ends_with_status_two(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["mcore-lost"]) == 2
+    assert "'mcore-lost' is no package here" in capsys.readouterr().err
+
+
+def test_table_has_a_line_per_package() -> None:
+    good = Isolated("mcore-a", {"torch": "2.13.0"}, 1.25, 10.0)
+    assert table({"mcore-a": good, "mcore-bb": "red\ndetails"}) == [
+        "mcore-a   stands alone: installed in 1.2 s, tests 10.0 s (torch 2.13.0)",
+        "mcore-bb  FAILED: red",
+    ]
+
+
+_PASSING_PYTEST = """
+import pathlib, sys
+(report,) = [each.partition("=")[2] for each in sys.argv if each.startswith("--junitxml=")]
+pathlib.Path(report).write_text("<testsuites/>")
+"""
+
+
+def test_command_goes_from_files_to_a_status(
+    repository: SampleRepository, links: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    add_wheel(links, "pytest", "8.3", code=_PASSING_PYTEST)
+    add_wheel(links, "pytest", "9.0", code="raise SystemExit(1)\n")
+    hatch = '[envs.default]\ndependencies = ["torch=={matrix:torch:2.13.0}"]\n'
+    repository.write({"hatch.toml": hatch})
+    for name in ("base", "middle", "other"):
+        file = f"packages/mcore-{name}/pyproject.toml"
+        repository.write({file: repository.read(file).replace("pytest>=8.3", "pytest<9")})
+    assert main(["mcore-middle", "--root", str(repository.root)]) == 0
+    assert capfd.readouterr().out.splitlines()[-1].startswith("mcore-middle  stands alone")
+    repository.set_code("mcore-base", "import mcore.other\n")
+    assert main(["--root", str(repository.root)]) == 1
+    lines = capfd.readouterr().out.splitlines()[-3:]
+    assert ["FAILED" in line for line in lines] == [True, True, False]

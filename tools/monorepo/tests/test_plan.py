@@ -1,0 +1,244 @@
+"""Tests of the test matrix of a change, on git repositories in temporary folders."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monorepo.affected import affected
+from monorepo.plan import MOST_JOBS, main
+from monorepo.sample_repository import SampleRepository
+from monorepo.workspace import load_workspace
+
+HATCH = """
+[[envs.matrix.matrix]]
+python = ["3.10", "3.11", "3.12"]
+torch = ["2.11.0", "2.13.0"]
+[[envs.matrix.matrix]]
+python = ["3.14"]
+torch = ["2.13.0"]
+"""
+ALL = ["mcore-versioning", "mcore-tensor", "mcore-parallel", "mcore-modules", "mcore-observe"]
+
+Plan = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    """The five packages with a commit on main, and a new branch."""
+    made = SampleRepository(tmp_path / "repository")
+    siblings: tuple[str, ...] = ()
+    for name in ("mcore-versioning", "mcore-tensor", "mcore-parallel"):
+        torch = ("torch>=2.11",) if siblings else ()
+        made.add_package(name, needs=(*torch, *(f"{one}>=0.1,<0.2" for one in siblings)))
+        siblings = (*siblings, name)
+    for name in ("mcore-modules", "mcore-observe"):
+        made.add_package(name, needs=("torch>=2.11", "mcore-parallel>=0.1,<0.2"))
+    made.write({"hatch.toml": HATCH, "README.md": "# All\n", "tests-integration/test_x.py": ""})
+    made.commit()
+    made.branch("work")
+    return made
+
+
+@pytest.fixture
+def plan(repository: SampleRepository, capsys: pytest.CaptureFixture[str]) -> Plan:
+    """Commit what was changed and read the plan against main."""
+
+    def read(base: str = "main") -> dict[str, Any]:
+        repository.commit()
+        assert main(["--base", base, "--root", str(repository.root)]) == 0
+        printed = capsys.readouterr()
+        assert printed.out.count("\n") == 1
+        made: dict[str, Any] = json.loads(printed.out)
+        assert printed.err == made["reason"] + "\n"
+        return made
+
+    return read
+
+
+def cells(made: dict[str, Any], package: str) -> list[tuple[str, str | None]]:
+    """Python and torch of the jobs of a package."""
+    jobs = [job for job in made["include"] if job["package"] == package]
+    return [(job["python"], job.get("torch")) for job in jobs]
+
+
+def test_leaf_change_is_tested_on_all_cells(repository: SampleRepository, plan: Plan) -> None:
+    repository.set_code("mcore-observe", "answer = 42\n")
+    made = plan()
+    assert made["packages"] == ["mcore-observe"]
+    assert cells(made, "mcore-observe") == [
+        ("3.10", "2.11.0"), ("3.10", "2.13.0"), ("3.11", "2.11.0"), ("3.11", "2.13.0"),
+        ("3.12", "2.11.0"), ("3.12", "2.13.0"), ("3.14", "2.13.0"),
+    ]  # fmt: skip
+    assert all(job["direct"] for job in made["include"])
+    assert made["integration"] is True
+    assert made["reason"] == "changed"
+
+
+def test_dependants_get_the_newest_and_the_oldest_cell(
+    repository: SampleRepository, plan: Plan
+) -> None:
+    repository.set_code("mcore-tensor", "answer = 42\n")
+    made = plan()
+    assert made["packages"] == ALL[1:]
+    assert len(cells(made, "mcore-tensor")) == 7
+    for package in ALL[2:]:
+        assert cells(made, package) == [("3.10", "2.11.0"), ("3.14", "2.13.0")]
+    assert {job["package"]: job["direct"] for job in made["include"]} == {
+        "mcore-tensor": True, "mcore-parallel": False, "mcore-modules": False,
+        "mcore-observe": False,
+    }  # fmt: skip
+
+
+def test_package_without_torch_has_no_torch_axis(repository: SampleRepository, plan: Plan) -> None:
+    repository.set_code("mcore-versioning", "answer = 42\n")
+    made = plan()
+    versioning = [job for job in made["include"] if job["package"] == "mcore-versioning"]
+    assert versioning == [
+        {"package": "mcore-versioning", "python": python, "direct": True}
+        for python in ("3.10", "3.11", "3.12", "3.14")
+    ]
+    assert made["packages"] == ALL
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "hatch.toml", "pyproject.toml", "LICENSE", "new-root-file", "constraints.txt",
+        "tools/rank_testing/launch.py", "tools/README.md", ".ci/run", ".github/workflows/ci.yml",
+        "packages/loose-file", "packages/mcore-gone/src/x.py",
+    ],
+)  # fmt: skip
+def test_what_belongs_to_no_package_stands_for_all(
+    repository: SampleRepository, plan: Plan, path: str
+) -> None:
+    repository.write({path: HATCH + "\n" if path == "hatch.toml" else "changed\n"})
+    made = plan()
+    assert made["packages"] == ALL
+    assert all(job["direct"] for job in made["include"])
+    assert len(made["include"]) == 4 * 7 + 4
+    assert made["integration"] is True
+    assert made["reason"] == f"everything: {path} changed"
+
+
+def test_documents_hit_nothing(repository: SampleRepository, plan: Plan) -> None:
+    names = ("README.md", ".github/CONTRIBUTING.md", "packages/mcore-tensor/README.md")
+    fragment = "packages/mcore-tensor/changelog.d/new.added.md"
+    repository.write(dict.fromkeys((*names, fragment), "New words.\n"))
+    assert plan() == {
+        "include": [], "packages": [], "integration": False, "reason": "only documents changed",
+    }  # fmt: skip
+
+
+def test_documents_beside_code_do_not_hide_it(repository: SampleRepository, plan: Plan) -> None:
+    repository.write({"packages/mcore-tensor/README.md": "New words.\n"})
+    repository.set_code("mcore-observe", "answer = 42\n")
+    assert plan()["packages"] == ["mcore-observe"]
+
+
+def test_integration_tests_hit_the_integration_job_alone(
+    repository: SampleRepository, plan: Plan
+) -> None:
+    repository.write({"tests-integration/test_x.py": "answer = 42\n"})
+    made = plan()
+    assert made["include"] == []
+    assert made["integration"] is True
+
+
+def test_nothing_changed(plan: Plan) -> None:
+    assert plan() == {
+        "include": [], "packages": [], "integration": False, "reason": "nothing changed",
+    }  # fmt: skip
+
+
+def test_file_that_moves_between_packages_counts_for_both(
+    repository: SampleRepository, plan: Plan
+) -> None:
+    old = repository.root / "packages/mcore-modules/src/mcore/modules/a thing.py"
+    old.write_text("".join(f"name_{number} = {number}\n" for number in range(50)))
+    repository.commit()
+    subprocess.run(["git", "branch", "--force", "main"], cwd=repository.root, check=True)
+    old.rename(repository.root / "packages/mcore-observe/src/mcore/observe/a thing.py")
+    made = plan()
+    assert made["packages"] == ["mcore-modules", "mcore-observe"]
+    assert all(job["direct"] for job in made["include"])
+
+
+def test_only_what_the_branch_changed_counts(repository: SampleRepository, plan: Plan) -> None:
+    repository.set_code("mcore-observe", "answer = 42\n")
+    repository.commit()
+    subprocess.run(["git", "checkout", "-q", "main"], cwd=repository.root, check=True)
+    repository.set_code("mcore-versioning", "answer = 42\n")
+    repository.commit()
+    subprocess.run(["git", "checkout", "-q", "work"], cwd=repository.root, check=True)
+    assert plan()["packages"] == ["mcore-observe"]
+
+
+@pytest.mark.parametrize("base", ["gone", "0" * 40, ""])
+def test_missing_base_is_everything(plan: Plan, base: str) -> None:
+    made = plan(base)
+    assert made["packages"] == ALL
+    assert made["reason"].startswith("everything: no ")
+
+
+def test_base_without_common_commit_is_everything(repository: SampleRepository, plan: Plan) -> None:
+    git = ["git", "-c", "user.name=T", "-c", "user.email=t@example.com"]
+    orphan = subprocess.run(
+        [*git, "commit-tree", "-m", "alone", "main^{tree}"],
+        cwd=repository.root, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    made = plan(orphan.stdout.strip())
+    assert made["packages"] == ALL
+    assert made["reason"].startswith("everything: no merge base with ")
+
+
+def test_floor_and_python_of_a_package_take_cells_away(
+    repository: SampleRepository, plan: Plan
+) -> None:
+    file = "packages/mcore-observe/pyproject.toml"
+    text = repository.read(file).replace("torch>=2.11", "torch>=2.12")
+    repository.write({file: text.replace('">=3.10"', '">=3.11"')})
+    assert cells(plan(), "mcore-observe") == [
+        ("3.11", "2.13.0"), ("3.12", "2.13.0"), ("3.14", "2.13.0"),
+    ]  # fmt: skip
+
+
+def test_floor_of_a_sibling_takes_cells_away(repository: SampleRepository, plan: Plan) -> None:
+    file = "packages/mcore-tensor/pyproject.toml"
+    repository.write({file: repository.read(file).replace("torch>=2.11", "torch>=2.13")})
+    made = plan()
+    assert cells(made, "mcore-observe") == [("3.10", "2.13.0"), ("3.14", "2.13.0")]
+
+
+def test_package_without_any_cell_is_refused(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = "packages/mcore-observe/pyproject.toml"
+    repository.write({file: repository.read(file).replace("torch>=2.11", "torch>=3")})
+    repository.commit()
+    assert main(["--base", "main", "--root", str(repository.root)]) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert "no cell that mcore-observe can be installed in" in printed.err
+
+
+@pytest.mark.parametrize(("pythons", "refused"), [(51, False), (52, True)])
+def test_more_jobs_than_a_matrix_may_have_are_refused(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str], pythons: int, refused: bool
+) -> None:
+    versions = ", ".join(f'"3.{10 + number}"' for number in range(pythons))
+    table = f'[[envs.matrix.matrix]]\npython = [{versions}]\ntorch = ["2.13.0"]\n'
+    repository.write({"hatch.toml": table})
+    assert main(["--root", str(repository.root)]) == int(refused)
+    printed = capsys.readouterr()
+    assert bool(printed.out) is not refused
+    assert (f"{5 * pythons} jobs, and a matrix may have {MOST_JOBS}" in printed.err) is refused
+
+
+def test_reason_is_the_first_file_that_belongs_to_no_package() -> None:
+    workspace = load_workspace(Path(__file__).parents[3])
+    files = ["packages/mcore-tensor/src/x.py", "hatch.toml", ".ci/run"]
+    assert affected(workspace, files).reason == "everything: hatch.toml changed"

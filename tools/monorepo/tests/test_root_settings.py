@@ -1,0 +1,60 @@
+"""The settings of the tools at the root name every package and every tool."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from monorepo.toml_files import read_toml
+from monorepo.workspace import PACKAGES_FOLDER, load_workspace
+
+ROOT = Path(__file__).parents[3]
+WORKSPACE = load_workspace(ROOT)
+MODULES = {one.module for one in WORKSPACE.distributions.values()}
+
+
+@pytest.fixture(scope="module")
+def settings() -> dict[str, Any]:
+    """The tool tables of the root's ``pyproject.toml``."""
+    table = read_toml(ROOT / "pyproject.toml")
+    assert set(table) == {"tool"}
+    tools: dict[str, Any] = table["tool"]
+    return tools
+
+
+def test_every_folder_of_packages_is_a_package() -> None:
+    folders = {path for path in (ROOT / PACKAGES_FOLDER).iterdir() if path.is_dir()}
+    assert {one.folder for one in WORKSPACE.distributions.values()} == folders
+
+
+def test_type_checker_finds_every_package(settings: dict[str, Any]) -> None:
+    sources = {one.source.relative_to(ROOT) for one in WORKSPACE.distributions.values()}
+    prefix = "$MYPY_CONFIG_FILE_DIR/"
+    named = settings["mypy"]["mypy_path"]
+    assert all(path.startswith(prefix) for path in named)
+    assert {Path(path.removeprefix(prefix)) for path in named} == {*sources, Path("tools")}
+
+
+def test_import_rules_hold_every_package(settings: dict[str, Any]) -> None:
+    assert set(settings["importlinter"]["root_packages"]) == MODULES
+    layers, _ = settings["importlinter"]["contracts"]
+    assert set(re.split(r"[ |]+", " ".join(layers["layers"]))) == MODULES
+
+
+def test_layers_agree_with_the_declared_dependencies(settings: dict[str, Any]) -> None:
+    layers = settings["importlinter"]["contracts"][0]["layers"]
+    height = {
+        module: number for number, layer in enumerate(layers) for module in layer.split(" | ")
+    }
+    for package in WORKSPACE.distributions.values():
+        for name in package.siblings:
+            assert height[WORKSPACE[name].module] > height[package.module]
+
+
+def test_test_runner_and_linter_look_everywhere(settings: dict[str, Any]) -> None:
+    assert set(settings["pytest"]["ini_options"]["testpaths"]) == {
+        PACKAGES_FOLDER, "tools", "tests-integration",
+    }  # fmt: skip
+    tools = {path.name for path in (ROOT / "tools").iterdir() if list(path.glob("*.py"))}
+    assert set(settings["ruff"]["lint"]["isort"]["known-first-party"]) == {"mcore", *tools}
