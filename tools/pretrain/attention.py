@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 import torch.nn.functional as F
 
 from mcore.modules import MegatronModule, TransformerConfig
-from mcore.parallel import get_cuda_rng_tracker
 from mcore.parallel.context_parallel import cp_zigzag_index
 from mcore.parallel.groups import get_pg_size
 from mcore.parallel.regions import gather_from_sequence_parallel_region
 from mcore.tensor import divide
 from pretrain.linears import ColumnParallelLinear, RowParallelLinear
 from pretrain.parameter_init import ParameterInit, inner_init, output_init
+from pretrain.random_streams import stream_for
 
 _ROTARY_BASE = 10_000.0
 
@@ -82,8 +80,9 @@ class SelfAttention(MegatronModule):
         self, hidden: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """``[s / cp, b, h]`` to the same; gathers keys and values over the cp group."""
-        sequence, batch, _ = hidden.shape
-        qkv = self.qkv(hidden).view(sequence, batch, -1, 3 * self.head_size)
+        qkv = self.qkv(hidden)
+        sequence, batch, _ = qkv.shape
+        qkv = qkv.view(sequence, batch, -1, 3 * self.head_size)
         query, key, value = qkv.chunk(3, dim=-1)
         query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         if get_pg_size(self.cp_group) > 1:
@@ -105,9 +104,7 @@ class SelfAttention(MegatronModule):
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
         query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
-        # Heads differ between tp ranks, so their dropout comes from the model-parallel stream.
-        stream = get_cuda_rng_tracker().fork() if dropout else contextlib.nullcontext()
-        with stream:
+        with stream_for(differs_over_tp=dropout > 0):  # as heads do
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
             )

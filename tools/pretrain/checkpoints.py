@@ -13,6 +13,7 @@ from mcore.observe import TrainState
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import (
     CheckpointingException,
+    SaveHandle,
     latest_checkpoint,
     load_sharded_state_dict,
     make_sharded_object_for_checkpoint,
@@ -82,9 +83,14 @@ class CheckpointedState:
         self.groups = groups
         self.device = device
 
-    def save(self, path: Path) -> None:
-        """Write a checkpoint; it appears under its name only when all ranks have written."""
-        save_sharded_state_dict({**self._tensors(), **self._facts(), **self._streams()}, path)
+    def save(self, path: Path, *, async_: bool = False) -> SaveHandle | None:
+        """Write a checkpoint; it appears under its name only when all ranks have written.
+
+        Returns:
+            With ``async_`` the handle of a save that goes on while the state may change, else None.
+        """
+        state = {**self._tensors(), **self._facts(), **self._streams()}
+        return save_sharded_state_dict(state, path, async_=async_)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint of any layout; random streams only where the layout is the same.

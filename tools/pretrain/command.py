@@ -19,12 +19,13 @@ def main(argv: list[str]) -> int:
         return _start_ranks(argv)
     except UsageError as error:
         if os.environ.get("RANK", "0") == "0":
-            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+            print(f"pretrain: error: {_shown(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 
 
 def _start_ranks(argv: list[str]) -> int:
     request = resolve(parse(argv), None)
+    _check_tracking(request)
     _check_sources(request)
     folder = _folder(request)
     from pretrain.launch import launch
@@ -34,6 +35,7 @@ def _start_ranks(argv: list[str]) -> int:
 
 def _be_a_rank(argv: list[str]) -> int:
     request = resolve(parse(argv), int(os.environ["WORLD_SIZE"]))
+    _check_tracking(request)
     _check_sources(request)
     from pretrain.rank import run_rank
 
@@ -45,9 +47,29 @@ def _folder(request: Request) -> RunFolder:
         return RunFolder(request.resume)
     if request.run_dir is not None:
         return make_run_folder(request.run_dir)
-    layout, started = request.settings.layout, int(time.time())
+    layout, started = request.settings.run_kind, int(time.time())
     number = free_number(request.runs_dir, layout, started)
     return make_run_folder(name_run(request.runs_dir, layout, started, number))
+
+
+def _check_tracking(request: Request) -> None:
+    """Raise UsageError where MLflow's address cannot be one."""
+    if not request.settings.mlflow:
+        return
+    from pretrain.mlflow_target import choose_target
+
+    choose_target(
+        RunFolder(request.resume or request.run_dir or request.runs_dir), request.mlflow_uri
+    )
+
+
+def _shown(text: str) -> str:
+    """The text without the password of a URI that was typed in the wrong place."""
+    if "://" not in text:
+        return text
+    from mcore.observe.secret_texts import mask_secrets
+
+    return mask_secrets(text)
 
 
 def _check_sources(request: Request) -> None:

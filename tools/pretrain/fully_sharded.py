@@ -25,6 +25,11 @@ from mcore.tensor import (
 )
 from pretrain.adamw import AdamW, sharded_beside
 from pretrain.model import TransformerLayer
+from pretrain.sequence_parallel import (
+    has_partial_gradient,
+    mark_partial_gradients,
+    sum_partial_gradients,
+)
 
 _SHARD, _OUTER, _TP = "dp_shard", "dp_outer", "tp"
 
@@ -57,6 +62,8 @@ def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: boo
     fully_shard(model, mesh=mesh, mp_policy=at_the_end)
     for name, param in model.named_parameters():  # fully_shard has made new ones
         copy_tensor_model_parallel_attributes(param, whole[name])
+        if has_partial_gradient(whole[name]):
+            mark_partial_gradients([param])
 
 
 class FullyShardedOptimizer:
@@ -101,7 +108,8 @@ class FullyShardedOptimizer:
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Average over the micro-batches; FSDP has averaged the gradients over ``dp_cp``.
 
-        One all-reduce of the loss over ``dp_cp``.
+        One all-reduce of the loss over ``dp_cp``; with sequence parallelism one over ``tp`` of the
+        gradients that each of its ranks has a part of.
 
         Args:
             loss_sum: 0-d sum of this rank's micro-batch losses.
@@ -109,7 +117,11 @@ class FullyShardedOptimizer:
         Returns:
             The mean loss, equal on all ranks of ``dp_cp``.
         """
-        torch._foreach_div_([grad for _, grad in self._local_gradients()], self._accumulated)
+        gradients = list(self._local_gradients())
+        torch._foreach_div_([grad for _, grad in gradients], self._accumulated)
+        sum_partial_gradients(
+            [grad for param, grad in gradients if has_partial_gradient(param)], self.groups.tp
+        )
         loss = loss_sum.detach().clone()
         if get_pg_size(self.groups.dp_cp) > 1:
             dist.all_reduce(loss, group=self.groups.dp_cp)

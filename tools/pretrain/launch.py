@@ -39,10 +39,11 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     try:
         ranks("-m", "pretrain", *arguments)
     except ChildFailedError as failed:
-        rank, failure = _culprit(failed)
-        if failure.exitcode == EXIT_USAGE:
+        # Once a rank has ended, the launcher may kill the others before they end by themselves.
+        if any(failure.exitcode == EXIT_USAGE for failure in failed.failures.values()):
             return EXIT_USAGE
-        _say(f"rank {rank} {_how(failure.exitcode)}; all ranks ended.", folder)
+        rank, failure = _culprit(failed)
+        _say(f"rank {rank} {_how(_exit_code(failure))}; all ranks ended.", folder)
         return 1
     except (SignalException, KeyboardInterrupt) as stopped:
         name = getattr(getattr(stopped, "sigval", signal.SIGINT), "name", "SIGINT")
@@ -67,13 +68,23 @@ def _launch_config(num_ranks: int) -> LaunchConfig:
 
 
 def _culprit(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself: killed ones first, since their peers fail without them."""
+    """The rank that failed by itself: killed ones first, since their peers fail without them.
 
-    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, float]:
+    Those that the launcher has terminated for the sake of another rank come last.
+    """
+
+    def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, float]:
         _, failure = item
-        return (failure.exitcode >= 0, failure.timestamp)
+        code = _exit_code(failure)
+        return (code == -signal.SIGTERM, code >= 0, failure.timestamp)
 
     return min(failed.failures.items(), key=order)
+
+
+def _exit_code(failure: ProcessFailure) -> int:
+    """As if SIGTERM had ended a rank that ended itself because of it, after its last call."""
+    code: int = failure.exitcode
+    return -signal.SIGTERM if code == 128 + signal.SIGTERM else code
 
 
 def _how(exitcode: int) -> str:

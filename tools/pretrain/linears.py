@@ -11,11 +11,12 @@ import torch.nn.functional as F
 from mcore.modules import MegatronModule, TransformerConfig
 from mcore.parallel.checkpoint import make_sharded_tensors_for_checkpoint
 from mcore.parallel.groups import get_pg_rank
-from mcore.parallel.regions import (
-    copy_to_tensor_model_parallel_region,
-    reduce_from_tensor_model_parallel_region,
-)
 from pretrain.parameter_init import Init, ParameterInit, inner_init
+from pretrain.sequence_parallel import (
+    enter_split_layers,
+    leave_split_layers,
+    mark_partial_gradients,
+)
 
 Offsets = Sequence[tuple[int, int, int]]
 
@@ -33,6 +34,7 @@ class TensorParallelModule(MegatronModule):
     def __init__(self, config: TransformerConfig, init: ParameterInit) -> None:
         super().__init__(config)
         self.tp_group = init.tp_group
+        self.sequence_parallel = config.sequence_parallel
 
     def sharded_state_dict(
         self,
@@ -55,9 +57,10 @@ class TensorParallelModule(MegatronModule):
 
 
 class ColumnParallelLinear(TensorParallelModule):
-    """``[..., in]`` equal on all ranks to this rank's ``[..., out / tp]``.
+    """``[s, b, in]`` equal on all ranks to this rank's ``[s, b, out / tp]``.
 
-    Forward has no communication; backward sums the input gradient over the tp group.
+    Forward has no communication; backward sums the input gradient over the tp group. With sequence
+    parallelism the input is ``[s / tp, b, in]``, gathered in forward; backward reduce-scatters.
     """
 
     shard_axes: ClassVar = {"weight": 0, "bias": 0}
@@ -77,15 +80,17 @@ class ColumnParallelLinear(TensorParallelModule):
         self.bias = init.shard(f"{name}.bias", (size_out,), torch.nn.init.zeros_, axis=0)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., in]`` to ``[..., out / tp]``."""
-        hidden = copy_to_tensor_model_parallel_region(hidden, self.tp_group)
+        """``[s, b, in]`` to ``[s, b, out / tp]``."""
+        hidden = enter_split_layers(hidden, self.tp_group, sequence_parallel=self.sequence_parallel)
         return F.linear(hidden, self.weight, self.bias)
 
 
 class RowParallelLinear(TensorParallelModule):
-    """This rank's ``[..., in / tp]`` to ``[..., out]`` equal on all ranks.
+    """This rank's ``[s, b, in / tp]`` to ``[s, b, out]`` equal on all ranks.
 
-    Forward sums over the tp group; backward has no communication. The bias is added once.
+    Forward sums over the tp group; backward has no communication. The bias is added once. With
+    sequence parallelism the output is ``[s / tp, b, out]``: forward reduce-scatters, backward
+    gathers.
     """
 
     shard_axes: ClassVar = {"weight": 1}
@@ -103,11 +108,14 @@ class RowParallelLinear(TensorParallelModule):
         size_in, size_out = sizes
         self.weight = init.shard(f"{name}.weight", (size_out, size_in), weight_init, axis=1)
         self.bias = init.replica(f"{name}.bias", (size_out,), torch.nn.init.zeros_)
+        if self.sequence_parallel:
+            mark_partial_gradients([self.bias])
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[..., in / tp]`` to ``[..., out]``."""
+        """``[s, b, in / tp]`` to ``[s, b, out]``."""
         partial = F.linear(hidden, self.weight)
-        return reduce_from_tensor_model_parallel_region(partial, self.tp_group) + self.bias
+        whole = leave_split_layers(partial, self.tp_group, sequence_parallel=self.sequence_parallel)
+        return whole + self.bias
 
 
 class VocabParallelEmbedding(TensorParallelModule):
@@ -124,10 +132,10 @@ class VocabParallelEmbedding(TensorParallelModule):
         self.weight = init.shard("embedding.weight", shape, inner_init(config), axis=0)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """``[s, b]`` ids to ``[s, b, h]`` vectors, summed over the tp group."""
+        """``[s, b]`` ids to ``[s, b, h]`` vectors, or this rank's ``[s / tp, b, h]`` of them."""
         rows = self.weight.shape[0]
         local = tokens - get_pg_rank(self.tp_group) * rows
         elsewhere = (local < 0) | (local >= rows)
         vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
         vectors = vectors.masked_fill(elsewhere[..., None], 0.0)
-        return reduce_from_tensor_model_parallel_region(vectors, self.tp_group)
+        return leave_split_layers(vectors, self.tp_group, sequence_parallel=self.sequence_parallel)

@@ -21,6 +21,7 @@ from mcore.tensor import (
     local_multi_tensor_scale,
 )
 from pretrain.adamw import AdamW, sharded_beside
+from pretrain.sequence_parallel import has_partial_gradient, sum_partial_gradients
 
 
 class MainWeightOptimizer:
@@ -38,10 +39,13 @@ class MainWeightOptimizer:
         self, model: torch.nn.Module, groups: ProcessGroups, *, weight_decay: float
     ) -> None:
         self.groups = groups
-        self.params = [param for param in model.parameters() if param.requires_grad]
+        trained = [param for param in model.parameters() if param.requires_grad]
+        # Those to sum over tp come first, so that they are one piece of the bucket.
+        self.params = sorted(trained, key=has_partial_gradient, reverse=True)
         self.main = [_main_weight(param) for param in self.params]
         self.adamw = AdamW(self.main, weight_decay=weight_decay)
         numel = sum(param.numel() for param in self.params) + 1
+        self._num_partial = sum(p.numel() for p in self.params if has_partial_gradient(p))
         self._bucket = get_global_memory_buffer().get_tensor(
             (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
         )
@@ -71,8 +75,9 @@ class MainWeightOptimizer:
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
 
-        One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss. Leaves the
-        averages in the ``grad`` of the main weights, which are views of the bucket.
+        One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss; with
+        sequence parallelism before that one over ``tp`` of what each of its ranks has a part of.
+        Leaves the averages in the ``grad`` of the main weights, which are views of the bucket.
 
         Args:
             loss_sum: 0-d sum of this rank's micro-batch losses.
@@ -81,6 +86,8 @@ class MainWeightOptimizer:
             The mean loss as a tensor of its own, equal on all ranks of ``dp_cp``.
         """
         self._bucket[-1] = loss_sum.detach()
+        if self._num_partial:
+            sum_partial_gradients([self._bucket[: self._num_partial]], self.groups.tp)
         if get_pg_size(self.groups.dp_cp) > 1:
             dist.all_reduce(self._bucket, group=self.groups.dp_cp)
         self._bucket /= self._accumulated * get_pg_size(self.groups.dp_cp)

@@ -1,4 +1,4 @@
-"""The GPT: embedding, transformer layers, tied or untied head over bytes."""
+"""The GPT: embedding, transformer layers, and a tied or untied head over bytes or a value head."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 
-from mcore.modules import GraphableMegatronModule, MegatronModule, TransformerConfig
+from mcore.modules import (
+    GraphableMegatronModule,
+    LinearForLastLayer,
+    MegatronModule,
+    TransformerConfig,
+)
 from mcore.parallel import ProcessGroups
-from mcore.parallel.regions import copy_to_tensor_model_parallel_region
 from mcore.tensor import make_viewless_tensor
 from pretrain.attention import SelfAttention, causal_mask, rotary_table
 from pretrain.corpus import VOCABULARY_SIZE
@@ -20,6 +24,8 @@ from pretrain.linears import (
     VocabParallelEmbedding,
 )
 from pretrain.parameter_init import ParameterInit, inner_init, output_init
+from pretrain.random_streams import stream_for
+from pretrain.sequence_parallel import enter_split_layers, mark_partial_gradients
 
 
 class FeedForward(MegatronModule):
@@ -68,6 +74,9 @@ class TransformerLayer(GraphableMegatronModule):
         self.feed_forward_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
         self.feed_forward = FeedForward(config, init, f"{name}.feed_forward")
         self.dropout = dropout
+        if config.sequence_parallel:
+            for norm in (self.attention_norm, self.feed_forward_norm):
+                mark_partial_gradients(norm.parameters())
 
     def forward(
         self,
@@ -75,12 +84,22 @@ class TransformerLayer(GraphableMegatronModule):
         rotary: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[s / cp, b, h]`` to the same, as a tensor that is no view."""
+        """``[s, b, h]`` to the same, as a tensor that is no view.
+
+        ``s`` is the length of this rank's part: one of cp parts, and with sequence parallelism one
+        of tp parts of that.
+        """
         attended = self.attention(self.attention_norm(hidden_states), rotary, attention_mask)
-        hidden_states = hidden_states + F.dropout(attended, self.dropout, self.training)
+        hidden_states = hidden_states + self._drop(attended)
         widened = self.feed_forward(self.feed_forward_norm(hidden_states))
-        hidden_states = hidden_states + F.dropout(widened, self.dropout, self.training)
+        hidden_states = hidden_states + self._drop(widened)
         return make_viewless_tensor(hidden_states, requires_grad=True, keep_graph=True)
+
+    def _drop(self, added: torch.Tensor) -> torch.Tensor:
+        if not (self.dropout and self.training):
+            return added
+        with stream_for(differs_over_tp=self.config.sequence_parallel):
+            return F.dropout(added, self.dropout)
 
 
 class OutputHead(TensorParallelModule):
@@ -96,7 +115,11 @@ class OutputHead(TensorParallelModule):
 
 
 class GPT(MegatronModule):
-    """Byte ids of this rank's part of the sequences to logits of this rank's part of the bytes."""
+    """Byte ids of this rank's part of the sequences to logits of this rank's part of the bytes.
+
+    ``output_layer`` is None where the embedding's weight gives the logits. A value head put there
+    makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks.
+    """
 
     def __init__(
         self,
@@ -108,6 +131,7 @@ class GPT(MegatronModule):
         dropout: float,
     ) -> None:
         super().__init__(config)
+        self.pg_collection = groups
         self.tp_group = groups.tp
         self.cp_group = groups.cp
         self.head_size = config.hidden_size // config.num_attention_heads
@@ -117,7 +141,11 @@ class GPT(MegatronModule):
             for number in range(config.num_layers)
         )
         self.final_norm = torch.nn.LayerNorm(config.hidden_size, device=init.device)
-        self.head = OutputHead(config, init) if untied else None
+        if config.sequence_parallel:
+            mark_partial_gradients(self.final_norm.parameters())
+        self.output_layer: OutputHead | LinearForLastLayer | None = (
+            OutputHead(config, init) if untied else None
+        )
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits."""
@@ -128,5 +156,11 @@ class GPT(MegatronModule):
         for layer in self.layers:
             hidden = layer(hidden, rotary=rotary, attention_mask=mask)
         hidden = self.final_norm(hidden)
-        weight = self.embedding.weight if self.head is None else self.head.weight
-        return F.linear(copy_to_tensor_model_parallel_region(hidden, self.tp_group), weight)
+        if isinstance(self.output_layer, LinearForLastLayer):
+            values: torch.Tensor = self.output_layer(hidden)[0]
+            return values
+        owner = self.embedding if self.output_layer is None else self.output_layer
+        hidden = enter_split_layers(
+            hidden, self.tp_group, sequence_parallel=self.config.sequence_parallel
+        )
+        return F.linear(hidden, owner.weight)

@@ -12,6 +12,7 @@ from pretrain.main_weight_optimizer import MainWeightOptimizer
 from pretrain.model import GPT
 from pretrain.parameter_init import ParameterInit
 from pretrain.settings import Settings
+from pretrain.value_model import put_value_head
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
@@ -22,6 +23,8 @@ def transformer_config(settings: Settings) -> TransformerConfig:
         num_attention_heads=settings.num_attention_heads,
         tensor_model_parallel_size=settings.tp,
         context_parallel_size=settings.cp,
+        sequence_parallel=settings.sequence_parallel,
+        cuda_graph_impl=settings.cuda_graph,
         bf16=settings.bf16,
         params_dtype=torch.bfloat16 if settings.bf16 else torch.float32,
     )
@@ -30,9 +33,14 @@ def transformer_config(settings: Settings) -> TransformerConfig:
 def build_model(
     settings: Settings, config: TransformerConfig, groups: ProcessGroups, device: torch.device
 ) -> MegatronModule:
-    """The GPT on ``device``, in bfloat16 behind a ``Float16Module`` where asked for."""
+    """The GPT on ``device``, in bfloat16 behind a ``Float16Module`` where asked for.
+
+    Collective on the tp group.
+    """
     init = ParameterInit(settings.seed, device, groups.tp)
     model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
+    if settings.value_head:
+        put_value_head(model, config, init)
     # FSDP casts by itself, from fp32 shards.
     return Float16Module(config, model) if settings.bf16 and not settings.fsdp else model
 

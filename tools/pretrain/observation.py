@@ -1,8 +1,7 @@
-"""What the run shows while it trains: console lines, TensorBoard, JSONL, a progress bar."""
+"""What the run shows while it trains: console lines, TensorBoard, MLflow, JSONL, a bar."""
 
 from __future__ import annotations
 
-import json
 import sys
 from contextlib import AbstractContextManager
 from typing import Any
@@ -19,24 +18,38 @@ from mcore.observe import (
     TrainingConfig,
     TrainState,
 )
+from pretrain.event_files import forget_later_events
+from pretrain.metrics_file import forget_later_steps
+from pretrain.mlflow_run import JobRun
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 
 
 def observe_run(
-    settings: Settings, folder: RunFolder, train_state: TrainState, model_config: Any
+    settings: Settings,
+    folder: RunFolder,
+    train_state: TrainState,
+    model_config: Any,
+    mlflow: JobRun | None = None,
 ) -> GlobalState:
-    """The state that ``training_log`` reads; the last rank writes, the others have no sinks."""
-    sinks = []
-    if is_writer():
-        _forget_later_steps(folder, train_state.step)
-        sinks.append(JsonlSink(folder.metrics))
+    """The state that ``training_log`` reads; the last rank writes, the others have no sinks.
+
+    Args:
+        settings: the run.
+        folder: where it writes.
+        train_state: its progress, at the checkpoint it goes on from.
+        model_config: shown with it.
+        mlflow: the MLflow run that this rank writes to, if any.
+    """
     container = ConfigContainer(
         logger=LoggerConfig(
             log_interval=settings.log_interval,
             log_throughput=True,
             log_throughput_to_tensorboard=True,
-            tensorboard_dir=str(folder.tensorboard),
+            throughput_window_size=max(2, settings.log_interval),
+            log_runtime_to_tensorboard=True,
+            runtime_time_unit="seconds",
+            tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,
         ),
         train=TrainingConfig(
             micro_batch_size=settings.rows_per_forward,
@@ -49,7 +62,11 @@ def observe_run(
         dataset=DatasetConfig(seq_length=settings.seq_length),
         data_parallel_size=settings.dp,
     )
-    return GlobalState(cfg=container, train_state=train_state, extra_sinks=sinks)
+    sinks = [JsonlSink(folder.metrics)] if is_writer() else []
+    state = GlobalState(cfg=container, train_state=train_state, extra_sinks=sinks)
+    if mlflow is not None:
+        state.mlflow_logger = mlflow.logger
+    return state
 
 
 def is_writer() -> bool:
@@ -74,16 +91,9 @@ def above_the_bar() -> AbstractContextManager[None]:
     return mode
 
 
-def _forget_later_steps(folder: RunFolder, step: int) -> None:
+def forget_later_logs(folder: RunFolder, train_state: TrainState) -> None:
     """Drop what an earlier start logged after the checkpoint that this one goes on from."""
-    if not folder.metrics.exists():
-        return
-    kept = []
-    for line in folder.metrics.read_text().splitlines(keepends=True):
-        if not line.endswith("\n"):
-            break
-        if json.loads(line)["step"] <= step:
-            kept.append(line)
-    partial = folder.metrics.with_suffix(".jsonl.partial")
-    partial.write_text("".join(kept))
-    partial.replace(folder.metrics)
+    forget_later_steps(folder.metrics, train_state.step)
+    forget_later_events(
+        folder.tensorboard, step=train_state.step, samples=train_state.consumed_train_samples
+    )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -26,6 +28,11 @@ def seed_streams(seed: int, groups: ProcessGroups, device: torch.device) -> None
     model_parallel_cuda_manual_seed(
         own, tp_rank=groups.rank("tp"), ep_rank=0, etp_rank=0, device=device
     )
+
+
+def stream_for(*, differs_over_tp: bool) -> AbstractContextManager[None]:
+    """Draw, while it lasts, for what is another part on each tp rank, or equal on all of them."""
+    return get_cuda_rng_tracker().fork() if differs_over_tp else contextlib.nullcontext()
 
 
 def save_streams(device: torch.device) -> dict[str, Any]:

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
+import gc
 import io
 import os
 import signal
 import sys
 import time
 import traceback
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.checkpoint import CheckpointingException
+from pretrain.checkpoints import latest_step
+from pretrain.last_call import call_before_a_signal_ends_us
+from pretrain.mlflow_run import JobRun
+from pretrain.mlflow_target import choose_target
+from pretrain.observation import is_writer
+from pretrain.replica_check import ReplicasDifferError
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.settings import Request
 from pretrain.training import train
@@ -24,8 +33,16 @@ _WAIT_FOR_CULPRIT_S = 2.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe")
 
 
-def run_rank(request: Request) -> int:
-    """Train as the rank that the launcher's environment names; returns the exit code."""
+def run_rank(request: Request) -> NoReturn:
+    """Train as the rank that the launcher's environment names, and end the process."""
+    exit_code = _run(request)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Threads of a process group that an exception still refers to abort an orderly exit.
+    os._exit(exit_code)
+
+
+def _run(request: Request) -> int:
     # The launcher ends the ranks. Python's own handlers would wait for a collective to return.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     _write_whole_lines()
@@ -36,15 +53,31 @@ def run_rank(request: Request) -> int:
         timeout=datetime.timedelta(seconds=request.settings.timeout_s),
     )
     try:
-        train(request.settings, _agree_on_folder(request, device), device, resume=request.resume)
+        folder = _agree_on_folder(request, device)
+        mlflow = _open_mlflow(request, folder)
+        with mlflow or contextlib.nullcontext():
+            train(request.settings, folder, device, resume=request.resume, mlflow=mlflow)
     except UsageError as error:
         return _refuse(error, EXIT_USAGE)
-    except CheckpointingException as error:
+    except (CheckpointingException, ReplicasDifferError) as error:
         return _refuse(error, _EXIT_FAILED)
     except Exception as error:
         _leave_after(error)
     dist.destroy_process_group()
+    gc.freeze()  # the exit would look through all that PyTorch and MLflow have made
     return 0
+
+
+def _open_mlflow(request: Request, folder: RunFolder) -> JobRun | None:
+    """On the rank that writes logs, begin to open the MLflow run, which takes seconds."""
+    if not (request.settings.mlflow and is_writer()):
+        return None
+    target = choose_target(folder, request.mlflow_uri)
+    job = JobRun(
+        request.settings, folder, target, latest_step(folder) if request.resume is not None else 0
+    )
+    call_before_a_signal_ends_us(lambda: job.end("KILLED"))
+    return job
 
 
 def _write_whole_lines() -> None:
@@ -55,9 +88,13 @@ def _write_whole_lines() -> None:
 
 def _refuse(error: Exception, exit_code: int) -> int:
     """Say once what all ranks have raised; the others wait until it is said."""
-    if dist.get_rank() == 0:
-        print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
-    dist.barrier()
+    try:
+        dist.barrier()  # what ranks have logged before comes first
+        if dist.get_rank() == 0:
+            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+        dist.barrier()
+    except RuntimeError:
+        _leave_after(error)  # the error is that a rank has died
     return exit_code
 
 
@@ -97,7 +134,7 @@ def _agree_on_folder(request: Request, device: torch.device) -> RunFolder:
     """The run's folder, equal on all ranks; rank 0 names and makes it unless it exists already."""
     if request.resume is not None:
         return RunFolder(request.resume)
-    layout = request.settings.layout
+    layout = request.settings.run_kind
     facts = torch.zeros(3, dtype=torch.int64, device=device)
     problem: UsageError | None = None
     if dist.get_rank() == 0:

@@ -26,6 +26,26 @@ class RunFolder:
         return self.path / "tensorboard"
 
     @property
+    def mlflow_database(self) -> Path:
+        """The MLflow store of runs that log to no server."""
+        return self.path / "mlflow.db"
+
+    @property
+    def mlflow_artifacts(self) -> Path:
+        """Where that store's files would go; made when the first one comes."""
+        return self.path / "mlflow_artifacts"
+
+    @property
+    def mlflow_facts(self) -> Path:
+        """Which MLflow run this is, so that a later start continues it."""
+        return self.path / "mlflow.json"
+
+    @property
+    def straggler_log(self) -> Path:
+        """What the straggler detector found, one report after the other."""
+        return self.path / "straggler.log"
+
+    @property
     def checkpoints(self) -> Path:
         """One folder per checkpoint."""
         return self.path / "checkpoints"

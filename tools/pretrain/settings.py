@@ -7,8 +7,10 @@ import dataclasses
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
+from pretrain.combinations import check_combinations
+from pretrain.slow_rank import SlowRank
 from pretrain.usage import UsageError
 
 DEFAULT_RANKS = 2
@@ -27,14 +29,27 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("micro_batch_size", "warmup_iters", "eval_interval", "save_interval", "exit_after"),
+    *("keep_last", "check_replicas_interval"),
     *("lr", "min_lr", "weight_decay", "clip_grad", "seed"),
 )
 _MINIMA = {**dict.fromkeys(_POSITIVE, 1), **dict.fromkeys(_NOT_NEGATIVE, 0)}
 
 
-def _option(default: Any, help_text: str, *, fixed: bool = False) -> Any:
-    """A field of the settings; ``fixed`` ones may not change when a run is resumed."""
-    return dataclasses.field(default=default, metadata={"help": help_text, "fixed": fixed})
+def _option(
+    default: Any,
+    help_text: str,
+    *,
+    fixed: bool = False,
+    kept: bool = True,
+    choices: tuple[str, ...] | None = None,
+) -> Any:
+    """A field of the settings.
+
+    When a run is resumed, ``fixed`` ones may not change, and those not ``kept`` are at their
+    defaults again.
+    """
+    metadata = {"help": help_text, "fixed": fixed, "kept": kept, "choices": choices}
+    return dataclasses.field(default=default, metadata=metadata)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -46,6 +61,14 @@ class Settings:
     dp: int = _option(DEFAULT_RANKS, "data-parallel size: ranks that share the global batch")
     fsdp: bool = _option(False, "cut parameters and optimizer over the dp x cp ranks")
     hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp")
+    sequence_parallel: bool = _option(
+        False, "with --tp: cut what lies between the split matrices along the sequence"
+    )
+    cuda_graph: Literal["none", "local"] = _option(
+        "none",
+        "local: run each layer from a captured graph; on a CPU eagerly under the rules of graphs",
+        choices=("none", "local"),
+    )
 
     num_layers: int = _option(4, "transformer layers", fixed=True)
     hidden_size: int = _option(128, "width of the hidden states", fixed=True)
@@ -54,6 +77,9 @@ class Settings:
     untied: bool = _option(False, "give the output head a weight of its own", fixed=True)
     bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=True)
     dropout: float = _option(0.0, "dropout on attention weights and residuals", fixed=True)
+    value_head: bool = _option(
+        False, "learn the column of each byte in its line instead of the next byte", fixed=True
+    )
 
     train_iters: int = _option(200, "optimizer steps in all")
     global_batch_size: int = _option(16, "sequences per optimizer step", fixed=True)
@@ -69,8 +95,24 @@ class Settings:
     eval_interval: int = _option(50, "steps between validation losses; 0: only at the end")
     eval_batches: int = _option(8, "validation batches of the global batch size")
     save_interval: int = _option(100, "steps between checkpoints; 0: only at the end")
+    keep_last: int = _option(0, "newest checkpoints to keep; 0: all of them")
+    async_save: bool = _option(False, "go on training while a checkpoint is written")
+    check_replicas_interval: int = _option(
+        0, "steps between comparisons of the copies over dp x cp, bit by bit; 0: none"
+    )
     exit_after: int = _option(0, "stop with a checkpoint after this many steps; 0: no")
     timeout_s: float = _option(300.0, "seconds after which a stuck collective ends the run")
+
+    tensorboard: bool = _option(True, "write TensorBoard events")
+    mlflow: bool = _option(True, "log to MLflow, in the background")
+    straggler: bool = _option(True, "compare the ranks' times and name those that are slow")
+    straggler_port: int = _option(
+        0, "port on rank 0 that answers on slow ranks; 0: a free one", kept=False
+    )
+    slow_rank: str = _option(
+        "", "RANK:FACTOR has that rank take FACTOR times as long for a forward", kept=False
+    )
+    nvtx: bool = _option(False, "name the parts of a step for profilers", kept=False)
 
     @property
     def world_size(self) -> int:
@@ -79,8 +121,13 @@ class Settings:
 
     @property
     def layout(self) -> str:
-        """The layout in the form that names run folders, such as ``tp2-cp1-dp1``."""
+        """The layout in short, such as ``tp2-cp1-dp1``."""
         return f"tp{self.tp}-cp{self.cp}-dp{self.dp}"
+
+    @property
+    def run_kind(self) -> str:
+        """What names run folders: the layout, and the objective where it is not the usual one."""
+        return self.layout + ("-value-head" if self.value_head else "")
 
     @property
     def rows_per_forward(self) -> int:
@@ -101,6 +148,7 @@ class Request:
     run_dir: Path | None
     resume: Path | None
     runs_dir: Path
+    mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -122,6 +170,12 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
     parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
+    parser.add_argument(
+        "--mlflow-uri",
+        metavar="URI",
+        help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
+        "folder)",
+    )
     for field in dataclasses.fields(Settings):
         _add_option(parser, field)
     return parser.parse_args(argv)
@@ -133,7 +187,8 @@ def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) 
     if isinstance(field.default, bool):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     else:
-        parser.add_argument(flag, type=type(field.default), help=text)
+        choices = field.metadata["choices"]
+        parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
 
 
 def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
@@ -151,14 +206,23 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     resume = options.pop("resume", None)
     run_dir = options.pop("run_dir", None)
     runs_dir = options.pop("runs_dir", Path("runs"))
+    mlflow_uri = options.pop("mlflow_uri", None)
     if resume is not None and run_dir is not None:
         raise UsageError("--resume continues in its own folder: leave --run-dir out")
     base: Mapping[str, Any] = {} if resume is None else read_settings(resume)
     _refuse_changes(base, options)
-    options = {**base, **options, **_layout(vars(given), base, ranks, world_size)}
+    options = {**_kept(base), **options, **_layout(vars(given), base, ranks, world_size)}
     settings = Settings(**options)
     check(settings, world_size if world_size is not None else ranks)
-    return Request(settings=settings, run_dir=run_dir, resume=resume, runs_dir=runs_dir)
+    if mlflow_uri is not None and not settings.mlflow:
+        raise UsageError("--mlflow-uri needs --mlflow, which is off")
+    return Request(
+        settings=settings,
+        run_dir=run_dir,
+        resume=resume,
+        runs_dir=runs_dir,
+        mlflow_uri=mlflow_uri,
+    )
 
 
 def _layout(
@@ -177,6 +241,12 @@ def _layout(
     if available is not None and available % (sizes["tp"] * sizes["cp"]) == 0:
         sizes["dp"] = available // (sizes["tp"] * sizes["cp"])
     return sizes
+
+
+def _kept(base: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run takes over."""
+    fields = dataclasses.fields(Settings) if base else ()
+    return {field.name: base[field.name] for field in fields if field.metadata["kept"]}
 
 
 def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -223,6 +293,8 @@ def check(settings: Settings, available: int | None) -> None:
         "--micro-batch-size",
         settings.rows_per_forward,
     )
+    check_combinations(settings)
+    _check_watching(settings)
 
 
 def _check_ranges(settings: Settings) -> None:
@@ -232,6 +304,14 @@ def _check_ranges(settings: Settings) -> None:
         raise UsageError(f"--dropout must be in [0, 1), got {settings.dropout}")
     if not settings.timeout_s > 0:
         raise UsageError(f"--timeout-s must be above 0, got {settings.timeout_s}")
+
+
+def _check_watching(settings: Settings) -> None:
+    if not 0 <= settings.straggler_port <= 65535:
+        raise UsageError(f"--straggler-port must be from 0 to 65535, got {settings.straggler_port}")
+    if not settings.straggler and settings.straggler_port:
+        raise UsageError(f"--straggler-port {settings.straggler_port} needs --straggler")
+    SlowRank.parse(settings.slow_rank, settings.world_size)
 
 
 def _check_minimum(settings: Settings, name: str, minimum: int) -> None:

@@ -11,8 +11,9 @@ from mcore.parallel.groups import get_pg_size
 from pretrain.adamw import TrainingOptimizer
 from pretrain.corpus import Corpus, draw_batch
 from pretrain.learning_rate import learning_rate_at
-from pretrain.loss import vocab_parallel_cross_entropy
+from pretrain.objective import objective_of
 from pretrain.settings import Settings
+from pretrain.step_ranges import StepRanges
 
 _VALIDATION_SEED = 1
 
@@ -28,6 +29,7 @@ class Steps:
         corpus: Corpus,
         groups: ProcessGroups,
         device: torch.device,
+        ranges: StepRanges,
     ) -> None:
         self.settings = settings
         self.model = model
@@ -35,6 +37,8 @@ class Steps:
         self.corpus = corpus
         self.groups = groups
         self.device = device
+        self.ranges = ranges
+        self.objective = objective_of(settings)
         self.rows_per_rank = settings.global_batch_size // settings.dp
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float, bool]:
@@ -50,8 +54,12 @@ class Steps:
         loss_sum = torch.zeros((), device=self.device)
         for first in range(0, self.rows_per_rank, settings.rows_per_forward):
             rows = self._rows(first, settings.rows_per_forward)
-            loss = self._loss(self._batch(self.corpus.train, rows, settings.seed, step))
-            torch.autograd.backward(loss)
+            with self.ranges.data():
+                batch = self._batch(self.corpus.train, rows, settings.seed, step)
+            with self.ranges.forward():
+                loss = self._loss(batch)
+            with self.ranges.backward():
+                torch.autograd.backward(loss)
             self.optimizer.accumulate_gradients()
             loss_sum += loss.detach()
         mean_loss = self.optimizer.reduce_gradients(loss_sum)
@@ -67,7 +75,8 @@ class Steps:
         if skipped:
             self.optimizer.drop_gradients()
         else:
-            self.optimizer.step(rate)
+            with self.ranges.optimizer():
+                self.optimizer.step(rate)
         return mean_loss, norm, rate, skipped
 
     @torch.no_grad()
@@ -101,14 +110,12 @@ class Steps:
             seed=seed,
             step=step,
         )
-        local = get_batch_on_this_cp_rank(batch, self.groups.cp)
+        local = get_batch_on_this_cp_rank(self.objective.with_labels(batch), self.groups.cp)
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean over this rank's bytes; ranks hold equally many, so means may be averaged."""
-        logits = self.model(batch["tokens"], batch["position_ids"])
-        losses = vocab_parallel_cross_entropy(
-            logits, batch["labels"].transpose(0, 1), self.groups.tp
-        )
+        output = self.model(batch["tokens"], batch["position_ids"])
+        losses = self.objective.losses(output, batch["labels"].transpose(0, 1), self.groups.tp)
         mask = batch["loss_mask"].transpose(0, 1)
         return (losses * mask).sum() / mask.sum()

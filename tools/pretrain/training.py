@@ -10,24 +10,43 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe import GlobalState, TrainState, training_log
+from mcore.observe import GlobalState, TrainState, configure_nvtx_profiling, training_log
 from mcore.parallel import ProcessGroups
 from pretrain.checkpoints import CheckpointedState, latest_step
 from pretrain.corpus import Corpus, load_corpus
 from pretrain.flops import training_flops
-from pretrain.loss_picture import TRAIN_LOSS, VALIDATION_LOSS, draw_losses
+from pretrain.layer_graphs import describe_graphs
+from pretrain.loss_picture import draw_losses
+from pretrain.mlflow_run import JobRun
 from pretrain.model_build import build_model, build_optimizer, transformer_config
-from pretrain.observation import above_the_bar, is_writer, observe_run, progress_bar
+from pretrain.observation import (
+    above_the_bar,
+    forget_later_logs,
+    is_writer,
+    observe_run,
+    progress_bar,
+)
 from pretrain.random_streams import seed_streams
+from pretrain.replica_check import check_replicas
 from pretrain.run_folder import RunFolder
+from pretrain.saving import Saver
 from pretrain.settings import Settings, write_settings
+from pretrain.slow_rank import SlowRank
+from pretrain.step_metrics import interval_metrics, step_time
+from pretrain.step_ranges import StepRanges
 from pretrain.steps import Steps
+from pretrain.straggler_watch import StragglerWatch
 from pretrain.summary import Summary
 from pretrain.usage import UsageError
 
 
 def train(
-    settings: Settings, folder: RunFolder, device: torch.device, *, resume: Path | None
+    settings: Settings,
+    folder: RunFolder,
+    device: torch.device,
+    *,
+    resume: Path | None,
+    mlflow: JobRun | None = None,
 ) -> None:
     """Train as one rank of a process group that exists; all ranks call it together.
 
@@ -36,6 +55,7 @@ def train(
         folder: where the run writes; it exists.
         device: this rank's device.
         resume: the run folder to continue, or None for a new run.
+        mlflow: the MLflow run, on the rank that writes logs; None elsewhere, and without MLflow.
     """
     groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
     corpus = load_corpus()
@@ -50,9 +70,15 @@ def train(
         state.load(folder.checkpoint(latest_step(folder)))
     if dist.get_rank() == 0:
         write_settings(settings, folder.path, [("corpus_crc32", corpus.checksum)])
-    steps = Steps(settings, model, optimizer, corpus, groups, device)
-    observed = observe_run(settings, folder, progress, config)
-    Loop(settings, folder, groups, steps, state, observed).run()
+    watch = StragglerWatch(settings, folder, device, training_flops(settings))
+    configure_nvtx_profiling(settings.nvtx)
+    slow = SlowRank.parse(settings.slow_rank, settings.world_size)
+    ranges = StepRanges(watch.detector, slow, device)
+    steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
+    if is_writer():
+        forget_later_logs(folder, progress)
+    observed = observe_run(settings, folder, progress, config, mlflow)
+    Loop(settings, folder, groups, steps, state, observed, watch, mlflow).run()
 
 
 class Loop:
@@ -66,13 +92,19 @@ class Loop:
         steps: Steps,
         state: CheckpointedState,
         observed: GlobalState,
+        watch: StragglerWatch,
+        mlflow: JobRun | None,
     ) -> None:
         self.settings = settings
         self.folder = folder
         self.groups = groups
         self.steps = steps
-        self.state = state
+        self.saver = Saver(
+            folder, state, keep=settings.keep_last, in_background=settings.async_save
+        )
         self.observed = observed
+        self.watch = watch
+        self.mlflow = mlflow
         self.progress: TrainState = observed.train_state
         self.first_step = self.progress.step
         self.summary = Summary(folder, settings, first_step=self.first_step)
@@ -90,14 +122,28 @@ class Loop:
                 self._step()
                 bar.update()
                 step = self.progress.step
+                self.saver.poll()
+                if _due(step, self.settings.check_replicas_interval):
+                    check_replicas(self.steps.model, self.groups, step)
                 if step == last or _due(step, self.settings.eval_interval):
                     self._validate()
                 if step == last or _due(step, self.settings.save_interval):
-                    self.state.save(self.folder.checkpoint(step))
-        self.observed.close()
+                    self._flush()
+                    self.saver.save(step)
+        self.saver.wait()
         if is_writer():
-            draw_losses(self.folder.metrics, self.folder.loss_picture)
-            print("\n" + "\n".join(self.summary.lines()), flush=True)
+            draw_losses(self.folder.metrics, self.folder.loss_picture, self.steps.objective)
+        self.observed.close()
+        self.watch.close()
+        if self.settings.cuda_graph != "none":
+            self.summary.graphs = describe_graphs(self.steps.model)
+        if is_writer():
+            print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
+
+    def _flush(self) -> None:
+        """Have the logs up to a checkpoint where a killed process does not take them along."""
+        for sink in self.observed.sinks():
+            sink.flush()
 
     def _last_step(self) -> int:
         if not self.settings.exit_after:
@@ -118,7 +164,7 @@ class Loop:
         del self.finished[: -(self.observed.cfg.logger.throughput_window_size + 1)]
         with above_the_bar():
             self.report_memory = training_log(
-                {TRAIN_LOSS: loss},
+                {self.steps.objective.loss_name: loss},
                 self.totals,
                 rate,
                 None,
@@ -136,6 +182,19 @@ class Loop:
                 loaded_iteration=self.first_step,
                 seq_length=self.settings.seq_length,
             )
+        self._log_own()
+
+    def _log_own(self) -> None:
+        """Log what is this job's own, apart from the training log."""
+        own = step_time(self.finished)
+        self.watch.end_step()
+        step = self.progress.step
+        if step == self._last_step() or _due(step, self.settings.log_interval):
+            config = self.observed.cfg.model
+            own |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
+            with above_the_bar():
+                own |= self.watch.report()
+        self.observed.log_metrics(own, versus_samples=False)
 
     def _validate(self) -> None:
         loss = self.steps.validation_loss()
@@ -143,14 +202,13 @@ class Loop:
         if not is_writer():
             return
         step = self.progress.step
-        self.observed.log_metrics({VALIDATION_LOSS: loss})
-        perplexity = math.exp(min(loss, 20.0))
+        objective = self.steps.objective
+        self.observed.log_metrics({objective.validation_name: loss})
+        line = f" validation loss at iteration {step} | {objective.loss_name} value: {loss:.6E} |"
+        if objective.is_likelihood:
+            line += f" {objective.loss_name} PPL: {math.exp(min(loss, 20.0)):.6E} |"
         with above_the_bar():
-            print(
-                f" validation loss at iteration {step} | lm loss value: {loss:.6E} | "
-                f"lm loss PPL: {perplexity:.6E} |",
-                flush=True,
-            )
+            print(line, flush=True)
 
 
 def _due(step: int, interval: int) -> bool:

@@ -7,9 +7,27 @@ import mcore.observe
 README = Path(__file__).parents[1] / "README.md"
 
 
+def example_under(heading: str) -> str:
+    section = README.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    return code
+
+
+def test_the_detectors_example_runs(capsys):
+    mcore.observe.StragglerDetector.reset_singleton()
+    try:
+        exec(compile(example_under("Who is slow"), str(README), "exec"), {})
+        report = mcore.observe.StragglerDetector().last_report
+    finally:
+        mcore.observe.StragglerDetector.reset_singleton()
+    assert report.sections["compute"][0].count == 10
+    assert report.sections["optimizer"][0].sum_ms >= 10
+    assert capsys.readouterr().out == f"{report.identify_stragglers()}\n"
+
+
 def test_the_example_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
     text = README.read_text()
-    (code,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    code = example_under("A run that logs")
     monkeypatch.chdir(tmp_path)
     exec(compile(code, str(README), "exec"), {})
     lines = capsys.readouterr().out.splitlines()

@@ -26,7 +26,6 @@ from mcore.observe.straggler.section_stats import SectionStats
 from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
 from rank_testing import run_ranks
 
-_PEER = f"megatron-core {version('megatron-core')}"
 _STAND_INS = "the peer's CUDA events and sensors are stand-ins that do nothing: it needs CUDA"
 _NUM_RANGES = 1000
 _MANY_RANKS = 16384
@@ -45,6 +44,10 @@ def run() -> Iterable[Row]:
     for world in (2, 4, 8):
         yield _report(world)
     yield from _nvtx()
+
+
+def _peer_name() -> str:
+    return f"megatron-core {version('megatron-core')}"
 
 
 class _Event:
@@ -128,7 +131,7 @@ def _range_on(
     counts = ranges.take()[COMPUTE_KIND].count, len(peer.start_gemm_tm)
     peer.reset()
     if counts != (_NUM_RANGES, _NUM_RANGES):
-        return Row.disagreement(case, _PEER, f"{counts} ranges of {_NUM_RANGES}")
+        return Row.disagreement(case, _peer_name(), f"{counts} ranges of {_NUM_RANGES}")
 
     def on_ours() -> None:
         our_ranges()
@@ -146,7 +149,9 @@ def _range_on(
 def _per_range(
     case: str, ours_s: float, peer_s: float, target: float | None, agreement: str, note: str
 ) -> Row:
-    return Row(case, ours_s / _NUM_RANGES, _PEER, peer_s / _NUM_RANGES, target, agreement, note)
+    return Row(
+        case, ours_s / _NUM_RANGES, _peer_name(), peer_s / _NUM_RANGES, target, agreement, note
+    )
 
 
 class _LastLine(logging.Handler):
@@ -186,10 +191,10 @@ def _report(world: int) -> Row:
     case = f"report with its line, {world} ranks"
     ours_line, peer_line, ours_s, peer_s = measured[0]
     if ours_line != peer_line or not ours_line:
-        return Row.disagreement(case, _PEER, f"{ours_line!r} against {peer_line!r}")
+        return Row.disagreement(case, _peer_name(), f"{ours_line!r} against {peer_line!r}")
     target = 3.0 if world < 8 else None  # more ranks than cores
     note = f"gloo on one machine, with one range of each kind; {_STAND_INS}"
-    return Row(case, ours_s, _PEER, peer_s, target, "the logged line, to the letter", note)
+    return Row(case, ours_s, _peer_name(), peer_s, target, "the logged line, to the letter", note)
 
 
 def _time_reports() -> tuple[str, str, float, float]:
@@ -228,13 +233,15 @@ def _work_of_rank_0() -> Row:
             report_ours()
             report_peer()
             if lines[0].line != lines[1].line or not lines[0].line:
-                return Row.disagreement(case, _PEER, f"{lines[0].line} against {lines[1].line}")
+                return Row.disagreement(
+                    case, _peer_name(), f"{lines[0].line} against {lines[1].line}"
+                )
             ours_s, peer_s = paired(report_ours, report_peer, number=1, repeats=11)
     note = (
         "host work: all messages arrive at once, and the peer's are unpickled by torch; "
         + _STAND_INS
     )
-    return Row(case, ours_s, _PEER, peer_s, 50.0, "the logged line, to the letter", note)
+    return Row(case, ours_s, _peer_name(), peer_s, 50.0, "the logged line, to the letter", note)
 
 
 def _values_of(world: int) -> torch.Tensor:
@@ -359,14 +366,14 @@ def _nvtx() -> Iterator[Row]:
         utils.nvtx_range_push()
         utils.nvtx_range_pop()
         if names != [f"{__name__}._nvtx"] * 2:
-            yield Row.disagreement(case, _PEER, f"the ranges are called {names}")
+            yield Row.disagreement(case, _peer_name(), f"the ranges are called {names}")
             return
         stand_in.range_push = lambda message: None
         ours_s, peer_s = paired(ours, peer, number=200, repeats=15)
         yield Row(
             case,
             ours_s,
-            _PEER,
+            _peer_name(),
             peer_s,
             50.0,
             "the message",

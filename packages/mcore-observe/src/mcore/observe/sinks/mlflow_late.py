@@ -106,7 +106,7 @@ class LateMlflowRun(MlflowRun):
         opened.release()
         self.run_id = opened.run_id
         self._writer = opened._writer
-        self._last_steps = opened._last_steps
+        self.last_steps = opened.last_steps
         self.client = opened.client
 
     def _send(self, entries: Sequence[StepMetrics]) -> None:

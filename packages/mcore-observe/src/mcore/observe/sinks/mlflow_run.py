@@ -71,7 +71,7 @@ class MlflowRun:
         self.status = "FINISHED"
         self.closing_s = 30.0
         self._writer = client if server is None else server
-        self._last_steps = dict(last_steps or {})
+        self.last_steps = dict(last_steps or {})
         self._name = name
         self.num_logged = 0
         self._num_settled = 0
@@ -169,7 +169,7 @@ class MlflowRun:
             Metric(name, float(value), entry.time_ms, entry.step)
             for entry in entries
             for name, value in entry.metrics.items()
-            if entry.step > self._last_steps.get(name, entry.step - 1)
+            if entry.step > self.last_steps.get(name, entry.step - 1)
         ]
         if metrics:
             self._writer.log_batch(self.run_id, metrics=metrics)

@@ -1,0 +1,208 @@
+"""The straggler detector in the main job: it names a slow rank, answers, and changes no number."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from mcore.observe import StragglerDetector, configure_nvtx_profiling
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.step_ranges import StepRanges
+from pretrain.training import train
+from rank_testing import run_ranks
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+TINY = shlex.split(
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
+    "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0 "
+    "--no-mlflow --no-tensorboard"
+)
+SMALL = Settings(
+    tp=2, dp=1, num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=32, train_iters=4,
+    global_batch_size=8, warmup_iters=2, eval_interval=0, eval_batches=1, save_interval=0,
+    log_interval=2, dropout=0.1, tensorboard=False,
+)  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """The environment of a user who is no rank."""
+    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+    kept = {name: value for name, value in os.environ.items() if name not in left_out}
+    return {**kept, "PYTHONPATH": str(TOOLS)}
+
+
+def pretrain(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run the command in ``cwd`` and wait for it."""
+    return subprocess.run(
+        [sys.executable, "-m", "pretrain", *arguments], cwd=cwd, env=environment(),
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's JSONL file."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_slow_rank_is_named_in_the_first_report(ranks: int, tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:4", "--run-dir", "run",
+        "--train-iters", "7", "--log-interval", "7",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    named = re.findall(r"^straggler: rank (\d+) takes ([\d.]+) times .* for its (\w+)$",
+                       done.stdout, re.MULTILINE)  # fmt: skip
+    assert ("1", "forward") in [(rank, part) for rank, _, part in named]
+    assert re.search(r"^slow ranks +.*rank 1 in 1\b.* of 1 reports", done.stdout, re.MULTILINE)
+
+    (lines,) = (r for r in records_of(tmp_path / "run") if "straggler/rank0/forward-ms" in r)
+    scores = {rank: lines[f"straggler/rank{rank}/relative-score"] for rank in range(ranks)}
+    assert min(scores, key=scores.__getitem__) == 1
+    assert scores[1] < 0.6
+    assert max(scores.values()) == 1.0
+    for name in ("forward-ms", "data-ms"):
+        assert all(lines[f"straggler/rank{rank}/{name}"] > 0 for rank in range(ranks))
+
+    report, *warnings = (tmp_path / "run" / "straggler.log").read_text().splitlines()
+    assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", report)
+    if ranks == 2:  # from four ranks on, the spread of the others decides what stands out
+        assert any(re.match(r"straggler: rank 1 .* forward=[\d.]+ms ", line) for line in warnings)
+
+
+def train_here(settings: Settings, run_dir: str) -> list[float]:
+    """One rank of the main job; returns the bits of its losses as the last rank logs them."""
+    path = Path(run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    train(settings, RunFolder(path), torch.device("cpu"), resume=None)
+    return [record["lm loss"] for record in records_of(path) if "lm loss" in record]
+
+
+def test_nothing_that_watches_changes_a_loss(tmp_path: Path) -> None:
+    kinds = {
+        "off": dataclasses.replace(SMALL, straggler=False),
+        "on": SMALL,
+        "all": dataclasses.replace(SMALL, slow_rank="0:1.5", nvtx=True),
+    }
+    losses = {
+        kind: run_ranks(train_here, 2, settings, str(tmp_path / kind), timeout_s=120)[1]
+        for kind, settings in kinds.items()
+    }
+    assert len(losses["off"]) == 4
+    assert losses["on"] == losses["off"]
+    assert losses["all"] == losses["off"]
+    assert not (tmp_path / "off" / "straggler.log").exists()
+    names = {name for record in records_of(tmp_path / "off") for name in record}
+    assert not any(name.startswith("straggler/") for name in names)
+    assert (tmp_path / "on" / "straggler.log").read_text().count("MnRtt/Rnk") == 2
+
+
+def ask(address: str, path: str, method: str = "GET") -> tuple[int, str]:
+    """Status and text of an answer of the controller."""
+    asked = urllib.request.Request(address + path, method=method)
+    try:
+        with urllib.request.urlopen(asked, timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as refusal:
+        return refusal.code, refusal.read().decode()
+
+
+def wait_for(address: str, path: str, wanted: Any, timeout_s: float = 60) -> str:
+    """Ask until the answer is as wanted."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        status, text = ask(address, path)
+        if status == 200 and wanted(text):
+            return text
+        assert time.monotonic() < deadline, f"{path}: {status} {text}"
+        time.sleep(0.1)
+
+
+def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pretrain", *TINY, "--train-iters", "100000", "--log-interval", "3",
+         "--save-interval", "0", "--straggler-port", str(port)],
+        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        text=True, start_new_session=True,
+    )  # fmt: skip
+    try:
+        assert job.stdout is not None
+        first = job.stdout.readline()
+        assert first == f"straggler detector: http://127.0.0.1:{port}/report\n"
+        address = f"http://127.0.0.1:{port}"
+        report = json.loads(wait_for(address, "/report", lambda text: True))
+        assert report["world_size"] == 2
+        assert set(report["sections"]) == {"compute", "data", "forward", "backward", "optimizer"}
+        for name in ("forward", "backward", "optimizer"):
+            assert [stats["count"] for stats in report["sections"][name]] == [3, 3]
+        assert "mcore_straggler_enabled 1" in ask(address, "/metrics")[1]
+        assert ask(address, "/off", "POST")[0] == 202
+        wait_for(address, "/status", lambda text: json.loads(text)["enabled"] is False)
+    finally:
+        os.killpg(job.pid, signal.SIGINT)
+        job.communicate(timeout=30)
+    assert job.returncode == 130
+
+
+def test_a_taken_port_is_said_and_the_job_runs(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        done = pretrain(tmp_path, *TINY, "--ranks", "1", "--train-iters", "2", "--log-interval",
+                        "2", "--straggler-port", port)  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert f"straggler detector: port {port} cannot be used (" in done.stdout
+    assert "slow ranks       none in 1 reports" in done.stdout
+
+
+def test_the_parts_of_a_step_have_names_for_profilers() -> None:
+    ranges = StepRanges(StragglerDetector(), None, torch.device("cpu"))
+    configure_nvtx_profiling(True, backend="record")
+    try:
+        with torch.profiler.profile() as profiler:
+            for part in (ranges.data, ranges.forward, ranges.backward, ranges.optimizer):
+                with part():
+                    torch.ones(1)
+    finally:
+        configure_nvtx_profiling(False)
+    names = {event.key for event in profiler.key_averages()}
+    assert {"data", "forward", "backward", "optimizer"} <= names
+
+
+REFUSED = {
+    "form": ("--slow-rank 1", "--slow-rank must be RANK:FACTOR such as 1:4, got 1"),
+    "rank": ("--slow-rank 2:4", "--slow-rank 2:4: there are 2 ranks, 0 to 1"),
+    "factor": ("--slow-rank 1:1", "--slow-rank 1:1: the factor must be above 1"),
+    "port": ("--straggler-port 65545", "--straggler-port must be from 0 to 65535, got 65545"),
+    "off": ("--straggler-port 5000 --no-straggler", "--straggler-port 5000 needs --straggler"),
+}
+
+
+@pytest.mark.parametrize(("arguments", "message"), REFUSED.values(), ids=REFUSED.keys())
+def test_bad_input_is_one_line_and_leaves_nothing(
+    arguments: str, message: str, tmp_path: Path
+) -> None:
+    done = pretrain(tmp_path, *shlex.split(arguments))
+    assert done.returncode == 2
+    assert done.stderr == f"pretrain: error: {message}\n"
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
