@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import gc
 import io
 import os
 import signal
@@ -64,7 +63,6 @@ def _run(request: Request) -> int:
     except Exception as error:
         _leave_after(error)
     dist.destroy_process_group()
-    gc.freeze()  # the exit would look through all that PyTorch and MLflow have made
     return 0
 
 
