@@ -39,7 +39,7 @@ class CheckedReader(FileSystemReader):
         self._directory = directory
         self._metadata = metadata
         self._parts = {
-            (name, part.offset, part.length): part
+            (name, part.offset): part
             for name, record in (files or {}).items()
             for part in record.parts
         }
@@ -98,7 +98,8 @@ class CheckedReader(FileSystemReader):
 
     def _part_of(self, index: MetadataIndex) -> Part | None:
         place = self.storage_data[index]
-        return self._parts.get((place.relative_path, place.offset, place.length))
+        part = self._parts.get((place.relative_path, place.offset))
+        return None if part is None or part.length < place.length else part
 
     def read_objects(self, plan: LoadPlan, planner: Any) -> None:
         """Read the objects of a plan; nothing in place is changed by it."""

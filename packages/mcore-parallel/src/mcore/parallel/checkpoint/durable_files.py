@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import errno
+import io
 import os
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 __all__ = [
     "incomplete_sibling",
     "is_incomplete_name",
     "make_directories",
+    "new_large_file",
     "publish",
     "sync_directory",
     "sync_file",
     "write_file",
 ]
 
+_AT_ONCE_BYTES = 1 << 24
 _INCOMPLETE = re.compile(r"\..+\.incomplete-[0-9a-f]{16}", re.S)
 
 
@@ -61,6 +69,31 @@ def write_file(path: Path, content: bytes) -> None:
         stream.write(content)
         stream.flush()
         os.fsync(stream.fileno())
+
+
+def new_large_file(path: Path) -> BinaryIO:
+    """Open a new file, whose content is on its way to storage while more of it is written.
+
+    Without this the operating system keeps what is written in memory until a sync asks for it,
+    and storage has nothing to do before.
+    """
+    return io.BufferedWriter(_StartedEarly(path, "x"))
+
+
+class _StartedEarly(io.FileIO):
+    started = 0
+
+    def write(self, content: ReadableBuffer) -> int:
+        written = super().write(content)
+        end = self.tell()
+        if end - self.started >= _AT_ONCE_BYTES and hasattr(os, "posix_fadvise"):
+            # Where memory may be dropped after it is written, writing starts, and nobody waits.
+            with suppress(OSError):
+                os.posix_fadvise(
+                    self.fileno(), self.started, end - self.started, os.POSIX_FADV_DONTNEED
+                )
+            self.started = end
+        return written
 
 
 def make_directories(path: Path) -> None:

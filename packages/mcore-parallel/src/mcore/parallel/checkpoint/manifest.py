@@ -30,7 +30,7 @@ _VERSION = 2
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes of a file that are checked and read together.
+    """Bytes of a file that are checked together: the content of a key, and zeros up to the next.
 
     Attributes:
         offset: Where they start.

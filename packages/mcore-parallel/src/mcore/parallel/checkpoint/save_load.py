@@ -112,12 +112,10 @@ def save_sharded_state_dict(
     entries = team.agree(lambda: _prepared(sd, final, team))
     incomplete = incomplete_sibling(final, _agreed_token(final, team))
     if not async_:
-        _write(entries, incomplete, final, team, staged=False)
+        _write(entries, incomplete, final, team)
         return None
     staged = team.agree(lambda: stage_entries(entries, with_common=team.is_first))
-    return start_in_background(
-        final, team, lambda own: _write(staged, incomplete, final, own, staged=True)
-    )
+    return start_in_background(final, team, lambda own: _write(staged, incomplete, final, own))
 
 
 def _prepared(sd: Mapping[str, Any], final: Path, team: Team) -> Entries:
@@ -148,11 +146,11 @@ def _agreed_token(final: Path, team: Team) -> int:
     return token
 
 
-def _write(entries: Entries, incomplete: Path, final: Path, team: Team, *, staged: bool) -> None:
+def _write(entries: Entries, incomplete: Path, final: Path, team: Team) -> None:
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
     from mcore.parallel.checkpoint.torch_save import write_checkpoint
 
-    write_checkpoint(entries, incomplete, final, team, staged=staged)
+    write_checkpoint(entries, incomplete, final, team)
 
 
 def load_sharded_state_dict(

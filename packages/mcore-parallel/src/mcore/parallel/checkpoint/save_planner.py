@@ -74,9 +74,6 @@ class ShardedSavePlanner(SavePlanner):
     Args:
         entries: Leaves that were sorted by kind before, in place of those of the state dict.
 
-    Attributes:
-        resolving: The key whose content was asked for last, None before the first.
-
     Example:
         >>> import tempfile
         >>> import torch.distributed.checkpoint as dcp
@@ -91,7 +88,6 @@ class ShardedSavePlanner(SavePlanner):
     """
 
     def __init__(self, entries: Entries | None = None) -> None:
-        self.resolving: str | None = None
         self._prepared = entries
         self._entries = entries or Entries([], [], {}, [])
         self._is_coordinator = False
@@ -142,9 +138,9 @@ class ShardedSavePlanner(SavePlanner):
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the tensor, or the pickled object, of a write item."""
-        self.resolving = name = write_item.index.fqn
         if write_item.type != WriteItemType.BYTE_IO:
             return self._tensors[write_item.index].resolve_conj().resolve_neg().contiguous()
+        name = write_item.index.fqn
         return io.BytesIO(serialized(name, self._values[name]))
 
     def _tensor_items(self) -> list[WriteItem]:

@@ -5,10 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
+    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-__all__ = ["METADATA_FILE", "METADATA_GLOBALS", "dtensor_chunk", "split_factor"]
+__all__ = [
+    "METADATA_FILE",
+    "METADATA_GLOBALS",
+    "dtensor_chunk",
+    "file_part",
+    "rank_file_name",
+    "split_factor",
+]
 
 METADATA_FILE = ".metadata"
 
@@ -43,3 +51,15 @@ def dtensor_chunk(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def split_factor(placement: Placement) -> int | None:
     """Return the split factor of a strided shard (FSDP2 over tensor parallelism), else None."""
     return cast("int | None", getattr(placement, "split_factor", None))
+
+
+def file_part(name: str, offset: int, length: int) -> Any:
+    """Return how an index says in which bytes of which file something is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, length)
+
+
+def rank_file_name(plan: SavePlan) -> str:
+    """Return the name of the file for a rank's part of a plan, as torch's writer numbers ranks."""
+    return f"{cast('Any', plan.storage_data).prefix}0.distcp"

@@ -20,12 +20,8 @@ from mcore.parallel.checkpoint.team import Team
 
 __all__ = ["write_checkpoint"]
 
-_COPY_AHEAD_BYTES = 10_000_000
 
-
-def write_checkpoint(
-    entries: Entries, incomplete: Path, final: Path, team: Team, *, staged: bool
-) -> None:
+def write_checkpoint(entries: Entries, incomplete: Path, final: Path, team: Team) -> None:
     """Write the leaves of all ranks and publish them; collective over the team.
 
     Args:
@@ -33,13 +29,12 @@ def write_checkpoint(
         incomplete: Where to write; deleted again after a failure that this process survives.
         final: The name of the finished checkpoint.
         team: The ranks that save.
-        staged: Whether all tensors are on the CPU already, and no device needs to be touched.
 
     Raises:
         CheckpointingException: On every rank; there is nothing new at ``final``.
     """
     planner = ShardedSavePlanner(entries)
-    writer = DurableWriter(incomplete, final, 0 if staged else _COPY_AHEAD_BYTES)
+    writer = DurableWriter(incomplete, final)
     try:
         if team.group is None:
             _save_alone(planner, writer)
