@@ -30,7 +30,7 @@ def test_value_is_the_documented_one(content: bytes) -> None:
     assert checksum_of_bytes(content) == expected(content)
 
 
-@pytest.mark.parametrize("length", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1, 3_000_001])
+@pytest.mark.parametrize("length", [(1 << 21) - 1, 1 << 21, (1 << 21) + 1, 5_000_001])
 def test_parts_larger_than_the_scratch_memory(length: int, tmp_path: Path) -> None:
     content = random.Random(length).randbytes(length)
     (tmp_path / "file").write_bytes(b"before" + content + b"after")

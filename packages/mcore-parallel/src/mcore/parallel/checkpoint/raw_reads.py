@@ -9,7 +9,7 @@ import torch
 
 __all__ = ["Scratch", "Unbuffered", "memory_of", "read_exactly"]
 
-_SCRATCH_BYTES = 1 << 20  # small enough to stay in the cache between reading and adding up
+_SCRATCH_BYTES = 1 << 21  # small enough to stay in the cache between reading and adding up
 
 Unbuffered = io.RawIOBase | io.BytesIO
 
