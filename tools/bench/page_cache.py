@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from mcore.parallel.checkpoint.raw_reads import memory_of
+from mcore.parallel.tensor_memory import memory_of
 
 _PIECE_BYTES = 1 << 24
 

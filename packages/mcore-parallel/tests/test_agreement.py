@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise
+from mcore.parallel.agreement import max_or_raise, text_digest
 from rank_testing import run_ranks
 
 
-def outcome(numbers: list[int], error: Exception | None) -> object:
+def outcome(numbers: list[Any], error: Exception | None) -> object:
     group = dist.group.WORLD
     try:
         return max_or_raise(numbers, error, group)
@@ -25,6 +29,7 @@ def agree_and_fail() -> list[object]:
         outcome([0], [None, KeyError("b"), ValueError("c")][rank]),
         outcome([0], ValueError("long " * 1000) if rank == 2 else None),
         outcome([rank], None),
+        outcome([torch.tensor(rank), 2**63 - 1, torch.tensor(-(2**63))], None),
     ]
     try:
         max_or_raise([0], None if rank == 1 else ValueError(f"from {rank}"), reversed_group)
@@ -35,7 +40,7 @@ def agree_and_fail() -> list[object]:
 
 def test_all_ranks_get_the_maxima_or_the_error_of_the_first_that_fails() -> None:
     results = run_ranks(agree_and_fail, 3)
-    for rank, (maxima, one_fails, two_fail, long, after, other_order) in enumerate(results):
+    for rank, (maxima, one_fails, two_fail, long, after, mixed, other_order) in enumerate(results):
         assert maxima == [2, 0, 2**62]
         shared = "rank 1 of the process group failed: no number"
         own = rank == 1
@@ -51,5 +56,14 @@ def test_all_ranks_get_the_maxima_or_the_error_of_the_first_that_fails() -> None
         assert long[0] == "ValueError"  # type: ignore[index]
         assert "failed: long long" in long[1] or rank == 2  # type: ignore[index]
         assert after == [2]  # the group still works
+        assert mixed == [2, 2**63 - 1, -(2**63)]
         expected = ["from 0", "rank 2 of the process group failed: from 2", "from 2"]
         assert other_order == expected[rank]
+
+
+@pytest.mark.parametrize("text", ["", "a", "b", "tp 2, cp 4" * 100])
+def test_a_digest_and_its_negative_fit_into_64_bits(text: str) -> None:
+    digest = text_digest(text)
+    both = torch.tensor([digest, -digest], dtype=torch.int64)
+    assert both.tolist() == [digest, -digest]
+    assert digest == text_digest(text) != text_digest(text + " ")

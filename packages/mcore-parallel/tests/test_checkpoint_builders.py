@@ -121,8 +121,10 @@ def test_each_group_falls_back_on_its_own(fake_world: Any) -> None:
     assert known.replica_id == 7
     with use_process_groups(ProcessGroups.from_sizes(tp=4)):
         assert make_tp_sharded_tensor_for_checkpoint(local, "k").replica_id == (0, 0, 1)
-        mixed = make_sharded_tensor_for_checkpoint(local, "k", tp_group=TP)
-        assert mixed.replica_id == (0, 1, 1)
+        mixed = make_sharded_tensor_for_checkpoint(local, "k", tp_group=Place(0, 2))
+        assert mixed.replica_id == (0, 0, 1)  # the default would give tp rank 1
+        mixed = make_sharded_tensor_for_checkpoint(local, "k", dp_cp_group=Place(3, 4))
+        assert mixed.replica_id == (0, 1, 3)
 
 
 def test_a_group_that_fills_the_world_leaves_one_rank_for_the_other(fake_world: Any) -> None:
@@ -251,6 +253,7 @@ ROWS_OF_FOUR_RANKS = [
     ((8, 1), "00", [((2 * r, 0), (2, 1), (4, 1), (0, 0, 0)) for r in range(4)]),
     ((4, 4), "0R", [((2 * (r // 2), 0), (2, 4), (2, 1), (0, 0, r % 2)) for r in range(4)]),
     ((4, 4), "R1", [((0, 2 * (r % 2)), (4, 2), (1, 2), (0, 0, r // 2)) for r in range(4)]),
+    ((2, 3), "RR", [((0, 0), (2, 3), (1, 1), (0, 0, r)) for r in range(4)]),
     ((3, 2), "00", [((min(r, 2 + r // 3), 0), (int(r < 3), 2), None, (0, 0, 0)) for r in range(4)]),
 ]
 

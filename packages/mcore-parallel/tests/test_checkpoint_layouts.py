@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore.parallel.checkpoint import (
     LocalNonpersistentObject,
+    ShardedObject,
     ShardedTensor,
     is_complete_checkpoint,
     load_sharded_state_dict,
@@ -343,3 +345,21 @@ def test_process_groups_save_on_their_own(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(
         f"half{half}{suffix}" for half in (0, 1) for suffix in ("", "_async", "_async_async")
     )
+
+
+def save_and_load_without_numpy(root: str) -> list[float]:
+    def unavailable(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Numpy is not available")  # what torch says where there is none
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "numpy", unavailable)
+        rows = torch.arange(2.0) + 2 * dist.get_rank()
+        shard = ShardedTensor.from_rank_offsets("w", rows, (0, dist.get_rank(), 2))
+        thing = ShardedObject("thing", {"a": 1}, (1,), (0,), replica_id=dist.get_rank())
+        save_sharded_state_dict({"w": shard, "thing": thing, "step": 3}, f"{root}/saved")
+        whole = ShardedTensor.from_rank_offsets("w", torch.zeros(4), replica_id=dist.get_rank())
+        return load_sharded_state_dict({"w": whole}, f"{root}/saved")["w"].tolist()
+
+
+def test_ranks_save_and_load_without_numpy(tmp_path: Path) -> None:
+    assert run_ranks(save_and_load_without_numpy, 2, str(tmp_path)) == [[0.0, 1.0, 2.0, 3.0]] * 2

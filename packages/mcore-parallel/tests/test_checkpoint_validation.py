@@ -53,6 +53,11 @@ COPY = ShardRecord("tensor", "w", False, "float32", (8, 4))
             [ShardRecord("object", "o", True, "", (2,), (0,))],
             [ShardRecord("object", "o", True, "", (2,), (1,))],
         ],
+        [
+            [ShardRecord("object", "o", True, "", (1,), (0,))],
+            *[[ShardRecord("object", "o", False, "", (1,))]] * 2,
+        ],
+        [[TOP, BOTTOM], [COPY], [COPY]],
         [[], []],
     ],
 )
@@ -68,6 +73,7 @@ def test_whole_tensors_have_no_problem(ranks: list[list[ShardRecord]]) -> None:
         ([[COPY], [COPY]], ["'w'", "0 elements", "has 32", "ranks 0-1"]),
         ([[TOP]], ["16 elements", "some part is on no rank"]),
         ([[part((0, 0), (5, 4))], [BOTTOM]], ["rank 0", "rank 1", "overlap"]),
+        ([[TOP], [part((2, 0), (4, 4))]], ["rank 0", "rank 1", "overlap"]),  # as many elements
         ([[TOP], [part((6, 0), (4, 4))]], ["rank 1", "outside the global shape (8, 4)"]),
         ([[TOP], [part((4, 0), (4, 4), dtype="int32")]], ["dtype differs", "float32 on rank 0"]),
         ([[TOP], [part((4, 0), (4, 4), (9, 4))]], ["global_shape differs", "(9, 4) on rank 1"]),
@@ -93,10 +99,17 @@ def test_one_rank_that_writes_a_part_twice_is_named() -> None:
     assert "rank 0 (rank 0 more than once) write the same part" in text
 
 
-BOX = st.tuples(st.integers(0, 6), st.integers(1, 4))
+START, SIZE = st.integers(0, 6), st.integers(1, 4)
+BOX = st.tuples(*[st.tuples(START, SIZE)] * 3)
+OF_ANY_SHAPES = st.lists(BOX, min_size=0, max_size=12, unique=True)
+OF_ONE_SHAPE = st.tuples(SIZE, SIZE, SIZE).flatmap(
+    lambda shape: st.lists(
+        st.tuples(*(st.tuples(START, st.just(size)) for size in shape)), max_size=12, unique=True
+    )
+)
 
 
-@given(st.lists(st.tuples(BOX, BOX, BOX), min_size=0, max_size=12, unique=True))
+@given(OF_ANY_SHAPES | OF_ONE_SHAPE)
 def test_overlaps_equal_those_of_counting_cells(raw: list[Any]) -> None:
     boxes: list[Box] = [
         (tuple(start for start, _ in box), tuple(size for _, size in box)) for box in raw

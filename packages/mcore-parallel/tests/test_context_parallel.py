@@ -134,6 +134,7 @@ def test_thousands_of_ranks_cover_the_sequence_once() -> None:
         ((16, 2, 0), {"cu_seqlens": [[0, 8, 16], [0, 4, 16]]}, "2 rows.*flatten the micro-batch"),
         ((16, 2, 0), {"cu_seqlens": torch.tensor(16)}, r"\[n\] or \[1, n\]"),
         ((16, 2, 0), {"cu_seqlens": torch.tensor([0.0, 16.0])}, "integers"),
+        ((16, 2, 0), {"cu_seqlens": torch.tensor([0j, 16])}, "integers"),
     ],
 )
 def test_bad_positions_are_refused(
@@ -394,6 +395,11 @@ def split_hybrid_batches() -> None:
         without_documents, is_hybrid_cp=True, hybrid_cp_group_func=group_of
     )
     assert part["tokens"].shape == (1, 8)
+    for rank, part in enumerate(
+        split_by_each_rank(hybrid_batch(), 2, is_hybrid_cp=True, use_per_sequence_balancing=True)
+    ):  # over the given group, whatever the batch asks for
+        assert part["tokens"].tolist() == [[[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]][rank]]
+        assert "hybrid_cp_group" not in part
     with pytest.raises(ValueError, match=r"group_size=2\) returned a group of 4"):
         get_batch_on_this_cp_rank(
             hybrid_batch(), is_hybrid_cp=True, hybrid_cp_group_func=lambda group_size: Group(4, 0)

@@ -96,6 +96,10 @@ def test_index_without_outer_and_tensor_parallel_dimension(fake_world) -> None:
     assert index.get_dp_group() is index.get_fsdp_group() is dist.group.WORLD
     assert list(index.mesh_library) == [("dp", False)]
     assert index.get_submesh("dp") is mesh
+    unused = dist.new_group([4, 5])
+    given = FSDPDistributedIndex(mesh, "dp", hybrid_fsdp_group=unused)
+    assert given.hybrid_fsdp_group is unused
+    assert given.get_dp_group() is given.get_fsdp_group() is dist.group.WORLD
 
 
 @pytest.mark.parametrize("rank", range(8))

@@ -114,6 +114,7 @@ def test_comm_device_follows_the_backend_not_the_machine(fake_world) -> None:
     assert comm_device(dist.group.WORLD) == torch.device("cpu")
     fake_world(0, 2, "xpu:fake")
     assert comm_device(dist.group.WORLD).type == "xpu"
+    assert comm_device(None).type == "xpu"
     with pytest.raises(ValueError, match="not a member"):
         comm_device(dist.new_group([1]))
 

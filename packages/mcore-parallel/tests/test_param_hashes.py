@@ -59,6 +59,15 @@ def test_known_values(bit_exact: bool) -> None:
     assert hash_of(torch.ones(4, dtype=torch.bfloat16), bit_exact=bit_exact) == half
 
 
+@pytest.mark.parametrize("bit_exact", [True, False])
+def test_a_torch_without_numpy_is_enough(monkeypatch, bit_exact: bool) -> None:
+    def unavailable(*args: Any, **kwargs: Any) -> None:
+        raise RuntimeError("Numpy is not available")  # what torch says where there is none
+
+    monkeypatch.setattr(torch.Tensor, "numpy", unavailable)
+    assert hash_of(torch.ones(4), bit_exact=bit_exact) == ONES_FLOAT32
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_every_dtype_is_hashed_as_it_is_stored(dtype: torch.dtype) -> None:
     tensor = (torch.randn(7, 5) * 10).to(dtype)

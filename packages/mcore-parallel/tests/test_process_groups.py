@@ -335,6 +335,8 @@ def test_a_field_that_is_no_single_group_has_no_size(fake_world) -> None:
         pgs.size("hcp")
     with pytest.raises(TypeError, match="dense_mesh is not one process group"):
         pgs.ranks("dense_mesh")
+    empty = ProcessGroups()
+    assert (empty.size("hcp"), empty.rank("hcp"), empty.ranks("dense_mesh")) == (1, 0, [0])
 
 
 def test_a_non_member_in_a_field_is_an_error(fake_world) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import inspect
 import re
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import mcore.parallel
+import mcore.parallel.checkpoint
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -19,6 +21,7 @@ import random, sys, threading
 import numpy, torch
 before = torch.get_rng_state(), random.getstate(), threading.active_count()
 import mcore.parallel
+import mcore.parallel.checkpoint
 assert torch.equal(torch.get_rng_state(), before[0])
 assert random.getstate() == before[1]
 assert threading.active_count() == before[2]
@@ -81,9 +84,57 @@ def test_importing_initialises_nothing_and_needs_no_optional_library() -> None:
     assert run_python(IMPORT_AND_LOOK) == "[]\n"
 
 
-def test_readme_example_prints_what_the_readme_says() -> None:
-    blocks = re.findall(r"```(\w+)\n(.*?)```", README.read_text(), flags=re.DOTALL)
-    code = next(text for language, text in blocks if language == "python")
-    output = next(text for language, text in blocks if language == "text")
-    assert len(code.splitlines()) <= 10
-    assert run_python(code) == output
+WITHOUT_DISTRIBUTED = """
+import sys, torch
+for name in [name for name in sys.modules if name.startswith("torch.distributed")]:
+    del sys.modules[name]
+del torch._C._c10d_init, torch.distributed  # what a build without distributed lacks
+import mcore.parallel as mp
+assert not torch.distributed.is_available()
+assert (mp.get_pg_size(), mp.get_pg_rank(), mp.get_pg_src_rank()) == (1, 0, 0)
+assert mp.comm_device() == torch.device("cpu")
+assert str(mp.ProcessGroups.from_sizes()) == "ProcessGroups(empty)"
+assert mp.reduce_step_stats({"a": 2}, {"b": 1}, None) == ({"a": 2.0}, {"b": True})
+tokens = torch.zeros(1, 3)
+assert mp.get_batch_on_this_cp_rank({"tokens": tokens})["tokens"] is tokens
+assert mp.copy_to_tensor_model_parallel_region(tokens) is tokens
+assert mp.check_param_hashes_across_dp_replicas(torch.nn.Linear(1, 1))
+assert mp.make_sharded_tensor_for_checkpoint(tokens, "tokens").replica_id == (0, 0, 0)
+print("answered")
+"""
+
+
+def test_a_torch_without_distributed_gets_the_answers_of_one_process() -> None:
+    assert run_python(WITHOUT_DISTRIBUTED) == "answered\n"
+
+
+def test_readme_examples_print_what_the_readme_says() -> None:
+    found = re.findall(r"```(\w+)\n(.*?)```", README.read_text(), flags=re.DOTALL)
+    languages, blocks = [language for language, _ in found], [text for _, text in found]
+    assert languages == ["python", "text"] * 2
+    assert all(len(code.splitlines()) <= 10 for code in blocks[::2])
+    assert run_python("\n".join(blocks[::2])) == "".join(blocks[1::2])
+
+
+def test_readme_lists_every_name_of_the_package() -> None:
+    table = README.read_text().split("## What is in it")[1].split("\n## ")[0]
+    named = set(re.findall(r"`(\w+)`", table))
+    endings = ("_tensor_model_parallel_region", "_sequence_parallel_region")
+    regions = {name for name in mcore.parallel.__all__ if name.endswith(endings)}
+    left_out = {
+        "RNGStatesTracker",  # other names of the same things, and names of streams
+        "UnknownRngStreamError",
+        "__version__",
+        "get_data_parallel_rng_tracker_name",
+        "get_expert_parallel_rng_tracker_name",
+        "is_graph_safe_cuda_rng_tracker",
+    }
+    assert set(mcore.parallel.__all__) - regions - left_out <= named
+    assert all(any(region.startswith(name) for name in named) for region in regions)
+    for name in named:
+        assert (
+            hasattr(mcore.parallel, name)
+            or hasattr(mcore.parallel.checkpoint, name)
+            or importlib.util.find_spec(f"mcore.parallel.{name}")
+            or any(region.startswith(name) for region in regions)
+        ), name

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from mcore.parallel.agreement import max_or_raise
 from mcore.parallel.double_encoding import encode_double, encode_double_tensor
 from mcore.parallel.process_groups import ProcessGroups, use_process_groups
 from mcore.parallel.reductions import (
-    _max_reduce,
     logical_and_across_model_parallel_group,
     reduce_max_memory_across_pp_group,
     reduce_max_stat_across_model_parallel_group,
@@ -185,7 +185,7 @@ def bad_values_on_rank_1() -> list[str]:
     array = np.array([True, False])
     return [
         failure(reduce_max_stat_across_model_parallel_group, torch.zeros(2) if bad else 1.0, world),
-        failure(reduce_max_stat_across_model_parallel_group, object() if bad else 1.0, world),
+        failure(reduce_max_stat_across_model_parallel_group, "1.5" if bad else 1.0, world),
         failure(logical_and_across_model_parallel_group, array if bad else True, world),
         failure(logical_and_across_model_parallel_group, torch.zeros(2) if bad else True, world),
         failure(memory, {"a": "text" if bad else 1}, world),
@@ -202,17 +202,17 @@ def bad_values_on_rank_1() -> list[str]:
 
 def test_what_one_rank_cannot_encode_raises_on_all() -> None:
     first, second = run_ranks(bad_values_on_rank_1, 2)
-    for found in first[:7]:
-        assert found.startswith("ValueError: another rank of the group")
-    assert [found.split(":")[0] for found in second[:7]] == [
-        "TypeError",
-        "TypeError",
-        "ValueError",
-        "TypeError",
-        "TypeError",
-        "OverflowError",
+    kinds = [found.split(":")[0] for found in second[:7]]
+    assert kinds == [
+        *("TypeError", "TypeError", "ValueError", "TypeError", "TypeError", "OverflowError"),
         "TypeError",
     ]
+    for here, there in zip(first[:7], second[:7], strict=True):
+        kind, _, text = there.partition(": ")
+        assert here == f"{kind}: rank 1 of the process group failed: {text}"
+    assert "(2,)" in first[0]
+    assert "the string '1.5'" in first[1]
+    assert "a is 9223372036854775808" in first[5]
     for found in (*first[7:12], *second[7:12]):
         assert found.startswith("ValueError: the keys differ between the ranks")
     assert "(global rank 1) has 2: a, b" in second[8]
@@ -269,6 +269,17 @@ def test_alone_the_answer_is_local(fake_world, world: str) -> None:
     )
 
 
+@pytest.mark.parametrize("value", [torch.zeros(2), torch.zeros(0), torch.tensor(1j), "1.5", 1j])
+def test_alone_the_same_values_are_refused(value: Any) -> None:
+    with pytest.raises(TypeError):
+        reduce_max_stat_across_model_parallel_group(value, None)
+    if isinstance(value, torch.Tensor) and value.numel() != 1:
+        with pytest.raises(TypeError, match="one element"):
+            logical_and_across_model_parallel_group(value, None)
+        with pytest.raises(TypeError, match="one element"):
+            reduce_step_stats({}, {"flag": value}, None)
+
+
 @pytest.mark.parametrize("world_size", [2, 8192])
 def test_messages_do_not_grow_with_the_world(fake_world, monkeypatch, world_size: int) -> None:
     fake_world(0, world_size)
@@ -278,7 +289,7 @@ def test_messages_do_not_grow_with_the_world(fake_world, monkeypatch, world_size
     reduce_max_stat_across_model_parallel_group(1.0, world)
     logical_and_across_model_parallel_group(True, world)
     reduce_max_memory_across_pp_group({f"key {i}": i for i in range(12)}, world)
-    assert sent == [16, 8, 8 * (1 + 2 + 2 * 12)]
+    assert sent == [16, 16, 8 * (1 + 2 + 2 * 12)]
 
 
 @pytest.mark.cuda
@@ -297,7 +308,7 @@ def test_no_wait_for_the_gpu_before_the_collective(monkeypatch) -> None:
         dist.all_reduce(stat.clone())  # make the communicator
         torch.cuda.set_sync_debug_mode("error")
         codes = [encode_double_tensor(stat), encode_double(-0.5)]
-        assert _max_reduce(codes, None, dist.group.WORLD) == [
+        assert max_or_raise(codes, None, dist.group.WORLD) == [
             encode_double(0.1),
             encode_double(-0.5),
         ]

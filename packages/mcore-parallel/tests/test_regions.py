@@ -354,13 +354,40 @@ def without_gradients() -> list[Any]:
         with torch.no_grad():
             output = function(leaf, dist.group.WORLD)
         token_ids = function(torch.ones(SHAPE, dtype=torch.int64), dist.group.WORLD)
+        with torch.inference_mode():
+            inferred = function(torch.ones(SHAPE), dist.group.WORLD)
+        assert torch.equal(inferred, output)
         seen.append((output.requires_grad, output.grad_fn, token_ids.dtype))
     return seen
 
 
-def test_no_grad_mode_and_integers_record_nothing() -> None:
+def test_without_gradients_nothing_is_recorded() -> None:
     for seen in run_ranks(without_gradients, 2):
         assert seen == [(False, None, torch.int64)] * len(FUNCTIONS)
+
+
+EMPTY_SHAPES = ((0, 2, 4), (4, 0, 4), (4, 2, 0))
+
+
+def shapes_of_empty_tensors() -> list[tuple[torch.Size, torch.Size]]:
+    shapes = []
+    for shape in EMPTY_SHAPES:
+        for function in FUNCTIONS.values():
+            leaf = torch.ones(shape, requires_grad=True)
+            output = function(leaf, dist.group.WORLD)
+            output.sum().backward()
+            assert leaf.grad is not None
+            shapes.append((output.shape, leaf.grad.shape))
+    return shapes
+
+
+def test_tensors_without_elements_keep_their_shapes() -> None:
+    expected = []
+    for shape in EMPTY_SHAPES:
+        inputs = [torch.ones(shape)] * 2
+        outputs = [reference_forward(name, inputs, 0).shape for name in FUNCTIONS]
+        expected += [(output, torch.Size(shape)) for output in outputs]
+    assert run_ranks(shapes_of_empty_tensors, 2) == [expected] * 2
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore.parallel import wgrad_kernels
 from mcore.parallel.wgrad_kernels import accumulate_wgrad, check_main_grad
@@ -48,14 +49,36 @@ def test_half_inputs_do_not_pass_through_a_half_sum() -> None:
     assert rounded_error > 0.05  # what a half-precision product would lose
 
 
-def test_conversion_in_chunks_covers_every_row(monkeypatch) -> None:
+class ConvertedRows(TorchDispatchMode):
+    """Notes how many rows are converted at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: list[int] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default:
+            self.counts.append(len(result))
+        return result
+
+
+@pytest.mark.parametrize(
+    ("chunk_bytes", "most_rows"),
+    [(1, 1), (4 * 7 * 2, 2), (4 * 7 * 5 + 1, 5), (4 * 7 * 23, 23), (4 * 7 * 24, 23)],
+)
+def test_conversion_in_chunks_covers_every_row(
+    monkeypatch, chunk_bytes: int, most_rows: int
+) -> None:
     grad, input_ = torch.randn(23, 4).half(), torch.randn(23, 3).bfloat16()
     expected = reference(torch.zeros(4, 3), grad, input_)
-    for chunk_bytes in (1, 4 * 7 * 2, 4 * 7 * 5, 4 * 7 * 23, 4 * 7 * 24):
-        monkeypatch.setattr(wgrad_kernels, "_CAST_BYTES", chunk_bytes)
-        main_grad = torch.zeros(4, 3)
+    monkeypatch.setattr(wgrad_kernels, "_CAST_BYTES", chunk_bytes)
+    main_grad = torch.zeros(4, 3)
+    with ConvertedRows() as rows:
         accumulate_wgrad(main_grad, grad, input_, use_fused=False)
-        torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(main_grad.double(), expected, rtol=0, atol=1e-5)
+    assert max(rows.counts) == most_rows
+    assert sum(rows.counts) == 2 * 23
 
 
 def test_no_rows_add_nothing() -> None:

@@ -13,7 +13,13 @@ import struct
 
 import torch
 
-__all__ = ["NO_VALUE", "decode_double", "encode_double", "encode_double_tensor"]
+__all__ = [
+    "NO_VALUE",
+    "decode_double",
+    "encode_double",
+    "encode_double_tensor",
+    "require_one_real",
+]
 
 NO_VALUE = -(2**63)
 _NAN = 2**63 - 1
@@ -63,11 +69,16 @@ def encode_double_tensor(value: torch.Tensor) -> torch.Tensor:
         >>> encode_double_tensor(torch.tensor(-0.5)).item() == encode_double(-0.5)
         True
     """
+    double = require_one_real(value).detach().reshape(()).to(torch.float64)
+    bits = double.view(torch.int64)
+    ordered = torch.where(bits >= 0, bits, bits ^ _MAGNITUDE)
+    return torch.where(double.isnan(), _NAN, ordered)
+
+
+def require_one_real(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if it has one element that is no complex number, else raise TypeError."""
     if value.numel() != 1 or value.is_complex():
         raise TypeError(
             f"expected a real tensor of one element, got {value.dtype} {tuple(value.shape)}"
         )
-    double = value.detach().reshape(()).to(torch.float64)
-    bits = double.view(torch.int64)
-    ordered = torch.where(bits >= 0, bits, bits ^ _MAGNITUDE)
-    return torch.where(double.isnan(), _NAN, ordered)
+    return value

@@ -85,6 +85,10 @@ class FSDPDistributedIndex:
         >>> index = FSDPDistributedIndex(
         ...     mesh, "dp_shard", "dp_outer", "tp", hybrid_fsdp_group=flat.get_group()
         ... )
+        >>> index.get_fsdp_group() is mesh["dp_shard"].get_group()
+        True
+        >>> index.get_dp_group() is flat.get_group(), index.get_root_mesh() is mesh
+        (True, True)
         >>> from torch.distributed.fsdp import fully_shard
         >>> module = torch.nn.Linear(2, 2)
         >>> _ = fully_shard(module, mesh=index.get_submesh(("dp_outer", "dp_shard")))

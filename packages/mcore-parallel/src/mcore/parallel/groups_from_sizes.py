@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise
+from mcore.parallel.agreement import max_or_raise, text_digest
 from mcore.parallel.group_creation import GroupMaker
 from mcore.parallel.rank_layout import (
     DENSE_FIELDS,
@@ -94,10 +93,9 @@ def plan_groups(
     kind = device_type or default_device_type()
     chosen = [table.get(name) for name in EMBEDDING_FIELDS]
     facts = repr((order, tuple(wanted), hcp_sizes and tuple(hcp_sizes), kind, chosen))
-    digest = int.from_bytes(hashlib.sha256(facts.encode()).digest()[:7], "little")
     if "hcp" not in wanted:
         hcp_levels = []
-    return GroupPlan(sizes, dense, expert, table, hcp_levels, kind, digest)
+    return GroupPlan(sizes, dense, expert, table, hcp_levels, kind, text_digest(facts))
 
 
 def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:

@@ -3,26 +3,27 @@
 Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss.
 
 A value that cannot be encoded does not keep its rank from the collective: the rank says so in the
-message, and every rank of the group raises.
+message, and every rank of the group raises an error of the same kind.
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
+from mcore.parallel.agreement import max_or_raise, text_digest
 from mcore.parallel.default_groups import get_default_process_groups
 from mcore.parallel.double_encoding import (
     NO_VALUE,
     decode_double,
     encode_double,
     encode_double_tensor,
+    require_one_real,
 )
-from mcore.parallel.groups import as_process_group, comm_device
+from mcore.parallel.groups import as_process_group
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -45,8 +46,8 @@ def reduce_max_stat_across_model_parallel_group(
     """Return the largest value of a statistic over a group, such as the gradient norm.
 
     One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
-    same result in full double precision. A tensor on an accelerator is not waited for before the
-    collective.
+    same result in full double precision. A tensor on the device of the group's collectives is not
+    waited for before them.
 
     Args:
         stat: A number, a tensor of one element, or None on ranks that have none.
@@ -58,9 +59,8 @@ def reduce_max_stat_across_model_parallel_group(
         ``stat`` as a float or None, without communication.
 
     Raises:
-        ValueError: This rank is not a member of the group, or another rank's ``stat`` is no
-            number (on all ranks of the group).
-        TypeError: This rank's ``stat`` is no number.
+        ValueError: This rank is not a member of the group.
+        TypeError: The ``stat`` of a rank is no number (on all ranks of the group).
 
     Example:
         >>> reduce_max_stat_across_model_parallel_group(2, None)
@@ -70,7 +70,7 @@ def reduce_max_stat_across_model_parallel_group(
     if group is None:
         return _own_stat(stat)
     codes, error = _attempt(lambda: [_stat_code(stat)], 1)
-    return decode_double(_max_reduce(codes, error, group)[0])
+    return decode_double(max_or_raise(codes, error, group)[0])
 
 
 def logical_and_across_model_parallel_group(
@@ -78,8 +78,8 @@ def logical_and_across_model_parallel_group(
 ) -> bool:
     """Say whether a condition holds on every rank of a group.
 
-    One all-reduce (MIN of two int32) over ``mp_group``; every rank of it calls this and gets the
-    same answer.
+    One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
+    same answer. A tensor on the device of the group's collectives is not waited for before them.
 
     Args:
         input: Anything with a truth value, numpy scalars and tensors of one element included.
@@ -90,10 +90,10 @@ def logical_and_across_model_parallel_group(
         in a group of one rank: ``bool(input)``, without communication.
 
     Raises:
-        ValueError: This rank is not a member of the group, or ``input`` has no truth value on
-            another rank (on all ranks of the group).
-        TypeError: ``input`` is a tensor of several elements on this rank; other objects raise
-            what ``bool(input)`` raises.
+        ValueError: This rank is not a member of the group.
+        TypeError: The ``input`` of a rank is a tensor of several elements, or of none; other
+            objects without a truth value raise what ``bool(input)`` raises (on all ranks of the
+            group).
 
     Example:
         >>> logical_and_across_model_parallel_group(True, None)
@@ -101,13 +101,9 @@ def logical_and_across_model_parallel_group(
     """
     group = _group_or_default(mp_group, "mp")
     if group is None:
-        return bool(input)
-    flags, error = _attempt(lambda: [_truth(input)], 1)
-    message = _message([int(error is None), *flags], torch.int32, group)
-    dist.all_reduce(message, op=dist.ReduceOp.MIN, group=group)
-    all_valid, answer = message.tolist()
-    _raise_on_all_ranks(not all_valid, error)
-    return bool(answer)
+        return not _untruth(input)
+    codes, error = _attempt(lambda: [_untruth(input)], 1)
+    return not max_or_raise(codes, error, group)[0]
 
 
 def reduce_max_memory_across_pp_group(
@@ -136,10 +132,10 @@ def reduce_max_memory_across_pp_group(
         group and in a group of one rank: a copy, without communication.
 
     Raises:
-        ValueError: This rank is not a member of the group, the keys differ between the ranks, or
-            another rank has a value that is no number (on all ranks of the group).
-        TypeError: This rank has a value that is no number.
-        OverflowError: This rank has an int of more than 64 bits.
+        ValueError: This rank is not a member of the group, or the keys differ between the ranks
+            (on all ranks of the group).
+        TypeError: A rank has a value that is no number (on all ranks of the group).
+        OverflowError: A rank has an int of more than 64 bits (on all ranks of the group).
 
     Example:
         >>> reduce_max_memory_across_pp_group({"peak_bytes": 7}, None)
@@ -151,14 +147,14 @@ def reduce_max_memory_across_pp_group(
     names = sorted(memory_report, key=str)
     digest = _digest(names)
     if strict:
-        _require_equal_keys(_max_reduce([digest, -digest], None, group), names)
+        _require_equal_keys(max_or_raise([digest, -digest], None, group), names)
     if not names:
         return {}
     codes, error = _attempt(
         lambda: [code for name in names for code in _memory_codes(name, memory_report[name])],
         2 * len(names),
     )
-    reduced = _max_reduce([digest, -digest, *codes], error, group)
+    reduced = max_or_raise([digest, -digest, *codes], error, group)
     _require_equal_keys(reduced[:2], names)
     pairs = zip(reduced[2::2], reduced[3::2], strict=True)
     largest = {
@@ -190,10 +186,9 @@ def reduce_step_stats(
         rank: this rank's own values, without communication.
 
     Raises:
-        ValueError: This rank is not a member of the group, the keys differ between the ranks
-            (found when every rank has as many), or another rank has a value that cannot be
-            reduced (on all ranks of the group).
-        TypeError: This rank has such a value.
+        ValueError: This rank is not a member of the group, or the keys differ between the ranks,
+            which is found when every rank has as many (on all ranks of the group).
+        TypeError: A rank has a value that cannot be reduced (on all ranks of the group).
 
     Example:
         >>> reduce_step_stats({"grad_norm": 2.5, "zeros": None}, {"update_ok": True}, None)
@@ -202,18 +197,18 @@ def reduce_step_stats(
     member = _group_or_default(group, "mp")
     if member is None:
         alone = {name: _own_stat(stat) for name, stat in stats.items()}
-        return alone, {name: bool(flag) for name, flag in flags.items()}
+        return alone, {name: not _untruth(flag) for name, flag in flags.items()}
     stat_names, flag_names = sorted(stats, key=str), sorted(flags, key=str)
     keys = [*stat_names, "", *flag_names]
     digest = _digest(keys)
     codes, error = _attempt(
         lambda: [
             *(_stat_code(stats[name]) for name in stat_names),
-            *(1 - _truth(flags[name]) for name in flag_names),  # MAX of "not" is "not all"
+            *(_untruth(flags[name]) for name in flag_names),
         ],
         len(stats) + len(flags),
     )
-    reduced = _max_reduce([digest, -digest, *codes], error, member)
+    reduced = max_or_raise([digest, -digest, *codes], error, member)
     _require_equal_keys(reduced[:2], keys)
     by_stat = dict(zip(stat_names, reduced[2:], strict=False))
     by_flag = dict(zip(flag_names, reduced[2 + len(stats) :], strict=True))
@@ -233,23 +228,26 @@ def _group_or_default(group: GroupLike | None, field: str) -> dist.ProcessGroup 
 def _own_stat(stat: Stat) -> float | None:
     if stat is None:
         return None
-    return float(stat.detach() if isinstance(stat, torch.Tensor) else stat)
+    if isinstance(stat, torch.Tensor):
+        return float(require_one_real(stat).detach())
+    if isinstance(stat, str):  # which float() would read
+        raise TypeError(f"expected a number, got the string {stat!r}")
+    return float(stat)
 
 
 def _stat_code(stat: Stat) -> int | torch.Tensor:
-    return (
-        encode_double_tensor(stat)
-        if isinstance(stat, torch.Tensor)
-        else encode_double(_own_stat(stat))
-    )
+    if isinstance(stat, torch.Tensor):
+        return encode_double_tensor(stat)
+    return encode_double(_own_stat(stat))
 
 
-def _truth(value: object) -> int | torch.Tensor:
+def _untruth(value: object) -> int | torch.Tensor:
+    """Return 1 for what is false, so that the largest of all ranks is 0 when all are true."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise TypeError(f"expected a tensor of one element, got shape {tuple(value.shape)}")
-        return (value.detach().reshape(()) != 0).to(torch.int32)
-    return int(bool(value))
+        return (value.detach().reshape(()) == 0).to(torch.int64)
+    return int(not value)
 
 
 def _memory_codes(name: str, value: Any) -> tuple[int, int]:
@@ -286,42 +284,7 @@ def _attempt(
 
 
 def _digest(names: Iterable[str]) -> int:
-    text = "\0".join(str(name) for name in names)
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little") >> 1
-
-
-def _message(
-    codes: Sequence[int | torch.Tensor], dtype: torch.dtype, group: dist.ProcessGroup
-) -> torch.Tensor:
-    """Put the codes on the device of the group's collectives, without waiting for a device."""
-    device = comm_device(group)
-    to_accelerator = device.type != "cpu"  # the other way the copy must have arrived
-    plain = [0 if isinstance(code, torch.Tensor) else code for code in codes]
-    message = torch.tensor(plain, dtype=dtype).to(device, non_blocking=to_accelerator)
-    for index, code in enumerate(codes):
-        if isinstance(code, torch.Tensor):
-            message[index] = code.to(device, non_blocking=to_accelerator)
-    return message
-
-
-def _max_reduce(
-    codes: Sequence[int | torch.Tensor], error: Exception | None, group: dist.ProcessGroup
-) -> list[int]:
-    """Return the maxima of the codes over the group; raise on all ranks if one has an error."""
-    message = _message([int(error is not None), *codes], torch.int64, group)
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    any_error, *reduced = message.tolist()
-    _raise_on_all_ranks(bool(any_error), error)
-    return reduced
-
-
-def _raise_on_all_ranks(any_error: bool, error: Exception | None) -> None:
-    if error is not None:
-        raise error
-    if any_error:
-        raise ValueError(
-            "another rank of the group gave a value that cannot be reduced; see the error there"
-        )
+    return text_digest("\0".join(str(name) for name in names))
 
 
 def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:

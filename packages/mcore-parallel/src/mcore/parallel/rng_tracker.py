@@ -58,7 +58,16 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 
 class UnknownRngStreamError(KeyError):
-    """A stream was asked for by a name under which none was added."""
+    """A stream was asked for by a name under which none was added.
+
+    Example:
+        >>> try:
+        ...     with CudaRNGStatesTracker(device="cpu").fork("dropout"):
+        ...         pass
+        ... except KeyError as error:
+        ...     print(error)
+        cuda rng state dropout is not added
+    """
 
     def __str__(self) -> str:  # KeyError shows the repr of its argument
         return str(self.args[0])
@@ -131,8 +140,11 @@ class CudaRNGStatesTracker:
     def device(self) -> torch.device:
         """The device of the streams; the first use decides where none was given.
 
+        Another one can be assigned while there are no streams.
+
         Raises:
             RuntimeError: It does not exist, or is a CUDA device without graph-safe generators.
+            ValueError: A device is assigned while there are streams.
         """
         return self._generator.device
 
@@ -147,11 +159,24 @@ class CudaRNGStatesTracker:
         self._cached_generator = None
 
     def is_initialized(self) -> bool:
-        """Say whether `add` or `set_states` was called since the last `reset`."""
+        """Say whether `add` or `set_states` was called since the last `reset`.
+
+        Example:
+            >>> CudaRNGStatesTracker(device="cpu").is_initialized()
+            False
+        """
         return self._is_initialized
 
     def reset(self) -> None:
-        """Forget all streams and seeds; a stream in use is not stored when its fork ends."""
+        """Forget all streams and seeds; a stream in use is not stored when its fork ends.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> tracker.reset()
+            >>> tracker.get_states()
+            {}
+        """
         self.states_: dict[str, Any] = {}
         self.seeds_: set[int] = set()
         self._is_initialized = False
@@ -167,6 +192,12 @@ class CudaRNGStatesTracker:
 
         Returns:
             A new dict, state by name.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> tracker.get_states()["dropout"].dtype
+            torch.uint8
         """
         if self._active:
             self.states_[self._active[-1]] = self._read()
@@ -180,6 +211,17 @@ class CudaRNGStatesTracker:
         Args:
             states: State by name, as from `get_states`; the dict is copied, seeds are forgotten.
                 Values are looked at when they are used.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> saved = tracker.get_states()
+            >>> with tracker.fork("dropout"):
+            ...     first = torch.rand(3)
+            >>> tracker.set_states(saved)
+            >>> with tracker.fork("dropout"):
+            ...     torch.equal(torch.rand(3), first)
+            True
         """
         if self.is_inference_rng_tracker:
             return
@@ -196,6 +238,12 @@ class CudaRNGStatesTracker:
 
         Raises:
             ValueError: The name or the seed is in use; nothing is changed.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> list(tracker.get_states())
+            ['dropout']
         """
         if self.is_inference_rng_tracker:
             return
@@ -226,6 +274,15 @@ class CudaRNGStatesTracker:
         Raises:
             UnknownRngStreamError: No stream has this name; a KeyError.
             TypeError: The stored state is of the wrong kind.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> before = torch.get_rng_state()
+            >>> with tracker.fork("dropout"):
+            ...     _ = torch.rand(3)
+            >>> torch.equal(torch.get_rng_state(), before)
+            True
         """
         if self.is_inference_rng_tracker:
             yield

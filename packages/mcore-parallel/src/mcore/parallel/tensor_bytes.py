@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from mcore.parallel.tensor_memory import memory_of
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
 if TYPE_CHECKING:
@@ -114,13 +115,11 @@ class BytePieces:
         """
         values = tensor.real if self._as_float32 and tensor.is_complex() else tensor
         flat = values.contiguous().reshape(-1)
-        if flat.numel() == 1:
-            flat = flat.as_strided((1,), (1,))  # one element is contiguous with any stride
         if flat.device.type == "cpu":
             is_ready = not self._as_float32 or flat.dtype == torch.float32
-            yield from map(_memory, (flat,) if is_ready else self._converted(flat))
+            yield from map(memory_of, (flat,) if is_ready else self._converted(flat))
         else:
-            yield from map(_memory, self._staged(flat))
+            yield from map(memory_of, self._staged(flat))
 
     def _converted(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         if self._scratch is None:
@@ -168,8 +167,3 @@ def _host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
 
 def _split(flat: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
     return (flat[start : start + length] for start in range(0, flat.numel(), length))
-
-
-def _memory(piece: torch.Tensor) -> memoryview:
-    array: Any = piece.view(torch.uint8).numpy()
-    return memoryview(array)

@@ -7,14 +7,13 @@ the stage would be idle otherwise.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise
+from mcore.parallel.agreement import max_or_raise, text_digest
 from mcore.parallel.groups import as_process_group
 from mcore.parallel.torch_compat import all_gather_single
 from mcore.parallel.wgrad_kernels import accumulate_wgrad, check_main_grad
@@ -241,7 +240,7 @@ def _agree(
                 _SLOT_NAMES[index % 2],
                 device=input_.device,
             )
-        digest = _digest(inputs)
+        digest = text_digest(repr([(tuple(part.shape), str(part.dtype)) for part in inputs]))
     except Exception as own_error:
         error = own_error
     count = len(inputs)
@@ -253,9 +252,3 @@ def _agree(
             f"has {count} of shapes {[tuple(input_.shape) for input_ in inputs]}, the group "
             f"between {-minus_fewest} and {most}"
         )
-
-
-def _digest(inputs: list[torch.Tensor]) -> int:
-    text = repr([(tuple(input_.shape), str(input_.dtype)) for input_ in inputs])
-    digest = hashlib.sha1(text.encode(), usedforsecurity=False).digest()
-    return int.from_bytes(digest[:8], "big") >> 1

@@ -7,7 +7,8 @@ from math import prod
 
 import torch
 
-from mcore.parallel.checkpoint.raw_reads import Scratch, Unbuffered, memory_of, read_exactly
+from mcore.parallel.checkpoint.raw_reads import Scratch, Unbuffered, read_exactly
+from mcore.parallel.tensor_memory import memory_of
 
 __all__ = ["read_box"]
 

@@ -141,8 +141,7 @@ def make_sharded_tensor_for_checkpoint(
             shard = with_fields(shard, replica_id=(0, ranks.tp_rank, replica_index(tensor)))
         return prepend_axes(shard, prepend_offsets)
     if replica_id is None:
-        ranks = resolve_ranks(*_groups(kwargs))
-        replica_id = (0, ranks.tp_rank, ranks.dp_cp_rank)
+        replica_id = resolve_ranks(*_groups(kwargs)).copy_id
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
@@ -200,8 +199,7 @@ def make_sharded_object_for_checkpoint(
     """
     _reject_unknown("make_sharded_object_for_checkpoint", kwargs, frozenset())
     if replica_id is None:
-        ranks = resolve_ranks(tp_group, dp_cp_group)
-        replica_id = (0, ranks.tp_rank, ranks.dp_cp_rank)
+        replica_id = resolve_ranks(tp_group, dp_cp_group).copy_id
     offsets = sorted(tuple(offset) for offset in sharded_offsets) or [(0, 0, 1)]
     if [offset[0] for offset in offsets] != list(range(len(offsets))):
         raise ValueError(
@@ -254,11 +252,13 @@ def make_sharded_tensors_for_checkpoint(
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
+    copy_id: ReplicaId | None = None  # the same for all entries, looked up for the first one
     sharded: ShardedStateDict = {}
     for name, value in state_dict.items():
         key = f"{prefix}{name}"
         if name.endswith(extra_state_suffix):
-            sharded[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, **groups)
+            copy_id = copy_id or resolve_ranks(tp_group, dp_cp_group).copy_id
+            sharded[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, copy_id)
         elif not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"key {key!r}: expected a tensor, got {type(value).__name__}; only names that end "
@@ -268,8 +268,17 @@ def make_sharded_tensors_for_checkpoint(
             sharded[key] = make_tp_sharded_tensor_for_checkpoint(
                 value, key, axes[name], prepend_offsets=sharded_offsets, **groups
             )
-        else:
+        elif is_dtensor(value):
             sharded[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
+        else:
+            copy_id = copy_id or resolve_ranks(tp_group, dp_cp_group).copy_id
+            sharded[key] = ShardedTensor.from_rank_offsets(
+                key,
+                value,
+                *sharded_offsets,
+                replica_id=copy_id,
+                prepend_axis_num=len(sharded_offsets),
+            )
     return sharded
 
 

@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import torch
 
-from mcore.parallel.checkpoint.raw_reads import Scratch, Unbuffered, memory_of
+from mcore.parallel.checkpoint.raw_reads import Scratch, Unbuffered
+from mcore.parallel.tensor_memory import memory_of
 
 __all__ = ["checksum_of_bytes", "checksum_of_part"]
 

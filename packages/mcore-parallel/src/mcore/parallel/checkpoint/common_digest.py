@@ -9,9 +9,12 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.tensor_bytes import pieces_of
+from mcore.parallel.checkpoint.tensor_bytes import row_major_on_cpu
+from mcore.parallel.tensor_memory import memory_of
 
 __all__ = ["digest_of"]
+
+Update = Callable[[bytes | memoryview], None]
 
 
 def digest_of(value: Any) -> bytes:
@@ -34,7 +37,7 @@ def digest_of(value: Any) -> bytes:
     return hasher.digest()
 
 
-def _feed(update: Callable[[bytes], None], value: Any) -> None:
+def _feed(update: Update, value: Any) -> None:
     update(f"<{type(value).__name__}>".encode())
     if isinstance(value, torch.Tensor):
         _feed_tensor(update, value)
@@ -55,8 +58,7 @@ def _feed(update: Callable[[bytes], None], value: Any) -> None:
         update(pickle.dumps(value))
 
 
-def _feed_tensor(update: Callable[[bytes], None], tensor: torch.Tensor) -> None:
+def _feed_tensor(update: Update, tensor: torch.Tensor) -> None:
     update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
     if not tensor.is_meta:
-        for piece in pieces_of(tensor):
-            update(piece)
+        update(memory_of(row_major_on_cpu(tensor)))

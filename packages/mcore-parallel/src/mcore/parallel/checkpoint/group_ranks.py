@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +21,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True)
-class CheckpointRanks:
+class CheckpointRanks(NamedTuple):
     """Which part and which copy of a parameter this rank holds.
 
     Attributes:
@@ -31,12 +29,17 @@ class CheckpointRanks:
         tp_size: Its size.
         tp_rank: This rank in it.
         dp_cp_rank: This rank among the data- and context-parallel copies.
+        copy_id: The replica id of what every rank of both groups has a copy of.
     """
 
     tp_group: GroupLike | None
     tp_size: int
     tp_rank: int
     dp_cp_rank: int
+
+    @property
+    def copy_id(self) -> tuple[int, int, int]:
+        return (0, self.tp_rank, self.dp_cp_rank)
 
 
 def resolve_ranks(

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
 import io
 
 import torch
 
-__all__ = ["Scratch", "Unbuffered", "memory_of", "read_exactly"]
+from mcore.parallel.tensor_memory import memory_of
+
+__all__ = ["Scratch", "Unbuffered", "read_exactly"]
 
 _SCRATCH_BYTES = 1 << 21  # small enough to stay in the cache between reading and adding up
 
 Unbuffered = io.RawIOBase | io.BytesIO
-
-
-def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, which must outlive it.
-
-    Example:
-        >>> numbers = torch.tensor([1, 2], dtype=torch.int8)
-        >>> memory_of(numbers).tolist()
-        [1, 2]
-    """
-    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:

@@ -148,19 +148,23 @@ class ShardedTensor(ShardedBase):
             ((3, 8, 6), (1, 4, 0))
         """
         local_shape = tuple(data.shape)
-        places = _places_by_axis(key, rank_offsets, len(local_shape) + prepend_axis_num)
         sizes = (1,) * prepend_axis_num + local_shape
-        cuts = [places.get(axis, (0, 1)) for axis in range(len(sizes))]
+        ndim = len(sizes)
+        global_shape, global_offset, axis_fragmentations = sizes, (0,) * ndim, (1,) * ndim
+        for axis, (place, count) in _places_by_axis(key, rank_offsets, ndim).items():
+            global_shape = _replaced(global_shape, axis, sizes[axis] * count)
+            global_offset = _replaced(global_offset, axis, sizes[axis] * place)
+            axis_fragmentations = _replaced(axis_fragmentations, axis, count)
         return cls(
-            key=key,
-            data=data,
-            dtype=data.dtype,
-            local_shape=local_shape,
-            global_shape=tuple(s * count for s, (_, count) in zip(sizes, cuts, strict=True)),
-            global_offset=tuple(s * place for s, (place, _) in zip(sizes, cuts, strict=True)),
-            axis_fragmentations=tuple(count for _, count in cuts),
-            replica_id=replica_id,
-            prepend_axis_num=prepend_axis_num,
+            key,
+            data,
+            data.dtype,
+            local_shape,
+            global_shape,
+            global_offset,
+            axis_fragmentations,
+            replica_id,
+            prepend_axis_num,
             **init_kwargs,
         )
 
@@ -279,10 +283,7 @@ class ShardedTensor(ShardedBase):
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2)).validate_metadata_integrity()
         """
         problem = (
-            self._problem_with_data()
-            or self._problem_with_ranks()
-            or self._problem_with_bounds()
-            or self._problem_with_grid()
+            self._problem_with_data() or self._problem_with_ranks() or self._problem_with_axes()
         )
         if problem is not None:
             raise CheckpointingException(f"key {self.key!r}: {problem}")
@@ -294,53 +295,44 @@ class ShardedTensor(ShardedBase):
             return None
         if self.data.dtype != self.dtype:
             return f"dtype is {self.dtype} but data has {self.data.dtype}"
-        found = tuple(to_local_if_dtensor(self.data).shape)
-        return (
-            None
-            if found == self.local_shape
-            else (f"local_shape is {self.local_shape} but data has {found}")
-        )
+        found = to_local_if_dtensor(self.data).shape
+        if found == self.local_shape:
+            return None
+        return f"local_shape is {self.local_shape} but data has {tuple(found)}"
 
     def _problem_with_ranks(self) -> str | None:
         ndim = len(self.local_shape) + self.prepend_axis_num
-        if self.prepend_axis_num >= 0 and len(self.global_shape) == len(self.global_offset) == ndim:
-            return None
-        return (
-            f"local_shape {self.local_shape} with {self.prepend_axis_num} prepended axes needs "
-            f"{ndim} entries in global_shape {self.global_shape} and global_offset "
-            f"{self.global_offset}"
-        )
+        counts = self.axis_fragmentations
+        given = (len(self.global_shape), len(self.global_offset))
+        if self.prepend_axis_num < 0 or given != (ndim, ndim):
+            return (
+                f"local_shape {self.local_shape} with {self.prepend_axis_num} prepended axes needs "
+                f"{ndim} entries in global_shape {self.global_shape} and global_offset "
+                f"{self.global_offset}"
+            )
+        if counts is not None and len(counts) != ndim:
+            return (
+                f"axis_fragmentations {counts} needs one entry per axis of global_shape "
+                f"{self.global_shape}"
+            )
+        return None
 
-    def _problem_with_bounds(self) -> str | None:
-        axes = zip(self.global_offset, self.box_shape, self.global_shape, strict=True)
-        for axis, (offset, size, total) in enumerate(axes):
+    def _problem_with_axes(self) -> str | None:
+        sizes, totals, counts = self.box_shape, self.global_shape, self.axis_fragmentations
+        for axis, offset in enumerate(self.global_offset):
+            size, total = sizes[axis], totals[axis]
             if offset < 0 or size < 0 or offset + size > total:
                 return (
                     f"axis {axis}: offset {offset} + size {size} lies outside the global size "
                     f"{total}"
                 )
-        return None
-
-    def _problem_with_grid(self) -> str | None:
-        if self.axis_fragmentations is None:
-            return None
-        if len(self.axis_fragmentations) != len(self.global_shape):
-            return (
-                f"axis_fragmentations {self.axis_fragmentations} needs one entry per axis of "
-                f"global_shape {self.global_shape}"
-            )
-        axes = zip(
-            self.axis_fragmentations,
-            self.box_shape,
-            self.global_shape,
-            self.global_offset,
-            strict=True,
-        )
-        for axis, (count, size, total, offset) in enumerate(axes):
-            if count * size != total or (size and offset % size):
+            if counts is None:
+                continue
+            if counts[axis] * size != total or (size and offset % size):
                 return (
-                    f"axis {axis}: {count} parts of {size} at offset {offset} are no regular grid "
-                    f"of the global size {total}; give axis_fragmentations=None for uneven parts"
+                    f"axis {axis}: {counts[axis]} parts of {size} at offset {offset} are no "
+                    f"regular grid of the global size {total}; give axis_fragmentations=None for "
+                    "uneven parts"
                 )
         return None
 

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
 from mcore.parallel.checkpoint.durable_files import publish, sync_directory, sync_file
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
@@ -25,57 +23,68 @@ from mcore.parallel.checkpoint.manifest import (
     write_manifest,
 )
 from mcore.parallel.checkpoint.rank_file import RankFile
-from mcore.parallel.checkpoint.torch_private import METADATA_FILE, rank_file_name
+from mcore.parallel.checkpoint.torch_private import METADATA_FILE
 
-__all__ = ["DurableWriter"]
+__all__ = ["DurableWriter", "RankWrites"]
 
 
 @dataclass(frozen=True)
-class _RankWrites:
-    """What a rank wrote, and its files by name."""
+class RankWrites:
+    """What a rank wrote.
+
+    Attributes:
+        results: Where each item is.
+        files: The rank's files by name.
+    """
 
     results: list[WriteResult]
     files: dict[str, FileRecord]
 
 
-class DurableWriter(FileSystemWriter):
+class DurableWriter:
     """Writes beside the final directory and renames once all ranks have synced their files.
 
     Args:
         incomplete: Where to write.
         final: The name that the directory gets in the end.
+        rank: This rank in the group that saves.
     """
 
-    def __init__(self, incomplete: Path, final: Path) -> None:
-        super().__init__(incomplete, sync_files=False)
+    def __init__(self, incomplete: Path, final: Path, rank: int) -> None:
         self._incomplete = incomplete
         self._final = final
+        self._file = RankFile(incomplete / f"__{rank}_0.distcp")
 
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[Any]:
-        """Write and sync this rank's file; a rank with nothing to write makes none."""
-        writes = _RankWrites([], {})
-        if plan.items:
-            file = RankFile(self._incomplete / rank_file_name(plan))
-            try:
-                writes = self._written(file, plan, planner)
-            except CheckpointingException:
-                raise
-            except Exception as error:
-                raise _unwritten(error, file.path, file.key) from error
-        future: Future[Any] = Future()
-        future.set_result(writes)
-        return future
+    def begin(self) -> None:
+        """Make the directory, on every rank: each may see it later than another has made it."""
+        self._incomplete.mkdir(exist_ok=True)
 
-    def _written(self, file: RankFile, plan: SavePlan, planner: SavePlanner) -> _RankWrites:
-        results = file.write(plan, planner)
-        with _synced_meanwhile(file.path):
-            files = {file.path.name: file.record()}
-        sync_directory(self._incomplete)
-        return _RankWrites(results, files)
+    def write(self, plan: SavePlan, planner: SavePlanner) -> RankWrites:
+        """Write and sync this rank's file; a rank with nothing to write makes none.
 
-    def finish(self, metadata: Metadata, results: list[Any]) -> None:
-        """Write index and manifest and publish the directory; one rank, after all have written."""
-        files = {name: record for writes in results for name, record in writes.files.items()}
+        Raises:
+            CheckpointingException: It cannot be written; the text has file and key.
+        """
+        if not plan.items:
+            return RankWrites([], {})
+        try:
+            results = self._file.write(plan, planner)
+            with _synced_meanwhile(self._file.path):
+                record = self._file.record()
+            sync_directory(self._incomplete)
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            raise _unwritten(error, self._file.path, self._file.key) from error
+        return RankWrites(results, {self._file.path.name: record})
+
+    def publish(self, metadata: Metadata, writes: list[RankWrites]) -> None:
+        """Write index and manifest and rename the directory; one rank, after all have written.
+
+        Raises:
+            CheckpointingException: A rank's file is not here, or one cannot be written.
+        """
+        files = {name: record for one in writes for name, record in one.files.items()}
         for name, record in files.items():
             problem = size_problem(self._incomplete / name, record.size)
             if problem is not None:
@@ -84,7 +93,9 @@ class DurableWriter(FileSystemWriter):
                 )
         path = self._incomplete / METADATA_FILE
         try:
-            super().finish(metadata, [writes.results for writes in results])
+            _IndexWriter(self._incomplete, self._final).finish(
+                metadata, [one.results for one in writes]
+            )
             sync_file(path)
             files[METADATA_FILE] = whole_file(path.read_bytes())
             path = self._incomplete / MANIFEST_FILE
@@ -93,8 +104,15 @@ class DurableWriter(FileSystemWriter):
             raise _unwritten(error, path) from error
         publish(self._incomplete, self._final)
 
+
+class _IndexWriter(FileSystemWriter):
+    """Writes the index of a directory that will have another name."""
+
+    def __init__(self, directory: Path, final: Path) -> None:
+        super().__init__(directory, sync_files=False)
+        self._final = final
+
     def storage_meta(self) -> StorageMeta:
-        """Name the directory as it will be called."""
         return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
 
 

@@ -95,6 +95,11 @@ class Team:
         """Collect every rank's bytes on the first rank; the others get an empty list."""
         if self.group is None:
             return [payload]
+        with lost_ranks_named():
+            parts, lengths = self._gather(payload)
+        return [bytes_of(part)[:length] for part, length in zip(parts or [], lengths, strict=False)]
+
+    def _gather(self, payload: bytes) -> tuple[list[torch.Tensor] | None, list[int]]:
         device = comm_device(self.group)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
         sizes[self.rank] = len(payload)
@@ -106,7 +111,7 @@ class Team:
         if self.is_first:
             parts = [torch.empty(width, dtype=torch.uint8, device=device) for _ in lengths]
         dist.gather(own.to(device), parts, group=self.group, group_dst=0)
-        return [bytes_of(part)[:length] for part, length in zip(parts or [], lengths, strict=False)]
+        return parts, lengths
 
 
 @contextmanager

@@ -1,33 +1,27 @@
-"""The bytes of a tensor, without NumPy, which torch does not need."""
+"""The bytes of a tensor, wherever and however it lies."""
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Iterator
-
 import torch
 
-__all__ = ["bytes_of", "pieces_of"]
+from mcore.parallel.tensor_memory import memory_of
 
-_PIECE_BYTES = 1 << 26
+__all__ = ["bytes_of", "row_major_on_cpu"]
 
 
-def pieces_of(tensor: torch.Tensor) -> Iterator[bytes]:
-    """Yield a tensor's elements in row-major order as bytes, at most 64 MiB at a time.
+def bytes_of(tensor: torch.Tensor) -> bytes:
+    """Return a tensor's elements in row-major order as bytes.
 
     Args:
         tensor: Of any device, strides and dtype, but not on the meta device.
 
     Example:
-        >>> list(pieces_of(torch.tensor([1, 256], dtype=torch.int16)))
-        [b'\\x01\\x00\\x00\\x01']
+        >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T)
+        b'\\x01\\x03\\x02\\x04'
     """
-    flat = tensor.detach().cpu().contiguous()
-    total = flat.numel() * flat.element_size()
-    for start in range(0, total, _PIECE_BYTES):
-        yield ctypes.string_at(flat.data_ptr() + start, min(_PIECE_BYTES, total - start))
+    return bytes(memory_of(row_major_on_cpu(tensor)))
 
 
-def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's elements in row-major order as bytes."""
-    return b"".join(pieces_of(tensor))
+def row_major_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous tensor of the same values on the CPU, detached; a copy if need be."""
+    return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

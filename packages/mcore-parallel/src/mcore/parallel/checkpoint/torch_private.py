@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, cast
 
 if TYPE_CHECKING:
-    from torch.distributed.checkpoint.planner import SavePlan
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
@@ -14,7 +13,6 @@ __all__ = [
     "METADATA_GLOBALS",
     "dtensor_chunk",
     "file_part",
-    "rank_file_name",
     "split_factor",
 ]
 
@@ -58,8 +56,3 @@ def file_part(name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
-
-
-def rank_file_name(plan: SavePlan) -> str:
-    """Return the name of the file for a rank's part of a plan, as torch's writer numbers ranks."""
-    return f"{cast('Any', plan.storage_data).prefix}0.distcp"

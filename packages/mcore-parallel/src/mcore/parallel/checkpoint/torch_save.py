@@ -1,18 +1,15 @@
-"""Run a save through torch.distributed.checkpoint."""
+"""Write a sharded state dict in the steps of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from pathlib import Path
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.planner import SavePlan
 
-from mcore.parallel.checkpoint.errors import (
-    CheckpointingException,
-    describe_error,
-    merge_reports,
-)
+from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.checkpoint.storage import DurableWriter
@@ -34,31 +31,42 @@ def write_checkpoint(entries: Entries, incomplete: Path, final: Path, team: Team
         CheckpointingException: On every rank; there is nothing new at ``final``.
     """
     planner = ShardedSavePlanner(entries)
-    writer = DurableWriter(incomplete, final)
+    writer = DurableWriter(incomplete, final, team.rank)
     try:
-        if team.group is None:
-            _save_alone(planner, writer)
-        else:
-            save({}, storage_writer=writer, planner=planner, process_group=team.group)
-    except (Exception, CheckpointException) as error:
+        _write(planner, writer, team)
+    except CheckpointingException as error:
         if team.is_first:
             shutil.rmtree(incomplete, ignore_errors=True)
-        raise CheckpointingException(f"cannot save {final}: {_reasons(error)}") from error
+        raise CheckpointingException(f"cannot save {final}: {error}") from error
 
 
-def _save_alone(planner: ShardedSavePlanner, writer: DurableWriter) -> None:
-    """Take the steps of a save in one process, without the warning that torch gives for it."""
-    planner.set_up_planner({}, writer.storage_meta(), is_coordinator=True)
-    writer.set_up_storage_writer(True)
-    plan = writer.prepare_local_plan(planner.create_local_plan())
-    plans, metadata = planner.create_global_plan([plan])
-    [plan] = writer.prepare_global_plan(plans)
-    writes = writer.write_data(planner.finish_plan(plan), planner).wait()
-    writer.finish(metadata, [writes])
+def _write(planner: ShardedSavePlanner, writer: DurableWriter, team: Team) -> None:
+    """Plan, write and publish; each step only after all ranks have done the one before.
+
+    ``torch.distributed.checkpoint.save`` takes the same steps, but needs NumPy for its messages,
+    and warns when there is one process only.
+    """
+    plan = team.agree(lambda: _local_plan(planner, writer, team))
+    plans = team.gather_bytes(pickle.dumps(plan))
+    metadata = team.agree(lambda: _global_plan(planner, plans))
+    written = team.agree(lambda: writer.write(plan, planner))
+    everything = team.gather_bytes(pickle.dumps(written))
+    team.agree(lambda: _publish(writer, metadata, everything))
 
 
-def _reasons(error: BaseException) -> str:
-    """Name every rank that failed; torch's exception is no Exception and hides them in itself."""
-    if not isinstance(error, CheckpointException):
-        return describe_error(error)
-    return merge_reports({rank: describe_error(why) for rank, (why, _) in error.failures.items()})
+def _local_plan(planner: ShardedSavePlanner, writer: DurableWriter, team: Team) -> SavePlan:
+    writer.begin()
+    planner.set_up_planner({}, is_coordinator=team.is_first)
+    return planner.create_local_plan()
+
+
+def _global_plan(planner: ShardedSavePlanner, plans: list[bytes]) -> Metadata | None:
+    """Check all plans against each other, on the first rank, which alone has them."""
+    if not plans:
+        return None
+    return planner.create_global_plan([pickle.loads(plan) for plan in plans])[1]
+
+
+def _publish(writer: DurableWriter, metadata: Metadata | None, everything: list[bytes]) -> None:
+    if metadata is not None:
+        writer.publish(metadata, [pickle.loads(written) for written in everything])
