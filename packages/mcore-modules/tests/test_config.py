@@ -5,6 +5,7 @@ import pickle
 import warnings
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -213,12 +214,14 @@ def test_none_is_a_value_and_none_is_a_config():
     assert read_field(None, "fp8", "default") == "default"
 
 
-@pytest.mark.parametrize("value", [None, False, "", 0, 0.0])
+@pytest.mark.parametrize("value", [None, False, "", 0, 0.0, np.False_, np.int64(0)])
 def test_off(value):
     assert is_switched_on(value) is False
 
 
-@pytest.mark.parametrize("value", [True, "hybrid", 1, object(), [], torch.zeros(2)])
+@pytest.mark.parametrize(
+    "value", [True, "hybrid", 1, object(), [], torch.zeros(2), np.True_, np.zeros(2)]
+)
 def test_on(value):
     assert is_switched_on(value) is True
 

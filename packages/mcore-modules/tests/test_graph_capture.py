@@ -57,6 +57,12 @@ def test_layers_are_captured_in_order_slot_by_slot_without_hooks():
     assert not is_graph_capturing()
 
 
+def test_a_sample_input_that_is_none_counts_as_absent():
+    layer, sample = Layer(), {"hidden_states": torch.ones(2, 1, 4), "mask": None}
+    capture([layer], runner=EagerGraphRunner(), sample_inputs=[sample])
+    assert torch.equal(layer(torch.ones(2, 1, 4), mask=None), layer.linear(torch.ones(2, 1, 4)))
+
+
 def test_each_graph_has_inputs_of_its_own():
     specs = []
 

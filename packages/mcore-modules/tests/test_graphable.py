@@ -122,6 +122,8 @@ def test_managers_and_runners_are_no_part_of_the_model():
         ),
         ({"context_parallel_size": 2, "tensor_model_parallel_size": 2}, 16, (8, 2, 8)),
         ({}, 5, (5, 2, 8)),
+        ({}, 1, (1, 2, 8)),
+        ({"sequence_parallel": True}, 3, (3, 2, 8)),
     ],
 )
 def test_static_inputs_have_the_local_shape(fields, length, shape):

@@ -61,6 +61,12 @@ def test_outer_attribute_comes_first_unless_it_is_none():
     assert get_attr_wrapped_model(model, "a", False, True) is model.module
 
 
+def test_no_model_has_no_attribute():
+    with pytest.raises(AttributeNotFoundError, match="the model is None"):
+        get_attr_wrapped_model(None, "a")
+    assert get_model_xattn(None) is False
+
+
 def test_error_names_the_attribute_and_the_types_on_the_way():
     model = Wrapper(Float16Module(CONFIG, torch.nn.Linear(1, 1)))
     with pytest.raises(AttributeNotFoundError) as caught:
@@ -225,7 +231,7 @@ def test_a_wrapper_of_itself_is_an_error():
 def test_unwrapping_imports_no_wrapper():
     script = (
         "import sys, types\n"
-        "from mcore.modules.inspection import unwrap_model\n"
+        "from mcore.modules.wrappers import unwrap_model\n"
         "before = set(sys.modules)\n"
         "unwrap_model(types.SimpleNamespace())\n"
         "assert set(sys.modules) == before, set(sys.modules) - before\n"

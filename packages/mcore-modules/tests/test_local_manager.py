@@ -112,6 +112,28 @@ def test_equal_constants_of_different_types_differ():
     assert manager.num_graphs == 3
 
 
+@pytest.mark.parametrize(
+    ("scales", "graphs"),
+    [((0.0, -0.0), 2), ((float("nan"), float("nan")), 1), ((1j, 1j), 1)],
+)
+def test_floats_are_compared_by_their_bits(scales, graphs):
+    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+    for scale in scales:
+        manager(layer, (x(), scale), {})
+    assert manager.num_graphs == graphs
+
+
+def test_tuples_are_compared_by_their_items():
+    class Padding(Layer):
+        def forward(self, x, sizes):
+            return torch.nn.functional.pad(x, sizes)
+
+    manager, layer = manager_of(RecordingRunner(), warmups=0), Padding()
+    widths = [manager(layer, (x(), (0, size)), {}).shape[1] for size in (1, 3, 1)]
+    assert widths == [5, 7, 5]
+    assert manager.num_graphs == 2
+
+
 def test_autocast_has_a_graph_of_its_own():
     manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
     manager(layer, (x(),), {})
@@ -185,6 +207,19 @@ def test_other_arguments_run_eagerly_with_one_warning(fresh_log, argument):
     assert "Takes runs without a graph: argument 1 is a" in record.getMessage()
 
 
+@pytest.mark.parametrize("register", ["full_backward_hook", "full_backward_pre_hook"])
+def test_layers_with_backward_hooks_run_eagerly_with_one_warning(fresh_log, register):
+    runner, layer, calls = RecordingRunner(), Layer(), []
+    manager = manager_of(runner, warmups=0)
+    getattr(layer, f"register_{register}")(lambda *_: calls.append(1))
+    for _ in range(2):
+        manager(layer, (x().requires_grad_(),), {}).sum().backward()
+    assert len(calls) == 2
+    assert runner.events == []
+    assert "backward hooks" in fresh_log.records[0].getMessage()
+    assert len(fresh_log.records) == 1
+
+
 def test_layers_with_forward_hooks_run_eagerly_with_one_warning(fresh_log):
     runner, layer = RecordingRunner(), Layer()
     manager = manager_of(runner, warmups=0)
@@ -233,13 +268,37 @@ def test_outputs_without_gradient_survive_the_next_call():
     assert (second == 2).all()
 
 
+def test_outputs_of_graphs_that_cannot_be_watched_survive_the_next_call():
+    memory = torch.zeros(2, 4)
+
+    class Plain:
+        def __call__(self, value, **_):
+            return memory.copy_(value)
+
+        def reset(self):
+            pass
+
+    class Foreign(EagerGraphRunner):
+        def capture(self, specs, **options):
+            return [Plain() for _ in specs]
+
+    manager, layer = manager_of(Foreign(), warmups=0), Layer()
+    first, second = (manager(layer, (x() * value,), {}) for value in (1.0, 2.0))
+    assert (first == 1).all()
+    assert (second == 2).all()
+
+
 def test_reset_starts_anew():
     runner, layer = RecordingRunner(), Layer()
     manager = manager_of(runner, warmups=1)
     for _ in range(2):
         manager(layer, (x(),), {})
+    [record] = manager._records[layer].values()
+    [graph] = record.graphs
     manager.reset()
     manager.reset()
+    with pytest.raises(GraphStateError, match="reset"):
+        graph(x())
     assert manager.num_graphs == 0
     manager(layer, (x(),), {})
     assert manager.num_graphs == 0

@@ -148,8 +148,59 @@ def test_hooks_of_the_module_run_on_its_own_entries():
 
 def test_a_hook_may_return_another_state_dict():
     root = WithEverything()
-    root._register_state_dict_hook(lambda module, state, prefix, metadata: {"only": module.own})
+    kept = {"only": root.own}
+    root._register_state_dict_hook(lambda module, state, prefix, metadata: kept)
     assert set(root.sharded_state_dict()) == {"only", "linear.weight", "linear.bias"}
+    assert kept.keys() == {"only"}
+
+
+def test_a_wrapper_that_hands_on_attributes_describes_itself():
+    class HandsOn(torch.nn.Module):
+        def __init__(self, module):
+            super().__init__()
+            self.module = module
+
+        def __getattr__(self, name):
+            try:
+                return super().__getattr__(name)
+            except AttributeError:
+                return getattr(super().__getattr__("module"), name)
+
+    root = MegatronModule(None)
+    root.wrapped = HandsOn(Split())
+    assert set(root.sharded_state_dict()) == {"wrapped.weight", "wrapped.bias"}
+
+
+def test_entries_keep_the_order_of_the_state_dict():
+    root = WithEverything()
+    root.first, root.split, root.last = torch.nn.Linear(1, 1), Split(), torch.nn.BatchNorm1d(2)
+    assert list(root.sharded_state_dict("p.")) == list(root.state_dict(prefix="p."))
+
+
+def test_a_prefix_does_not_turn_tensors_into_extra_state():
+    root = MegatronModule(None)
+    root.state = torch.nn.Parameter(torch.zeros(2))
+    assert type(root.sharded_state_dict("my_extra_")["my_extra_state"]) is ShardedTensor
+
+
+def test_the_state_dict_of_a_child_is_the_one_it_defines():
+    class Renaming(torch.nn.Linear):
+        def state_dict(self, *args, **kwargs):
+            return {f"{kwargs.get('prefix', '')}kernel": self.weight}
+
+    root = MegatronModule(None)
+    root.child = Renaming(2, 1)
+    assert set(root.sharded_state_dict("p.")) == {"p.child.kernel"}
+
+
+def test_neighbours_with_one_key_are_refused():
+    root = MegatronModule(None)
+    root.child = torch.nn.Linear(1, 1)
+    root.register_state_dict_post_hook(
+        lambda module, state, prefix, metadata: state.update({"child.weight": torch.zeros(1)})
+    )
+    with pytest.raises(ValueError, match=r"'p\.child\.weight'"):
+        root.sharded_state_dict("p.")
 
 
 def test_two_entries_with_one_key_are_refused():

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore.modules import LinearForLastLayer
+from mcore.modules import LinearForLastLayer, MegatronModule
 from mcore.parallel.process_groups import ProcessGroups, use_process_groups
 from rank_testing import run_ranks
 
@@ -234,6 +234,22 @@ def test_without_sequence_parallelism_there_is_no_collective():
 def gather_empty():
     head = LinearForLastLayer(3, 1, True, tp_group=dist.group.WORLD)
     return tuple(head(torch.empty(0, 1, 3))[0].shape)
+
+
+def copy_with_group():
+    group = dist.group.WORLD
+    model = MegatronModule(None)
+    model.head = LinearForLastLayer(3, 1, True, tp_group=group)
+    plain = model.plain = torch.nn.Identity()
+    plain.group = group
+    copied = copy.deepcopy(model)
+    alone = copy.deepcopy(model.head)
+    shared = copied.head.tp_group is copied.plain.group is alone.tp_group is group
+    return shared, marked(copied.head) and marked(alone), alone.weight is model.head.weight
+
+
+def test_copies_of_models_with_a_head_share_process_groups():
+    assert run_ranks(copy_with_group, 1) == [(True, True, False)]
 
 
 def test_empty_slices_are_gathered():

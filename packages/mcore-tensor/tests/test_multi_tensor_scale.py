@@ -103,7 +103,8 @@ def test_factors(factor):
     ("factor", "error"),
     [
         (1j, TypeError),
-        ("two", ValueError),
+        ("two", TypeError),
+        ("2.0", TypeError),
         (None, TypeError),
         (torch.tensor(1j), TypeError),
         (torch.ones(2), ValueError),

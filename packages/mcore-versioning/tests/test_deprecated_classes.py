@@ -191,6 +191,7 @@ def test_class_without_a_constructor() -> None:
         pass
 
     assert str(inspect.signature(Empty)) == "()"
+    assert Empty.__init__.__name__ == "__init__"
     instance, caught = _caught(lambda: Empty())
     assert type(instance) is Empty
     assert len(caught) == 1

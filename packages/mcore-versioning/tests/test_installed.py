@@ -208,10 +208,11 @@ def test_string_subclasses_and_versions_count_as_text(monkeypatch: pytest.Monkey
         assert type(v.get_torch_version()) is Version
 
 
+@pytest.mark.parametrize("attributes", [{}, {"__version__": ""}, {"__version__": 7}])
 def test_loaded_module_without_a_version_anywhere_is_absent(
-    monkeypatch: pytest.MonkeyPatch,
+    attributes: dict[str, object], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(**attributes))
     assert v.is_fa_min_version("0.0") is False
 
 

@@ -1,10 +1,10 @@
 """Megatron modules: configuration, precision, graphs, sharded state dicts and value heads."""
 
 from mcore.modules._version import __version__
-from mcore.modules.config import (
+from mcore.modules.config import TransformerConfig
+from mcore.modules.config_fields import (
     GraphConfigLike,
     ModuleConfigLike,
-    TransformerConfig,
     is_switched_on,
     read_field,
 )
@@ -52,8 +52,6 @@ from mcore.modules.inspection import (
     get_model_type,
     get_model_xattn,
     is_submodule,
-    register_model_wrapper,
-    unwrap_model,
 )
 from mcore.modules.mamba import (
     MambaInferenceStateConfig,
@@ -83,6 +81,7 @@ from mcore.modules.precision import (
 from mcore.modules.sharding import sharded_state_dict_of
 from mcore.modules.value_head import LinearForLastLayer
 from mcore.modules.value_head_hook import create_value_head_hook, make_value_model
+from mcore.modules.wrappers import register_model_wrapper, unwrap_model
 from mcore.parallel.checkpoint import (
     ensure_metadata_has_dp_cp_group,
     make_sharded_object_for_checkpoint,

@@ -16,7 +16,7 @@ class ConfigFieldError(AttributeError, ValueError):
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from mcore.modules import read_field
+        >>> from mcore.modules import ConfigFieldError, read_field
         >>> try:
         ...     read_field(SimpleNamespace(), "hidden_size")
         ... except ConfigFieldError as error:
@@ -30,7 +30,7 @@ class AttributeNotFoundError(RuntimeError):
 
     Example:
         >>> import torch
-        >>> from mcore.modules import get_attr_wrapped_model
+        >>> from mcore.modules import AttributeNotFoundError, get_attr_wrapped_model
         >>> try:
         ...     get_attr_wrapped_model(torch.nn.Identity(), "model_type")
         ... except AttributeNotFoundError as error:
@@ -43,7 +43,7 @@ class ModelListError(RuntimeError, TypeError):
     """A list or tuple of models was given where one model is expected.
 
     Example:
-        >>> from mcore.modules import get_model_config
+        >>> from mcore.modules import ModelListError, get_model_config
         >>> try:
         ...     get_model_config([])
         ... except ModelListError as error:

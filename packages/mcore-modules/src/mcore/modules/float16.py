@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.config_fields import is_switched_on, read_field
 from mcore.modules.errors import ConfigFieldError
 from mcore.modules.fp32_marks import (
     convert_module_to_dtype_except_fp32_marked,

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.modules.config import read_field
+from mcore.modules.config_fields import read_field
 from mcore.modules.errors import GraphStateError
 from mcore.modules.graphable import GraphableMegatronModule
 from mcore.modules.graphs.capturing import graph_capturing
@@ -16,8 +16,8 @@ from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpe
 from mcore.modules.graphs.local_manager import LocalGraphManager
 from mcore.modules.graphs.preserved import preserved_state
 from mcore.modules.graphs.resolve import resolve_graph_runner
-from mcore.modules.inspection import unwrap_model
 from mcore.modules.traversal import iter_modules
+from mcore.modules.wrappers import unwrap_model
 
 __all__ = [
     "capture_graphs",
@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 _logger = logging.getLogger(__name__)
-SampleInputs = Sequence[Mapping[str, torch.Tensor]]
+SampleInputs = Sequence[Mapping[str, "torch.Tensor | None"]]
 
 
 def capture_graphs(
@@ -55,8 +55,8 @@ def capture_graphs(
         runner: Captures the graphs. Default: the first layer's ``graph_runner``, else by
             configuration and device.
         sample_inputs: For each layer its inputs by name; ``hidden_states`` is the positional one.
-            Default: ``layer.get_layer_static_inputs(seq_length, micro_batch_size)``. Each graph
-            gets copies.
+            None counts as absent. Default:
+            ``layer.get_layer_static_inputs(seq_length, micro_batch_size)``. Each graph gets copies.
         num_warmup_iters: Eager runs before each capture. Default: the first layer's
             ``cuda_graph_warmup_steps``, else 3.
 
@@ -256,6 +256,7 @@ def _inputs_of(
     return {
         name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for name, tensor in sample_inputs[order].items()
+        if tensor is not None
     }
 
 
@@ -267,12 +268,11 @@ def _spec_of(
         raise ValueError(
             f"the sample inputs of layer {order} ({type(layer).__name__}) have no 'hidden_states'"
         )
-    kwargs = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     return GraphSpec(
         module=layer,
         fn=layer._te_cuda_graph_capture,
         args=(hidden_states,),
-        kwargs=kwargs,
+        kwargs={name: tensor for name, tensor in inputs.items() if tensor is not None},
         microbatch=slot,
         order=order,
     )

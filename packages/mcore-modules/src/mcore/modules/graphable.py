@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.config_fields import is_switched_on, read_field
 from mcore.modules.errors import GraphStateError
 from mcore.modules.graphs.capturing import is_graph_capturing
 from mcore.modules.graphs.contract import GraphedCallable, GraphRunner

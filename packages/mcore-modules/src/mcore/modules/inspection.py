@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import enum
-import sys
-from collections.abc import Iterator
 from typing import Any
 
 import torch
 
 from mcore.modules.errors import AttributeNotFoundError, ModelListError
 from mcore.modules.traversal import iter_modules
+from mcore.modules.wrappers import has_itself, iter_wrapped_models
 
 __all__ = [
     "ModelType",
@@ -20,23 +19,10 @@ __all__ = [
     "get_model_type",
     "get_model_xattn",
     "is_submodule",
-    "iter_wrapped_models",
-    "register_model_wrapper",
-    "unwrap_model",
 ]
 
-# Where the usual wrappers live, with the attribute that holds the model. A module that is not
-# imported has no instances, so none is imported for the question.
-_KNOWN_WRAPPERS = (
-    ("mcore.modules.float16", "Float16Module", "module"),
-    ("torch.nn.parallel", "DistributedDataParallel", "module"),
-    ("torch.nn.parallel", "DataParallel", "module"),
-    ("torch.distributed.fsdp", "FullyShardedDataParallel", "module"),
-    ("torch.optim.swa_utils", "AveragedModel", "module"),
-    ("torch._dynamo.eval_frame", "OptimizedModule", "_orig_mod"),
-)
+# Children of wrappers that hand on every attribute that they lack.
 _HANDING_ON = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
-_registered_wrappers: dict[type, str] = {}
 
 
 class ModelType(enum.Enum):
@@ -83,6 +69,8 @@ def get_attr_wrapped_model(
             f"got a {type(model).__name__} of {len(model)} where one model is expected, to find "
             f"{attr!r}; give its elements one by one"
         )
+    if model is None:
+        raise AttributeNotFoundError(f"the model is None and has no attribute {attr!r}; give one")
     visited = []
     for owner in iter_wrapped_models(model):
         visited.append(type(owner).__name__)
@@ -183,63 +171,6 @@ def get_model_config(model: Any) -> Any:
     return get_attr_wrapped_model(model, "config", allow_none=False)
 
 
-def register_model_wrapper(cls: type, attr: str = "module") -> None:
-    """Let :func:`unwrap_model` strip one more class by default.
-
-    Args:
-        cls: The wrapper class.
-        attr: The attribute of its instances that holds the model.
-
-    Raises:
-        TypeError: ``cls`` is no class.
-        ValueError: It is registered with another attribute already.
-
-    Example:
-        >>> class Wrapper:
-        ...     def __init__(self, inner):
-        ...         self.inner = inner
-        >>> register_model_wrapper(Wrapper, attr="inner")
-        >>> unwrap_model(Wrapper("model"))
-        'model'
-    """
-    if not isinstance(cls, type):
-        raise TypeError(f"cls is {cls!r}; give a class")
-    if _registered_wrappers.setdefault(cls, attr) != attr:
-        raise ValueError(
-            f"{cls.__name__} is registered with attribute {_registered_wrappers[cls]!r}, not "
-            f"{attr!r}; register it once"
-        )
-
-
-def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """Strip the wrappers off a model, or off each of a list or tuple of models.
-
-    Args:
-        model: A model, or a list or tuple of models.
-        module_instances: The class or classes to strip. Default: Float16Module,
-            DistributedDataParallel, FullyShardedDataParallel, DataParallel, AveragedModel, models
-            of torch.compile and what :func:`register_model_wrapper` added. ``()`` strips nothing.
-
-    Returns:
-        A list for a list, a tuple for a tuple, else one model.
-
-    Raises:
-        RuntimeError: A wrapper contains itself.
-
-    Example:
-        >>> import torch
-        >>> inner = torch.nn.Linear(3, 1)
-        >>> unwrap_model([torch.nn.DataParallel(inner), inner]) == [inner, inner]
-        True
-    """
-    wrappers = _default_wrappers()
-    classes = tuple(wrappers) if module_instances is None else module_instances
-    if isinstance(model, (list, tuple)):
-        unwrapped = [_unwrap(one, classes, wrappers) for one in model]
-        return tuple(unwrapped) if isinstance(model, tuple) else unwrapped
-    return _unwrap(model, classes, wrappers)
-
-
 def is_submodule(
     module: torch.nn.Module, parent_module: torch.nn.Module, strict: bool = True
 ) -> bool:
@@ -264,74 +195,9 @@ def is_submodule(
     return any(module is below for below in iter_modules(parent_module))
 
 
-def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
-    visited = set()
-    while isinstance(model, classes):
-        if id(model) in visited:
-            raise RuntimeError(f"a {type(model).__name__} wraps itself; it holds no model")
-        visited.add(id(model))
-        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
-        model = getattr(model, attr)
-    return model
-
-
-def _default_wrappers() -> dict[type, str]:
-    known = {
-        getattr(sys.modules[module], name): attr
-        for module, name, attr in _KNOWN_WRAPPERS
-        if hasattr(sys.modules.get(module), name)
-    }
-    return known | _registered_wrappers
-
-
-def iter_wrapped_models(model: Any) -> Iterator[Any]:
-    """Yield a model, the model inside it, and so on.
-
-    Args:
-        model: One model, wrapped or not.
-
-    Yields:
-        The model, then what its ``module`` (``_orig_mod`` for a model of torch.compile) is.
-
-    Raises:
-        RuntimeError: A wrapper contains itself.
-
-    Example:
-        >>> import torch
-        >>> inner = torch.nn.Linear(3, 1)
-        >>> list(iter_wrapped_models(torch.nn.DataParallel(inner)))[-1] is inner
-        True
-    """
-    visited: dict[int, Any] = {}
-    while model is not None:
-        if id(model) in visited:
-            raise RuntimeError(
-                f"a {type(model).__name__} contains itself through its attribute 'module'; remove "
-                "the cycle"
-            )
-        visited[id(model)] = model
-        yield model
-        model = _inner_model(model)
-
-
-def _inner_model(model: Any) -> Any:
-    for attr in ("module", "_orig_mod"):
-        if _has_itself(model, attr):
-            return getattr(model, attr)
-    return None
-
-
 def _has(owner: Any, attr: str) -> bool:
-    if _has_itself(owner, attr):
+    if has_itself(owner, attr):
         return True
     # These hand on every attribute that they lack, so the owner is the model inside.
     hands_on = isinstance(owner, torch.nn.Module) and not _HANDING_ON.isdisjoint(owner._modules)
     return not hands_on and hasattr(owner, attr)
-
-
-def _has_itself(owner: Any, attr: str) -> bool:
-    """Whether an object has an attribute without asking a ``__getattr__`` of its own."""
-    if not isinstance(owner, torch.nn.Module):
-        return hasattr(owner, attr)
-    places = (vars(owner), owner._parameters, owner._buffers, owner._modules)
-    return any(attr in place for place in places) or hasattr(type(owner), attr)

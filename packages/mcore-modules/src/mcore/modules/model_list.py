@@ -7,14 +7,10 @@ from typing import Any, TypeAlias
 
 from mcore.modules.module import MegatronModule
 
-__all__ = ["ModelHook", "ModelList", "ensure_model_list", "is_data_parallel_wrapper"]
+__all__ = ["ModelHook", "ModelList", "ensure_model_list"]
 
 ModelList: TypeAlias = list[MegatronModule]
 ModelHook: TypeAlias = Callable[[ModelList], "ModelList | None"]
-
-_DATA_PARALLEL_NAMES = frozenset(
-    {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
-)
 
 
 def ensure_model_list(model: Any) -> ModelList:
@@ -42,22 +38,3 @@ def ensure_model_list(model: Any) -> ModelList:
 
 # The documented name.
 _ensure_model_list = ensure_model_list
-
-
-def is_data_parallel_wrapper(model: object) -> bool:
-    """Return whether a model is wrapped for data parallelism, by torch or by Megatron-LM.
-
-    Decided by the names of the classes, so that none has to be imported.
-
-    Args:
-        model: A model.
-
-    Returns:
-        True or False.
-
-    Example:
-        >>> import torch
-        >>> is_data_parallel_wrapper(torch.nn.DataParallel(torch.nn.Identity()))
-        True
-    """
-    return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from typing import Any, TypeVar, get_args
 
 import torch
-import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
+from mcore.modules.config import SymmetricAllReduce
+from mcore.modules.config_fields import is_switched_on, read_field
+from mcore.modules.copies import copy_sharing_groups
 from mcore.modules.sharding import sharded_state_dict_of
 from mcore.modules.traversal import has_attribute, iter_modules
-from mcore.parallel.process_groups import ProcessGroups
 
 __all__ = ["MegatronModule"]
 
@@ -29,8 +27,8 @@ class MegatronModule(torch.nn.Module):
     pipeline stage), ``pg_collection`` (its ProcessGroups), ``tp_group`` (its tensor-parallel
     group).
 
-    ``copy.deepcopy`` copies parameters, buffers and configuration and shares process groups, which
-    cannot be copied.
+    ``copy.deepcopy`` copies parameters, buffers and configuration and shares process groups, those
+    of the modules below too, which cannot be copied.
 
     Args:
         config: Any configuration object, usually a :class:`TransformerConfig`; stored as it is.
@@ -172,12 +170,4 @@ class MegatronModule(torch.nn.Module):
         """
 
     def __deepcopy__(self: _Self, memo: dict[int, Any]) -> _Self:
-        for value in vars(self).values():
-            if isinstance(value, (dist.ProcessGroup, DeviceMesh, ProcessGroups)):
-                memo[id(value)] = value
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        # What object's reduce gives as state on every Python version, __getstate__ honoured.
-        state = copy.deepcopy(self.__reduce_ex__(4)[2], memo)
-        copied.__setstate__(state)  # type: ignore[no-untyped-call]
-        return copied
+        return copy_sharing_groups(self, memo)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 
-from mcore.modules.traversal import iter_modules
+from mcore.modules.traversal import attribute_or_none, iter_modules
 from mcore.parallel.checkpoint import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
@@ -37,6 +37,9 @@ class _OneRank:
 
     def __repr__(self) -> str:
         return "one rank"
+
+
+_ONE_RANK = _OneRank()
 
 
 def sharded_state_dict_of(
@@ -108,10 +111,10 @@ def with_resolved_groups(
         raise TypeError(f"metadata is a {type(metadata).__name__}; give a dict or None")
     resolved = dict(metadata or {})
     default = get_default_process_groups()
-    own = getattr(module, "pg_collection", None)
+    own = attribute_or_none(module, "pg_collection")
     tp = _first_group(
         tp_group,
-        getattr(module, "tp_group", None),
+        attribute_or_none(module, "tp_group"),
         getattr(own, "tp", None),
         resolved.get("tp_group"),
         getattr(default, "tp", None),
@@ -119,23 +122,26 @@ def with_resolved_groups(
     dp_cp = _first_group(
         resolved.get("dp_cp_group"), getattr(own, "dp_cp", None), getattr(default, "dp_cp", None)
     )
-    resolved["tp_group"] = _OneRank() if tp is None else tp
+    resolved["tp_group"] = _ONE_RANK if tp is None else tp
     resolved["dp_cp_group"] = _data_parallel_group_beside(tp) if dp_cp is None else dp_cp
     return resolved
 
 
 def _first_group(*candidates: Any) -> Any:
-    return next((group for group in candidates if group is not None), None)
+    for group in candidates:
+        if group is not None:
+            return group
+    return None
 
 
 def _data_parallel_group_beside(tp_group: Any) -> Any:
     if not (dist.is_available() and dist.is_initialized()):
-        return _OneRank()
+        return _ONE_RANK
     tp_size = get_pg_size(tp_group)
     if tp_size == 1:
         return dist.group.WORLD
     if tp_size == dist.get_world_size():
-        return _OneRank()
+        return _ONE_RANK
     raise ValueError(
         f"with {tp_size} of {dist.get_world_size()} ranks tensor-parallel and no data-parallel "
         "group given, two ranks would both write a tensor; give metadata['dp_cp_group'] or a "
@@ -145,6 +151,8 @@ def _data_parallel_group_beside(tp_group: Any) -> Any:
 
 def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
     checked = tuple(tuple(offset) for offset in offsets)
+    if not checked:
+        return ()
     if any(len(offset) != 3 or any(type(n) is not int for n in offset) for offset in checked):
         raise TypeError(
             f"sharded_offsets is {offsets!r}; give triples of ints (axis, index, count)"
@@ -167,31 +175,43 @@ def _entries(
     module: torch.nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]
 ) -> Entries:
     entries: Entries = {}
-    own = make_sharded_tensors_for_checkpoint(
-        _own_state(module),
-        prefix,
-        sharded_offsets=tuple(offsets),
-        tp_group=metadata["tp_group"],
-        dp_cp_group=metadata["dp_cp_group"],
-    )
-    _merge(entries, own)
+    # Tensors of neighbouring modules wait here, so that one call describes them all.
+    replicated = dict(_own_state(module))
     # named_children() would drop the second name of a shared child.
     for name, child in module._modules.items():
-        if child is not None:
-            _merge(entries, _child_entries(child, f"{prefix}{name}.", offsets, metadata))
+        if child is None:
+            continue
+        if _describes_itself(child):
+            described = sharded_state_dict_default(
+                child, f"{prefix}{name}.", offsets, metadata, tp_group=metadata["tp_group"]
+            )
+        elif child._modules and any(map(_describes_itself, iter_modules(child))):
+            described = _entries(child, f"{prefix}{name}.", offsets, metadata)
+        else:
+            state = child.state_dict(keep_vars=True)
+            _merge(replicated, {f"{name}.{key}": value for key, value in state.items()}, prefix)
+            continue
+        if replicated:
+            _merge(entries, _replicated_entries(replicated, prefix, offsets, metadata))
+            replicated = {}
+        _merge(entries, described)
+    _merge(entries, _replicated_entries(replicated, prefix, offsets, metadata))
     return entries
 
 
-def _child_entries(
-    child: torch.nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]
+def _describes_itself(module: torch.nn.Module) -> bool:
+    return callable(attribute_or_none(module, "sharded_state_dict"))
+
+
+def _replicated_entries(
+    state: dict[str, Any], prefix: str, offsets: Offsets, metadata: dict[str, Any]
 ) -> Entries:
-    describes_itself = callable(getattr(child, "sharded_state_dict", None))
-    if not describes_itself and any(
-        callable(getattr(module, "sharded_state_dict", None)) for module in iter_modules(child)
-    ):
-        return _entries(child, prefix, offsets, metadata)
-    entries: Entries = sharded_state_dict_default(
-        child, prefix, tuple(offsets), metadata, tp_group=metadata["tp_group"]
+    entries: Entries = make_sharded_tensors_for_checkpoint(
+        state,
+        prefix,
+        sharded_offsets=offsets,
+        tp_group=metadata["tp_group"],
+        dp_cp_group=metadata["dp_cp_group"],
     )
     return entries
 
@@ -210,10 +230,10 @@ def _own_state(module: torch.nn.Module) -> dict[str, Any]:
     return own  # type: ignore[no-any-return]
 
 
-def _merge(entries: Entries, more: Entries) -> None:
-    for key, entry in more.items():
-        if key in entries:
-            raise ValueError(
-                f"two entries have the key {key!r}; give one of the modules another prefix"
-            )
-        entries[key] = entry
+def _merge(entries: Entries, more: Entries, prefix: str = "") -> None:
+    if not entries.keys().isdisjoint(more):
+        key = prefix + next(key for key in more if key in entries)
+        raise ValueError(
+            f"two entries have the key {key!r}; give one of the modules another prefix"
+        )
+    entries.update(more)

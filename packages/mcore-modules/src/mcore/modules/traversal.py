@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 
-__all__ = ["has_attribute", "iter_modules"]
+__all__ = ["attribute_or_none", "has_attribute", "iter_modules"]
 
 
 def iter_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -39,7 +40,7 @@ def iter_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
             pending.extend(child for child in reversed(children.values()) if child is not None)
 
 
-def has_attribute(module: torch.nn.Module, name: str) -> bool:
+def has_attribute(module: object, name: str) -> bool:
     """Return whether a module has a plain attribute or its class has one, such as a property.
 
     Much faster than ``hasattr`` for an attribute that is missing, which most modules of a model
@@ -58,3 +59,28 @@ def has_attribute(module: torch.nn.Module, name: str) -> bool:
         (True, False)
     """
     return name in module.__dict__ or hasattr(type(module), name)
+
+
+def attribute_or_none(module: object, name: str) -> Any:
+    """Return an attribute, or None where there is none.
+
+    Much faster than ``getattr`` for an attribute that is missing on a torch module. Parameters,
+    buffers and children do not count; what a ``__getattr__`` of the module's own class makes up
+    does.
+
+    Args:
+        module: A module, or any other object.
+        name: The attribute.
+
+    Returns:
+        Its value.
+
+    Example:
+        >>> linear = torch.nn.Linear(2, 1)
+        >>> attribute_or_none(linear, "in_features"), attribute_or_none(linear, "tp_group")
+        (2, None)
+    """
+    getattr_is_torchs = getattr(type(module), "__getattr__", None) is torch.nn.Module.__getattr__
+    if getattr_is_torchs and not has_attribute(module, name):
+        return None
+    return getattr(module, name, None)

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+from mcore.modules.copies import copy_sharing_groups
 from mcore.parallel.groups import (
     comm_device,
     get_pg_size,
@@ -153,6 +154,9 @@ class LinearForLastLayer(torch.nn.Linear):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         self._stamp()
         return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> LinearForLastLayer:
+        return copy_sharing_groups(self, memo)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from numbers import Integral
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore.modules.inspection import find_in_wrapped_models, iter_wrapped_models, unwrap_model
-from mcore.modules.model_list import ModelList, ensure_model_list, is_data_parallel_wrapper
+from mcore.modules.inspection import find_in_wrapped_models
+from mcore.modules.model_list import ModelList, ensure_model_list
 from mcore.modules.module_parallelism import _register_linear_for_last_layer_mapping
 from mcore.modules.value_head import LinearForLastLayer
+from mcore.modules.wrappers import is_data_parallel_wrapper, iter_wrapped_models, unwrap_model
 from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
 from mcore.parallel.process_groups import get_default_process_groups
 
@@ -57,7 +59,7 @@ def create_value_head_hook(
         ValueError where the number of chunks does not fit or the path leads nowhere.
 
     Raises:
-        ValueError: A size is below 1.
+        ValueError: A size is no whole number >= 1.
 
     Example:
         >>> from types import SimpleNamespace
@@ -67,8 +69,8 @@ def create_value_head_hook(
         (True, 1)
     """
     for name, size in (("hidden_size", hidden_size), ("output_size", output_size)):
-        if size < 1:
-            raise ValueError(f"{name} is {size}; give at least 1")
+        if not isinstance(size, Integral) or size < 1:
+            raise ValueError(f"{name} is {size!r}; give a whole number >= 1")
     _register_linear_for_last_layer_mapping()
 
     def hook(model: Any) -> ModelList:

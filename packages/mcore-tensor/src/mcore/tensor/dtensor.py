@@ -28,6 +28,9 @@ __all__ = [
 
 T = TypeVar("T")
 
+# What nearly all tensors are, told apart without a look at the imported modules.
+_PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
+
 
 def _is_instance_if_imported(value: object, module: str, name: str) -> bool:
     imported = sys.modules.get(module)
@@ -48,6 +51,8 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
         >>> is_dtensor(torch.ones(2))
         False
     """
+    if type(value) in _PLAIN_TYPES:
+        return False
     return _is_instance_if_imported(value, "torch.distributed.tensor", "DTensor")
 
 

@@ -221,6 +221,8 @@ def _checked_scale(scale: float | Tensor) -> float | Tensor:
             raise TypeError(f"scale must be real, got a tensor of {scale.dtype}")
         return scale
     try:
+        if isinstance(scale, (str, bytes)):
+            raise TypeError("text is no number, although float() reads it")
         return float(scale)
     except TypeError as error:
         raise TypeError(

@@ -17,6 +17,13 @@ from contextvars import ContextVar
 from functools import wraps
 from typing import Any
 
+__all__ = [
+    "ENABLE_EXPERIMENTAL",
+    "experimental_enabled",
+    "is_experimental_enabled",
+    "set_experimental_flag",
+]
+
 ENABLE_EXPERIMENTAL: bool = False
 """Whether experimental code may run; read at every call, and anything but `True` means no."""
 

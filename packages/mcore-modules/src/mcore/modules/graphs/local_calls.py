@@ -79,6 +79,8 @@ _SLOT = object()
 def _key_of(place: str, value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return signature_of(value)
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # 0.0 equals -0.0, and nan not even itself
     if isinstance(value, _CONSTANTS):
         return type(value), value
     if type(value) is tuple:

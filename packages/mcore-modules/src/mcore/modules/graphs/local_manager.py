@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from mcore.modules.config import read_field
+from mcore.modules.config_fields import read_field
 from mcore.modules.errors import GraphStateError
 from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing
 from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpec
@@ -43,7 +43,7 @@ class LocalGraphManager:
 
     Calls run eagerly, through the module's hooks, in evaluation, without gradients and while other
     graphs are captured; also, with one logged warning, when an argument is neither a tensor nor a
-    constant or when the module has forward hooks, which a graph would leave out.
+    constant or when the module has hooks, which a graph would leave out.
 
     Args:
         config: ``cuda_graph_warmup_steps`` is read from it at each call, 3 if it is missing.
@@ -160,6 +160,9 @@ def _graphable_call(
 ) -> LocalCall | None:
     if module._forward_hooks or module._forward_pre_hooks:
         _log_eager(type(module).__name__, "it has forward hooks")
+        return None
+    if module._backward_hooks or module._backward_pre_hooks:
+        _log_eager(type(module).__name__, "it has backward hooks")
         return None
     try:
         return LocalCall(args, kwargs)

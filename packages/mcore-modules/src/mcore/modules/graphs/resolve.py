@@ -7,7 +7,7 @@ import logging
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.config_fields import is_switched_on, read_field
 from mcore.modules.graphs.contract import GraphRunner
 from mcore.modules.graphs.eager import EagerGraphRunner
 from mcore.modules.graphs.te_runner import TEGraphRunner
