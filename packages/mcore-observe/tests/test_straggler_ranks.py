@@ -10,12 +10,17 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import StragglerDetector
-from mcore.parallel.torch_compat import all_gather_single
 from rank_testing import RankFailure, run_ranks
 
 LOGGER = "mcore.observe.straggler"
 MS = 1_000_000
 NAN = math.nan
+COLLECTIVES = [
+    name
+    for name in dir(dist)
+    if name.startswith(("all_", "broadcast", "barrier", "gather", "reduce", "scatter", "send"))
+    and callable(getattr(dist, name))
+]
 
 
 class Records(logging.Handler):
@@ -252,13 +257,15 @@ def test_groups_report_on_their_own():
 def counted_collectives():
     calls = []
 
-    def counted(output, *args, **kwargs):
-        calls.append(output.dtype)
-        return all_gather_single(output, *args, **kwargs)
+    def counted(collective):
+        def call(*args, **kwargs):
+            calls.append(args[0].dtype)
+            return collective(*args, **kwargs)
 
-    import mcore.observe.straggler.exchange as exchange
+        return call
 
-    exchange.all_gather_single = counted
+    for name in COLLECTIVES:
+        setattr(dist, name, counted(getattr(dist, name)))
     detector = configured(sections=["a"], mmcnt=2)
     waits = []
     detector._ranges.take = lambda take=detector._ranges.take: waits.append(1) or take()
@@ -277,6 +284,31 @@ def test_one_collective_a_report():
         assert counts[0] == [torch.uint8, torch.float64]
         assert counts[1:] == [[torch.float64]] * 3
         assert num_waits == 2
+
+
+def both_ways_to_gather():
+    """What gloo ranks hear directly, and through the all-gather that other backends use."""
+    detector = configured(sections=["a"])
+    heard = []
+    for has_gloo in (True, False):
+        assert detector._reporter._exchange._has_gloo
+        detector._reporter._exchange._has_gloo = has_gloo
+        spend(detector, 10 + detector.my_rank)
+        spend(detector, 2, detector.section("a"))
+        detector.report(1e12, 10)
+        report = detector.last_report.to_dict()
+        report.pop("unix_time")
+        heard.append(report)
+        detector._reporter._exchange._has_gloo = True
+    return heard
+
+
+def test_all_gather_and_all_to_all_say_the_same():
+    results = run_ranks(both_ways_to_gather, 3)
+    first = results[0][0]
+    assert first["metrics"]["elapsed_ms"] == [1.0, 1.1, 1.2]
+    assert first["sections"]["a"][2]["sum_ms"] == 2.0
+    assert all(report == first for heard in results for report in heard)
 
 
 def extremes_of_two():

@@ -7,13 +7,14 @@ import statistics
 import pytest
 import torch
 
+import mcore.observe.straggler.gathered_rows as gathered_rows
 from mcore.observe import Outlier, SectionStats, StragglerReport
 from mcore.observe.straggler.column_statistics import extremes, finite_part, median, spread_of
 from mcore.observe.straggler.gathered_report import GatheredReport, straggler_data
+from mcore.observe.straggler.gathered_rows import GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.report_lines import report_lines
-from mcore.observe.straggler.reporting import Said
-from mcore.observe.straggler.rows import RowHeader, encode_row, etpt_tf, row_length
+from mcore.observe.straggler.rows import ENABLED, RowHeader, encode_row, etpt_tf, row_length
 from mcore.observe.straggler.scores import BestMedians
 from mcore.observe.straggler.sections import section_hash
 
@@ -39,11 +40,9 @@ def rows_of(metrics, names=NAMES, stats=None, **header):
 def report_of(rows, names=NAMES, ranks=None, best=None, rule=None, **kwargs):
     ranks = ranks or tuple(range(len(rows)))
     return GatheredReport(
-        rows,
+        GatheredRows(rows, ranks, torch.tensor(ranks)),
         unix_time=1.7e9,
         hosts=tuple(f"node{rank // 2}" for rank in ranks),
-        ranks=ranks,
-        rank_ids=torch.tensor(ranks),
         names=names,
         best=best or BestMedians(),
         rule=rule or OutlierRule(),
@@ -325,8 +324,18 @@ def test_gathered_report_is_the_report_of_its_fields():
 def test_disagreement_on_the_state_is_found():
     rows = rows_of([(1.0, *(NAN,) * 6)] * 3)
     rows[1, 2] = 0.0
-    said = Said(rows, (2, 0, 1))
-    assert (said.is_on, said.has_interval, said.ranks_that_differ()) == (False, False, [2, 1])
+    said = GatheredRows(rows, (2, 0, 1), torch.tensor([2, 0, 1]))
+    assert (said.is_on, said.has_interval) == (False, False)
+    assert said.ranks_unlike(ENABLED) == [2, 1]
+
+
+@pytest.mark.parametrize(("interval", "has_interval"), [(10.0, True), (0.0, False), (NAN, False)])
+def test_rank_0_says_whether_there_is_an_interval(interval, has_interval):
+    rows = rows_of([(1.0, *(NAN,) * 6)] * 2)
+    rows[1, 12] = interval
+    said = GatheredRows(rows, (1, 0), torch.tensor([1, 0]))
+    assert (said.is_on, said.has_interval) == (True, has_interval)
+    assert said.log_interval == (10 if has_interval else 0)
 
 
 def synthetic(world):
@@ -374,6 +383,32 @@ def test_many_ranks_against_a_plain_loop():
     assert LINE.fullmatch(first)
     lowest = sorted((value, rank) for rank, value in enumerate(metrics[6]))[:3]
     assert bottom.endswith(" ".join(f"{value:.2f}/{rank}," for value, rank in lowest))
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 20])
+@pytest.mark.parametrize("seed", range(4))
+def test_few_ranks_are_reported_like_many(world, seed, monkeypatch):
+    """Lists and tensors give the same report, whatever is missing, equal or out of order."""
+    names, best = ("compute", "data", "attention"), (BestMedians(), BestMedians())
+    random.seed(world * 10 + seed)
+    ranks = tuple(random.sample(range(world), world))
+    for _ in range(3):
+        values = [0.0, 10.0, 10.0, 10.5, 40.0, 1e300, NAN, math.inf]
+        stats = [
+            {kind: SectionStats(1, 1.0, random.choice(values[:5]), 1.0) for kind in (0, 1, 2)}
+            for _ in ranks
+        ]
+        rows = rows_of([random.choices(values, k=7) for _ in ranks], names, stats)
+        reports = []
+        for few_numbers, best_of_kind in zip((10**6, 0), best, strict=True):
+            monkeypatch.setattr(gathered_rows, "FEW_NUMBERS", few_numbers)
+            reports.append(report_of(rows, names, ranks, best_of_kind))
+        assert reports[0]._rows.lists is not None
+        assert reports[1]._rows.lists is None
+        listed, tensors = (report.to_json() for report in reports)
+        assert listed == tensors
+        assert str(straggler_data(reports[0])) == str(straggler_data(reports[1]))
+        assert report_lines(reports[0], num_ranks=2) == report_lines(reports[1], num_ranks=2)
 
 
 def test_what_nobody_reads_is_not_made():

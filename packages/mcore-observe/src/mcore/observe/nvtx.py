@@ -126,10 +126,11 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
                 msg = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
             except KeyError:
                 msg = _nvtx_range_get_func_path()
-        message = msg if suffix is None else f"{msg}.{suffix}"
-        stack = _thread.stack
-        if not stack.close(message) and _nvtx_enabled:
-            _raise_wrong_pop(message, stack.messages)
+        # No more variables than that: each one makes a call cost more while off, too.
+        if suffix is not None:
+            msg = f"{msg}.{suffix}"
+        if not _thread.stack.close(msg) and _nvtx_enabled:
+            _raise_wrong_pop(msg, _thread.stack.messages)
         if not _nvtx_enabled:
             _note_open_ranges()
 

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import math
-from typing import TypeAlias
 
 import torch
 
-__all__ = ["extremes", "finite_part", "least_spread", "median", "spread_of"]
+from mcore.observe.straggler.ranked_values import NOBODY, Extremes
+
+__all__ = ["extremes", "finite_part", "least_spread", "median", "robust_spread", "spread_of"]
 
 # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.
 _MAD_TO_SIGMA = 1.4826
 # Below 1 % of the median, differences count as noise.
 _MIN_RELATIVE_SPREAD = 0.01
-
-_Ranked: TypeAlias = "tuple[float, int]"
-_NOBODY: _Ranked = (math.nan, -1)
 
 
 def median(values: torch.Tensor) -> float:
@@ -41,11 +39,7 @@ def median(values: torch.Tensor) -> float:
 
 
 def spread_of(values: torch.Tensor, center: float) -> float:
-    """Return a standard deviation that outliers do not inflate.
-
-    The robust z of a value is its distance from the median in units of it. With ``m`` the median
-    and ``mad`` the median of ``|x - m|``, it is ``max(1.4826 * mad, 0.01 * |m|)`` (Iglewicz and
-    Hoaglin, How to Detect and Handle Outliers, 1993, with a floor).
+    """Return the robust spread of values around their median.
 
     Args:
         values: ``[n]``, finite.
@@ -58,7 +52,26 @@ def spread_of(values: torch.Tensor, center: float) -> float:
         >>> spread_of(torch.tensor([100.0, 101.0, 99.0, 100.0, 150.0]), center=100.0)
         1.4826
     """
-    mad = median((values - center).abs_())
+    return robust_spread(center, median((values - center).abs_()))
+
+
+def robust_spread(center: float, mad: float) -> float:
+    """Return a standard deviation that outliers do not inflate.
+
+    The robust z of a value is its distance from the median in units of it (Iglewicz and Hoaglin,
+    How to Detect and Handle Outliers, 1993, with a floor).
+
+    Args:
+        center: The median ``m``.
+        mad: The median of ``|x - m|``.
+
+    Returns:
+        ``max(1.4826 * mad, 0.01 * |m|)``, in the unit of the values.
+
+    Example:
+        >>> robust_spread(100.0, mad=1.0)
+        1.4826
+    """
     return max(_MAD_TO_SIGMA * mad, least_spread(center))
 
 
@@ -82,7 +95,7 @@ def finite_part(values: torch.Tensor) -> torch.Tensor:
     return values if _is_finite(values) else values[values.isfinite()]
 
 
-def extremes(rows: torch.Tensor, ranks: torch.Tensor) -> list[tuple[_Ranked, _Ranked]]:
+def extremes(rows: torch.Tensor, ranks: torch.Tensor) -> list[Extremes]:
     """Find the smallest and the largest value of each row, and the lowest rank that has each.
 
     Args:
@@ -105,14 +118,14 @@ def extremes(rows: torch.Tensor, ranks: torch.Tensor) -> list[tuple[_Ranked, _Ra
         low, high = rows.where(is_finite, torch.inf), rows.where(is_finite, -torch.inf)
     # Of equal values argmin and argmax take the first one.
     return [
-        (smallest, largest) if math.isfinite(smallest[0]) else (_NOBODY, _NOBODY)
+        (smallest, largest) if math.isfinite(smallest[0]) else NOBODY
         for smallest, largest in zip(
             _at(low, low.argmin(dim=1), ranks), _at(high, high.argmax(dim=1), ranks), strict=True
         )
     ]
 
 
-def _at(rows: torch.Tensor, columns: torch.Tensor, ranks: torch.Tensor) -> list[_Ranked]:
+def _at(rows: torch.Tensor, columns: torch.Tensor, ranks: torch.Tensor) -> list[tuple[float, int]]:
     values = rows.gather(1, columns.unsqueeze(1)).flatten().tolist()
     return list(zip(values, ranks[columns].tolist(), strict=True))
 

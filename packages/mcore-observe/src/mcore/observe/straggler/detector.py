@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, ClassVar, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
@@ -16,13 +13,13 @@ from mcore.observe.straggler.controller_state import ControllerState
 from mcore.observe.straggler.event_ranges import make_ranges
 from mcore.observe.straggler.exchange import Exchange
 from mcore.observe.straggler.gathered_report import straggler_data
+from mcore.observe.straggler.gathered_rows import GatheredRows
 from mcore.observe.straggler.listener import Listener
 from mcore.observe.straggler.outliers import OutlierRule
-from mcore.observe.straggler.range_switch import RangeSwitch
 from mcore.observe.straggler.ranked_values import _StragglerData
 from mcore.observe.straggler.report import StragglerReport
-from mcore.observe.straggler.reporting import UNKNOWN_METRICS, Reporter, Said
-from mcore.observe.straggler.section_timer import SectionTimers
+from mcore.observe.straggler.reporting import UNKNOWN_METRICS, Reporter
+from mcore.observe.straggler.section_switch import SectionSwitch
 from mcore.observe.straggler.settings import Settings, chosen_device
 from mcore.observe.straggler.telemetry import guarded, telemetry_of
 from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
@@ -34,11 +31,8 @@ __all__ = ["StragglerDetector", "__straggler__"]
 
 logger = logging.getLogger("mcore.observe.straggler")
 
-_P = ParamSpec("_P")
-_R = TypeVar("_R")
 
-
-class StragglerDetector(RangeSwitch):
+class StragglerDetector(SectionSwitch):
     """Times chosen ranges on every rank and compares the ranks at each log interval.
 
     There is one in a process: constructing it again gives the same object, unchanged. It does
@@ -169,7 +163,7 @@ class StragglerDetector(RangeSwitch):
         self.world, self.rank, self.dev = world, rank, exchange.device
         self.mmcnt, self.amp, self.port = settings.mmcnt, amp, port
         self._reporter = Reporter(settings, exchange, read)
-        self._timers = SectionTimers(self, settings.names)
+        self._use_sections(settings.names)
         self._state = ControllerState(rank=rank, world_size=world, enabled=enabled)
         self._use_ranges(ranges)
         self._set_enabled(enabled)
@@ -221,45 +215,6 @@ class StragglerDetector(RangeSwitch):
     def skipped_capture(self) -> int:
         """Ranges that were not timed, since a graph was being captured."""
         return self._ranges.skipped_capture
-
-    def section(self, name: str) -> AbstractContextManager[None]:
-        """Time the body of a with statement under a name.
-
-        Args:
-            name: One of the ``sections`` given to :meth:`configure`, which all ranks compare. Any
-                other is timed for ``local_sections`` of this rank's report, with one warning.
-
-        Returns:
-            A context manager; it does nothing while off.
-
-        Raises:
-            ValueError: An empty name.
-        """
-        return nullcontext() if self._reporter is None else self._timers[name]
-
-    def wrap(self, fn: Callable[_P, _R], name: str) -> Callable[_P, _R]:
-        """Make a function whose calls are timed as a section.
-
-        Args:
-            fn: A function.
-            name: The section, as for :meth:`section`.
-
-        Returns:
-            A function with the same signature.
-
-        Raises:
-            TypeError: ``fn`` is a coroutine function or a generator: ranges follow the calls of a
-                thread, which those leave before they end.
-        """
-        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
-            raise TypeError(f"wrap() got {fn!r}, which suspends; use section() around plain calls")
-
-        @functools.wraps(fn)
-        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self.section(name):
-                return fn(*args, **kwargs)
-
-        return timed
 
     def elapsed(self) -> tuple[float, float, int, int, int, int]:
         """Return what was timed since the last call or report, and start anew.
@@ -319,12 +274,12 @@ class StragglerDetector(RangeSwitch):
         )
         report = None
         if said.has_interval:
-            report = self._reporter.new_report(said, self._timers.local_stats(stats))
+            report = self._reporter.new_report(said, self._local_stats(stats))
         has_logged = self.rank == 0 and report is not None and self._reporter.log(report)
         self._apply(said, report)
         return has_logged
 
-    def _apply(self, said: Said, report: StragglerReport | None) -> None:
+    def _apply(self, said: GatheredRows, report: StragglerReport | None) -> None:
         """Take the state that rank 0 wants; no communication."""
         if self.rank == 0 and self._reporter is not None:
             self._reporter.log_switch(said)
@@ -369,7 +324,7 @@ class StragglerDetector(RangeSwitch):
         self.dev = torch.device("cpu")
         self._reporter = None
         self._listener = None
-        self._timers = SectionTimers(self, ())
+        self._use_sections(None)
         self._state = ControllerState(rank=0, world_size=0, enabled=False)
 
     def _check_toggle(self) -> None:

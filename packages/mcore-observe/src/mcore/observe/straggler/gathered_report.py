@@ -1,43 +1,47 @@
-"""A report over the gathered rows; what costs a Python object for each rank is made when read."""
+"""A report over the gathered rows; what nobody asks for is not worked out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cached_property
 
-import torch
-
-from mcore.observe.straggler.column_statistics import extremes
-from mcore.observe.straggler.outliers import Outlier, OutlierRule, outliers_of
-from mcore.observe.straggler.ranked_values import _StragglerData, _ValueWithRank
+from mcore.observe.straggler.few_ranks import ListedMedians, ListedMetrics
+from mcore.observe.straggler.gathered_rows import GatheredRows
+from mcore.observe.straggler.many_ranks import TensorMedians, TensorMetrics
+from mcore.observe.straggler.outliers import (
+    MIN_WORLD_FOR_Z,
+    Outlier,
+    OutlierRule,
+    outliers_by_score,
+    outliers_by_z,
+)
+from mcore.observe.straggler.rank_numbers import Medians, Metrics
+from mcore.observe.straggler.ranked_values import Extremes, _StragglerData, _ValueWithRank
 from mcore.observe.straggler.report import StragglerReport
 from mcore.observe.straggler.rows import (
     ELAPSED,
     ETPT,
-    LOG_INTERVAL,
     METRICS,
     SECTIONS_START,
     STATS_PER_SECTION,
-    TOTAL_FLOPS,
 )
-from mcore.observe.straggler.scores import BestMedians, relative_scores
+from mcore.observe.straggler.scores import BestMedians
 from mcore.observe.straggler.section_stats import SectionStats
-from mcore.observe.straggler.sections import DATA
+from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND
 
 __all__ = ["GatheredReport", "straggler_data"]
 
-_MEDIAN = 2  # of count, sum_ms, median_ms, max_ms
+_METRICS = slice(ELAPSED, ETPT + 1)
+_MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
 
 
 class GatheredReport(StragglerReport):
-    """A :class:`StragglerReport` of one matrix.
+    """A :class:`StragglerReport` of the rows of one exchange.
 
     Args:
-        matrix: The rows of all ranks in the group's order, ``[world, length]`` float64.
+        rows: What all ranks said.
         unix_time: When it was made, in seconds since 1970.
         hosts: Host name of each row.
-        ranks: The rank of each row.
-        rank_ids: The same, int64 ``[world]``.
         names: Of the sections: ``"compute"``, ``"data"``, then the declared ones.
         best: The best medians so far; this report's are added.
         rule: When a rank stands out.
@@ -46,57 +50,47 @@ class GatheredReport(StragglerReport):
 
     def __init__(
         self,
-        matrix: torch.Tensor,
+        rows: GatheredRows,
         *,
         unix_time: float,
         hosts: tuple[str, ...],
-        ranks: tuple[int, ...],
-        rank_ids: torch.Tensor,
-        names: Sequence[str],
+        names: tuple[str, ...],
         best: BestMedians,
         rule: OutlierRule,
         local_sections: Mapping[str, SectionStats],
     ) -> None:
-        deciding = matrix[ranks.index(0)].tolist()
-        medians = matrix[:, SECTIONS_START + _MEDIAN :: STATS_PER_SECTION].t()
-        scored = [number for number, name in enumerate(names) if name != DATA]
-        medians = medians[scored].contiguous()
-        medians = medians.where(medians > 0, torch.nan)
+        medians = _medians_of(rows)
         # The dataclass is frozen; these are its fields that cost nothing.
         vars(self).update(
             unix_time=unix_time,
-            world_size=len(ranks),
-            log_interval=int(deciding[LOG_INTERVAL]),
-            total_flops=deciding[TOTAL_FLOPS],
+            world_size=len(rows.ranks),
+            log_interval=rows.log_interval,
+            total_flops=rows.total_flops,
             hosts=hosts,
-            ranks=ranks,
+            ranks=rows.ranks,
             local_sections=dict(local_sections),
-            _matrix=matrix,
-            _names=tuple(names),
-            _scored_names=tuple(names[number] for number in scored),
+            _rows=rows,
+            _names=names,
             _rule=rule,
             _medians=medians,
             _best_medians=best.with_new(medians),
-            _rank_ids=rank_ids,
         )
 
-    _matrix: torch.Tensor
+    _rows: GatheredRows
     _names: tuple[str, ...]
-    _scored_names: tuple[str, ...]
     _rule: OutlierRule
-    _medians: torch.Tensor
-    _best_medians: torch.Tensor
-    _rank_ids: torch.Tensor
+    _medians: Medians
+    _best_medians: Medians
 
     @cached_property
     def metrics(self) -> dict[str, tuple[float, ...]]:
         """By metric and rank."""
-        return _tuples(METRICS, self._columns)
+        return {metric: tuple(self._metrics.values(metric)) for metric in METRICS}
 
     @cached_property
     def sections(self) -> dict[str, tuple[SectionStats, ...]]:
         """By section and rank."""
-        numbers = self._matrix[:, SECTIONS_START:]
+        numbers = self._rows.matrix[:, SECTIONS_START:]
         numbers = numbers.reshape(self.world_size, len(self._names), STATS_PER_SECTION)
         return {
             name: tuple(SectionStats(int(count), *times) for count, *times in by_rank)
@@ -106,48 +100,55 @@ class GatheredReport(StragglerReport):
     @cached_property
     def relative_scores(self) -> dict[str, tuple[float, ...]]:
         """By section and rank."""
-        return _tuples(self._scored_names, relative_scores(self._medians))
+        return {name: tuple(self._medians.relative(number)) for number, name in self._scored}
 
     @cached_property
     def individual_scores(self) -> dict[str, tuple[float, ...]]:
         """By section and rank."""
-        return _tuples(self._scored_names, self._best_medians / self._medians)
+        return {
+            name: tuple(self._medians.individual(self._best_medians, number))
+            for number, name in self._scored
+        }
 
     @cached_property
     def outliers(self) -> tuple[Outlier, ...]:
         """The worst first."""
-        return outliers_of(
-            self._columns,
-            self._medians,
-            self._best_medians,
-            names=self._scored_names,
-            ranks=self.ranks,
-            hosts=self.hosts,
-            rule=self._rule,
-        )
+        if self.world_size >= MIN_WORLD_FOR_Z:
+            return outliers_by_z(
+                self._metrics,
+                lambda: self._medians.relative(COMPUTE_KIND),
+                ranks=self.ranks,
+                hosts=self.hosts,
+                min_z=self._rule.z,
+            )
+        medians, best = self._medians, self._best_medians
+        sections = (
+            (name, medians.of_section(number), medians.relative(number),
+             medians.individual(best, number))
+            for number, name in self._scored
+        )  # fmt: skip
+        return outliers_by_score(sections, ranks=self.ranks, hosts=self.hosts, rule=self._rule)
 
     @cached_property
-    def _columns(self) -> torch.Tensor:
-        return self._matrix[:, ELAPSED : ETPT + 1].t().contiguous()
+    def _metrics(self) -> Metrics:
+        rows = self._rows
+        if rows.lists is not None:
+            return ListedMetrics(rows.columns(_METRICS), rows.ranks)
+        return TensorMetrics(rows.matrix[:, _METRICS].t().contiguous(), rows.rank_ids)
 
-    @cached_property
-    def _all_extremes(self) -> dict[str, tuple[tuple[float, int], tuple[float, int]]]:
-        return dict(zip(METRICS, extremes(self._columns, self._rank_ids), strict=True))
+    def _extremes(self, metric: str) -> Extremes:
+        return self._metrics.extremes(metric)
 
-    def _extremes(self, metric: str) -> tuple[tuple[float, int], tuple[float, int]]:
-        return self._all_extremes[metric]
-
-    def _column(self, metric: str) -> torch.Tensor:
-        return self._columns[list(METRICS).index(metric)]
-
-    def _ranks_tensor(self) -> torch.Tensor:
-        return self._rank_ids
+    @property
+    def _scored(self) -> list[tuple[int, str]]:
+        """Number and name of the sections with scores: what prefetching hides slows nobody down."""
+        return [(number, name) for number, name in enumerate(self._names) if number != DATA_KIND]
 
 
-def _tuples(
-    names: Sequence[str] | Mapping[str, str], rows: torch.Tensor
-) -> dict[str, tuple[float, ...]]:
-    return {name: tuple(row) for name, row in zip(names, rows.tolist(), strict=True)}
+def _medians_of(rows: GatheredRows) -> Medians:
+    if rows.lists is not None:
+        return ListedMedians(rows.columns(_MEDIANS))
+    return TensorMedians(rows.matrix[:, _MEDIANS].t().contiguous())
 
 
 def straggler_data(report: StragglerReport) -> _StragglerData:

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+import statistics
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-import torch
-
-from mcore.observe.straggler.column_statistics import finite_part, least_spread, median, spread_of
+from mcore.observe.straggler.rank_numbers import Metrics
 from mcore.observe.straggler.rows import METRICS
-from mcore.observe.straggler.scores import relative_scores
 
-__all__ = ["MIN_WORLD_FOR_Z", "Outlier", "OutlierRule", "outlier_lines", "outliers_of"]
+__all__ = [
+    "MIN_WORLD_FOR_Z",
+    "Outlier",
+    "OutlierRule",
+    "outlier_lines",
+    "outliers_by_score",
+    "outliers_by_z",
+]
 
 MIN_WORLD_FOR_Z = 4  # below it a median says too little, and the scores decide
 _MAX_LINES = 16
@@ -66,89 +71,74 @@ class OutlierRule:
     individual: float = 0.75
 
 
-def outliers_of(
-    columns: torch.Tensor,
-    medians: torch.Tensor,
-    best_medians: torch.Tensor,
+def outliers_by_z(
+    metrics: Metrics,
+    compute_scores: Callable[[], Sequence[float]],
     *,
-    names: Sequence[str],
     ranks: Sequence[int],
     hosts: Sequence[str],
-    rule: OutlierRule,
+    min_z: float,
 ) -> tuple[Outlier, ...]:
-    """Find the ranks that stand out, the worst first.
+    """Find the ranks whose metrics stand out from those of four ranks or more, the worst first.
 
     Args:
-        columns: ``[7, world]`` in the order of ``METRICS``.
-        medians: Median range times in ms, ``[len(names), world]``, ``"compute"`` first.
-        best_medians: The best that each rank ever had, the same shape.
-        names: Of the sections in ``medians``.
-        ranks: The rank of each column.
+        metrics: Of all ranks.
+        compute_scores: Returns the relative score of each rank; called if one stands out.
+        ranks: The rank of each value.
         hosts: Its host.
-        rule: The thresholds.
+        min_z: Robust z on the bad side from which a value stands out.
 
     Returns:
         One for each rank and metric that stands out.
     """
-    if len(ranks) >= MIN_WORLD_FOR_Z:
-        found = _by_z(columns, medians, rule)
-    else:
-        found = _by_score(medians, best_medians, names, rule)
+    found: list[tuple[str, int, float, float, float]] = []
+    for metric, side in _BAD_SIDE.items():
+        center, spread = metrics.center_and_spread(metric, side, min_z)
+        if spread > 0:
+            found += (
+                (metric, index, value, center, (value - center) / spread)
+                for index, value in enumerate(metrics.values(metric))
+                if side * (value - center) / spread >= min_z and math.isfinite(value)
+            )
+    if not found:
+        return ()
+    found.sort(key=lambda one: (-abs(one[4]), one[1]))
+    scores = compute_scores()
     return tuple(
-        Outlier(metric, ranks[index], hosts[index], value, center, z, score)
-        for metric, index, value, center, z, score in found
+        Outlier(metric, ranks[index], hosts[index], value, center, z, scores[index])
+        for metric, index, value, center, z in found
     )
 
 
-_Finding = tuple[str, int, float, float, float, float]
+def outliers_by_score(
+    sections: Iterable[tuple[str, Sequence[float], Sequence[float], Sequence[float]]],
+    *,
+    ranks: Sequence[int],
+    hosts: Sequence[str],
+    rule: OutlierRule,
+) -> tuple[Outlier, ...]:
+    """Find the ranks whose scores are too low, the worst first.
 
+    Args:
+        sections: Name, and by rank the medians in ms, the relative and the individual scores.
+        ranks: The rank of each value.
+        hosts: Its host.
+        rule: The thresholds.
 
-def _by_z(columns: torch.Tensor, medians: torch.Tensor, rule: OutlierRule) -> list[_Finding]:
-    found: list[_Finding] = []
-    for metric, values in zip(METRICS, columns, strict=True):
-        side = _BAD_SIDE.get(metric)
-        if side is None:
-            continue
-        center, spread = _center_and_spread(finite_part(values), side, rule.z)
-        if not spread > 0:
-            continue
-        scores = relative_scores(medians[:1])[0]
-        stands_out = (side * (values - center) / spread >= rule.z) & values.isfinite()
-        for index in stands_out.nonzero().flatten().tolist():
-            value, score = float(values[index]), float(scores[index])
-            found.append((metric, index, value, center, (value - center) / spread, score))
-    return sorted(found, key=lambda finding: (-abs(finding[4]), finding[1]))
-
-
-def _center_and_spread(finite: torch.Tensor, side: int, min_z: float) -> tuple[float, float]:
-    """Return the median and the spread, which is 0 where nothing stands out.
-
-    With thousands of ranks the medians are what costs, so the second one is only taken if the
-    worst value would stand out of the smallest spread that there can be.
+    Returns:
+        One for each rank and section that stands out.
     """
-    if not finite.numel():
-        return math.nan, 0.0
-    center = median(finite)
-    worst = (finite.amax() if side > 0 else finite.amin()).item()
-    distance = side * (worst - center)
-    if distance < min_z * least_spread(center):
-        return center, 0.0
-    spread = spread_of(finite, center)
-    return center, spread if distance >= min_z * spread else 0.0
-
-
-def _by_score(
-    medians: torch.Tensor, best_medians: torch.Tensor, names: Sequence[str], rule: OutlierRule
-) -> list[_Finding]:
-    relative, individual = relative_scores(medians), best_medians / medians
-    stands_out = (relative < rule.relative) | (individual < rule.individual)
-    found: list[_Finding] = []
-    for section, index in stands_out.nonzero().tolist():
-        values = medians[section]
-        center = median(finite_part(values))
-        score = float(torch.minimum(relative[section, index], individual[section, index]))
-        found.append((names[section], index, float(values[index]), center, math.nan, score))
-    return sorted(found, key=lambda finding: (finding[5], finding[1]))
+    found: list[tuple[str, int, float, float, float]] = []
+    for name, medians, *both in sections:
+        for index, (relative, individual) in enumerate(zip(*both, strict=True)):
+            if relative < rule.relative or individual < rule.individual:
+                center = statistics.median(value for value in medians if math.isfinite(value))
+                found.append((name, index, medians[index], center, min(relative, individual)))
+    found.sort(key=lambda one: (one[4], one[1]))
+    return tuple(
+        Outlier(name, ranks[index], hosts[index], value, center, math.nan, score)
+        for name, index, value, center, score in found
+    )
 
 
 def outlier_lines(outliers: Sequence[Outlier]) -> list[str]:

@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from typing import TypeAlias
 
-__all__ = ["_StragglerData", "_ValueWithRank"]
+__all__ = ["NOBODY", "Extremes", "_StragglerData", "_ValueWithRank", "extremes_of"]
+
+Extremes: TypeAlias = "tuple[tuple[float, int], tuple[float, int]]"  # smallest and largest
+NOBODY: Extremes = ((math.nan, -1), (math.nan, -1))
 
 
 class _ValueWithRank:
@@ -98,3 +104,26 @@ class _StragglerData:
     min_clock: _ValueWithRank = field(default_factory=partial(_ValueWithRank, math.nan, -1, "MHz"))
     max_clock: _ValueWithRank = field(default_factory=partial(_ValueWithRank, math.nan, -1, "MHz"))
     aflops: list[_ValueWithRank] | None = None
+
+
+def extremes_of(values: Sequence[float], ranks: Sequence[int]) -> Extremes:
+    """Find the smallest and the largest value, and the lowest rank that has each.
+
+    Args:
+        values: One of each rank; those that are not finite take no part.
+        ranks: The rank of each value, all different.
+
+    Returns:
+        ``(smallest, rank), (largest, rank)``; NaN and -1 where no value is finite.
+
+    Example:
+        >>> extremes_of([3.0, 1.0, 3.0, math.nan], [0, 1, 2, 3])
+        ((1.0, 1), (3.0, 0))
+    """
+    pairs = zip(values, ranks, strict=True)
+    is_finite = math.isfinite(sum(values))  # where it is not, a sum too large costs time only
+    by_value = sorted(pairs if is_finite else (pair for pair in pairs if math.isfinite(pair[0])))
+    if not by_value:
+        return NOBODY
+    largest = by_value[-1][0]
+    return by_value[0], by_value[bisect_left(by_value, (largest, -1))]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import asdict, dataclass, field
+from heapq import nlargest, nsmallest
 from typing import Any
 
-import torch
-
-from mcore.observe.straggler.column_statistics import extremes
 from mcore.observe.straggler.outliers import Outlier
 from mcore.observe.straggler.prometheus import report_text
-from mcore.observe.straggler.ranked_values import _ValueWithRank
+from mcore.observe.straggler.ranked_values import Extremes, _ValueWithRank, extremes_of
 from mcore.observe.straggler.rows import METRICS
 from mcore.observe.straggler.scores import below
 from mcore.observe.straggler.section_stats import SectionStats
@@ -101,18 +99,9 @@ class StragglerReport:
         Returns:
             Two lists of TFLOP/s and rank, both ascending, equal values by rank.
         """
-        values, ranks = self._column("etpt_tf"), self._ranks_tensor()
-        is_known = values.isfinite()
-        values, ranks = values[is_known], ranks[is_known]
-        if not bool((ranks[1:] > ranks[:-1]).all()):
-            ranks, by_rank = ranks.sort()
-            values = values[by_rank]
-        order = values.argsort(stable=True)
-        ends = order[:num_ranks], order[max(order.numel() - num_ranks, 0) :]
-        lowest, highest = (
-            list(zip(values[end].tolist(), ranks[end].tolist(), strict=True)) for end in ends
-        )
-        return lowest, highest
+        by_rank = zip(self.metrics["etpt_tf"], self.ranks, strict=True)
+        known = [(value, rank) for value, rank in by_rank if math.isfinite(value)]
+        return nsmallest(num_ranks, known), nlargest(num_ranks, known)[::-1]
 
     def identify_stragglers(
         self, relative: float = 0.75, individual: float = 0.75
@@ -152,14 +141,8 @@ class StragglerReport:
         """Return the numbers of all ranks in Prometheus' text format 0.0.4."""
         return report_text(self)
 
-    def _extremes(self, metric: str) -> tuple[tuple[float, int], tuple[float, int]]:
-        return extremes(self._column(metric).unsqueeze(0), self._ranks_tensor())[0]
-
-    def _column(self, metric: str) -> torch.Tensor:
-        return torch.tensor(self.metrics[metric], dtype=torch.float64)
-
-    def _ranks_tensor(self) -> torch.Tensor:
-        return torch.tensor(self.ranks)
+    def _extremes(self, metric: str) -> Extremes:
+        return extremes_of(self.metrics[metric], self.ranks)
 
 
 def _plain(value: Any) -> Any:

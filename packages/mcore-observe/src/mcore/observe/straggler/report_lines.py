@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 
 from mcore.observe.straggler.report import StragglerReport
+from mcore.observe.straggler.rows import METRICS
 
 __all__ = ["report_lines"]
 
@@ -17,6 +18,16 @@ _PRINTED = (
     ("Clk", "clock_mhz"),
     ("DRtt", "data_ms"),
     ("Etpt", "etpt_tf"),
+)
+_LINE = " | ".join(
+    [
+        "%s",
+        *(
+            f"M{end}{label}/Rnk: %.2f{METRICS[metric].replace('%', '%%')}/%d"
+            for label, metric in _PRINTED
+            for end in ("n", "x")
+        ),
+    ]
 )
 
 
@@ -42,11 +53,11 @@ def report_lines(report: StragglerReport, *, num_ranks: int) -> list[str]:
         ['MnRtt/Rnk: 20.00ms/0', 'MxRtt/Rnk: 20.00ms/0']
     """
     local = time.localtime(report.unix_time)
-    fields = [time.strftime("[%Y-%m-%d %H:%M:%S]", local)]
-    for label, metric in _PRINTED:
-        smallest, largest = report.min_max(metric)
-        fields += (f"Mn{label}/Rnk: {smallest}", f"Mx{label}/Rnk: {largest}")
-    lines = [" | ".join(fields)]
+    fields: list[str | float] = [time.strftime("[%Y-%m-%d %H:%M:%S]", local)]
+    for _, metric in _PRINTED:
+        smallest, largest = report._extremes(metric)
+        fields += (*smallest, *largest)
+    lines = [_LINE % tuple(fields)]
     if 1 < num_ranks < report.world_size:
         lowest, highest = report.throughput_ends(num_ranks)
         lines.append(f"^^^^ Bottom {num_ranks} Ranks with lowest  Etpt(TF): {_listed(lowest)}")

@@ -7,18 +7,15 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from mcore.observe.straggler.exchange import Exchange
 from mcore.observe.straggler.gathered_report import GatheredReport
+from mcore.observe.straggler.gathered_rows import GatheredRows
 from mcore.observe.straggler.outliers import outlier_lines
 from mcore.observe.straggler.report import StragglerReport
 from mcore.observe.straggler.report_lines import report_lines
 from mcore.observe.straggler.rows import (
     ENABLED,
-    LOG_INTERVAL,
     METRICS,
-    WANTED,
     RowHeader,
     encode_row,
     etpt_tf,
@@ -29,41 +26,13 @@ from mcore.observe.straggler.settings import Settings
 from mcore.observe.straggler.telemetry import Reading
 from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND
 
-__all__ = ["UNKNOWN_METRICS", "Reporter", "Said"]
+__all__ = ["UNKNOWN_METRICS", "Reporter"]
 
 logger = logging.getLogger("mcore.observe.straggler")
 
 UNKNOWN_METRICS = (math.nan,) * len(METRICS)
 
 _MAX_NAMED_RANKS = 16
-
-
-class Said:
-    """What all ranks said in one exchange.
-
-    Args:
-        rows: One row a rank, in the group's order.
-        ranks: The rank of each row.
-
-    Attributes:
-        rows: As given.
-        is_on: Whether rank 0 times ranges.
-        wanted: The state that rank 0 wants, which all ranks take.
-        has_interval: Whether rank 0 is on and gave an interval, so that there is a report.
-    """
-
-    def __init__(self, rows: torch.Tensor, ranks: tuple[int, ...]) -> None:
-        self.rows = rows
-        self._ranks = ranks
-        deciding = rows[ranks.index(0)].tolist()
-        self.is_on = bool(deciding[ENABLED])
-        self.wanted = bool(deciding[WANTED])
-        self.has_interval = self.is_on and deciding[LOG_INTERVAL] > 0
-
-    def ranks_that_differ(self) -> list[int]:
-        """List the ranks that are on while rank 0 is off, or the other way round."""
-        differ = self.rows[:, ENABLED] != float(self.is_on)
-        return [self._ranks[index] for index in differ.nonzero().flatten().tolist()]
 
 
 class Reporter:
@@ -117,7 +86,7 @@ class Reporter:
         total_flops: float = 0.0,
         log_interval: int = 0,
         dropped: int = 0,
-    ) -> Said:
+    ) -> GatheredRows:
         """Tell the other ranks and hear them: the collective of a report.
 
         One all-gather over the group, and one of names at the first call; every rank calls it.
@@ -132,7 +101,7 @@ class Reporter:
             dropped: Ranges timed by the host alone.
 
         Returns:
-            The rows of all ranks, on every rank.
+            What all ranks said, on every rank.
 
         Raises:
             RuntimeError: As :meth:`Exchange.introduce` and :meth:`Exchange.gather`.
@@ -150,24 +119,26 @@ class Reporter:
             dropped=dropped,
         )
         row = encode_row(header, stats or {}, len(self._names))
-        return Said(self._exchange.gather(row, rank), self._exchange.ranks)
+        return self._exchange.gather(row, rank)
 
     def new_report(
-        self, said: Said, local_sections: Mapping[str, SectionStats], *, remember: bool = True
+        self,
+        said: GatheredRows,
+        local_sections: Mapping[str, SectionStats],
+        *,
+        remember: bool = True,
     ) -> GatheredReport:
         """Return a report of what was said. No communication.
 
         Args:
-            said: The rows.
+            said: What all ranks said.
             local_sections: Sections that only this rank knows.
             remember: Take the medians into account for later individual scores.
         """
         return GatheredReport(
-            said.rows,
+            said,
             unix_time=time.time(),
             hosts=self._exchange.hosts,
-            ranks=self._exchange.ranks,
-            rank_ids=self._exchange.rank_ids,
             names=self._names,
             best=self._best if remember else BestMedians(),
             rule=self._settings.rule,
@@ -186,9 +157,9 @@ class Reporter:
                 logger.warning("%s", line)
         return True
 
-    def log_switch(self, said: Said) -> None:
+    def log_switch(self, said: GatheredRows) -> None:
         """Log that ranks disagree on the state, and that it changes."""
-        differing = said.ranks_that_differ()
+        differing = said.ranks_unlike(ENABLED)
         if differing:
             logger.warning(
                 "straggler: rank 0 is %s and %d other ranks are not (%s); all take the state of "

