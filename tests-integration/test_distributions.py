@@ -8,9 +8,11 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 
 if sys.version_info >= (3, 11):
@@ -22,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = sorted(path.name for path in (ROOT / "packages").iterdir() if path.is_dir())
 
 
-def metadata(package: str) -> dict[str, object]:
+def metadata(package: str) -> dict[str, Any]:
     """The ``[project]`` table of a package."""
     text = (ROOT / "packages" / package / "pyproject.toml").read_text()
     return dict(tomllib.loads(text)["project"])
@@ -95,7 +97,7 @@ def test_siblings_are_ranges_that_admit_them_and_torch_is_a_floor(package: str) 
     assert ("torch" in names) == (package != "mcore-versioning")
 
 
-def test_no_environment_has_two_torch_pins() -> None:
+def test_no_environment_has_two_torch_pins_and_the_named_cells_exist() -> None:
     shown = subprocess.run(
         [sys.executable, "-m", "hatch", "env", "show", "--json"],
         cwd=ROOT, capture_output=True, text=True, check=True,
@@ -106,6 +108,10 @@ def test_no_environment_has_two_torch_pins() -> None:
         pins = [x for x in environment.get("dependencies", []) if Requirement(x).name == "torch"]
         assert len(pins) <= 1
     assert "torch==2.13.0" in environments["default"]["dependencies"]
+    pages = "".join((ROOT / page).read_text() for page in ("README.md", "hatch.toml"))
+    cells = set(re.findall(r"hatch run (matrix\.[\w.-]+):test", pages))
+    assert cells
+    assert cells <= set(environments)
 
 
 def test_ci_ends_with_the_test_command_of_the_readme() -> None:
@@ -114,7 +120,33 @@ def test_ci_ends_with_the_test_command_of_the_readme() -> None:
     assert f"pip install hatch && {last}\n" in (ROOT / "README.md").read_text()
 
 
-def test_the_readme_names_every_command() -> None:
-    scripts = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]["default"]["scripts"]
-    readme = (ROOT / "README.md").read_text()
-    assert [name for name in scripts if f"hatch run {name}" not in readme] == []
+def test_the_readme_explains_every_command_once() -> None:
+    environments = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
+    section = (ROOT / "README.md").read_text().split("\n## Commands\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| `hatch run ([\w-]+)` \|", section, re.MULTILINE)
+    assert len(rows) == len(set(rows))
+    named = set(re.findall(r"`hatch run ([\w-]+)[` ]", section))
+    assert named == set(environments["default"]["scripts"])
+    assert "`hatch run peers:parity`" in section
+    assert "parity" in environments["peers"]["scripts"]
+
+
+@pytest.mark.parametrize("page", ["README.md", ".github/CONTRIBUTING.md", ".ci/run"])
+def test_links_and_commands_of_a_page_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    links = [link for link in re.findall(r"\]\(([^)#]+)", text) if "://" not in link]
+    assert [link for link in links if not ((ROOT / page).parent / link).exists()] == []
+    environments = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
+    programs = {"mlflow"}
+    used = set(re.findall(r"hatch run ([\w-]+)(?![\w.:-])", text))
+    assert used <= {*environments["default"]["scripts"], *programs}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_pythons_that_a_package_names_are_those_it_is_tested_on(package: str) -> None:
+    matrix = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]["matrix"]["matrix"]
+    tested = {python for table in matrix for python in table["python"]}
+    classifiers = " ".join(str(one) for one in metadata(package)["classifiers"])
+    named = set(re.findall(r"Python :: (3\.\d+)", classifiers))
+    assert named in (set(), tested)
+    assert all(python in SpecifierSet(metadata(package)["requires-python"]) for python in tested)

@@ -21,9 +21,10 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 import pretrain.training
 from mcore.parallel.checkpoint import is_complete_checkpoint, latest_checkpoint
+from pretrain.command_line import Request, parse, resolve
 from pretrain.launch import launch
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Request, Settings, parse, resolve, write_settings
+from pretrain.settings import Settings, write_settings
 from pretrain.steps import Steps
 from pretrain.training import train
 from pretrain.usage import UsageError

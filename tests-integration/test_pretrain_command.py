@@ -17,6 +17,8 @@ from pathlib import Path
 
 import pytest
 
+from mcore.parallel.checkpoint import list_checkpoints
+
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -198,7 +200,10 @@ UNREADABLE = "remove it to go on from the one before, or start a new run"
         ),
         (
             lambda checkpoint: flip_a_byte(checkpoint, "manifest.json"),
-            ["--resume run: no complete checkpoint in run/checkpoints"],
+            [
+                "--resume run: no complete checkpoint in run/checkpoints, but damaged ones: ",
+                "run/checkpoints/step_00000003 (manifest.json has changed since it was saved)",
+            ],
         ),
     ],
     ids=["foreign", "payload", "index", "manifest"],
@@ -216,6 +221,35 @@ def test_a_foreign_or_damaged_checkpoint_is_refused_in_one_line(
     assert done.stderr.startswith("pretrain: error: --resume ")
     assert [reason for reason in reasons if reason not in done.stderr] == [], done.stderr
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_resume_names_damaged_checkpoints_and_saves_theirs_again(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    checkpoints = run / "checkpoints"
+    good, changed, cut = (checkpoints / f"step_{step:08d}" for step in (3, 4, 5))
+    shutil.copytree(good, changed)
+    flip_a_byte(changed, "manifest.json")
+    shutil.copytree(good, cut)
+    os.truncate(cut / "__1_0.distcp", 7)
+    (checkpoints / ".step_00000006.incomplete-0123456789abcdef").mkdir()
+    (checkpoints / "step_00000004.damaged").mkdir()
+    done = pretrain(
+        tmp_path, "--resume", "run", "--train-iters", "6", "--exit-after", "1", "--no-tensorboard"
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if "passed over" in line)
+    size = (good / "__1_0.distcp").stat().st_size
+    assert said == (
+        "pretrain: warning: going on from step 3: passed over run/checkpoints/step_00000004 "
+        "(manifest.json has changed since it was saved), now step_00000004.damaged-2, "
+        f"run/checkpoints/step_00000005 (__1_0.distcp has 7 bytes but {size} were saved: it is "
+        "truncated or was changed), now step_00000005.damaged"
+    )
+    assert [path.name for path in list_checkpoints(checkpoints)] == [good.name, changed.name]
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    assert sorted({json.loads(record)["step"] for record in records}) == [1, 2, 3, 4]
 
 
 def test_a_layout_given_on_the_command_line_replaces_that_of_the_run(

@@ -402,9 +402,12 @@ def test_the_printed_mlflow_command_shows_the_run_and_serves_others(
     assert "lm loss" in {metric["key"] for metric in shown["run"]["data"]["metrics"]}
 
     uri = f"http://someone:{PASSWORD}@127.0.0.1:{port}"
-    done = pretrain(tmp_path, *TINY, "--train-iters", "2", "--run-dir", "to_server",
-                    "--mlflow-uri", uri)  # fmt: skip
+    done, command_lines = pretrain_watched(
+        tmp_path, *TINY, "--train-iters", "2", "--run-dir", "to_server", "--mlflow-uri", uri
+    )
     assert done.returncode == 0, done.stderr
+    assert len(command_lines) == 2
+    assert all("to_server" in line and PASSWORD not in line for line in command_lines)
     page = last_value(done.stdout, "MLflow")
     matched = re.fullmatch(r"http://\*\*\*@127\.0\.0\.1:\d+/#/experiments/\d+/runs/(\w+)", page)
     assert matched, page
@@ -415,6 +418,25 @@ def test_the_printed_mlflow_command_shows_the_run_and_serves_others(
     refused = pretrain(tmp_path, "--resume", "to_server", "--train-iters", "3")
     assert refused.returncode == 2
     assert "whose password is not kept: give --mlflow-uri again, or --no-mlflow" in refused.stderr
+
+
+def pretrain_watched(
+    cwd: Path, *arguments: str
+) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+    """Run the command on two ranks; also returns their command lines, which all may see."""
+    job = subprocess.Popen(
+        [sys.executable, "-m", "pretrain", *arguments],
+        cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: job.poll() is not None or len(ranks_below(job.pid)) == 2)
+        pids = ranks_below(job.pid).values()
+        lines = [Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ") for pid in pids]
+        output, errors = job.communicate(timeout=180)
+    finally:
+        job.terminate()  # the launcher ends its ranks
+        job.wait(30)
+    return subprocess.CompletedProcess(job.args, job.returncode, output, errors), lines
 
 
 def assert_no_password(folder: Path, done: subprocess.CompletedProcess[str]) -> None:

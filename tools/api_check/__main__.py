@@ -8,9 +8,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from monorepo.workspace import Workspace, WorkspaceError, load_workspace
+from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
 
-REPOSITORY = Path(__file__).parents[2]
 COULD_NOT_CHECK = 2
 
 

@@ -8,6 +8,7 @@ from importlib import import_module
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -154,7 +155,7 @@ def _peer_digests(peer: Callable[..., bool], model: list[nn.Module]) -> list[str
         sent.append(own.clone())
         return all_gather(parts, own, *args, **kwargs)
 
-    with _replaced(dist, all_gather=record):
+    with patch.multiple(dist, all_gather=record):
         peer(model, True)
     return [bytes(row.tolist()).hex() for digests in sent for row in digests]
 
@@ -171,8 +172,8 @@ def _counted_bytes() -> Iterator[list[int]]:
 
         return call
 
-    collectives = {name: counted(getattr(dist, name)) for name in _COLLECTIVES}
-    with _replaced(dist, **collectives):
+    collectives: dict[str, Any] = {name: counted(getattr(dist, name)) for name in _COLLECTIVES}
+    with patch.multiple(dist, **collectives):
         yield counts
 
 
@@ -197,19 +198,6 @@ def _simulated_world(size: int) -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def _peer_on_the_cpu() -> AbstractContextManager[None]:
+def _peer_on_the_cpu() -> AbstractContextManager[Any]:
     """Let the peer, which moves its digests to a CUDA device, leave them where they are."""
-    return _replaced(torch.Tensor, cuda=lambda self, *args, **kwargs: self)
-
-
-@contextmanager
-def _replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Give an object other attributes for a while."""
-    before = {name: getattr(owner, name) for name in attributes}
-    for name, value in attributes.items():
-        setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
+    return patch.multiple(torch.Tensor, cuda=lambda self, *args, **kwargs: self)

@@ -13,9 +13,8 @@ from pathlib import Path
 from packaging.version import Version
 
 from monorepo.git_tags import GitError, changed_files, commit_exists, merge_base
-from monorepo.workspace import Distribution, Workspace, load_workspace
+from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
 
-REPOSITORY = Path(__file__).parents[2]
 FOLDER = "changelog.d"
 CHANGELOG = "CHANGELOG.md"
 KINDS = ("added", "changed", "deprecated", "removed", "fixed")
@@ -114,7 +113,7 @@ def problems(workspace: Workspace, base: str | None) -> list[str]:
             found.append(f"{package.name}: {error}")
         found.extend(_heading_problems(package))
         if since is not None:
-            found.extend(_fragment_problems(package, workspace.root, since))
+            found.extend(_problems_since(package, workspace.root, since))
     return found
 
 
@@ -199,24 +198,18 @@ def _heading_problems(package: Distribution) -> Iterable[str]:
     ]
 
 
-def _fragment_problems(package: Distribution, root: Path, since: str) -> Iterable[str]:
+def _problems_since(package: Distribution, root: Path, since: str) -> Iterable[str]:
+    """What a change lacks, unless it sets a version, which comes with a section of its own."""
     folder = package.folder.relative_to(root).as_posix()
-    if not changed_files(root, since, [f"{folder}/src"]):
+    if changed_files(root, since, [package.version_file.relative_to(root).as_posix()]):
         return
+    fragment = f"{folder}/{FOLDER}/SLUG.KIND.md with KIND of {', '.join(KINDS)}"
     touched = changed_files(root, since, [f"{folder}/{FOLDER}"])
-    if not any((root / file).is_file() for file in touched) and not _was_released_since(
-        package, root, since
-    ):
-        yield (
-            f"{package.name}: src changed and no fragment says how: add "
-            f"{folder}/{FOLDER}/SLUG.KIND.md with KIND of {', '.join(KINDS)}"
-        )
-
-
-def _was_released_since(package: Distribution, root: Path, since: str) -> bool:
-    """Whether the change itself is a release, which turns fragments into a section."""
-    version_file = package.version_file.relative_to(root).as_posix()
-    return bool(changed_files(root, since, [version_file]))
+    told = any((root / file).is_file() for file in touched)
+    if changed_files(root, since, [f"{folder}/src"]) and not told:
+        yield f"{package.name}: src changed and no fragment says how: add {fragment}"
+    if changed_files(root, since, [f"{folder}/{CHANGELOG}"]):
+        yield f"{package.name}: {CHANGELOG} is written by releases: take it back and add {fragment}"
 
 
 if __name__ == "__main__":

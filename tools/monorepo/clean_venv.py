@@ -44,13 +44,16 @@ class CleanVenv:
         """Its interpreter."""
         return self.folder / ("Scripts" if os.name == "nt" else "bin") / "python"
 
-    def install(self, requirements: Iterable[str], *, lowest: bool = False) -> None:
+    def install(
+        self, requirements: Iterable[str], *, lowest: bool = False, compiled: bool = False
+    ) -> None:
         """Install requirements.
 
         Args:
             requirements: As pip takes them.
             lowest: Take the lowest version that each of them allows, and the newest of what they
                 need in turn.
+            compiled: Compile them now, so that the first import of a large library is quick.
 
         Raises:
             InstallError: They contradict each other, or one is not to be had.
@@ -58,10 +61,12 @@ class CleanVenv:
         constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(self.constraints) + "\n", encoding="utf-8")
         resolution = "lowest-direct" if lowest else "highest"
+        compiling = ["--compile-bytecode"] if compiled else []
         _run_uv(
             [
                 *self.uv, "pip", "install", "--quiet", "--python", str(self.python),
-                "--constraints", str(constraints), "--resolution", resolution, *requirements,
+                "--constraints", str(constraints), "--resolution", resolution,
+                *compiling, *requirements,
             ]
         )  # fmt: skip
 

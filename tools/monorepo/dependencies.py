@@ -15,12 +15,12 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from monorepo.imported_names import ImportedName, Moment, imported_names
-from monorepo.workspace import Distribution, Workspace, load_workspace
-
-REPOSITORY = Path(__file__).parents[2]
+from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
 
 # Modules that import a library of another distribution for their caller.
 FACADES = {"torch.utils.tensorboard": "tensorboard"}
+# Every type checker brings it, and no interpreter has it.
+STUBS_ONLY = "_typeshed"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -59,6 +59,8 @@ def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
     optional = _optional(package)
     used: set[str] = set()
     for imported in imported_names(package.source):
+        if imported.moment is Moment.TYPING and _is_within(imported.name, STUBS_ONLY):
+            continue
         for providers in provided_by(workspace, package, imported.name):
             used |= providers
             place = f"{imported.file.relative_to(workspace.root)}:{imported.line}"

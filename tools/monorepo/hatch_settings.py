@@ -33,14 +33,23 @@ def torch_pin(root: Path) -> str:
     Raises:
         ValueError: No dependency of that environment has the form ``torch=={matrix:torch:X}``.
     """
-    dependencies = read_toml(root / "hatch.toml")["envs"]["default"]["dependencies"]
-    pins = [found[1] for text in dependencies if (found := _PIN.fullmatch(text))]
+    pins = [found[1] for text in _default(root) if (found := _PIN.fullmatch(text))]
     if len(pins) != 1:
         raise ValueError(
             f"{root / 'hatch.toml'}: the default environment has {len(pins)} dependencies of the "
             "form torch=={matrix:torch:X}; write exactly one"
         )
     return pins[0]
+
+
+def default_dependencies(root: Path) -> tuple[str, ...]:
+    """What the default environment asks for, with torch at its pin.
+
+    Raises:
+        ValueError: It has no pin of torch.
+    """
+    pinned = f"torch=={torch_pin(root)}"
+    return tuple(_PIN.sub(pinned, text) for text in _default(root))
 
 
 def matrix_cells(root: Path) -> tuple[Cell, ...]:
@@ -56,3 +65,8 @@ def matrix_cells(root: Path) -> tuple[Cell, ...]:
     products = (itertools.product(table["python"], table["torch"]) for table in tables)
     cells = {Cell(python, torch) for product in products for python, torch in product}
     return tuple(sorted(cells, key=lambda cell: cell.age))
+
+
+def _default(root: Path) -> list[str]:
+    dependencies: list[str] = read_toml(root / "hatch.toml")["envs"]["default"]["dependencies"]
+    return dependencies

@@ -16,12 +16,11 @@ from pathlib import Path
 
 from monorepo.clean_venv import InstallError
 from monorepo.hatch_settings import torch_pin
-from monorepo.isolation import Isolated, IsolationError, IsolationRun
+from monorepo.isolation import Isolated, IsolationRun
+from monorepo.isolation_checks import IsolationError
 from monorepo.wheels import BuildError, build_wheels
-from monorepo.workspace import Distribution, Workspace, WorkspaceError, load_workspace
+from monorepo.workspace import REPOSITORY, Distribution, Workspace, WorkspaceError, load_workspace
 from versions_matrix.interpreters import find_interpreters
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -14,30 +14,18 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from monorepo.clean_venv import CleanVenv, make_venv
+from monorepo.isolation_checks import (
+    TORCH,
+    IsolationError,
+    check_contents,
+    check_floors,
+    check_siblings,
+)
 from monorepo.workspace import Distribution, Workspace
 from versions_matrix.environments import clean_environment
 
-_TORCH = "torch"
 _TEST_TOOL = "rank_testing"
 _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
-
-_IMPORT_ALL = """
-import importlib, importlib.util, pkgutil, sys
-name, *absent = sys.argv[1:]
-package = importlib.import_module(name)
-for module in pkgutil.walk_packages(package.__path__, name + "."):
-    if not module.name.endswith(".__main__"):
-        importlib.import_module(module.name)
-for other in absent:
-    if importlib.util.find_spec(other) is not None:
-        raise SystemExit(f"{other} can be imported, which {name} does not declare")
-if not package.__file__.startswith(sys.prefix):
-    raise SystemExit(f"{name} comes from {package.__file__}, which is outside {sys.prefix}")
-"""
-
-
-class IsolationError(RuntimeError):
-    """A distribution does not stand alone."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +84,7 @@ class IsolationRun:
         versions = _versions(target, venv)
         # What the tests need must not raise what is under test.
         held = [f"{name}=={version}" for name, version in versions.items()]
-        venv.install([*map(str, test_requirements(target)), *held])
+        venv.install([*map(str, requirements_of_tests(target)), *held])
         check_siblings(self.workspace, target, venv.installed())
         tests_start_s = time.monotonic()
         run_tests(self.workspace, target, venv, self.scratch / target.name / "outside")
@@ -109,7 +97,7 @@ class IsolationRun:
 
     def _constraints(self, target: Distribution) -> Iterator[str]:
         """Torch and the wheels that were built, wherever else those names can be had."""
-        yield f"{_TORCH}=={self.torch}"
+        yield f"{TORCH}=={self.torch}"
         yield from map(str, target.lowest_constraints if self.lowest else ())
         for name, wheel in self.wheels.items():
             yield f"{name} @ {wheel.as_uri()}"
@@ -124,7 +112,7 @@ class IsolationRun:
 
 def _floors(target: Distribution) -> list[str]:
     """The requirements whose lowest versions are tested: those that nothing pins."""
-    return [str(one) for one in direct_requirements(target) if one.name != _TORCH]
+    return [str(one) for one in direct_requirements(target) if one.name != TORCH]
 
 
 def _versions(target: Distribution, venv: CleanVenv) -> dict[str, str]:
@@ -143,7 +131,7 @@ def direct_requirements(target: Distribution) -> list[Requirement]:
     return [one for one in wanted if canonicalize_name(one.name) not in target.siblings]
 
 
-def test_requirements(target: Distribution) -> tuple[Requirement, ...]:
+def requirements_of_tests(target: Distribution) -> tuple[Requirement, ...]:
     """What the tests of a distribution need besides itself.
 
     Raises:
@@ -160,64 +148,6 @@ def test_requirements(target: Distribution) -> tuple[Requirement, ...]:
 def is_own(target: Distribution, requirement: Requirement) -> bool:
     """Whether a requirement is the distribution itself, which is how a group asks for extras."""
     return canonicalize_name(requirement.name) == target.name
-
-
-def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) -> None:
-    """Hold an installation without extras to exactly what the distribution declares.
-
-    Raises:
-        IsolationError: A sibling or torch is missing or too much, or a module of the
-            distribution cannot be imported, or an undeclared sibling can.
-    """
-    check_siblings(workspace, target, venv.installed())
-    expected = {target.name, *workspace.closure(target.name)}
-    absent = [workspace[name].module for name in workspace.names if name not in expected]
-    try:
-        venv.run_code(_IMPORT_ALL, target.module, *absent)
-    except RuntimeError as error:
-        raise IsolationError(f"{target.name} does not import alone:\n{error}") from error
-
-
-def check_floors(requirements: Sequence[str], venv: CleanVenv) -> None:
-    """Hold an environment to the lowest version of each requirement.
-
-    A resolver goes above a floor without a word where another requirement forbids it.
-
-    Raises:
-        IsolationError: A floor cannot be installed beside the others.
-    """
-    installed = venv.installed()
-    lowest = venv.lowest_versions(requirements)
-    raised = {name: version for name, version in lowest.items() if installed[name] != version}
-    if raised:
-        told = (f"{name} {low}, got {installed[name]}" for name, low in raised.items())
-        raise IsolationError(
-            f"floors that cannot be installed together: {'; '.join(told)}; raise these floors"
-        )
-
-
-def check_siblings(
-    workspace: Workspace, target: Distribution, installed: Mapping[str, str]
-) -> None:
-    """Compare what is installed with what the files of the distributions say, both ways.
-
-    Raises:
-        IsolationError: A sibling or torch is missing or too much.
-    """
-    found = set(installed)
-    expected = {target.name, *workspace.closure(target.name)}
-    siblings = found.intersection(workspace.names)
-    if siblings != expected:
-        raise IsolationError(
-            f"{target.name} came with {sorted(siblings - {target.name})}; its dependencies lead "
-            f"to {sorted(expected - {target.name})}"
-        )
-    needs_torch = any(workspace[name].requires(_TORCH) for name in expected)
-    if (_TORCH in found) != needs_torch:
-        raise IsolationError(
-            f"{target.name} {'needs' if needs_torch else 'does not need'} torch, which is "
-            f"{'installed' if _TORCH in found else 'missing'} beside it"
-        )
 
 
 def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outside: Path) -> None:

@@ -11,9 +11,8 @@ from pathlib import Path
 from api_check.surface import Surface, read_surface
 from api_check.trees import CannotCheckError
 from monorepo.release_files import write_all
-from monorepo.workspace import Workspace, load_workspace
+from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
-REPOSITORY = Path(__file__).parents[2]
 SOURCE = Path(__file__).with_name("migration_names.tsv")
 BEGIN = "<!-- migration table: begin; `hatch run migration` writes it -->"
 END = "<!-- migration table: end -->"

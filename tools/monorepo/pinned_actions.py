@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-REPOSITORY = Path(__file__).parents[2]
+from monorepo.workspace import REPOSITORY
+
 WORKFLOWS = ".github/workflows"
 
 _USES = re.compile(r"\s*(?:-\s+)?[\"']?uses[\"']?\s*:\s*(?P<action>.*)")

@@ -15,9 +15,8 @@ from typing import Any
 from monorepo.affected import Affected, affected, everything
 from monorepo.git_tags import GitError, changed_files, merge_base
 from monorepo.hatch_settings import Cell, matrix_cells
-from monorepo.workspace import Distribution, Workspace, load_workspace
+from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
 
-REPOSITORY = Path(__file__).parents[2]
 # More jobs than that in one matrix are refused by GitHub.
 MOST_JOBS = 256
 

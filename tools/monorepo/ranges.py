@@ -11,9 +11,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from monorepo.workspace import Distribution, Workspace, load_workspace
-
-REPOSITORY = Path(__file__).parents[2]
+from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.release show|prepare|verify|floors|tag`."""
+"""Command line: `python -m monorepo.release show|prepare|verify|floors|tag|notes`."""
 
 from __future__ import annotations
 
@@ -8,19 +8,18 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
+from monorepo.changelog import CHANGELOG, section
 from monorepo.clean_venv import InstallError
 from monorepo.git_tags import GitError, parse_tag
 from monorepo.hatch_settings import torch_pin
-from monorepo.isolation import IsolationError
+from monorepo.isolation_checks import IsolationError
 from monorepo.release_files import write_all
 from monorepo.release_floors import check_floors
 from monorepo.release_prepare import Plan, ReleaseError, plan_release
 from monorepo.release_show import show
 from monorepo.release_verify import verify_release
 from monorepo.wheels import BuildError
-from monorepo.workspace import Workspace, WorkspaceError, load_workspace
-
-REPOSITORY = Path(__file__).parents[2]
+from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -95,6 +94,17 @@ def _tag(workspace: Workspace, options: argparse.Namespace) -> int:
     return 0
 
 
+def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
+    package = workspace[options.package]
+    said = section((package.folder / CHANGELOG).read_text(encoding="utf-8"), package.version)
+    if not said:
+        raise ReleaseError(
+            f"{CHANGELOG} of {package.name} says nothing under '## {package.version} (YYYY-MM-DD)'"
+        )
+    print(said)
+    return 0
+
+
 def _described(workspace: Workspace, plan: Plan) -> list[str]:
     root = workspace.root
     lines = [*plan.notes]
@@ -135,6 +145,9 @@ def _parser() -> argparse.ArgumentParser:
     one = commands.add_parser("tag", help="package, version and dependants of a tag, as NAME=VALUE")
     one.add_argument("tag", metavar="TAG")
     one.set_defaults(run=_tag)
+    one = commands.add_parser("notes", help="what the changelog says about the current version")
+    one.add_argument("package", metavar="PACKAGE")
+    one.set_defaults(run=_notes)
     return parser
 
 

@@ -15,6 +15,7 @@ from packaging.version import Version
 
 from monorepo.toml_files import read_toml
 
+REPOSITORY = Path(__file__).parents[2]
 PACKAGES_FOLDER = "packages"
 
 

@@ -31,10 +31,16 @@ _NAME = re.compile(r"step_(\d+)")
 def latest_step(folder: RunFolder) -> int:
     """The step of the last complete checkpoint; UsageError where there is none."""
     path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
-    match = _NAME.fullmatch(path.name) if path is not None else None
-    if match is None:
+    step = -1 if path is None else step_of(path)
+    if step < 0:
         raise UsageError(f"--resume {folder.path}: no complete checkpoint in {folder.checkpoints}")
-    return int(match[1])
+    return step
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name; -1 where it is not named as this job names them."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return -1 if match is None else int(match[1])
 
 
 def describe_latest(folder: RunFolder) -> str:
@@ -54,7 +60,7 @@ def resume_command(run_dir: Path) -> str:
     return f"hatch run pretrain --resume {run_dir}"
 
 
-def _first_problem(error: CheckpointingException) -> str:
+def first_problem(error: CheckpointingException) -> str:
     """The first of the problems that loading lists, without advice for callers of the library."""
     lines = str(error).splitlines()
     listed = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
@@ -102,7 +108,7 @@ class CheckpointedState:
             self._load(path)
         except CheckpointingException as error:
             raise UsageError(
-                f"--resume cannot read {path} ({_first_problem(error)}): it is damaged or of "
+                f"--resume cannot read {path} ({first_problem(error)}): it is damaged or of "
                 "another job; remove it to go on from the one before, or start a new run"
             ) from error
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 import time
 
+from pretrain.command_line import Request, parse, resolve
+from pretrain.handed_uri import hand_over, take_over
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
-from pretrain.settings import Request, parse, resolve
 from pretrain.usage import EXIT_USAGE, UsageError
 
 
@@ -26,17 +28,22 @@ def main(argv: list[str]) -> int:
 def _start_ranks(argv: list[str]) -> int:
     request = resolve(parse(argv), None)
     _check_tracking(request)
-    _check_sources(request)
+    _start_step(request)
     folder = _folder(request)
     from pretrain.launch import launch
 
-    return launch(argv, request, folder)
+    return launch(hand_over(argv, request.mlflow_uri), request, folder)
 
 
 def _be_a_rank(argv: list[str]) -> int:
     request = resolve(parse(argv), int(os.environ["WORLD_SIZE"]))
+    handed = take_over()
+    if handed is not None:
+        request = dataclasses.replace(request, mlflow_uri=handed)
     _check_tracking(request)
-    _check_sources(request)
+    step = _start_step(request)
+    if request.resume is not None and os.environ["RANK"] == "0":
+        _pass_over_damaged(RunFolder(request.resume), step)
     from pretrain.rank import run_rank
 
     return run_rank(request)
@@ -72,18 +79,48 @@ def _shown(text: str) -> str:
     return mask_secrets(text)
 
 
-def _check_sources(request: Request) -> None:
-    """Raise UsageError where the text is too short, or the run to resume has nothing to go on."""
+def _start_step(request: Request) -> int:
+    """The step to go on from, 0 for a new run.
+
+    Raises:
+        UsageError: the text is too short, or the run to resume has nothing to go on.
+    """
     from pretrain.corpus import require_text
 
     require_text(request.settings.seq_length)
     if request.resume is None:
-        return
-    from pretrain.checkpoints import latest_step
-
-    step = latest_step(RunFolder(request.resume))
+        return 0
+    step = _step_to_resume(RunFolder(request.resume))
     if step >= request.settings.train_iters:
         raise UsageError(
             f"--resume {request.resume}: its checkpoint is at step {step} of "
             f"{request.settings.train_iters}: give a larger --train-iters"
         )
+    return step
+
+
+def _step_to_resume(folder: RunFolder) -> int:
+    from pretrain.checkpoints import latest_step
+    from pretrain.damaged_checkpoints import damaged_after
+
+    try:
+        return latest_step(folder)
+    except UsageError as error:
+        damaged = damaged_after(folder, -1)
+        if not damaged:
+            raise
+        told = ", ".join(f"{path} ({problem})" for path, problem in damaged.items())
+        raise UsageError(f"{error}, but damaged ones: {told}") from None
+
+
+def _pass_over_damaged(folder: RunFolder, step: int) -> None:
+    """Set damaged checkpoints of later steps aside, and say so: the run comes by there again."""
+    from pretrain.damaged_checkpoints import damaged_after, set_aside
+
+    told = [
+        f"{path} ({problem}), now {set_aside(path).name}"
+        for path, problem in damaged_after(folder, step).items()
+    ]
+    if told:
+        line = f"pretrain: warning: going on from step {step}: passed over {', '.join(told)}"
+        print(line, file=sys.stderr, flush=True)

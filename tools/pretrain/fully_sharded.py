@@ -13,17 +13,10 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from mcore.modules import MegatronModule
 from mcore.parallel import FSDPDistributedIndex, ProcessGroups
 from mcore.parallel.groups import get_pg_size
-from mcore.parallel.tensor_parallel import (
-    copy_tensor_model_parallel_attributes,
-    param_is_not_tensor_parallel_duplicate,
-)
-from mcore.tensor import (
-    local_multi_tensor_applier,
-    local_multi_tensor_l2_norm,
-    local_multi_tensor_scale,
-    to_local_if_dtensor,
-)
+from mcore.parallel.tensor_parallel import copy_tensor_model_parallel_attributes
+from mcore.tensor import to_local_if_dtensor
 from pretrain.adamw import AdamW, sharded_beside
+from pretrain.gradient_norm import clip_to_norm
 from pretrain.model import TransformerLayer
 from pretrain.sequence_parallel import (
     has_partial_gradient,
@@ -138,25 +131,12 @@ class FullyShardedOptimizer:
         Returns:
             The norm before scaling, 0-d, equal on all ranks.
         """
-        gradients = list(self._local_gradients())
-        counted = [
-            grad
-            for param, grad in gradients
-            if param_is_not_tensor_parallel_duplicate(param, tp_group=self.groups.tp)
-        ]
-        flag = torch.zeros(1, dtype=torch.int, device=gradients[0][1].device)
-        norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [counted], False)
-        square = norm.square()
-        for group in (self.index.get_fsdp_group(), self.groups.tp):
-            if get_pg_size(group) > 1:
-                dist.all_reduce(square, group=group)
-        norm = square.sqrt()
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            tensors = [grad for _, grad in gradients]
-            local_multi_tensor_applier(local_multi_tensor_scale, flag, [tensors, tensors], scale)
-        total: torch.Tensor = norm[0]
-        return total
+        return clip_to_norm(
+            list(self._local_gradients()),
+            limit,
+            tp_group=self.groups.tp,
+            shard_groups=[self.index.get_fsdp_group()],
+        )
 
     def step(self, learning_rate: float) -> None:
         """Update the shards."""

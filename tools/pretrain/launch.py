@@ -13,8 +13,8 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from pretrain.checkpoints import describe_latest
+from pretrain.command_line import Request
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Request
 from pretrain.usage import EXIT_USAGE
 
 EXIT_INTERRUPTED = 130

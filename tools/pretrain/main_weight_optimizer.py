@@ -10,17 +10,10 @@ import torch.distributed as dist
 
 from mcore.parallel import ProcessGroups
 from mcore.parallel.groups import get_pg_size
-from mcore.parallel.tensor_parallel import (
-    copy_tensor_model_parallel_attributes,
-    param_is_not_tensor_parallel_duplicate,
-)
-from mcore.tensor import (
-    get_global_memory_buffer,
-    local_multi_tensor_applier,
-    local_multi_tensor_l2_norm,
-    local_multi_tensor_scale,
-)
+from mcore.parallel.tensor_parallel import copy_tensor_model_parallel_attributes
+from mcore.tensor import get_global_memory_buffer
 from pretrain.adamw import AdamW, sharded_beside
+from pretrain.gradient_norm import clip_to_norm
 from pretrain.sequence_parallel import has_partial_gradient, sum_partial_gradients
 
 
@@ -104,26 +97,8 @@ class MainWeightOptimizer:
         Returns:
             The norm before scaling, 0-d, equal on all ranks.
         """
-        counted = [
-            main.grad
-            for main in self.main
-            if main.grad is not None
-            and param_is_not_tensor_parallel_duplicate(main, tp_group=self.groups.tp)
-        ]
-        flag = torch.zeros(1, dtype=torch.int, device=self.main[0].device)
-        norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [counted], False)
-        square = norm.square()
-        if get_pg_size(self.groups.tp) > 1:
-            dist.all_reduce(square, group=self.groups.tp)
-        norm = square.sqrt()
-        if limit > 0:
-            scale = (limit / (norm + 1e-6)).clamp(max=1.0)
-            gradients = [main.grad for main in self.main if main.grad is not None]
-            local_multi_tensor_applier(
-                local_multi_tensor_scale, flag, [gradients, gradients], scale
-            )
-        total: torch.Tensor = norm[0]
-        return total
+        gradients = [(main, main.grad) for main in self.main if main.grad is not None]
+        return clip_to_norm(gradients, limit, tp_group=self.groups.tp)
 
     def step(self, learning_rate: float) -> None:
         """Update the main weights and copy them into the model."""

@@ -17,13 +17,13 @@ import torch.distributed as dist
 
 from mcore.parallel.checkpoint import CheckpointingException
 from pretrain.checkpoints import latest_step
+from pretrain.command_line import Request
 from pretrain.last_call import call_before_a_signal_ends_us
 from pretrain.mlflow_run import JobRun
 from pretrain.mlflow_target import choose_target
 from pretrain.observation import is_writer
 from pretrain.replica_check import ReplicasDifferError
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
-from pretrain.settings import Request
 from pretrain.training import train
 from pretrain.usage import EXIT_USAGE, UsageError
 

@@ -17,7 +17,7 @@ class RunFolder:
 
     @property
     def metrics(self) -> Path:
-        """One JSON object per step."""
+        """JSON objects, one or more per step, each with its step."""
         return self.path / "metrics.jsonl"
 
     @property

@@ -7,6 +7,7 @@ import pickle
 import queue
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from importlib.metadata import version
 from itertools import count
@@ -21,9 +22,17 @@ from bench.measure import Row, paired
 from mcore.observe import StragglerDetector
 from mcore.observe.nvtx import configure_nvtx_profiling, nvtx_range_pop, nvtx_range_push
 from mcore.observe.straggler.event_ranges import EventRanges
-from mcore.observe.straggler.rows import ELAPSED, ETPT, RowHeader, encode_row, etpt_tf
+from mcore.observe.straggler.rows import (
+    ELAPSED,
+    ETPT,
+    RowHeader,
+    encode_row,
+    etpt_tf,
+    row_length,
+)
 from mcore.observe.straggler.section_stats import SectionStats
 from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.parallel.torch_compat import all_gather_single
 from rank_testing import run_ranks
 
 _STAND_INS = "the peer's CUDA events and sensors are stand-ins that do nothing: it needs CUDA"
@@ -42,7 +51,7 @@ def run() -> Iterable[Row]:
     yield _range_on(ours, peer, events, "with stand-in events on both sides", target=None)
     yield _work_of_rank_0()
     for world in (2, 4, 8):
-        yield _report(world)
+        yield from _report(world)
     yield from _nvtx()
 
 
@@ -186,18 +195,26 @@ def _reports(ours: StragglerDetector, peer: Any) -> tuple[Callable[[], Any], Cal
     return report_of(ours), report_of(peer)
 
 
-def _report(world: int) -> Row:
+def _report(world: int) -> Iterator[Row]:
     measured = run_ranks(_time_reports, world, timeout_s=600)
     case = f"report with its line, {world} ranks"
-    ours_line, peer_line, ours_s, peer_s = measured[0]
+    ours_line, peer_line, against_peer, against_torch = measured[0]
     if ours_line != peer_line or not ours_line:
-        return Row.disagreement(case, _peer_name(), f"{ours_line!r} against {peer_line!r}")
+        yield Row.disagreement(case, _peer_name(), f"{ours_line!r} against {peer_line!r}")
+        return
     target = 3.0 if world < 8 else None  # more ranks than cores
     note = f"gloo on one machine, with one range of each kind; {_STAND_INS}"
-    return Row(case, ours_s, _peer_name(), peer_s, target, "the logged line, to the letter", note)
+    ours_s, peer_s = against_peer
+    yield Row(case, ours_s, _peer_name(), peer_s, target, "the logged line, to the letter", note)
+    ours_s, torch_s = against_torch
+    note = "what the report would cost at least if its row went through the all-gather of gloo"
+    yield Row(case, ours_s, "torch's all-gather of one row, bare", torch_s, note=note)
 
 
-def _time_reports() -> tuple[str, str, float, float]:
+_Pair = tuple[float, float]
+
+
+def _time_reports() -> tuple[str, str, _Pair, _Pair]:
     """Log the same values once through both, then time reports of real ranges."""
     logging.disable(logging.NOTSET)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -217,7 +234,11 @@ def _time_reports() -> tuple[str, str, float, float]:
     # Ranges of equal length by our clock, so that no rank stands out by chance.
     ours._use_ranges(HostRanges(now_ns=count(0, 1_000_000).__next__))
     ours._set_enabled(True)
-    return texts[0], texts[1], *paired(report_ours, report_peer, number=10, repeats=11)
+    row = torch.zeros(row_length(2), dtype=torch.float64)
+    rows = row.new_empty(world * row.numel())
+    bare = partial(all_gather_single, rows, row, dist.group.WORLD)
+    against_peer = paired(report_ours, report_peer, number=10, repeats=11)
+    return texts[0], texts[1], against_peer, paired(report_ours, bare, number=10, repeats=11)
 
 
 def _work_of_rank_0() -> Row:

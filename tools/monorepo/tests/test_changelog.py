@@ -5,7 +5,6 @@ import pytest
 from packaging.version import Version
 
 from monorepo.changelog import (
-    REPOSITORY,
     ChangelogError,
     Fragment,
     fold,
@@ -15,7 +14,7 @@ from monorepo.changelog import (
     section,
 )
 from monorepo.sample_repository import SampleRepository
-from monorepo.workspace import load_workspace
+from monorepo.workspace import REPOSITORY, load_workspace
 
 DAY = date(2026, 2, 3)
 FRAGMENTS = "packages/mcore-tensor/changelog.d"
@@ -78,6 +77,21 @@ def test_an_old_fragment_does_not_speak_for_a_new_change(repository: SampleRepos
     base = repository.commit()
     repository.set_code("mcore-tensor", "x = 2\n")
     assert len(_problems(repository, base)) == 1
+
+
+def test_a_changelog_is_edited_by_releases_only(repository: SampleRepository) -> None:
+    file = "packages/mcore-tensor/CHANGELOG.md"
+    text = repository.read(file)
+    repository.write({file: f"{text}- More.\n"})
+    [line] = _problems(repository, "main")
+    assert line.startswith(
+        f"mcore-tensor: CHANGELOG.md is written by releases: take it back and add {FRAGMENTS}/"
+    )
+    assert _problems(repository) == []
+    repository.set_version("mcore-tensor", "0.2.0")
+    heading = "## 0.2.0 (unreleased)"
+    repository.write({file: text.replace("## 0.1.0", f"{heading}\n\n- More.\n\n## 0.1.0")})
+    assert _problems(repository, "main") == []
 
 
 def test_an_unknown_base_is_no_pass(

@@ -58,6 +58,16 @@ def test_undeclared_import_is_named(
     assert line.endswith("needs numpy, which is not declared")
 
 
+def test_stubs_of_the_type_checker_are_for_type_checkers_only(
+    repository: SampleRepository,
+) -> None:
+    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import _typeshed\n"
+    repository.set_code("mcore-top", "import mcore.middle\n" + typed)
+    assert found(repository, "mcore-top") == []
+    repository.set_code("mcore-top", "import mcore.middle\nfrom _typeshed import ReadableBuffer\n")
+    assert "_typeshed.ReadableBuffer needs" in found(repository, "mcore-top")[0]
+
+
 def test_sibling_that_comes_only_through_another_is_undeclared(
     repository: SampleRepository,
 ) -> None:

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.hatch_settings import Cell, matrix_cells, torch_pin
+from monorepo.hatch_settings import Cell, default_dependencies, matrix_cells, torch_pin
 
 _SETTINGS = """
 [envs.default]
@@ -38,6 +38,11 @@ def test_cell_of_two_tables_is_one(tmp_path: Path) -> None:
 def test_pin_is_the_default_of_the_matrix_field(tmp_path: Path) -> None:
     (tmp_path / "hatch.toml").write_text(_SETTINGS)
     assert torch_pin(tmp_path) == "2.13.0"
+
+
+def test_default_dependencies_have_torch_at_its_pin(tmp_path: Path) -> None:
+    (tmp_path / "hatch.toml").write_text(_SETTINGS)
+    assert default_dependencies(tmp_path) == ("numpy", "torch==2.13.0")
 
 
 def test_missing_pin_is_an_error(tmp_path: Path) -> None:

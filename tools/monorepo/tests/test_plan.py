@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,21 @@ def test_more_jobs_than_a_matrix_may_have_are_refused(
     printed = capsys.readouterr()
     assert bool(printed.out) is not refused
     assert (f"{5 * pythons} jobs, and a matrix may have {MOST_JOBS}" in printed.err) is refused
+
+
+def test_plan_needs_nothing_but_packaging() -> None:
+    """The job that prints it installs nothing else."""
+    code = (
+        "import sys; known = set(sys.modules); import monorepo.plan; "
+        "print(*{name.partition('.')[0] for name in set(sys.modules) - known})"
+    )
+    tools = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tools, capture_output=True, text=True, check=True
+    )
+    foreign = set(done.stdout.split()) - set(sys.stdlib_module_names)
+    assert "packaging" in foreign
+    assert foreign <= {"monorepo", "packaging", "tomli"}
 
 
 def test_reason_is_the_first_file_that_belongs_to_no_package() -> None:

@@ -2,9 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.ranges import REPOSITORY, main, misfits
+from monorepo.ranges import main, misfits
 from monorepo.sample_repository import SampleRepository
-from monorepo.workspace import load_workspace
+from monorepo.workspace import REPOSITORY, load_workspace
 
 
 @pytest.fixture

@@ -208,6 +208,16 @@ def test_show_lists_what_is_unreleased(
     ]
 
 
+def test_notes_are_what_the_changelog_says_about_the_version(
+    released: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _run(released, "notes", "mcore-tensor") == 0
+    assert capsys.readouterr().out == "### Added\n\n- All.\n"
+    released.set_version("mcore-tensor", "0.2.0")
+    assert _run(released, "notes", "mcore-tensor") == 1
+    assert "says nothing under '## 0.2.0 (YYYY-MM-DD)'" in capsys.readouterr().err
+
+
 def test_a_prepared_release_is_verified_and_an_unprepared_one_is_not(
     released: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -56,5 +56,6 @@ def test_test_runner_and_linter_look_everywhere(settings: dict[str, Any]) -> Non
     assert set(settings["pytest"]["ini_options"]["testpaths"]) == {
         PACKAGES_FOLDER, "tools", "tests-integration",
     }  # fmt: skip
-    tools = {path.name for path in (ROOT / "tools").iterdir() if list(path.glob("*.py"))}
-    assert set(settings["ruff"]["lint"]["isort"]["known-first-party"]) == {"mcore", *tools}
+    sources = {one.source.relative_to(ROOT) for one in WORKSPACE.distributions.values()}
+    found = {path.relative_to(ROOT) for glob in settings["ruff"]["src"] for path in ROOT.glob(glob)}
+    assert found == {*sources, Path("tools")}

@@ -4,12 +4,14 @@ import os
 import stat
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 
 import pytest
 
-from versions_matrix.__main__ import PACKAGE, exit_code, main
+from monorepo.hatch_settings import matrix_cells
+from monorepo.sample_wheel import write_wheel
+from monorepo.workspace import REPOSITORY, load_workspace
+from versions_matrix.__main__ import PACKAGE, exit_code, main, provided, pythons
 from versions_matrix.environments import clean_environment, find_uv, make_environment
 from versions_matrix.interpreters import find_interpreters
 from versions_matrix.selection import left_out
@@ -77,12 +79,27 @@ def test_files_are_left_out_for_what_they_import_at_the_top(tmp_path: Path) -> N
     assert left_out(tmp_path, ("pytest", "mcore")) == {"test_heavy.py": ["mypy", "torch"]}
 
 
-def test_most_of_the_package_runs_without_torch_and_mypy() -> None:
-    provided = ("mcore", "packaging", "pytest", "hypothesis", "typing_extensions")
-    skipped = left_out(PACKAGE / "tests", provided)
-    assert skipped
-    assert set().union(*skipped.values()) <= {"torch", "mypy", "rank_testing"}
-    assert len(list((PACKAGE / "tests").glob("test_*.py"))) > 3 * len(skipped)
+def test_most_of_the_package_runs_without_torch() -> None:
+    package = load_workspace(REPOSITORY)[PACKAGE]
+    tests = package.folder / "tests"
+    skipped = left_out(tests, provided(package))
+    assert set().union(*skipped.values()) <= {"torch", "rank_testing"}
+    assert len(list(tests.glob("test_*.py"))) > 3 * len(skipped)
+
+
+def test_pythons_are_those_of_the_matrix_that_the_package_supports(tmp_path: Path) -> None:
+    package = load_workspace(REPOSITORY)[PACKAGE]
+    cells = [cell.python for cell in matrix_cells(REPOSITORY)]
+    assert pythons(package, REPOSITORY) == tuple(dict.fromkeys(cells))
+    matrix = '[[envs.matrix.matrix]]\npython = ["3.11", "3.9", "3.10"]\ntorch = ["1", "2"]\n'
+    (tmp_path / "hatch.toml").write_text(matrix)
+    assert pythons(package, tmp_path) == ("3.10", "3.11")
+
+
+def test_what_the_files_of_the_package_name_is_provided() -> None:
+    assert {"mcore", "packaging", "pytest", "hypothesis"} <= provided(
+        load_workspace(REPOSITORY)[PACKAGE]
+    )
 
 
 @pytest.mark.parametrize(
@@ -114,25 +131,9 @@ def test_missing_interpreters_are_named(
     assert "Python 3.99: not found" in output
 
 
-def _wheel(folder: Path) -> Path:
-    """A wheel with one module, so that nothing has to come from an index."""
-    wheel = folder / "lonely-1.0-py3-none-any.whl"
-    with zipfile.ZipFile(wheel, "w") as archive:
-        archive.writestr("lonely.py", "answer = 42\n")
-        archive.writestr(
-            "lonely-1.0.dist-info/METADATA", "Metadata-Version: 2.1\nName: lonely\nVersion: 1.0\n"
-        )
-        archive.writestr(
-            "lonely-1.0.dist-info/WHEEL",
-            "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n",
-        )
-        archive.writestr("lonely-1.0.dist-info/RECORD", "")
-    return wheel
-
-
 @pytest.mark.slow
 def test_environment_is_made_with_venv_and_pip(tmp_path: Path) -> None:
-    requirements = [str(_wheel(tmp_path))]
+    requirements = [str(write_wheel(tmp_path, "lonely", "1.0", code="answer = 42\n"))]
     python = make_environment(tmp_path / "venv", Path(sys.executable), requirements, None)
     command = [python, "-c", "import lonely, sys; print(lonely.answer, sys.prefix)"]
     output = subprocess.run(command, capture_output=True, text=True, check=True).stdout

@@ -1,0 +1,100 @@
+"""What an environment has to hold beside a distribution, and what it must not hold."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from monorepo.clean_venv import CleanVenv
+from monorepo.workspace import Distribution, Workspace
+
+TORCH = "torch"
+
+_IMPORT_ALL = """
+import importlib, importlib.util, pkgutil, sys
+name, *absent = sys.argv[1:]
+package = importlib.import_module(name)
+for module in pkgutil.walk_packages(package.__path__, name + "."):
+    if not module.name.endswith(".__main__"):
+        importlib.import_module(module.name)
+for other in absent:
+    if importlib.util.find_spec(other) is not None:
+        raise SystemExit(f"{other} can be imported, which {name} does not declare")
+if not package.__file__.startswith(sys.prefix):
+    raise SystemExit(f"{name} comes from {package.__file__}, which is outside {sys.prefix}")
+"""
+
+
+class IsolationError(RuntimeError):
+    """A distribution does not stand alone."""
+
+
+def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) -> None:
+    """Hold an installation without extras to exactly what the distribution declares.
+
+    Raises:
+        IsolationError: A sibling or torch is missing or too much, or a module of the
+            distribution cannot be imported, or an undeclared sibling can.
+    """
+    check_siblings(workspace, target, venv.installed())
+    expected = {target.name, *workspace.closure(target.name)}
+    absent = [workspace[name].module for name in workspace.names if name not in expected]
+    check_imports(target, venv, absent)
+
+
+def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] = ()) -> None:
+    """Import every module of a distribution from its installation.
+
+    Args:
+        target: Whose modules.
+        venv: Where it is installed.
+        absent: Modules that must not be found.
+
+    Raises:
+        IsolationError: One cannot be imported, comes from elsewhere, or is found.
+    """
+    try:
+        venv.run_code(_IMPORT_ALL, target.module, *absent)
+    except RuntimeError as error:
+        raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
+
+
+def check_floors(requirements: Sequence[str], venv: CleanVenv) -> None:
+    """Hold an environment to the lowest version of each requirement.
+
+    A resolver goes above a floor without a word where another requirement forbids it.
+
+    Raises:
+        IsolationError: A floor cannot be installed beside the others.
+    """
+    installed = venv.installed()
+    lowest = venv.lowest_versions(requirements)
+    raised = {name: version for name, version in lowest.items() if installed[name] != version}
+    if raised:
+        told = (f"{name} {low}, got {installed[name]}" for name, low in raised.items())
+        raise IsolationError(
+            f"floors that cannot be installed together: {'; '.join(told)}; raise these floors"
+        )
+
+
+def check_siblings(
+    workspace: Workspace, target: Distribution, installed: Mapping[str, str]
+) -> None:
+    """Compare what is installed with what the files of the distributions say, both ways.
+
+    Raises:
+        IsolationError: A sibling or torch is missing or too much.
+    """
+    found = set(installed)
+    expected = {target.name, *workspace.closure(target.name)}
+    siblings = found.intersection(workspace.names)
+    if siblings != expected:
+        raise IsolationError(
+            f"{target.name} came with {sorted(siblings - {target.name})}; its dependencies lead "
+            f"to {sorted(expected - {target.name})}"
+        )
+    needs_torch = any(workspace[name].requires(TORCH) for name in expected)
+    if (TORCH in found) != needs_torch:
+        raise IsolationError(
+            f"{target.name} {'needs' if needs_torch else 'does not need'} torch, which is "
+            f"{'installed' if TORCH in found else 'missing'} beside it"
+        )
