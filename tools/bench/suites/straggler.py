@@ -237,8 +237,8 @@ def _time_reports() -> tuple[str, str, _Pair, _Pair]:
     row = torch.zeros(row_length(2), dtype=torch.float64)
     rows = row.new_empty(world * row.numel())
     bare = partial(all_gather_single, rows, row, dist.group.WORLD)
-    against_peer = paired(report_ours, report_peer, number=10, repeats=11)
-    return texts[0], texts[1], against_peer, paired(report_ours, bare, number=10, repeats=11)
+    against_peer = paired(report_ours, report_peer, number=10, repeats=31)
+    return texts[0], texts[1], against_peer, paired(report_ours, bare, number=10, repeats=31)
 
 
 def _work_of_rank_0() -> Row:
@@ -403,7 +403,7 @@ def _nvtx() -> Iterator[Row]:
     finally:
         configure_nvtx_profiling(False)
         utils.configure_nvtx_profiling(False)
-    ours_s, empty_s = paired(ours, _two_empty_calls, number=2000, repeats=21)
+    ours_s, empty_s = paired(ours, _two_empty_calls, number=20_000, repeats=21)
     yield Row(
         "nvtx_range_push() and _pop(), off",
         ours_s,
