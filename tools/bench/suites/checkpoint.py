@@ -23,7 +23,7 @@ _NUM_TENSORS, _ROWS, _COLUMNS = 64, 4096, 1024  # 16 MiB of float32 each, half o
 _SIZE = "1 GiB on 2 ranks"
 _STOCK = f"torch {torch.__version__.partition('+')[0]} distributed.checkpoint"
 _RAW = "raw files of the same bytes"
-_REPEATS = 5
+_REPEATS = 9
 Work = Callable[[int], object]
 
 

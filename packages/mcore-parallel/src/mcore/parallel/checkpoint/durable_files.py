@@ -85,8 +85,8 @@ class _StartedEarly(io.FileIO):
 
     def write(self, content: ReadableBuffer) -> int:
         written = super().write(content)
-        end = self.tell()
-        if end - self.started >= _AT_ONCE_BYTES and hasattr(os, "posix_fadvise"):
+        end = self.tell() // _AT_ONCE_BYTES * _AT_ONCE_BYTES  # the next write waits for a half page
+        if end > self.started and hasattr(os, "posix_fadvise"):
             # Where memory may be dropped after it is written, writing starts, and nobody waits.
             with suppress(OSError):
                 os.posix_fadvise(
