@@ -27,7 +27,7 @@ from pretrain.steps import Steps
 from pretrain.straggler_watch import StragglerWatch
 from rank_testing import run_ranks
 
-_ROUNDS, _STEPS = 12, 10
+_STEPS = 10
 _COMPARED_STEPS = 3
 _SMALL = Settings(num_layers=2, hidden_size=64, seq_length=64, global_batch_size=8)
 _PEER = "the same steps with --no-straggler"
@@ -35,11 +35,14 @@ _PEER = "the same steps with --no-straggler"
 
 def run() -> Iterable[Row]:
     """Yield the rows; steps of both kinds alternate in one process group."""
-    for what, settings in (("the default model", Settings()), ("a small model", _SMALL)):
+    cases = (("the default model", Settings(), 12, 0.99), ("a small model", _SMALL, 100, None))
+    for what, settings, rounds, target in cases:
         case = (
             f"step of {what} on {settings.world_size} ranks, detector on, a report every {_STEPS}"
         )
-        losses, on_s, off_s = run_ranks(_rank, settings.world_size, settings, timeout_s=600)[0]
+        losses, on_s, off_s = run_ranks(
+            _rank, settings.world_size, settings, rounds, timeout_s=600
+        )[0]
         if losses[True] != losses[False]:
             yield Row.disagreement(case, _PEER, f"losses {losses[True]} against {losses[False]}")
             continue
@@ -48,31 +51,32 @@ def run() -> Iterable[Row]:
             on_s,
             _PEER,
             off_s,
-            target=0.99,
+            target=target,
             agreement=f"the losses of {_COMPARED_STEPS} steps, bit for bit",
-            note=f"mean of the faster half of {_ROUNDS} rounds in alternation",
+            note=f"mean of the faster half of {rounds} rounds in alternation",
         )
 
 
-def _rank(settings: Settings) -> tuple[dict[bool, list[float]], float, float]:
+def _rank(settings: Settings, rounds: int) -> tuple[dict[bool, list[float]], float, float]:
     """One rank: losses by whether the detector is on, and seconds of a step with and without it."""
     with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
-        return _both_kinds(settings, RunFolder(Path(path)))
+        return _both_kinds(settings, rounds, RunFolder(Path(path)))
 
 
 def _both_kinds(
-    settings: Settings, folder: RunFolder
+    settings: Settings, rounds: int, folder: RunFolder
 ) -> tuple[dict[bool, list[float]], float, float]:
     losses: dict[bool, list[float]] = {}
     for is_on in (True, False):
         job = _Job(settings, folder, is_on=is_on)
         losses[is_on] = [job.loss_of(step) for step in range(1, 1 + _COMPARED_STEPS)]
+        job.watch.close()
     seconds: dict[bool, list[float]] = {True: [], False: []}
-    for round_ in range(_ROUNDS):
+    for round_ in range(rounds):
         for is_on in (True, False) if round_ % 2 else (False, True):
             job.watch_with(is_on)
             seconds[is_on].append(job.seconds_per_step())
-    job.watch.close()
+            job.watch.close()
     return losses, _faster_half(seconds[True]), _faster_half(seconds[False])
 
 

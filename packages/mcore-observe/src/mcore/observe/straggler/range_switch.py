@@ -84,14 +84,9 @@ class RangeSwitch:
         if self._idle:
             return self
         ranges = self._local.ranges
-        kind = ranges.mark
-        if kind:
-            ranges.mark = COMPUTE_KIND
-        begin = self._begin
-        if begin is not None:
-            ranges.stack.append(begin(ranges, kind))
-        elif kind:
-            ranges.stack.append((kind, self._now_ns(), None))
+        if ranges.mark or self._begin is not None:
+            kind, ranges.mark = ranges.mark, COMPUTE_KIND
+            self._push(ranges, kind)
         else:
             ranges.stack.append(self._now_ns())
         return self
@@ -122,7 +117,7 @@ class RangeSwitch:
             return False
         # isinstance would take 6 % of the time of a range more.
         if type(opened) is int and ex_type is None:
-            pending = ranges.pending[COMPUTE_KIND]
+            pending = ranges.compute
             pending.append(ended_ns - opened)
             if len(pending) >= NUM_KEPT:
                 self._ranges.fold(COMPUTE_KIND, pending)
@@ -165,10 +160,11 @@ class RangeSwitch:
         if not self._idle:
             ranges = self._local.ranges
             ranges.make_room(kind)
-            begin = self._begin
-            ranges.stack.append(
-                (kind, self._now_ns(), None) if begin is None else begin(ranges, kind)
-            )
+            self._push(ranges, kind)
+
+    def _push(self, ranges: ThreadRanges, kind: int) -> None:
+        begin = self._begin
+        ranges.stack.append((kind, self._now_ns(), None) if begin is None else begin(ranges, kind))
 
     def _use_ranges(self, ranges: HostRanges) -> None:
         """Take what times ranges, and turn it off."""

@@ -41,12 +41,13 @@ _Item = TypeVar("_Item")
 class ThreadRanges:
     """The ranges of one thread. Only that thread writes; the reporting thread takes samples."""
 
-    __slots__ = ("__weakref__", "entries", "mark", "pairs", "pending", "stack")
+    __slots__ = ("__weakref__", "compute", "entries", "mark", "pairs", "pending", "stack")
 
     def __init__(self) -> None:
         self.mark = COMPUTE_KIND  # the kind of the next entry
         self.stack: list[Opened] = []
         self.pending: list[list[float]] = [[], []]  # ns by kind
+        self.compute = self.pending[COMPUTE_KIND]  # looked up a little faster
         self.pairs: list[Entry] = []  # kind, ns that the host took, events to be read
         self.entries: defaultdict[int, int] = defaultdict(int)
 
