@@ -1,6 +1,7 @@
 """Command line: `python -m monorepo.dependencies`.
 
-Holds what each package declares and what its source imports to each other, both ways.
+Holds what each package declares and what its source imports to each other, both ways, and what its
+tests import to what they get where they run alone.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from monorepo.imported_names import ImportedName, Moment, imported_names
+from monorepo.isolation import TEST_TOOL
 from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
 
 # Modules that import a library of another distribution for their caller.
@@ -70,6 +72,26 @@ def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
         yield f"{pyproject}: {name} is declared, but nothing imports it"
     for name in sorted(set(optional) - used):
         yield f"{pyproject}: {name} is declared by {optional[name]}, but nothing imports it"
+    yield from _undeclared_by_tests(workspace, package, required | set(optional))
+
+
+def _undeclared_by_tests(
+    workspace: Workspace, package: Distribution, declared: Set[str]
+) -> Iterator[str]:
+    """Say what test modules cannot be imported without, and the group ``test`` does not bring."""
+    folder = package.folder / "tests"
+    beside = {TEST_TOOL, *(file.stem for file in folder.rglob("*.py"))}
+    brought = declared | {canonicalize_name(one.name) for one in package.test_dependencies}
+    for imported in imported_names(folder):
+        if imported.moment is not Moment.LOADING or imported.name.partition(".")[0] in beside:
+            continue
+        for providers in provided_by(workspace, package, imported.name):
+            if not providers & brought:
+                place = f"{imported.file.relative_to(workspace.root)}:{imported.line}"
+                yield (
+                    f"{place}: {imported.name} needs {_either(providers)}, which the dependency "
+                    "group test does not bring"
+                )
 
 
 def _optional(package: Distribution) -> dict[str, str]:

@@ -24,7 +24,7 @@ from monorepo.isolation_checks import (
 from monorepo.workspace import Distribution, Workspace
 from versions_matrix.environments import clean_environment
 
-_TEST_TOOL = "rank_testing"
+TEST_TOOL = "rank_testing"
 _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
 
 
@@ -165,7 +165,7 @@ def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outsi
     """
     copy = outside / target.folder.relative_to(workspace.root)
     shutil.copytree(target.folder, copy, ignore=_IGNORED)
-    helper = Path("tools") / _TEST_TOOL
+    helper = Path("tools") / TEST_TOOL
     shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
     shutil.copy(workspace.root / "pyproject.toml", outside)
     report = outside / "report.xml"
