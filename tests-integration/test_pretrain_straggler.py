@@ -24,7 +24,7 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.step_ranges import StepRanges
 from pretrain.training import train
-from rank_testing import run_ranks
+from rank_testing import free_port, run_ranks
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 TINY = shlex.split(
@@ -134,9 +134,7 @@ def wait_for(address: str, path: str, wanted: Any, timeout_s: float = 60) -> str
 
 
 def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
+    port = free_port()
     job = subprocess.Popen(
         [sys.executable, "-m", "pretrain", *TINY, "--train-iters", "100000", "--log-interval", "3",
          "--save-interval", "0", "--straggler-port", str(port)],

@@ -10,7 +10,6 @@ import re
 import shlex
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -33,7 +32,7 @@ from pretrain.model_build import build_model, transformer_config
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.training import train
-from rank_testing import run_ranks
+from rank_testing import free_port, run_ranks
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 PASSWORD = "open-sesame-7"
@@ -328,13 +327,6 @@ def wait_until(condition: Any, timeout_s: float = 120) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.1)
-
-
-def free_port() -> int:
-    """A port of this machine that nobody uses now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

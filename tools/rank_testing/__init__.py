@@ -7,6 +7,7 @@
 """
 
 from rank_testing.launch import run_ranks
+from rank_testing.ports import free_port
 from rank_testing.report import RankFailure, RankReport
 
-__all__ = ["RankFailure", "RankReport", "run_ranks"]
+__all__ = ["RankFailure", "RankReport", "free_port", "run_ranks"]

@@ -5,7 +5,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from rank_testing import free_port
 
 pytestmark = [
     pytest.mark.slow,  # a server takes seconds to start, and it starts twice
@@ -37,9 +37,7 @@ class Server:
 
     def __init__(self, folder):
         self.folder = folder
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port = probe.getsockname()[1]
+        self.port = free_port()
         self.process = None
 
     def start(self):

@@ -1,0 +1,27 @@
+"""Tests of finding a port for a server."""
+
+import socket
+
+import pytest
+
+from rank_testing import free_port, ports
+
+
+def test_a_server_can_take_it() -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))
+        server.listen()
+
+
+def test_a_taken_port_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", free_port()))
+        taken = server.getsockname()[1]
+        other = free_port()
+        monkeypatch.setattr(ports, "_ATTEMPTS", 2)
+        monkeypatch.setattr(ports, "_CANDIDATES", (taken, other))
+        assert free_port() == other
+        monkeypatch.setattr(ports, "_ATTEMPTS", 1)
+        monkeypatch.setattr(ports, "_CANDIDATES", (taken,))
+        with pytest.raises(RuntimeError, match=r"1 ports of 127\.0\.0\.1 are in use"):
+            free_port()
