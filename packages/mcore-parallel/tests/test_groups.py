@@ -45,7 +45,9 @@ def answers(group: object) -> tuple[object, ...]:
     return tuple(ask(query) for query in QUERIES)
 
 
-@pytest.mark.parametrize("group", [None, object(), StandIn(), -100], ids=str)
+@pytest.mark.parametrize(
+    "group", [None, object(), StandIn(), -100], ids=["none", "object", "stand-in", "number"]
+)
 def test_without_distributed_every_group_is_one_rank(group: object) -> None:
     assert answers(group) == (1, 0, 0)
     assert not is_distributed()

@@ -259,7 +259,6 @@ def test_wrong_sizes_raise_on_all_ranks() -> None:
         ({"groups": ("tp", "qp")}, "'qp', which cannot be created"),
         ({"groups": ("dense_mesh",)}, "'dense_mesh', which cannot be created"),
         ({"groups": ("hcp",)}, "needs hcp_sizes"),
-        ({"embedding_ranks": lambda ranks: [99]}, r"\[99\]"),
     ],
     ids=str,
 )
@@ -267,6 +266,12 @@ def test_refused_arguments_name_the_numbers(fake_world, arguments, text: str) ->
     fake_world(1, 8)
     with pytest.raises(ValueError, match=text):
         ProcessGroups.from_sizes(**arguments)
+
+
+def test_embedding_ranks_outside_of_their_group_are_refused(fake_world) -> None:
+    fake_world(1, 8)
+    with pytest.raises(ValueError, match=r"\[99\]"):
+        ProcessGroups.from_sizes(embedding_ranks=lambda ranks: [99])
 
 
 def test_a_single_string_is_no_collection_of_names() -> None:

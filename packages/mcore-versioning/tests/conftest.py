@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore.versioning import clear_version_cache, config
-from mcore.versioning.end_of_life import _owners_of_top_level_packages
+from mcore.versioning.end_of_life import _owners_of
 
 
 @pytest.fixture(autouse=True)
@@ -22,7 +22,7 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     clear_version_cache()
     yield
     clear_version_cache()
-    _owners_of_top_level_packages.cache_clear()
+    _owners_of.cache_clear()
 
 
 @pytest.fixture

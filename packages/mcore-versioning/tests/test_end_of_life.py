@@ -1,7 +1,9 @@
 """Tests of the rule that experimental code must not stay so for ever."""
 
 import logging
+import sys
 from collections.abc import Callable
+from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 from packaging.version import Version
 
 from mcore.versioning import __version__, end_of_life, experimental_fn
-from mcore.versioning.end_of_life import has_expired, owner_version, warn_if_expired
+from mcore.versioning.end_of_life import _owners_of, has_expired, owner_version, warn_if_expired
 
 
 @pytest.mark.parametrize(
@@ -130,7 +132,44 @@ def test_owner_decides_where_no_current_version_is_given(
     assert len(_expired(caplog)) == 1
 
 
-def test_installed_packages_are_listed_once(
+@pytest.mark.parametrize(
+    ("package", "distribution"),
+    [("packaging", "packaging"), ("_pytest", "pytest"), ("pytest", "pytest"), ("py", "pytest")],
+)
+def test_owners_of_packages_that_are_really_installed(package: str, distribution: str) -> None:
+    assert owner_version(f"{package}.inside") == Version(version(distribution))
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="the peer overlooks some distributions")
+def test_owners_are_those_that_the_standard_library_finds() -> None:
+    found = packages_distributions()
+    for name in ("_pytest", "pytest", "packaging", "hypothesis", "pluggy", "not_there"):
+        assert _owners_of(name) == frozenset(found.get(name, ()))
+
+
+@pytest.mark.parametrize(
+    ("file", "owned"),
+    [
+        ("foreignpkg.py", True),
+        ("foreignpkg.cpython-311-x86_64-linux-gnu.so", True),
+        ("foreignpkg/deep/er.pyd", True),
+        ('"foreignpkg/a,b.py"', True),
+        ("foreignpkg/table.csv", False),
+        ("foreignpkg_too/__init__.py", False),
+        ("foreignpkg.libs/libfortran.so", False),
+        ("other/foreignpkg/__init__.py", False),
+        ("foreignpkg-1.0.dist-info/RECORD", False),
+    ],
+)
+def test_a_recorded_module_makes_an_owner(
+    file: str, owned: bool, install: Callable[..., Path]
+) -> None:
+    info = install("oddly-named", "7.1")
+    (info / "RECORD").write_text(f"oddly_named-7.1.dist-info/METADATA,,\n{file},sha256=x,3\n")
+    assert owner_version("foreignpkg") == (Version("7.1") if owned else None)
+
+
+def test_the_installed_are_read_once_for_a_package(
     install: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     install("oddly-named", "7.1", module="foreignpkg")
