@@ -122,9 +122,10 @@ class Exchange:
             if self._has_gloo:
                 # Its all-gather hands the rows on around a ring, one hop after the other. Sent to
                 # each rank directly they arrive at once, and of so short a row the hops are what
-                # costs: half the time with 4 ranks, and less with more.
+                # costs: half the time with 4 ranks, and less with more. The group's own method
+                # saves a tenth of a report of 2 ranks against dist.all_to_all_single.
                 for_each = torch.cat([row] * self._size)  # a fifth of the time of repeat()
-                dist.all_to_all_single(rows, for_each, group=self._group)
+                self._group.alltoall_base(rows, for_each, [], []).wait()
             else:
                 all_gather_single(rows, row, self._group)
             return rows.cpu().view(self._size, -1)
