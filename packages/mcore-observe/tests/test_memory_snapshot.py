@@ -40,7 +40,7 @@ def profiling(path, **options):
 
 
 def at_rank(monkeypatch, rank):
-    monkeypatch.setattr(memory_snapshot, "job_rank", lambda: rank)
+    monkeypatch.setattr(memory_snapshot, "process_rank", lambda: rank)
 
 
 @pytest.mark.parametrize(

@@ -107,7 +107,7 @@ def test_stamps_that_cannot_be_are_a_warning_on_rank_0(history, why, caplog, mon
     assert "iteration 77" in record.getMessage()
     assert "elapsed_wct" in record.getMessage()
     caplog.clear()
-    monkeypatch.setattr(progress, "job_rank", lambda: 1)
+    monkeypatch.setattr(progress, "process_rank", lambda: 1)
     assert report_throughput(TRAIN, 77, 1, history, 2) == {}
     assert caplog.records == []
 

@@ -16,7 +16,7 @@ from mcore.versioning.end_of_life import _owners_of
 @pytest.fixture(autouse=True)
 def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every test starts as rank 0 with the flag off and nothing cached."""
-    for variable in ("RANK", "SLURM_PROCID"):
+    for variable in ("RANK", "SLURM_PROCID", "WORLD_SIZE", "SLURM_NTASKS"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(config, "ENABLE_EXPERIMENTAL", False)
     clear_version_cache()

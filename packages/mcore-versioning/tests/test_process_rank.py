@@ -6,7 +6,7 @@ import types
 
 import pytest
 
-from mcore.versioning.process_rank import log_on_rank_zero, process_rank
+from mcore.versioning.process_rank import log_on_rank_zero, process_rank, process_world_size
 
 
 def _distributed(*, available: bool, initialised: bool, rank: int) -> types.SimpleNamespace:
@@ -69,3 +69,30 @@ def test_only_rank_zero_logs(
     assert [(r.name, r.levelname, r.message) for r in caplog.records] == [
         ("mcore.versioning", "INFO", "from rank 0")
     ]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, 1),
+        ({"WORLD_SIZE": "8"}, 8),
+        ({"SLURM_NTASKS": "16"}, 16),
+        ({"WORLD_SIZE": "8", "SLURM_NTASKS": "16"}, 8),
+        ({"WORLD_SIZE": "many", "SLURM_NTASKS": "16"}, 16),
+    ],
+)
+def test_world_size_from_the_environment(
+    environment: dict[str, str], expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "torch.distributed", raising=False)
+    for variable, value in environment.items():
+        monkeypatch.setenv(variable, value)
+    assert process_world_size() == expected
+
+
+def test_world_size_of_the_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = _distributed(available=True, initialised=True, rank=7)
+    group.get_world_size = lambda: 9
+    monkeypatch.setitem(sys.modules, "torch.distributed", group)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert process_world_size() == 9

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol, runtime_checkable
 
 from mcore.modules.errors import ConfigFieldError
+from mcore.parallel.settings import is_switched_on
 
 __all__ = [
     "MISSING",
@@ -58,25 +59,6 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
             f"{type(config).__name__} has no field {name!r}, and there is no default for it; set it"
         )
     return default
-
-
-def is_switched_on(value: object) -> bool:
-    """Return whether the value of a field such as ``fp8`` means "on".
-
-    Args:
-        value: Any value.
-
-    Returns:
-        False for what equals None, False, the empty string or zero (numpy's too), else True.
-
-    Example:
-        >>> is_switched_on("hybrid"), is_switched_on(False), is_switched_on(object())
-        (True, False, True)
-    """
-    try:
-        return value not in (None, False, "", 0)
-    except (RuntimeError, TypeError, ValueError):
-        return True  # its comparisons have no truth value, such as those of a tensor
 
 
 @runtime_checkable

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.ranks import job_rank
+from mcore.versioning.process_rank import process_rank
 
 __all__ = ["save_snapshot_at_profile_end", "snapshot_path", "start_memory_history_recording"]
 
@@ -36,7 +36,7 @@ def start_memory_history_recording(profiling: Any) -> None:
         >>> start_memory_history_recording(None)
     """
     if _records_history(profiling):
-        _start_recording(profiling.memory_snapshot_path, job_rank())
+        _start_recording(profiling.memory_snapshot_path, process_rank())
 
 
 def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
@@ -58,13 +58,13 @@ def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
     if not torch.cuda.is_available():
         _warn_no_cuda()
         return
-    path = snapshot_path(profiling.memory_snapshot_path, f"_{job_rank()}")
+    path = snapshot_path(profiling.memory_snapshot_path, f"_{process_rank()}")
     try:
         _save_snapshot(path)
     except Exception as error:
         logger.warning("no memory snapshot in %s: %s: %s", path, type(error).__name__, error)
         return
-    if job_rank() == 0:
+    if process_rank() == 0:
         print(f"Saved memory snapshot to {path}", flush=True)  # noqa: T201
 
 
@@ -89,7 +89,7 @@ def snapshot_path(configured: str, suffix: str) -> str:
 def _records_history(profiling: Any) -> bool:
     if profiling is None or not getattr(profiling, "record_memory_history", False):
         return False
-    return job_rank() in profiling.profile_ranks
+    return process_rank() in profiling.profile_ranks
 
 
 @functools.cache

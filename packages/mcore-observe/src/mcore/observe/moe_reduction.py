@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from mcore.observe.group_sums import sum_over_group
 from mcore.parallel.groups import GroupLike, get_pg_size
 from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.reductions import sum_over_group
 
 __all__ = [
     "LayerMetric",

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mcore.observe.group_sums import sum_over_group
 from mcore.observe.host_reads import read_scalars, widest_float
 from mcore.observe.loss_totals import add_losses
 from mcore.observe.moe_metrics import write_scalars
 from mcore.parallel.groups import GroupLike, get_pg_size
+from mcore.parallel.reductions import sum_over_group
 
 __all__ = ["MTPMetricsTracker", "get_mtp_metrics_tracker", "has_mtp_metrics_tracker"]
 

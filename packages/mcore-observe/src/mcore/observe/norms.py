@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from mcore.observe.group_sums import sum_over_group
 from mcore.observe.host_reads import read_scalars
 from mcore.observe.model_groups import model_chunks
 from mcore.observe.shard_sums import squares_of_each
 from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
+from mcore.parallel.reductions import sum_over_group
 
 __all__ = ["gradient_norms", "report_l2_norm_grad"]
 

@@ -9,10 +9,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.group_sums import sum_over_group
 from mcore.observe.model_groups import find_process_groups, model_chunks
 from mcore.observe.shard_sums import sum_of_squares
 from mcore.parallel.groups import GroupLike, as_process_group
+from mcore.parallel.reductions import sum_over_group
 from mcore.parallel.tensor_parallel import param_is_not_tensor_parallel_duplicate
 from mcore.tensor.dtensor import is_dtensor
 from mcore.tensor.param_flags import param_is_not_shared

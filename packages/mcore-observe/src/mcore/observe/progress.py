@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import Any
 
-from mcore.observe.ranks import job_rank, job_world_size
+from mcore.parallel import groups
+from mcore.versioning.process_rank import process_rank
 
 __all__ = ["SECONDS_PER_UNIT", "report_runtime", "report_throughput"]
 
@@ -124,7 +125,7 @@ def report_throughput(
     }
     if seq_length:
         rates["tokens_per_sec"] = rates["samples_per_sec"] * seq_length
-    ranks = job_world_size() if world_size is None else world_size
+    ranks = groups.world_size() if world_size is None else world_size
     report: dict[str, float | int] = {f"throughput/{key}": rate for key, rate in rates.items()}
     report.update({f"throughput/device/{key}": rate / ranks for key, rate in rates.items()})
     report["throughput/micro_batch_size"] = train_config.micro_batch_size
@@ -133,7 +134,7 @@ def report_throughput(
 
 
 def _warn_of_stamps(elapsed_wct: float, iteration: int, goes_back: bool) -> None:
-    if job_rank() != 0:
+    if process_rank() != 0:
         return
     why = "the stamps go backwards" if goes_back else "the stamps span no time"
     logger.warning(

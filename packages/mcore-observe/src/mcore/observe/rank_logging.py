@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.observe.ranks import job_rank, job_world_size
-from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
+from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size, world_size
 from mcore.parallel.process_groups import get_default_process_groups
-from mcore.parallel.torch_compat import is_distributed
+from mcore.versioning.process_rank import (
+    known_rank,
+    known_world_size,
+    process_rank,
+    process_world_size,
+)
 
-__all__ = ["log_on_each_pipeline_stage", "log_single_rank", "safe_get_rank", "safe_get_world_size"]
+__all__ = [
+    "is_last_rank",
+    "log_on_each_pipeline_stage",
+    "log_single_rank",
+    "safe_get_rank",
+    "safe_get_world_size",
+]
 
 _logger = logging.getLogger(__name__)
 
@@ -28,13 +37,13 @@ def safe_get_rank() -> int:
 
     Returns:
         The rank in the world group; before that is made the variable ``RANK``, or
-        ``SLURM_PROCID`` where ``SLURM_NTASKS`` is set; else 0.
+        ``SLURM_PROCID``; else 0.
 
     Example:
         >>> safe_get_rank()
         0
     """
-    return _known_rank() or 0
+    return process_rank()
 
 
 def safe_get_world_size() -> int:
@@ -50,7 +59,12 @@ def safe_get_world_size() -> int:
         >>> safe_get_world_size()
         1
     """
-    return _known_world_size() or 1
+    return process_world_size()
+
+
+def is_last_rank() -> bool:
+    """Return whether this is the rank that writes logs: the last one, where pipelines end."""
+    return process_rank() == process_world_size() - 1
 
 
 def log_single_rank(
@@ -121,7 +135,7 @@ def log_on_each_pipeline_stage(
         raise ValueError(f"got {given} without {missing}; give both groups, or neither")
     if not logger.isEnabledFor(_level(args, kwargs)):
         return
-    if not is_distributed() or job_world_size() == 1 or _is_first_of_stage(tp_group, dp_cp_group):
+    if world_size() == 1 or _is_first_of_stage(tp_group, dp_cp_group):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         logger.log(*args, **kwargs)
 
@@ -139,9 +153,9 @@ def _is_rank(rank: int, group: GroupLike | None) -> bool:
     """Say whether this process is a rank, or cannot know."""
     if group is not None and _is_outside(group):
         return False
-    mine = _known_rank() if group is None else _rank_in(group)
+    mine = known_rank() if group is None else _rank_in(group)
     if rank < 0:
-        size = _known_world_size() if group is None else _size_of(group)
+        size = known_world_size() if group is None else _size_of(group)
         if size is None:
             return True
         rank += size
@@ -153,7 +167,7 @@ def _is_first_of_stage(tp_group: GroupLike | None, dp_cp_group: GroupLike | None
         default = get_default_process_groups()
         if default is None:
             _warn_about_missing_groups()
-            return job_rank() == 0
+            return process_rank() == 0
         return default.rank("tp") == 0 and default.rank("dp_cp") == 0
     return all(not _is_outside(group) and _rank_in(group) == 0 for group in (tp_group, dp_cp_group))
 
@@ -181,26 +195,3 @@ def _rank_in(group: GroupLike) -> int:
 
 def _size_of(group: GroupLike) -> int:
     return get_pg_size(group) if isinstance(group, DeviceMesh) else group.size()
-
-
-def _known_rank() -> int | None:
-    if is_distributed():
-        return job_rank()
-    rank = _integer_variable("RANK")
-    if rank is None and _integer_variable("SLURM_NTASKS") is not None:
-        rank = _integer_variable("SLURM_PROCID")
-    return rank
-
-
-def _known_world_size() -> int | None:
-    if is_distributed():
-        return job_world_size()
-    size = _integer_variable("WORLD_SIZE")
-    return _integer_variable("SLURM_NTASKS") if size is None else size
-
-
-def _integer_variable(name: str) -> int | None:
-    try:
-        return int(os.environ[name])
-    except (KeyError, ValueError):
-        return None

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
-from mcore.observe.group_sums import sum_over_group
 from mcore.observe.host_reads import widest_float
+from mcore.parallel.reductions import sum_over_group
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 from mcore.tensor.multi_tensor import local_multi_tensor_l2_norm
 

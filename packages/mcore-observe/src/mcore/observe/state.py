@@ -13,7 +13,7 @@ from mcore.observe.config_params import config_params
 from mcore.observe.energy import EnergyMonitor
 from mcore.observe.logger_config import LoggerConfig, require_run_name
 from mcore.observe.process_end import status_of
-from mcore.observe.ranks import is_last_rank
+from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.run_config import ConfigContainer
 from mcore.observe.scalars import Scalars
 from mcore.observe.sinks.comet import open_comet

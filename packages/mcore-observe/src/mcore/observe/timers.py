@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.ranks import job_rank, job_world_size
 from mcore.observe.sinks.mlflow import sanitize_metric_name
 from mcore.observe.timer import DisabledTimer, Timer, TimerLike
 from mcore.observe.timer_text import OPTIONS, format_times, longest_times
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
+from mcore.versioning.process_rank import process_rank, process_world_size
 
 __all__ = ["Timers", "gather_seconds"]
 
@@ -45,7 +45,7 @@ def gather_seconds(seconds: Sequence[float]) -> torch.Tensor:
     if not is_distributed() or not seconds:
         return mine
     mine = mine.to(comm_device(dist.group.WORLD))
-    rows = mine.new_empty((job_world_size(), len(seconds)))
+    rows = mine.new_empty((process_world_size(), len(seconds)))
     all_gather_single(rows, mine, dist.group.WORLD)
     return rows
 
@@ -224,7 +224,7 @@ class Timers:
             >>> Timers(0, "max").log(["forward"])
         """
         rows = self._gather(names, normalizer, reset, barrier)
-        if job_rank() == (job_world_size() - 1 if rank is None else rank):
+        if process_rank() == (process_world_size() - 1 if rank is None else rank):
             self.log_text(self.format(names, rows.tolist(), normalizer))
 
     def log_text(self, text: str | None) -> None:

@@ -17,7 +17,7 @@ from mcore.parallel.groups import comm_device
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["max_or_raise", "text_digest"]
+__all__ = ["first_difference", "max_or_raise", "text_digest"]
 
 _TEXT_BYTES = 2048
 _KINDS: dict[str, type[Exception]] = {
@@ -97,3 +97,20 @@ def text_digest(text: str) -> int:
         (False, True)
     """
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+
+
+def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:
+    """Return the first place at which the ranks' digests are not all equal, else their number.
+
+    One all-reduce (MAX of uint8, twice the digests) over ``group``; every rank of it calls this
+    with as many digests, all of one length, and gets the result.
+    """
+    if not digests:
+        return 0
+    own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    own = own.view(len(digests), -1)
+    both = torch.stack([own, 255 - own]).to(comm_device(group))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    highest, inverse_of_lowest = both.cpu()
+    differs = (highest != 255 - inverse_of_lowest).any(dim=1)
+    return int(differs.nonzero()[0]) if differs.any() else len(digests)

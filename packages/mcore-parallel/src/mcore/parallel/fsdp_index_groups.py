@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from mcore.parallel.groups import as_process_group, group_ranks
+from mcore.parallel.shortened import ranks_text
 from mcore.parallel.torch_compat import flatten_mesh, root_mesh
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from torch.distributed.device_mesh import DeviceMesh
 
     from mcore.parallel.groups import GroupLike
@@ -22,10 +21,8 @@ __all__ = [
     "check_rows_of_hybrid_group",
     "expert_hybrid_group",
     "member_of",
-    "shown_ranks",
 ]
 
-_SHOWN_RANKS = 16
 _HOW_TO_MAKE = (
     "flatten the two dimensions, keep the result and pass its group: "
     "mesh[{outer!r}, {shard!r}]._flatten(...).get_group(), or make it with "
@@ -66,8 +63,8 @@ def check_hybrid_group(argument: str, group: dist.ProcessGroup | None, hybrid: D
     found = group_ranks(group)
     if found != expected:
         raise ValueError(
-            f"{argument} has ranks {shown_ranks(found)}, but ({outer}, {shard}) of the mesh has "
-            f"{shown_ranks(expected)} in outer-major order: {how}"
+            f"{argument} has {ranks_text(found)}, but ({outer}, {shard}) of the mesh has "
+            f"{ranks_text(expected)} in outer-major order: {how}"
         )
 
 
@@ -88,9 +85,9 @@ def check_rows_of_hybrid_group(
     start = group.rank() // len(row) * len(row)
     if len(found) % len(row) or found[start : start + len(row)] != row:
         raise ValueError(
-            f"hybrid_fsdp_expt_group has ranks {shown_ranks(found)}, but in outer-major order the "
+            f"hybrid_fsdp_expt_group has {ranks_text(found)}, but in outer-major order the "
             f"{len(row)} from place {start} on must be those of dp_shard_dim in expt_device_mesh: "
-            f"{shown_ranks(row)}"
+            f"{ranks_text(row)}"
         )
 
 
@@ -106,8 +103,8 @@ def check_all_gather_group(
     found, expected = group_ranks(group), group_ranks(shard_group)
     if found != expected:
         raise ValueError(
-            f"{argument} has ranks {shown_ranks(found)}, but dp_shard_dim has "
-            f"{shown_ranks(expected)}: give a second group of the same ranks, or None"
+            f"{argument} has {ranks_text(found)}, but dp_shard_dim has "
+            f"{ranks_text(expected)}: give a second group of the same ranks, or None"
         )
 
 
@@ -139,20 +136,5 @@ def expert_hybrid_group(
     name = "_".join(("expert", *(hybrid.mesh_dim_names or ())))
     flat = flatten_mesh(hybrid, name) if covers_world else None
     if flat is None or group_ranks(flat.get_group()) != ranks:
-        raise ValueError(
-            f"cannot make a group of the ranks {shown_ranks(ranks)} of {hybrid}: give {argument}"
-        )
+        raise ValueError(f"cannot make a group of {ranks_text(ranks)} of {hybrid}: give {argument}")
     return flat.get_group()
-
-
-def shown_ranks(ranks: Sequence[int]) -> str:
-    """Write a list of ranks, shortened where it is long.
-
-    Example:
-        >>> shown_ranks(range(4096))
-        '[0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, ...] (4096 ranks)'
-    """
-    if len(ranks) <= _SHOWN_RANKS:
-        return str(list(ranks))
-    start = ", ".join(str(rank) for rank in ranks[:_SHOWN_RANKS])
-    return f"[{start}, ...] ({len(ranks)} ranks)"

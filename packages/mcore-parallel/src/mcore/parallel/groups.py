@@ -26,6 +26,7 @@ __all__ = [
     "get_pg_src_rank",
     "get_tensor_model_parallel_group_if_none",
     "is_distributed",
+    "world_size",
 ]
 
 
@@ -124,6 +125,11 @@ def get_pg_size(group: GroupLike | None = None) -> int:
     """
     member = as_process_group(group)
     return 1 if member is None else member.size()
+
+
+def world_size() -> int:
+    """Return the ranks that can communicate: those of the world group, 1 without it."""
+    return dist.get_world_size() if is_distributed() else 1
 
 
 def get_pg_rank(group: GroupLike | None = None) -> int:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
+from mcore.parallel.agreement import first_difference
 from mcore.parallel.groups import comm_device
 from mcore.tensor.dtensor import is_dtensor
 
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from mcore.parallel.param_hashing import NamedParam
 
 __all__ = ["describe_param", "raise_difference", "structure_digest"]
-
-_DIGEST_BYTES = 20
 
 
 def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
@@ -66,7 +65,7 @@ def raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> N
     counts = torch.tensor([len(descriptions), -len(descriptions)]).to(comm_device(group))
     dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
     most, minus_fewest = counts.tolist()
-    position = _first_difference(descriptions[:-minus_fewest], group)
+    position = first_difference(list(map(_digest, descriptions[:-minus_fewest])), group)
     here = descriptions[position] if position < len(descriptions) else "nothing"
     raise ValueError(
         f"the ranks of the group do not have the same parameters: rank {dist.get_rank()} has "
@@ -74,16 +73,6 @@ def raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> N
         f"the first difference is number {position}, here {here}. Check replicas of one model "
         "with the same arguments, over a group whose ranks hold copies"
     )
-
-
-def _first_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> int:
-    digests = bytearray(b"".join(map(_digest, descriptions)))
-    own = torch.frombuffer(digests, dtype=torch.uint8).view(-1, _DIGEST_BYTES)
-    both = torch.stack([own, 255 - own]).to(comm_device(group))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    highest, inverse_of_lowest = both.cpu()
-    differs = (highest != 255 - inverse_of_lowest).any(dim=1)
-    return int(differs.nonzero()[0]) if differs.any() else len(descriptions)
 
 
 def _digest(text: str) -> bytes:

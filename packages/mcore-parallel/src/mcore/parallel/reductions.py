@@ -23,7 +23,7 @@ from mcore.parallel.double_encoding import (
     encode_double_tensor,
     require_one_real,
 )
-from mcore.parallel.groups import as_process_group
+from mcore.parallel.groups import as_process_group, comm_device, get_pg_size
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -35,6 +35,7 @@ __all__ = [
     "reduce_max_memory_across_pp_group",
     "reduce_max_stat_across_model_parallel_group",
     "reduce_step_stats",
+    "sum_over_group",
 ]
 
 Stat = float | torch.Tensor | None
@@ -294,3 +295,28 @@ def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:
             f"the keys differ between the ranks of the group; this rank (global rank "
             f"{dist.get_rank()}) has {len(names)}: {', '.join(str(name) for name in names)}"
         )
+
+
+def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> list[torch.Tensor]:
+    """Sum vectors over a group, packed into one all-reduce.
+
+    All ranks of the group call it with vectors of the same sizes and types, and get the result.
+    No collective for a group of one rank, None, no vectors, or without torch.distributed.
+
+    Args:
+        vectors: 1-D tensors of one dtype and device.
+        group: The group; None is one rank, not the world.
+
+    Returns:
+        The sums, in the same order, sizes and devices; the given tensors if nothing was summed.
+
+    Example:
+        >>> sum_over_group([torch.tensor([1.0, 2.0])], None)
+        [tensor([1., 2.])]
+    """
+    if not vectors or get_pg_size(group) == 1:
+        return list(vectors)
+    packed = torch.cat(list(vectors)).to(comm_device(group))
+    dist.all_reduce(packed, group=as_process_group(group))
+    back = packed.to(vectors[0].device)
+    return list(torch.split(back, [vector.numel() for vector in vectors]))

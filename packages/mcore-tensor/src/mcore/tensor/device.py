@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
-__all__ = ["current_device", "resolve_device"]
+__all__ = ["available_accelerator", "current_device", "device_of", "resolve_device"]
 
 _CPU = torch.device("cpu")
+
+
+def available_accelerator() -> torch.device | None:
+    """Return the current accelerator with its index, None where there is none to use."""
+    if not torch.accelerator.is_available():
+        return None
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None:
+        return None
+    return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
+    """Return the device of the first tensor, the current device where there are none."""
+    first = next(iter(tensors), None)
+    return current_device() if first is None else first.device
 
 
 def current_device() -> torch.device:
@@ -20,11 +38,7 @@ def current_device() -> torch.device:
         >>> current_device().type == "cpu" or torch.accelerator.is_available()
         True
     """
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            return torch.device(accelerator.type, torch.accelerator.current_device_index())
-    return _CPU
+    return available_accelerator() or _CPU
 
 
 def resolve_device(device: torch.device | str | int | None) -> torch.device:

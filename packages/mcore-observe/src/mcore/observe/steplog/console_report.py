@@ -11,13 +11,13 @@ from mcore.observe.host_reads import as_number
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
 from mcore.observe.memory import report_memory
 from mcore.observe.moe_metrics import format_moe_text
-from mcore.observe.ranks import job_rank
 from mcore.observe.steplog.collect import StepValues
 from mcore.observe.steplog.console_line import ConsoleFacts, console_line, memory_line
 from mcore.observe.steplog.experts import ExpertTexts
 from mcore.observe.steplog.interval import Interval
 from mcore.observe.steplog.step import LogStep, is_on
 from mcore.parallel.groups import get_pg_rank
+from mcore.versioning.process_rank import process_rank
 
 __all__ = ["print_console_line", "print_memory", "print_step_time", "values_for_line"]
 
@@ -102,7 +102,7 @@ def print_step_time(interval: Interval) -> None:
     Args:
         interval: Figures of the interval.
     """
-    if job_rank() == 0 and interval.tflops_per_device is not None:
+    if process_rank() == 0 and interval.tflops_per_device is not None:
         print(  # noqa: T201
             f"Step Time : {interval.seconds_per_iteration:.2f}s GPU utilization: "
             f"{interval.tflops_per_device:.1f}MODEL_TFLOP/s/GPU",
@@ -123,10 +123,10 @@ def print_memory(config: Any, global_state: Any, step: LogStep, num_microbatches
         num_microbatches: Forward passes of a step.
     """
     estimate = getattr(global_state, "theoretical_memory_fn", None)
-    if job_rank() == 0 and callable(estimate):
+    if process_rank() == 0 and callable(estimate):
         estimate(config, num_microbatches)
     if get_pg_rank(step.group("dp")) != 0:
         return
     report = report_memory(getattr(config.logger, "memory_keys", None))
     if report:
-        print(memory_line(job_rank(), step.iteration, report), flush=True)  # noqa: T201
+        print(memory_line(process_rank(), step.iteration, report), flush=True)  # noqa: T201

@@ -7,8 +7,7 @@ from typing import Any
 
 from mcore.observe.host_reads import as_number
 from mcore.observe.model_groups import find_process_groups
-from mcore.observe.ranks import job_world_size
-from mcore.parallel.groups import get_pg_size
+from mcore.parallel.groups import get_pg_size, world_size
 
 __all__ = ["LogStep", "is_on"]
 
@@ -79,7 +78,7 @@ class LogStep:
             is_line=_hits(iteration, config.logger.log_interval),
             skipped=bool(skipped_iter),
             loaded_iteration=loaded_iteration,
-            world_size=job_world_size(),
+            world_size=world_size(),
             seq_length=None if length is None else int(length),
             pg_collection=find_process_groups(pg_collection, model),
         )

@@ -20,7 +20,7 @@ from mcore.parallel.checkpoint.directory import (
     remove_incomplete,
 )
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.group_ranks import ensure_metadata_has_dp_cp_group
+from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
 from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
 from mcore.parallel.checkpoint.shard_records import ShardRecord, describe_shards
 from mcore.parallel.checkpoint.sharded import (

@@ -14,7 +14,7 @@ from mcore.parallel.checkpoint.dtensor_builders import (
     with_fields,
 )
 from mcore.parallel.checkpoint.dtensor_shards import replica_index
-from mcore.parallel.checkpoint.group_ranks import (
+from mcore.parallel.checkpoint.ranks import (
     CheckpointRanks,
     ensure_metadata_has_dp_cp_group,
     mesh_has_group,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from mcore.parallel.checkpoint.dtensor_shards import describe_dtensor
-from mcore.parallel.checkpoint.group_ranks import CheckpointRanks
+from mcore.parallel.checkpoint.ranks import CheckpointRanks
 from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedTensor
 
 if TYPE_CHECKING:

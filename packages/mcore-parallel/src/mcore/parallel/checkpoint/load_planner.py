@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mcore.parallel.checkpoint.errors import CheckpointingException, bounded_list
+from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.load_targets import (
     Target,
     changes_dtype,
@@ -32,6 +32,7 @@ from mcore.parallel.checkpoint.state_tree import (
     flatten_state_dict,
     rebuild_state_dict,
 )
+from mcore.parallel.shortened import titled_list
 
 __all__ = ["ShardedLoadPlanner"]
 
@@ -108,7 +109,7 @@ class ShardedLoadPlanner(LoadPlanner):
         items = self._object_items() + self._common_items() + self._tensor_items()
         if self._problems:
             raise CheckpointingException(
-                bounded_list("the checkpoint does not fit the state dict", self._problems)
+                titled_list("the checkpoint does not fit the state dict", self._problems)
             )
         return LoadPlan(items)
 

@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import (
 
 from mcore.parallel.checkpoint.common_digest import digest_of
 from mcore.parallel.checkpoint.dtensor_shards import boxed
-from mcore.parallel.checkpoint.errors import CheckpointingException, bounded_list
+from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.shard_records import (
     ShardRecord,
     decode_records,
@@ -47,6 +47,7 @@ from mcore.parallel.checkpoint.staging import (
 )
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.validation import raise_if_not_whole, validate_plans
+from mcore.parallel.shortened import titled_list
 
 __all__ = ["ShardedSavePlanner"]
 
@@ -232,7 +233,7 @@ def _warn_of_differences(packed: Sequence[bytes]) -> None:
             "values outside ShardedTensor and ShardedObject differ between ranks; those of the "
             "first rank are saved"
         )
-        warnings.warn(bounded_list(title, sorted(differing), "key"), stacklevel=2)
+        warnings.warn(titled_list(title, sorted(differing), "key"), stacklevel=2)
 
 
 def _describe_empty_tensors(metadata: Metadata, ranks: Sequence[Sequence[ShardRecord]]) -> None:

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 
 from mcore.parallel.checkpoint.common_digest import digest_of
-from mcore.parallel.checkpoint.errors import CheckpointingException, bounded_list
+from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
+from mcore.parallel.shortened import titled_list
 from mcore.tensor.dtensor import to_local_if_dtensor
 
 __all__ = [
@@ -84,7 +85,7 @@ def reject_unsavable(entries: Entries, *, with_common: bool) -> None:
         ]
     problems = [f"{name!r} {text}" for name, data in tensors if (text := data_problem(data))]
     if problems:
-        raise CheckpointingException(bounded_list("some tensors cannot be saved", problems))
+        raise CheckpointingException(titled_list("some tensors cannot be saved", problems))
 
 
 def data_problem(data: torch.Tensor | None) -> str | None:

@@ -8,7 +8,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from mcore.parallel.checkpoint.boxes import overlapping_pairs
-from mcore.parallel.checkpoint.errors import CheckpointingException, bounded_list, ranks_text
+from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.shard_records import (
     ShardRecord,
     decode_records,
@@ -17,6 +17,7 @@ from mcore.parallel.checkpoint.shard_records import (
 )
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
+from mcore.parallel.shortened import ranks_text, titled_list
 
 if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
@@ -211,4 +212,4 @@ def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
     """Raise one CheckpointingException with what :func:`validate_plans` finds."""
     problems = validate_plans(ranks)
     if problems:
-        raise CheckpointingException(bounded_list(TITLE, problems))
+        raise CheckpointingException(titled_list(TITLE, problems))

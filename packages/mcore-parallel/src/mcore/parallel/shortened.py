@@ -1,0 +1,43 @@
+"""Lists that stay readable in an error or a log line, however long they are."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MAX_LISTED = 20
+
+
+def shorten(
+    items: Sequence[object], most: int = _MAX_LISTED, more: str = "... and {} more"
+) -> list[str]:
+    """Return at most ``most`` items as text, then how many there are beyond.
+
+    Example:
+        >>> shorten([3, 5, 8], most=2)
+        ['3', '5', '... and 1 more']
+    """
+    texts = [str(item) for item in items[:most]]
+    return [*texts, more.format(len(items) - most)] if len(items) > most else texts
+
+
+def titled_list(title: str, items: Sequence[object], noun: str = "problem") -> str:
+    """Return a title with the number of items, and the items below it, shortened."""
+    head = f"{title} ({len(items)} {noun}{'s' if len(items) != 1 else ''}):"
+    return "\n".join([head, *shorten([f"  - {item}" for item in items], more="  ... and {} more")])
+
+
+def ranks_text(ranks: Sequence[int]) -> str:
+    """Return ranks as text, neighbouring ones as a range: ``rank 3``, ``ranks 0-2, 7``.
+
+    Example:
+        >>> ranks_text([0, 1, 2, 7])
+        'ranks 0-2, 7'
+    """
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and rank == runs[-1][-1] + 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    texts = ["-".join(map(str, run)) for run in runs]
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(shorten(texts, more='...'))}"
