@@ -9,8 +9,7 @@ import griffe
 
 from api_check.lifecycle_marks import DECORATORS, PropertyDecorators
 from api_check.trees import CannotCheckError, refuse_unparsable
-from monorepo.toml_files import read_toml
-from monorepo.workspace import Distribution
+from monorepo.workspace import Distribution, read_toml
 
 NAMESPACE = "mcore."
 _UNPROMISED = frozenset({"__version__", "__all__"})

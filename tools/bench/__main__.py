@@ -8,9 +8,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from bench.machine import describe_machine
 from bench.running import SuiteResult, run_suites, suite_names
-from bench.table import as_data, markdown_table, text_table
+from bench.table import as_data, describe_machine, markdown_table, text_table
 
 EXIT_OK, EXIT_FAILED, EXIT_NOTHING_RAN = 0, 1, 2
 

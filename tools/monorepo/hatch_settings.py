@@ -9,7 +9,7 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from monorepo.toml_files import read_toml
+from monorepo.workspace import read_toml
 
 _PIN = re.compile(r"torch==\{matrix:torch:([^}]+)\}")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from api_check.surface import Surface, read_surface
 from api_check.trees import CannotCheckError
-from monorepo.release_files import write_all
+from monorepo.release.prepare import write_all
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
 SOURCE = Path(__file__).with_name("migration_names.tsv")

@@ -9,13 +9,13 @@ import argparse
 import json
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
-from monorepo.affected import Affected, affected, everything
 from monorepo.git_tags import GitError, changed_files, merge_base
 from monorepo.hatch_settings import Cell, matrix_cells
-from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
+from monorepo.workspace import PACKAGES_FOLDER, REPOSITORY, Distribution, Workspace, load_workspace
 
 # More jobs than that in one matrix are refused by GitHub.
 MOST_JOBS = 256
@@ -132,6 +132,75 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     return parser
+
+
+_INTEGRATION_FOLDER = "tests-integration"
+_DOCS_FOLDERS = (".", ".github")
+
+
+@dataclass(frozen=True)
+class Affected:
+    """What has to be tested.
+
+    Attributes:
+        direct: Packages whose own files changed, siblings before those that need them.
+        dependants: Packages that need one of those, directly or not.
+        integration: Whether the packages have to be tested together.
+        reason: Why, in a few words.
+    """
+
+    direct: tuple[str, ...]
+    dependants: tuple[str, ...]
+    integration: bool
+    reason: str
+
+
+def everything(workspace: Workspace, reason: str) -> Affected:
+    """All packages, as if each had changed."""
+    return Affected(workspace.names, (), True, reason)
+
+
+def affected(workspace: Workspace, files: Iterable[str]) -> Affected:
+    """What a change of files touches.
+
+    A file that belongs to no package may matter to any of them, so it stands for all of them,
+    unless it is known not to.
+
+    Args:
+        workspace: The repository after the change.
+        files: Paths relative to its root; of a renamed file both.
+
+    Returns:
+        The packages, those hit through their dependencies included.
+    """
+    changed = [PurePosixPath(file) for file in files]
+    folders = {one.folder.name: one.name for one in workspace.distributions.values()}
+    direct = set()
+    integration = False
+    for path in changed:
+        first, *rest = path.parts
+        if _is_docs(path):
+            continue
+        if first == PACKAGES_FOLDER and len(rest) > 1 and rest[0] in folders:
+            direct.add(folders[rest[0]])
+        elif first == _INTEGRATION_FOLDER:
+            integration = True
+        else:
+            return everything(workspace, f"everything: {path} changed")
+    reason = "changed" if direct or integration else "only documents changed"
+    return Affected(
+        direct=workspace.ordered(direct),
+        dependants=workspace.dependants(direct),
+        integration=integration or bool(direct),
+        reason=reason if changed else "nothing changed",
+    )
+
+
+def _is_docs(path: PurePosixPath) -> bool:
+    """Documents of the repository or of a package; not those that a tool or a test may read."""
+    if path.suffix != ".md":
+        return False
+    return path.parts[0] == PACKAGES_FOLDER or path.parent.as_posix() in _DOCS_FOLDERS
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,8 +13,6 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
-
-from monorepo.toml_files import read_toml
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES_FOLDER = "packages"
@@ -226,3 +225,27 @@ def _sorted_by_need(found: Iterable[Distribution]) -> dict[str, Distribution]:
             raise WorkspaceError(f"these packages need each other: {', '.join(waiting)}")
         done[ready[0].name] = waiting.pop(ready[0].name)
     return done
+
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file.
+
+    Args:
+        path: The file.
+
+    Returns:
+        Its top-level table.
+
+    Raises:
+        ValueError: It is no TOML; the text names the file.
+    """
+    try:
+        return dict(tomllib.loads(path.read_text(encoding="utf-8")))
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"{path} is not valid TOML: {error}") from error

@@ -8,7 +8,7 @@ import pytest
 
 from api_check.__main__ import main
 from api_check.outcome import Outcome, check_package
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 
 MARKS = "from mcore.versioning import deprecated, experimental_fn, internal_api\n"
 

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 
 from bench.measure import Row
-from bench.page_cache import forget, read_raw, write_raw
 from bench.replicas import replica_rows
+from mcore.parallel.tensor_memory import memory_of
 from rank_testing import run_ranks
 
 _NUM_TENSORS, _ROWS, _COLUMNS = 64, 4096, 1024  # 16 MiB of float32 each, half of it on a rank
@@ -207,3 +207,41 @@ def _on_first_rank(work: Callable[[], object]) -> None:
     if dist.get_rank() == 0:
         work()
     dist.barrier()
+
+
+_PIECE_BYTES = 1 << 24
+
+
+def forget(folder: Path) -> None:
+    """Have the next read of the files below a folder come from the disk."""
+    for path in _files(folder):
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)  # what is not written yet cannot be forgotten
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Write the bytes of tensors, one after the other, and wait until the disk has them."""
+    with path.open("xb", buffering=0) as stream:
+        for tensor in tensors:
+            content = memory_of(tensor)
+            for start in range(0, len(content), _PIECE_BYTES):
+                stream.write(content[start : start + _PIECE_BYTES])
+        os.fsync(stream.fileno())
+
+
+def read_raw(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Read what ``write_raw`` wrote into the tensors."""
+    with path.open("rb", buffering=0) as stream:
+        for tensor in tensors:
+            content = memory_of(tensor)
+            done = 0
+            while done < len(content):
+                done += stream.readinto(content[done : done + _PIECE_BYTES])
+
+
+def _files(folder: Path) -> list[Path]:
+    return [path for path in folder.rglob("*") if path.is_file()]

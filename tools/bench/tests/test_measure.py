@@ -15,11 +15,11 @@ import pytest
 
 import bench.suites
 from bench import __main__ as program
-from bench import machine, measure
-from bench.machine import describe_machine
+from bench import measure
+from bench import table
 from bench.measure import Row, paired, single
 from bench.running import SuiteResult, run_suites, suite_names
-from bench.table import as_data, format_duration, markdown_table, text_table
+from bench.table import as_data, describe_machine, format_duration, markdown_table, text_table
 
 
 class Clock:
@@ -201,13 +201,13 @@ def test_machine_without_torch_proc_and_load(monkeypatch: pytest.MonkeyPatch) ->
             raise OSError
 
     def missing(name: str) -> str:
-        raise machine.metadata.PackageNotFoundError(name)
+        raise table.metadata.PackageNotFoundError(name)
 
     def unknown() -> None:
         raise OSError
 
-    monkeypatch.setattr(machine.metadata, "version", missing)
-    monkeypatch.setattr(machine, "Path", Nowhere)
+    monkeypatch.setattr(table.metadata, "version", missing)
+    monkeypatch.setattr(table, "Path", Nowhere)
     monkeypatch.setattr(os, "getloadavg", unknown)
     described = describe_machine()
     assert described["torch"] == "not installed"

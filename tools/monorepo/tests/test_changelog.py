@@ -13,7 +13,7 @@ from monorepo.changelog import (
     problems,
     section,
 )
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import REPOSITORY, load_workspace
 
 DAY = date(2026, 2, 3)

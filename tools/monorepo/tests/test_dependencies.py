@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from monorepo.dependencies import disagreements, main, provided_by
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
 REPOSITORY = Path(__file__).parents[3]

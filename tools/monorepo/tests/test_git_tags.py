@@ -12,7 +12,7 @@ from monorepo.git_tags import (
     parse_tag,
     release_tags,
 )
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 
 PACKAGES = ("mcore-tensor", "mcore-tensor-extra", "mcore-tensor-v2")
 

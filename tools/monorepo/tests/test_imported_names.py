@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from monorepo.imported_names import Moment, imported_names
+from monorepo.dependencies import Moment, imported_names
 
 _SOURCE = """\
 import a.b, c as d

@@ -1,32 +1,30 @@
 """Tests of installing a distribution alone, with tiny wheels and without an index."""
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
 
-from monorepo.clean_venv import CleanVenv, InstallError, make_venv, with_find_links
-from monorepo.isolated import chosen, interpreter, main, needed, table
-from monorepo.isolation import (
+from monorepo.isolation.__main__ import chosen, main, needed, table
+from monorepo.isolation.checks import (
+    IsolationError,
+    check_contents,
+    check_floors,
+    check_siblings,
+)
+from monorepo.isolation.run import (
     Isolated,
     IsolationRun,
     direct_requirements,
     requirements_of_tests,
     run_tests,
 )
-from monorepo.isolation_checks import (
-    IsolationError,
-    check_contents,
-    check_floors,
-    check_siblings,
-)
-from monorepo.sample_repository import SampleRepository
-from monorepo.sample_wheel import write_wheel
-from monorepo.wheels import build_wheels
+from monorepo.isolation.venv import CleanVenv, InstallError, find_uv, make_venv, with_find_links
+from monorepo.isolation.wheels import build_wheels
+from monorepo.tests.sample_repository import SampleRepository
+from monorepo.tests.sample_wheel import write_wheel
 from monorepo.workspace import Workspace, WorkspaceError, load_workspace
-from versions_matrix.environments import find_uv
 
 ROOT = Path(__file__).parents[3]
 
@@ -276,15 +274,6 @@ def test_targets_are_ordered_and_come_with_what_they_need() -> None:
     assert names == ["mcore-versioning", "mcore-tensor", "mcore-parallel"]
     with pytest.raises(WorkspaceError, match="no package here"):
         chosen(workspace, ["mcore-lost"])
-
-
-def test_interpreter_is_found_by_version_and_kept_as_a_path() -> None:
-    running = f"{sys.version_info.major}.{sys.version_info.minor}"
-    version = "import sys; print('%d.%d' % sys.version_info[:2])"
-    command = [interpreter(running), "-c", version]
-    assert subprocess.run(command, capture_output=True, text=True).stdout.strip() == running
-    assert interpreter(sys.executable) == sys.executable
-    assert interpreter("3.999") == "3.999"
 
 
 def test_wrong_name_ends_with_status_two(capsys: pytest.CaptureFixture[str]) -> None:

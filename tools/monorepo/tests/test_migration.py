@@ -13,7 +13,7 @@ from monorepo.migration import (
     table,
     with_table,
 )
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
 CODE = '__all__ = ["f", "g"]\nfrom mcore.tensor.inner import f\ndef g(): ...\n'

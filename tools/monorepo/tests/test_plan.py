@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from monorepo.affected import affected
-from monorepo.plan import MOST_JOBS, main
-from monorepo.sample_repository import SampleRepository
+from monorepo.plan import MOST_JOBS, affected, main
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
 HATCH = """

@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.toml_files import read_toml
-from monorepo.workspace import load_workspace
+from monorepo.workspace import load_workspace, read_toml
 
 ROOT = Path(__file__).parents[3]
 CHECKS = ("types", "imports", "dependencies")

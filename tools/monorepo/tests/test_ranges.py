@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from monorepo.ranges import main, misfits
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import REPOSITORY, load_workspace
 
 

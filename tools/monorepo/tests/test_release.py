@@ -6,13 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from monorepo import release_files
-from monorepo.release import main
-from monorepo.release_archives import archive_problems, build_archives
-from monorepo.release_files import write_all
-from monorepo.release_prepare import Plan, ReleaseError, plan_release
-from monorepo.release_verify import verify_release
-from monorepo.sample_repository import SampleRepository
+from monorepo.release import prepare as release_files
+from monorepo.release.__main__ import main
+from monorepo.release.prepare import Plan, ReleaseError, plan_release, write_all
+from monorepo.release.verify import archive_problems, build_archives, verify_release
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
 TODAY = date.today().isoformat()

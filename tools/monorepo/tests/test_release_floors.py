@@ -3,9 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.release import main
-from monorepo.release_floors import floor_tags, floor_wheels
-from monorepo.sample_repository import SampleRepository
+from monorepo.isolation.floors import floor_tags, floor_wheels
+from monorepo.release.__main__ import main
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
 

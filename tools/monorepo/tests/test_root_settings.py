@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from monorepo.toml_files import read_toml
-from monorepo.workspace import PACKAGES_FOLDER, load_workspace
+from monorepo.workspace import PACKAGES_FOLDER, load_workspace, read_toml
 
 ROOT = Path(__file__).parents[3]
 WORKSPACE = load_workspace(ROOT)

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.sample_repository import SampleRepository
-from monorepo.sample_wheel import write_wheel
-from monorepo.together import main
+from monorepo.isolation.together import main
+from monorepo.tests.sample_repository import SampleRepository
+from monorepo.tests.sample_wheel import write_wheel
 
 _PYTEST = """
 import mcore.base, mcore.other, pathlib, sys

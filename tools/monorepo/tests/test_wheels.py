@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.sample_repository import SampleRepository
-from monorepo.wheels import BuildError, build_wheels
+from monorepo.isolation.wheels import BuildError, build_wheels
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import Distribution, load_workspace
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from ruamel.yaml import YAML
 
-from monorepo.toml_files import read_toml
+from monorepo.workspace import read_toml
 
 ROOT = Path(__file__).parents[3]
 FILES = sorted((ROOT / ".github/workflows").glob("*.yml"))
@@ -40,8 +40,9 @@ def test_commands_exist(workflow: dict[str, Any]) -> None:
     used = set(re.findall(r"hatch run (\S+)", runs))
     assert used
     assert used <= set(scripts)
-    for module in re.findall(r"python -m (monorepo\.\w+)", runs):
-        assert (ROOT / "tools" / f"{module.replace('.', '/')}.py").is_file(), module
+    for module in re.findall(r"python -m (monorepo[.\w]*)", runs):
+        command = ROOT / "tools" / module.replace(".", "/")
+        assert command.with_suffix(".py").is_file() or (command / "__main__.py").is_file(), module
 
 
 def test_nothing_of_the_event_is_pasted_into_a_shell(workflow: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from monorepo.sample_repository import SampleRepository
+from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import WorkspaceError, load_workspace
 
 REPOSITORY = Path(__file__).parents[3]

@@ -13,16 +13,15 @@ from xml.etree import ElementTree
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from monorepo.clean_venv import CleanVenv, make_venv
-from monorepo.isolation_checks import (
+from monorepo.isolation.checks import (
     TORCH,
     IsolationError,
     check_contents,
     check_floors,
     check_siblings,
 )
+from monorepo.isolation.venv import CleanVenv, clean_environment, make_venv
 from monorepo.workspace import Distribution, Workspace
-from versions_matrix.environments import clean_environment
 
 TEST_TOOL = "rank_testing"
 _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")

@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.isolated [PACKAGE ...] [--lowest]`.
+"""Command line: `python -m monorepo.isolation [PACKAGE ...] [--lowest]`.
 
 Builds the packages, installs each one alone into a clean environment and runs its tests there,
 outside the repository.
@@ -7,20 +7,17 @@ outside the repository.
 from __future__ import annotations
 
 import argparse
-import os
-import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from monorepo.clean_venv import InstallError
 from monorepo.hatch_settings import torch_pin
-from monorepo.isolation import Isolated, IsolationRun
-from monorepo.isolation_checks import IsolationError
-from monorepo.wheels import BuildError, build_wheels
+from monorepo.isolation.checks import IsolationError
+from monorepo.isolation.run import Isolated, IsolationRun
+from monorepo.isolation.venv import InstallError
+from monorepo.isolation.wheels import BuildError, build_wheels
 from monorepo.workspace import REPOSITORY, Distribution, Workspace, WorkspaceError, load_workspace
-from versions_matrix.interpreters import find_interpreters
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,24 +46,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         except BuildError as error:
             print(error, file=sys.stderr)
             return 1
-        run = IsolationRun(
-            workspace, wheels, scratch, interpreter(options.python), torch, options.lowest
-        )
+        run = IsolationRun(workspace, wheels, scratch, options.python, torch, options.lowest)
         for name in targets:
             print(f"\n{name}", flush=True)
             outcomes[name] = _outcome(run, name)
     print("\n" + "\n".join(table(outcomes)))
     return 1 if any(isinstance(one, str) for one in outcomes.values()) else 0
-
-
-def interpreter(asked: str) -> str:
-    """The path of a Python that is asked for by its version; a path stays as it is.
-
-    What is found nowhere is left to uv, which can fetch it.
-    """
-    if re.fullmatch(r"\d+\.\d+", asked) is None:
-        return asked
-    return str(find_interpreters([asked], os.environ)[asked] or asked)
 
 
 def chosen(workspace: Workspace, names: Sequence[str]) -> tuple[str, ...]:
@@ -108,7 +93,7 @@ def _outcome(run: IsolationRun, name: str) -> Isolated | str:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m monorepo.isolated", description="Test each package installed alone."
+        prog="python -m monorepo.isolation", description="Test each package installed alone."
     )
     parser.add_argument("packages", nargs="*", metavar="PACKAGE", help="by default all")
     parser.add_argument(

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-
-from versions_matrix.environments import clean_environment, find_uv
 
 _LIST_INSTALLED = """
 import importlib.metadata, json
@@ -148,3 +148,36 @@ def _run_uv(command: Sequence[str]) -> str:
     if done.returncode:
         raise InstallError(f"{' '.join(command)}\n{done.stderr}".rstrip())
     return done.stdout
+
+
+_UNWANTED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
+
+
+def find_uv() -> list[str] | None:
+    """The command that starts uv, None where there is none.
+
+    It is looked for on `PATH`, where hatch says it is, beside this Python, and as its module.
+    """
+    beside = str(Path(sys.executable).with_name("uv"))
+    commands = (
+        [shutil.which("uv")],
+        [os.environ.get("HATCH_UV")],
+        [beside],
+        [sys.executable, "-m", "uv"],
+    )
+    for first, *rest in commands:
+        if first and _works([first, *rest, "--version"]):
+            return [first, *rest]
+    return None
+
+
+def clean_environment() -> dict[str, str]:
+    """The environment variables without those that would lead into another installation."""
+    return {name: value for name, value in os.environ.items() if name not in _UNWANTED}
+
+
+def _works(command: Sequence[str]) -> bool:
+    try:
+        return subprocess.run(command, capture_output=True, check=False).returncode == 0
+    except OSError:
+        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from monorepo.clean_venv import CleanVenv
+from monorepo.isolation.venv import CleanVenv
 from monorepo.workspace import Distribution, Workspace
 
 TORCH = "torch"

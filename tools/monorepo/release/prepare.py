@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 from hatchling.version.scheme.standard import StandardScheme
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from monorepo.api_breaks import incompatible_changes, refusals, since_last_release
 from monorepo.changelog import (
     CHANGELOG,
     FOLDER,
@@ -25,6 +26,7 @@ from monorepo.changelog import (
 )
 from monorepo.git_tags import ReleaseTag, last_tag
 from monorepo.ranges import fresh_range, sibling_requirements, spelled, widened, written
+from monorepo.release.verify import incompatible_changes, refusals, since_last_release
 from monorepo.workspace import Distribution, Workspace
 
 
@@ -214,3 +216,49 @@ def _with_requirement(file: Path, text: str, old: Requirement, new: str) -> str:
 
 def _differs(path: Path, text: str) -> bool:
     return not path.exists() or path.read_text(encoding="utf-8") != text
+
+
+def write_all(contents: Mapping[Path, str], deleted: Collection[Path] = ()) -> None:
+    """Write and delete files; a failure puts back what was there.
+
+    Every new text is on the disk in a file of its own before the first one takes its place.
+
+    Args:
+        contents: The new texts.
+        deleted: Files to delete.
+    """
+    before = {path: path.read_bytes() if path.exists() else None for path in (*contents, *deleted)}
+    staged: dict[Path, Path] = {}
+    try:
+        for path, text in contents.items():
+            staged[path] = _stage(path, text)
+        for path, waiting in staged.items():
+            os.replace(waiting, path)
+        for path in deleted:
+            path.unlink()
+    except BaseException:
+        _put_back(before)
+        raise
+    finally:
+        for waiting in staged.values():
+            waiting.unlink(missing_ok=True)
+
+
+def _stage(path: Path, text: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with NamedTemporaryFile(dir=path.parent, prefix=".release-", delete=False) as file:
+        file.write(text.encode())
+    staged = Path(file.name)
+    if path.exists():
+        staged.chmod(path.stat().st_mode)
+    else:
+        staged.chmod(0o644)
+    return staged
+
+
+def _put_back(before: Mapping[Path, bytes | None]) -> None:
+    for path, content in before.items():
+        if content is None:
+            path.unlink(missing_ok=True)
+        elif not path.exists() or path.read_bytes() != content:
+            path.write_bytes(content)

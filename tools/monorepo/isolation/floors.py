@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from monorepo.git_tags import ReleaseTag, export_tree, release_tags
-from monorepo.isolation import Isolated, IsolationRun
+from monorepo.isolation.run import Isolated, IsolationRun
+from monorepo.isolation.wheels import build_wheels
 from monorepo.ranges import sibling_requirements, spelled
-from monorepo.wheels import build_wheels
 from monorepo.workspace import Workspace, load_workspace
 
 

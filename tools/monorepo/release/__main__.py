@@ -9,16 +9,14 @@ from datetime import date
 from pathlib import Path
 
 from monorepo.changelog import CHANGELOG, section
-from monorepo.clean_venv import InstallError
 from monorepo.git_tags import GitError, parse_tag
 from monorepo.hatch_settings import torch_pin
-from monorepo.isolation_checks import IsolationError
-from monorepo.release_files import write_all
-from monorepo.release_floors import check_floors
-from monorepo.release_prepare import Plan, ReleaseError, plan_release
-from monorepo.release_show import show
-from monorepo.release_verify import verify_release
-from monorepo.wheels import BuildError
+from monorepo.isolation.checks import IsolationError
+from monorepo.isolation.floors import check_floors
+from monorepo.isolation.venv import InstallError
+from monorepo.isolation.wheels import BuildError
+from monorepo.release.prepare import Plan, ReleaseError, plan_release, write_all
+from monorepo.release.verify import show, verify_release
 from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
 
 

@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.together [PYTEST ARGUMENT ...]`.
+"""Command line: `python -m monorepo.isolation.together [PYTEST ARGUMENT ...]`.
 
 Installs all packages from their wheels into one environment, imports every module, and runs the
 main job's tests there, outside the repository.
@@ -14,12 +14,11 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from monorepo.clean_venv import CleanVenv, InstallError, make_venv
 from monorepo.hatch_settings import default_dependencies
-from monorepo.isolation_checks import IsolationError, check_imports
-from monorepo.wheels import BuildError, build_wheels
+from monorepo.isolation.checks import IsolationError, check_imports
+from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
+from monorepo.isolation.wheels import BuildError, build_wheels
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
-from versions_matrix.environments import clean_environment
 
 _TESTS = "tests-integration"
 # Those that need the installed packages and the tools, not the packages' sources.
@@ -94,7 +93,7 @@ def run_main_job_tests(
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m monorepo.together",
+        prog="python -m monorepo.isolation.together",
         description="Test the wheels of all packages in one environment.",
         epilog="Everything else goes to pytest.",
         allow_abbrev=False,

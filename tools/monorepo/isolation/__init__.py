@@ -1,0 +1,1 @@
+"""A package in an environment of its own: what it brings, whether its tests pass there."""

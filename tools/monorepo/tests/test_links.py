@@ -1,0 +1,50 @@
+"""Tests of the links in documents, on a repository with planted faults."""
+
+from pathlib import Path
+
+import pytest
+
+from monorepo.links import broken_links, headings, main
+from monorepo.tests.sample_repository import SampleRepository
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("[a](other.md)", None),
+        ("[a](other.md#two-words)", None),
+        ("[a](#here)\n\n# Here\n", None),
+        ("[a](/docs/other.md)", None),
+        ("[a](../docs)", None),
+        ("[a](https://example.com/nothing.md) [b](mailto:a@example.com)", None),
+        ("`[a](gone.md)`\n\n```\n[a](gone.md)\n```\n", None),
+        ("[a](gone.md)", "docs/page.md: gone.md leads to no file"),
+        ("![a](gone.png)", "docs/page.md: gone.png leads to no file"),
+        ('[a](gone.md "title")', "docs/page.md: gone.md leads to no file"),
+        ("[a](other.md#three)", "docs/page.md: other.md#three leads to no heading"),
+        ("[a](#gone)", "docs/page.md: #gone leads to no heading"),
+    ],
+)
+def test_links_of_a_page(tmp_path: Path, text: str, problem: str | None) -> None:
+    folder = tmp_path / "docs"
+    folder.mkdir()
+    (folder / "other.md").write_text("# Two words\n")
+    (folder / "page.md").write_text(text)
+    assert list(broken_links(tmp_path, folder / "page.md")) == ([problem] if problem else [])
+
+
+def test_anchors_are_those_of_github() -> None:
+    text = "# `mcore`: what's in it?\n\n## Two  words\n### [A link](x.md) -- and more\n"
+    assert headings(text) == {"mcore-whats-in-it", "two--words", "a-link----and-more"}
+
+
+def test_documents_that_git_ignores_are_left_out(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    repository = SampleRepository(tmp_path)
+    repository.write({"README.md": "[a](docs.md)\n", "docs.md": "x\n", ".gitignore": "ignored/\n"})
+    repository.write({"ignored/page.md": "[a](gone.md)\n"})
+    assert main(["--root", str(tmp_path)]) == 0
+    repository.write({"new.md": "[a](gone.md)\n"})
+    assert main(["--root", str(tmp_path)]) == 1
+    assert "new.md: gone.md leads to no file" in capsys.readouterr().out

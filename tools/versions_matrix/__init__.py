@@ -1,1 +1,0 @@
-"""The tests of mcore-versioning on every Python that it supports and this machine has."""
