@@ -108,7 +108,7 @@ def test_no_environment_has_two_torch_pins_and_the_named_cells_exist() -> None:
         pins = [x for x in environment.get("dependencies", []) if Requirement(x).name == "torch"]
         assert len(pins) <= 1
     assert "torch==2.13.0" in environments["default"]["dependencies"]
-    pages = "".join((ROOT / page).read_text() for page in ("README.md", "hatch.toml"))
+    pages = "".join((ROOT / page).read_text() for page in (".github/CONTRIBUTING.md", "hatch.toml"))
     cells = set(re.findall(r"hatch run (matrix\.[\w.-]+):test", pages))
     assert cells
     assert cells <= set(environments)
@@ -120,9 +120,10 @@ def test_ci_ends_with_the_test_command_of_the_readme() -> None:
     assert f"pip install hatch && {last}\n" in (ROOT / "README.md").read_text()
 
 
-def test_the_readme_explains_every_command_once() -> None:
+def test_contributing_explains_every_command_once() -> None:
     environments = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
-    section = (ROOT / "README.md").read_text().split("\n## Commands\n")[1].split("\n## ")[0]
+    page = (ROOT / ".github/CONTRIBUTING.md").read_text()
+    section = page.split("\n## Commands\n")[1].split("\n## ")[0]
     rows = re.findall(r"^\| `hatch run ([\w-]+)` \|", section, re.MULTILINE)
     assert len(rows) == len(set(rows))
     named = set(re.findall(r"`hatch run ([\w-]+)[` ]", section))

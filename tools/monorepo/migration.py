@@ -1,4 +1,4 @@
-"""The README's migration table: where each documented Megatron name is imported from now."""
+"""The migration table: where each documented Megatron name is imported from now."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from monorepo.release.prepare import write_all
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
 SOURCE = Path(__file__).with_name("migration_names.tsv")
+PAGE = "tools/docs/migration.md"
 BEGIN = "<!-- migration table: begin; `hatch run migration` writes it -->"
 END = "<!-- migration table: end -->"
 _NOTHING = "-"
 
 
 class MigrationError(ValueError):
-    """The list of names or the README is not as it has to be."""
+    """The list of names or the page is not as it has to be."""
 
 
 @dataclass(frozen=True)
@@ -93,15 +94,15 @@ def table(moves: Sequence[Move], modules: Iterable[str]) -> str:
     )
 
 
-def with_table(readme: str, text: str) -> str:
-    """The README with what stands between the two markers replaced.
+def with_table(page: str, text: str) -> str:
+    """The page with what stands between the two markers replaced.
 
     Raises:
         MigrationError: A marker is missing, or there more than once.
     """
-    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
-        raise MigrationError(f"README.md needs one line {BEGIN!r} and one line {END!r} after it")
-    before, rest = readme.split(BEGIN)
+    if page.count(BEGIN) != 1 or page.count(END) != 1:
+        raise MigrationError(f"{PAGE} needs one line {BEGIN!r} and one line {END!r} after it")
+    before, rest = page.split(BEGIN)
     after = rest.split(END)[1]
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
@@ -114,23 +115,23 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--names", type=Path, default=SOURCE, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     workspace = load_workspace(options.root)
-    readme = workspace.root / "README.md"
+    page = workspace.root / PAGE
     try:
         moves = read_moves(options.names)
         found = problems(moves, workspace)
         modules = [package.module for package in workspace.distributions.values()]
-        text = readme.read_text(encoding="utf-8")
+        text = page.read_text(encoding="utf-8")
         wanted = with_table(text, table(moves, modules))
     except (MigrationError, CannotCheckError) as error:
         print(error, file=sys.stderr)
         return 1
     if options.check and text != wanted:
-        found.append("the migration table in README.md is stale; run: hatch run migration")
+        found.append(f"the table in {PAGE} is stale; run: hatch run migration")
     if found:
         print("\n".join(found), file=sys.stderr)
         return 1
     if not options.check and text != wanted:
-        write_all({readme: wanted})
+        write_all({page: wanted})
     print(f"the migration table has {len(moves)} names")
     return 0
 

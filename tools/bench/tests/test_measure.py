@@ -15,8 +15,7 @@ import pytest
 
 import bench.suites
 from bench import __main__ as program
-from bench import measure
-from bench import table
+from bench import measure, table
 from bench.measure import Row, paired, single
 from bench.running import SuiteResult, run_suites, suite_names
 from bench.table import as_data, describe_machine, format_duration, markdown_table, text_table

@@ -5,6 +5,7 @@ import pytest
 from monorepo.migration import (
     BEGIN,
     END,
+    PAGE,
     SOURCE,
     MigrationError,
     main,
@@ -35,7 +36,7 @@ def repository(tmp_path: Path) -> SampleRepository:
     repository.add_package("mcore-tensor", code=CODE)
     repository.add_package("mcore-versioning", code="")
     repository.write({"packages/mcore-tensor/src/mcore/tensor/inner.py": INNER})
-    repository.write({"README.md": f"# Sample\n\n{BEGIN}\n{END}\n\nThe end.\n"})
+    repository.write({PAGE: f"# Sample\n\n{BEGIN}\n{END}\n\nThe end.\n"})
     repository.write({"names.tsv": NAMES})
     return repository
 
@@ -64,7 +65,7 @@ def test_the_table_is_written_between_the_markers(
     assert _run(repository, "--check") == 1
     assert "stale" in capsys.readouterr().err
     assert _run(repository) == 0
-    assert repository.read("README.md") == (
+    assert repository.read(PAGE) == (
         f"# Sample\n\n{BEGIN}\n\n"
         "<details>\n<summary><code>mcore.tensor</code>: 3 names</summary>\n\n"
         "| name | was imported from | is imported from | an absent group now means |\n"
