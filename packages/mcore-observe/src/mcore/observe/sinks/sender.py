@@ -1,4 +1,4 @@
-"""Sends metrics in a thread, many in one call, and keeps them while the tracker is away."""
+"""A thread that sends metrics, many in one call, and keeps them while the tracker is away."""
 
 from __future__ import annotations
 
@@ -9,22 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore.observe.secret_texts import mask_secrets
-
-__all__ = ["MetricSender", "StepMetrics"]
+from mcore.observe.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step.
-
-    Attributes:
-        metrics: Numbers by name.
-        step: The step.
-        time_ms: When they were logged, in milliseconds since 1970.
-    """
+    """Metrics of one step; the time is that of logging, in milliseconds since 1970."""
 
     metrics: Mapping[str, float]
     step: int
@@ -32,34 +24,10 @@ class StepMetrics:
 
 
 class MetricSender:
-    """A thread that sends metrics in their order; it starts with the first ones.
+    """Sends metrics in their order, in a thread that the first ones start.
 
-    What comes within ``linger_s`` goes in one call. A call that fails because the tracker is away
-    is said once, with level WARNING, and made again until it succeeds, so each call may be made
-    twice: the tracker has to take the same metrics again. Meanwhile up to ``max_values`` are
-    kept; the oldest are dropped first, so that what is logged once the tracker is back is never
-    lost. A caller waits for room only as long as calls come back.
-
-    Args:
-        name: The tracker's name for messages.
-        send: Sends metrics of some steps in one call, and returns when they have arrived.
-        is_away: Says of an exception of ``send`` whether trying again may help. Any other one is
-            raised by the next :meth:`put`, and its metrics are dropped.
-        max_values: Values that are kept.
-        max_per_call: Values of one call.
-        linger_s: How long values wait for further ones.
-        first_retry_s: Pause after the first failure in a row; it doubles with each further one.
-        longest_retry_s: The longest pause.
-        patience_s: How long a call may take before a caller that finds no room stops waiting.
-
-    Example:
-        >>> sent = []
-        >>> sender = MetricSender("tracker", sent.append, is_away=lambda error: False)
-        >>> sender.put(StepMetrics({"lm loss": 2.5}, 1, 0))
-        >>> sender.put(StepMetrics({"lm loss": 2.0}, 2, 0))
-        >>> sender.close()
-        >>> [[entry.step for entry in call] for call in sent]
-        [[1, 2]]
+    A call that fails because the tracker is away is repeated until it succeeds, so the tracker has
+    to take the same metrics twice. What is logged once the tracker is back is never lost.
     """
 
     def __init__(
@@ -68,12 +36,12 @@ class MetricSender:
         send: Callable[[Sequence[StepMetrics]], object],
         *,
         is_away: Callable[[Exception], bool],
-        max_values: int = 100_000,
+        max_values: int = 100_000,  # that are kept; the oldest are dropped first
         max_per_call: int = 1000,
-        linger_s: float = 1.0,
-        first_retry_s: float = 0.5,
+        linger_s: float = 1.0,  # how long values wait for further ones
+        first_retry_s: float = 0.5,  # doubled by each further failure in a row
         longest_retry_s: float = 10.0,
-        patience_s: float = 2.0,
+        patience_s: float = 2.0,  # with a call, of a caller that finds no room
     ) -> None:
         self.name = name
         self.num_dropped = 0
@@ -102,14 +70,7 @@ class MetricSender:
         return self._num_waiting + _count(self._in_flight)
 
     def put(self, entry: StepMetrics) -> None:
-        """Have metrics sent.
-
-        Args:
-            entry: The metrics; nothing changes them afterwards.
-
-        Raises:
-            Exception: What an earlier call raised, once; these metrics are sent all the same.
-        """
+        """Have metrics sent; raises what an earlier call raised, once, and sends them anyway."""
         with self._changed:
             self._start()
             for part in _parts(entry, self._max_per_call):
@@ -121,11 +82,7 @@ class MetricSender:
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until all metrics have arrived, or until the tracker is found to be away.
-
-        Raises:
-            Exception: What the first failing call raised since an error was last raised.
-        """
+        """Wait until all metrics have arrived or the tracker is found to be away; raises as put."""
         with self._changed:
             failures = self._failures_in_a_row
             while self.num_kept and self._failures_in_a_row <= failures and self._is_running():
@@ -139,12 +96,7 @@ class MetricSender:
     def close(self, timeout_s: float = 30.0) -> None:
         """Send what is left and end the thread; a later :meth:`put` starts another one.
 
-        Args:
-            timeout_s: How long to wait for a tracker that is away; what has not arrived then is
-                given up, with one ERROR.
-
-        Raises:
-            Exception: As :meth:`flush`.
+        A tracker that is away is waited for; what has not arrived then is given up, with one ERROR.
         """
         thread = self._thread
         if thread is not None:
@@ -173,7 +125,7 @@ class MetricSender:
         return self._thread is not None and self._thread.is_alive()
 
     def _is_answering(self) -> bool:
-        """Whether the last call came back well, and the present one is not overdue."""
+        """Return whether the last call succeeded and the present one is not overdue."""
         if self._failures_in_a_row:
             return False
         waited_s = time.monotonic() - self._call_started_s
@@ -216,7 +168,7 @@ class MetricSender:
                 self._settle(taken, error)
 
     def _wait_for_work(self) -> bool:
-        """Wait until a call is due; False when there will be none."""
+        """Wait until a call is due, or return False when there will be none."""
         while not self._waiting:
             if self._closing:
                 return False
@@ -261,7 +213,6 @@ class MetricSender:
         return None
 
     def _settle(self, taken: Sequence[StepMetrics], error: Exception | None) -> None:
-        """Note what became of a call."""
         self._in_flight = []
         if error is not None and self._is_away(error):
             self._waiting.extendleft(reversed(taken))

@@ -3,7 +3,7 @@ from unittest import mock
 
 from mcore.observe.scalars import Scalar
 from mcore.observe.sinks import MemorySink
-from mcore.observe.trackers import SinkTable, emit
+from mcore.observe.sinks.trackers import SinkTable, emit
 
 
 def test_the_guard_of_a_client_is_remembered():
