@@ -99,7 +99,7 @@ def open_mlflow(
             client,
             run_id,
             server=TrackingServer(uri) if is_tracking_server(uri) else None,
-            last_steps=_last_steps(client, run_id) if only_new_steps else None,
+            last_steps=_last_steps(client, run_id) if only_new_steps else {},
         )
         run = MlflowRun(lambda: connection)
         run.open()

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from mcore.observe.process_end import on_process_end
@@ -23,10 +24,11 @@ _MAX_PARAM_LENGTH = 6000
 _PASSING_STATUS = (408, 429)
 
 
+@dataclass(frozen=True)
 class MlflowConnection:
     """A run that exists in MLflow, and what writes to it.
 
-    Args:
+    Attributes:
         client: An ``mlflow.tracking.MlflowClient``.
         run_id: The run, which stays the one that is written whatever other run is active.
         server: What writes metrics and ends the run, where it is not the client: a
@@ -39,43 +41,15 @@ class MlflowConnection:
         {'lm loss': 10}
     """
 
-    def __init__(
-        self,
-        client: Any,
-        run_id: str,
-        *,
-        server: Any = None,
-        last_steps: Mapping[str, int] | None = None,
-    ) -> None:
-        self.client = client
-        self.run_id = run_id
-        self.writer = client if server is None else server
-        self.last_steps = dict(last_steps or {})
+    client: Any
+    run_id: str
+    server: Any = None
+    last_steps: Mapping[str, int] = field(default_factory=dict)
 
-    def write(self, entries: Sequence[StepMetrics]) -> None:
-        """Write up to 1000 metrics of some steps in one call."""
-        from mlflow.entities import Metric
-
-        metrics = [
-            Metric(name, float(value), entry.time_ms, entry.step)
-            for entry in entries
-            for name, value in entry.metrics.items()
-            if entry.step > self.last_steps.get(name, entry.step - 1)
-        ]
-        if metrics:
-            self.writer.log_batch(self.run_id, metrics=metrics)
-
-    def write_params(self, params: Mapping[str, str]) -> None:
-        """Write settings, those beyond 6000 characters cut."""
-        from mlflow.entities import Param
-
-        entities = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
-        for start in range(0, len(entities), _PARAMS_PER_BATCH):
-            self.client.log_batch(self.run_id, params=entities[start : start + _PARAMS_PER_BATCH])
-
-    def end(self, status: str) -> None:
-        """End the run."""
-        self.writer.set_terminated(self.run_id, status)
+    @property
+    def writer(self) -> Any:
+        """What writes metrics and ends the run: the server, else the client."""
+        return self.client if self.server is None else self.server
 
 
 class MlflowRun:
@@ -212,7 +186,13 @@ class MlflowRun:
             Exception: What opening the run raised, or MLflow, for a setting that has another
                 value already, say.
         """
-        self.open().write_params(params)
+        from mlflow.entities import Param
+
+        connection = self.open()
+        entities = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
+        for start in range(0, len(entities), _PARAMS_PER_BATCH):
+            chunk = entities[start : start + _PARAMS_PER_BATCH]
+            connection.client.log_batch(connection.run_id, params=chunk)
 
     def flush(self) -> None:
         """Wait until all metrics have arrived, or until MLflow is found to be away.
@@ -264,7 +244,17 @@ class MlflowRun:
             self._first_error = error  # the sender's thread raises it, and its caller is warned
 
     def _send(self, entries: Sequence[StepMetrics]) -> None:
-        self.open().write(entries)
+        connection = self.open()
+        from mlflow.entities import Metric
+
+        metrics = [
+            Metric(name, float(value), entry.time_ms, entry.step)
+            for entry in entries
+            for name, value in entry.metrics.items()
+            if entry.step > connection.last_steps.get(name, entry.step - 1)
+        ]
+        if metrics:
+            connection.writer.log_batch(connection.run_id, metrics=metrics)
         self._num_settled += sum(len(entry.metrics) for entry in entries)
 
     def _is_away(self, error: Exception) -> bool:
@@ -274,7 +264,7 @@ class MlflowRun:
         if self._connection is None:
             return
         try:
-            self._connection.end(status)
+            self._connection.writer.set_terminated(self.run_id, status)
         except Exception as error:
             if not is_away(error):
                 raise
