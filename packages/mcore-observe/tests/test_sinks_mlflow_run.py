@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from mcore.observe import ConfigContainer, GlobalState, LoggerConfig
 from mcore.observe.sinks import MlflowConnection, MlflowRun, open_mlflow
 from mcore.observe.sinks.mlflow_run import is_away
 
@@ -170,6 +171,25 @@ def test_a_run_can_be_continued_and_stays_the_one_that_is_written(uri, client):
     other.close()
     history = client.get_metric_history(first.run_id, "a")
     assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 2.0)]
+
+
+def test_training_that_starts_again_in_its_process_continues_the_run(uri, client):
+    logger = LoggerConfig(
+        mlflow_experiment="runs", mlflow_run_name="restarted", mlflow_tracking_uri=uri
+    )
+    state = GlobalState(ConfigContainer(logger=logger))
+    runs = []
+    for step in (1, 2, 3):
+        runs.append(state.mlflow_logger)
+        runs[-1].log_metrics({"a": step / 2}, step)
+        if step < 3:
+            state.reset_for_restart()
+    state.close("KILLED")
+    assert len(set(map(id, runs))) == 3
+    (run_id,) = {run.run_id for run in runs}
+    assert client.get_run(run_id).info.status == "KILLED"
+    history = client.get_metric_history(run_id, "a")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
 
 def test_steps_that_a_continued_run_has_are_not_sent_again(uri, client):

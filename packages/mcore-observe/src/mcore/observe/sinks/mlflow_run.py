@@ -69,8 +69,8 @@ class MlflowRun:
     it has one, so that the process can clean up.
 
     Args:
-        connect: Opens the run when it is first needed, and is called again after it failed. What
-            :meth:`open` of another object returned will do, once that one was released.
+        connect: Opens the run: called when it is first needed, and again after it failed. It may
+            hand on the connection of another object that was released.
         name: What messages call the tracker.
 
     Attributes:
