@@ -1,4 +1,5 @@
 import importlib.util
+import socket
 import threading
 import time
 
@@ -165,9 +166,17 @@ def test_whoever_closes_second_waits_for_the_first():
     first.join(60)
 
 
-def test_a_server_that_is_not_there_is_known_without_retries():
+@pytest.fixture
+def refusing_port():
+    """A port that is taken, but where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_known_without_retries(refusing_port):
     from mlflow.exceptions import MlflowException
 
     with pytest.raises(MlflowException) as caught:
-        TrackingServer("http://127.0.0.1:1").check()
+        TrackingServer(f"http://127.0.0.1:{refusing_port}").check()
     assert caught.value.get_http_status_code() == 500
