@@ -74,7 +74,7 @@ def _shown(text: str) -> str:
     """The text without the password of a URI that was typed in the wrong place."""
     if "://" not in text:
         return text
-    from mcore.observe.secret_texts import mask_secrets
+    from mcore.observe import mask_secrets
 
     return mask_secrets(text)
 

@@ -13,12 +13,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from mcore.observe.config_params import config_params
-from mcore.observe.process_end import status_of
-from mcore.observe.sinks.mlflow_http import TrackingServer
-from mcore.observe.sinks.mlflow_late import LateMlflowRun
-from mcore.observe.sinks.mlflow_run import MlflowRun, open_mlflow
-from mcore.observe.trackers import TRACKERS
+from mcore.observe import config_params, status_of
+from mcore.observe.sinks import (
+    MlflowConnection,
+    MlflowRun,
+    TrackingServer,
+    mlflow_metric_name,
+    open_mlflow,
+)
 from pretrain.metrics_file import records_up_to
 from pretrain.mlflow_target import MlflowTarget, read_facts
 from pretrain.run_folder import RunFolder
@@ -27,7 +29,6 @@ from pretrain.settings import Settings
 _EXPERIMENT = "pretrain"
 _WAIT_AT_THE_END_S = 10.0
 _WAIT_WHEN_IT_FAILED_S = 2.0
-(_RENAMED,) = (tracker.renamed for tracker in TRACKERS if tracker.attribute == "mlflow_logger")
 
 
 class JobRun:
@@ -51,11 +52,12 @@ class JobRun:
         self.folder = folder
         self.target = target
         _say_like_the_job()
-        self.logger = LateMlflowRun(
+        self.logger = MlflowRun(
             functools.partial(_open, settings, folder, target, first_step, time.time()),
             name=f"MLflow at {target.shown}",
         )
         self.logger.closing_s = _WAIT_AT_THE_END_S
+        self.logger.open_in_background()
 
     def __enter__(self) -> JobRun:
         return self
@@ -94,15 +96,14 @@ def _say_like_the_job() -> None:
     """Have the library's warnings begin as the job's lines do; the closing lines say the rest."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
-    for name in ("mcore.observe.metric_sender", "mcore.observe.sinks"):
-        logging.getLogger(name).addHandler(handler)
-    sender = logging.getLogger("mcore.observe.metric_sender")
+    logging.getLogger("mcore.observe.sinks").addHandler(handler)
+    sender = logging.getLogger("mcore.observe.sinks.sender")
     sender.addFilter(lambda record: record.levelno < logging.ERROR)
 
 
 def _open(
     settings: Settings, folder: RunFolder, target: MlflowTarget, first_step: int, started_s: float
-) -> MlflowRun:
+) -> MlflowConnection:
     """Continue the run that the folder names, where it still exists, or open a new one."""
     from mlflow.tracking import MlflowClient
 
@@ -127,7 +128,7 @@ def _open(
         client.update_run(run_id, status="RUNNING")
     _note(folder, target, client.get_run(run.run_id).info)
     _send_earlier(run, folder, first_step, started_s)
-    return run
+    return run.open()
 
 
 def _make_database(folder: RunFolder, client: Any) -> None:
@@ -160,11 +161,11 @@ def _earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> str | 
 
 def _send_earlier(run: MlflowRun, folder: RunFolder, step: int, at_s: float) -> None:
     """Send what earlier starts logged up to a step and MLflow has not taken; ends the object."""
-    taken = min(run.last_steps.values(), default=0)
+    taken = min(run.open().last_steps.values(), default=0)
     for record in records_up_to(folder.metrics, step) if folder.metrics.exists() else ():
         if record["step"] <= taken:
             continue
-        values = {_RENAMED.get(n, n): math.nan if v is None else v for n, v in record.items()}
+        values = {mlflow_metric_name(n): math.nan if v is None else v for n, v in record.items()}
         del values["step"]
         run.log_metrics(values, record["step"], time_s=at_s)
     run.release()

@@ -72,7 +72,7 @@ def mask_uri(uri: str) -> str:
     """The URI without user and password."""
     if not set(uri) & set("@="):
         return uri
-    from mcore.observe.secret_texts import mask_secrets
+    from mcore.observe import mask_secrets
 
     return mask_secrets(uri)
 

@@ -3,7 +3,7 @@ import sys
 
 import pytest
 
-from mcore.observe.process_end import status_of
+from mcore.observe import status_of
 
 
 def run(code):

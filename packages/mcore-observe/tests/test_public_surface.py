@@ -5,22 +5,22 @@ from pathlib import Path
 import pytest
 
 import mcore.observe
+import mcore.observe.sinks
 from mcore.tensor.param_flags import param_is_not_shared
 
-SOURCE = Path(mcore.observe.__file__).parent
 
-
-def test_all_is_sorted_and_is_what_is_imported():
-    tree = ast.parse((SOURCE / "__init__.py").read_text())
+@pytest.mark.parametrize("package", [mcore.observe, mcore.observe.sinks])
+def test_all_is_what_is_imported(package):
+    tree = ast.parse(Path(package.__file__).read_text())
     imported = {
         alias.asname or alias.name
         for node in tree.body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
     }
-    assert set(mcore.observe.__all__) == imported
-    assert len(mcore.observe.__all__) == len(imported)
-    assert all(hasattr(mcore.observe, name) for name in mcore.observe.__all__)
+    assert set(package.__all__) == imported
+    assert len(package.__all__) == len(imported)
+    assert all(hasattr(package, name) for name in package.__all__)
 
 
 def test_shared_flag_is_the_one_of_the_tensor_package():
@@ -57,8 +57,9 @@ def test_documented_positional_parameters(name, parameters):
     assert positional == parameters.split(", ")
 
 
-def test_public_functions_say_what_they_do():
-    for name in mcore.observe.__all__:
-        thing = getattr(mcore.observe, name)
+@pytest.mark.parametrize("package", [mcore.observe, mcore.observe.sinks])
+def test_public_functions_have_docstrings(package):
+    for name in package.__all__:
+        thing = getattr(package, name)
         if callable(thing):
             assert inspect.getdoc(thing), name

@@ -4,6 +4,8 @@ import argparse
 import importlib.util
 import io
 import logging
+import os
+import socket
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
 from types import SimpleNamespace
@@ -154,24 +156,34 @@ def test_no_secret_reaches_files_output_or_messages(tracker, tmp_path):
         assert secret.encode() not in written, secret
 
 
-def test_a_tracker_that_cannot_be_opened_is_an_error_without_its_password(monkeypatch):
+@pytest.fixture
+def refusing_port():
+    """A port that is taken, but where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_a_tracker_that_cannot_be_opened_is_an_error_without_its_password(
+    monkeypatch, refusing_port
+):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
     logger = LoggerConfig(
         mlflow_experiment="e",
         mlflow_run_name="r",
-        mlflow_tracking_uri=f"http://me:{SECRETS[0]}@127.0.0.1:9",
+        mlflow_tracking_uri=f"http://me:{SECRETS[0]}@127.0.0.1:{refusing_port}",
     )
     with pytest.raises(RuntimeError, match=r"MLflow: MlflowException: .*http://\*\*\*@") as caught:
         GlobalState(ConfigContainer(logger=logger)).mlflow_logger  # noqa: B018
     assert SECRETS[0] not in str(caught.value)
     assert SECRETS[0] not in repr(logger) + repr(ConfigContainer(logger=logger))
-    assert "mlflow_tracking_uri='http://***@127.0.0.1:9'" in repr(logger)
+    assert f"mlflow_tracking_uri='http://***@127.0.0.1:{refusing_port}'" in repr(logger)
 
 
 def test_callbacks_at_the_end_of_a_process_show_none(caplog):
     watch = _ProcessWatch()
-    watch._installed_in = __import__("os").getpid()
+    watch._installed_in = os.getpid()
 
     def fail(status):
         raise OSError(f"http://me:{SECRETS[0]}@host is away")

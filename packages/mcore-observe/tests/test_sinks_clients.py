@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import CometSink, MetricSink, MlflowSink, TensorBoardSink, WandbSink
-from mcore.observe.sinks import GuardedSink, MemorySink, sanitize_metric_name
+from mcore.observe.sinks import mlflow_metric_name, sanitize_metric_name
 
 METRICS = {"lm loss": 2.5, "throughput/tflops/device": 2.0}
 
@@ -102,6 +102,11 @@ def test_sanitized_names(name, clean):
     assert sanitize_metric_name(clean) == clean
 
 
+def test_the_throughput_of_a_device_has_the_name_that_dashboards_know():
+    assert mlflow_metric_name("throughput/tflops/device") == "throughput/tflops_per_device"
+    assert mlflow_metric_name("acc@5") == "acc_at_5"
+
+
 @settings(max_examples=300, deadline=None)
 @given(st.one_of(st.text(), st.text("./a@ ", max_size=8)))
 def test_sanitized_names_are_those_that_mlflow_takes(name):
@@ -110,37 +115,3 @@ def test_sanitized_names_are_those_that_mlflow_takes(name):
     validation._validate_metric_name(clean)
     assert 1 <= len(clean) <= validation.MAX_ENTITY_KEY_LENGTH
     assert sanitize_metric_name(clean) == clean
-
-
-def test_a_guard_counts_failures_in_a_row_only(caplog):
-    outcomes = iter([OSError("a"), None] + [OSError("b")] * 9 + [None] + [ValueError("c")] * 12)
-    tried = []
-
-    class Flaky(MemorySink):
-        def log(self, metrics, step):
-            tried.append(step)
-            outcome = next(outcomes)
-            if outcome is not None:
-                raise outcome
-
-    sink = GuardedSink("flaky", Flaky())
-    for step in range(30):
-        sink.log({"a": 1.0}, step)
-    assert tried == list(range(22))
-    assert not sink.is_on
-    assert [(r.levelname, r.getMessage().split(": ")[1:]) for r in caplog.records] == [
-        ("WARNING", ["OSError", "a"]),
-        ("WARNING", ["ValueError", "c"]),
-        ("ERROR", []),
-    ]
-
-
-def test_a_guard_sends_nothing_for_no_metrics_and_lets_interrupts_through():
-    class Interrupted(MemorySink):
-        def log(self, metrics, step):
-            raise KeyboardInterrupt
-
-    sink = GuardedSink("interrupted", Interrupted())
-    sink.log({}, 1)
-    with pytest.raises(KeyboardInterrupt):
-        sink.log({"a": 1.0}, 1)

@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 
-from mcore.observe import CometSink, JsonlSink, MemorySink, MlflowSink, TensorBoardSink, WandbSink
+from mcore.observe import (
+    CometSink,
+    ConfigContainer,
+    GlobalState,
+    JsonlSink,
+    LoggerConfig,
+    MemorySink,
+    MlflowSink,
+    TensorBoardSink,
+    WandbSink,
+)
 from mcore.observe.sinks import GuardedSink, MetricSink
 from rank_testing import run_ranks
 
@@ -33,9 +43,6 @@ NUMBERS = {
 }
 NO_NUMBERS = {"nothing": None, "many": torch.ones(2), "text": "2.5"}
 ODD_NAMES = ("acc@5 (%)", "a//b/c", "", "/start", "..", "\u00fc\n", "x" * 300, "end/")
-
-
-# --- opening a sink with its real client, and reading back what it wrote -------------------------
 
 
 class Steps(dict):
@@ -81,10 +88,12 @@ def read_jsonl(folder, _):
     )
 
 
-def open_tensorboard(folder):
-    from mcore.observe.sinks.tensorboard import open_tensorboard
+def configured(**settings):
+    return GlobalState(ConfigContainer(logger=LoggerConfig(**settings)))
 
-    writer = open_tensorboard(folder)
+
+def open_tensorboard(folder):
+    writer = configured(tensorboard_dir=folder).tensorboard_logger
     return TensorBoardSink(writer), (writer, "add_scalar"), None
 
 
@@ -98,10 +107,12 @@ def read_tensorboard(folder, _):
 
 
 def open_mlflow(folder):
-    from mcore.observe.sinks.mlflow_run import open_mlflow
-
-    run = open_mlflow("contract", "one", tracking_uri=f"sqlite:///{folder}/mlflow.db")
-    return MlflowSink(run), (run._writer, "log_batch"), run
+    run = configured(
+        mlflow_experiment="contract",
+        mlflow_run_name="one",
+        mlflow_tracking_uri=f"sqlite:///{folder}/mlflow.db",
+    ).mlflow_logger
+    return MlflowSink(run), (run.client, "log_batch"), run
 
 
 def read_mlflow(folder, run):
@@ -115,9 +126,9 @@ def read_mlflow(folder, run):
 
 
 def open_wandb(folder):
-    from mcore.observe.sinks.wandb import open_wandb
-
-    run = open_wandb("contract", "one", save_dir=str(folder))
+    run = configured(
+        wandb_project="contract", wandb_exp_name="one", wandb_save_dir=str(folder)
+    ).wandb_logger
     return WandbSink(run), (run, "log"), None
 
 
@@ -155,9 +166,7 @@ def leveldb_records(data, header=7, block=32768):
 
 
 def open_comet(folder):
-    from mcore.observe.sinks.comet import open_comet
-
-    experiment = open_comet("contract", "one")
+    experiment = configured(comet_project="contract", comet_experiment_name="one").comet_logger
     return CometSink(experiment), (experiment, "log_metrics"), None
 
 
@@ -210,16 +219,12 @@ def environment(folder):
     }
 
 
-# --- the session --------------------------------------------------------------------------------
-
-
 def session(kind, folder):
     """Log through one sink what a run may log, in a process of its own, and read it back."""
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
-    for name in ("mcore.observe.sinks", "mcore.observe.metric_sender"):
-        logging.getLogger(name).addHandler(handler)
+    logging.getLogger("mcore.observe.sinks").addHandler(handler)
 
     open_, read = globals()[f"open_{kind}"], globals()[f"read_{kind}"]
     sink, (owner, method), handle = open_(folder)
@@ -315,7 +320,7 @@ def test_tensors_of_one_element_and_other_numbers(done):
     assert [history.get(name) for name in NUMBERS] == [[(4, v)] for v in (2.5, 7, 0.5, 3, 1)]
 
 
-def test_what_is_no_number_is_left_out_and_said(done):
+def test_what_is_no_number_is_left_out_and_reported(done):
     _, result, _ = done
     assert not set(NO_NUMBERS) & set(result["history"])
     assert result["before failure"] == [

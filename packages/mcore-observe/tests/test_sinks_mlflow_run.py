@@ -3,11 +3,12 @@ import math
 import subprocess
 import sys
 import threading
-import time
 
 import pytest
 
-from mcore.observe.sinks.mlflow_run import MlflowRun, open_mlflow
+from mcore.observe import ConfigContainer, GlobalState, LoggerConfig
+from mcore.observe.sinks import MlflowConnection, MlflowRun, open_mlflow
+from mcore.observe.sinks.mlflow_run import is_away
 
 pytestmark = [
     pytest.mark.slow,  # a fresh database takes MLflow seconds
@@ -45,13 +46,17 @@ class FakeClient:
         self.ended.append((run_id, status))
 
 
+def opened(client):
+    run = MlflowRun(lambda: MlflowConnection(client, "r"))
+    run.open()
+    return run
+
+
 def test_steps_of_a_second_go_in_one_call_and_a_hanging_one_holds_nobody_up():
     gate = threading.Event()
-    run = MlflowRun(FakeClient(gate=gate), "r")
-    started = time.monotonic()
+    run = opened(FakeClient(gate=gate))
     for step in range(80):
-        run.log_metrics({"a": 1.0}, step)
-    assert time.monotonic() - started < 30  # a call that waits for the gate would never come back
+        run.log_metrics({"a": 1.0}, step)  # a call that waits for the gate would never come back
     gate.set()
     run.close()
     assert [step for batch in run.client.batches for _, _, step in batch] == list(range(80))
@@ -60,7 +65,7 @@ def test_steps_of_a_second_go_in_one_call_and_a_hanging_one_holds_nobody_up():
 
 
 def test_a_call_that_fails_for_a_while_is_made_again(caplog):
-    run = MlflowRun(FakeClient(fail_at={1, 2}), "r")
+    run = opened(FakeClient(fail_at={1, 2}))
     run.log_metrics({"a": 1.0}, 1)
     run.flush()
     run.log_metrics({"a": 1.0}, 2)
@@ -71,7 +76,7 @@ def test_a_call_that_fails_for_a_while_is_made_again(caplog):
 
 
 def test_a_refused_call_comes_out_and_the_run_is_ended_all_the_same():
-    run = MlflowRun(FakeClient(fail_at={2}, fail_with=ValueError), "r")
+    run = opened(FakeClient(fail_at={2}, fail_with=ValueError))
     run.log_metrics({"a": 1.0}, 1)
     run.flush()
     run.log_metrics({"a": 1.0}, 2)
@@ -99,17 +104,13 @@ def test_which_errors_pass(code, passes):
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import ErrorCode
 
-    from mcore.observe.sinks.mlflow_run import _is_away
-
-    assert _is_away(MlflowException("no", error_code=ErrorCode.Value(code))) is passes
+    assert is_away(MlflowException("no", error_code=ErrorCode.Value(code))) is passes
 
 
 def test_a_database_that_hung_up_passes():
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import BAD_REQUEST
     from sqlalchemy.exc import InterfaceError
-
-    from mcore.observe.sinks.mlflow_run import _is_away
 
     def fail(hung_up):
         try:
@@ -120,11 +121,11 @@ def test_a_database_that_hung_up_passes():
     for hung_up in (True, False):
         with pytest.raises(MlflowException) as caught:
             fail(hung_up)
-        assert _is_away(caught.value) is hung_up
+        assert is_away(caught.value) is hung_up
 
 
 def test_none_is_left_out_and_large_steps_are_split():
-    run = MlflowRun(FakeClient(), "r")
+    run = opened(FakeClient())
     run.log_metrics({"a": None, "b": 2.0}, 3)
     run.log_metrics({str(i): 1.0 for i in range(1500)}, 4)
     run.log_metrics({"a": None}, 5)
@@ -170,6 +171,25 @@ def test_a_run_can_be_continued_and_stays_the_one_that_is_written(uri, client):
     other.close()
     history = client.get_metric_history(first.run_id, "a")
     assert [(m.step, m.value) for m in history] == [(1, 1.0), (2, 2.0)]
+
+
+def test_training_that_starts_again_in_its_process_continues_the_run(uri, client):
+    logger = LoggerConfig(
+        mlflow_experiment="runs", mlflow_run_name="restarted", mlflow_tracking_uri=uri
+    )
+    state = GlobalState(ConfigContainer(logger=logger))
+    runs = []
+    for step in (1, 2, 3):
+        runs.append(state.mlflow_logger)
+        runs[-1].log_metrics({"a": step / 2}, step)
+        if step < 3:
+            state.reset_for_restart()
+    state.close("KILLED")
+    assert len(set(map(id, runs))) == 3
+    (run_id,) = {run.run_id for run in runs}
+    assert client.get_run(run_id).info.status == "KILLED"
+    history = client.get_metric_history(run_id, "a")
+    assert [(m.step, m.value) for m in history] == [(1, 0.5), (2, 1.0), (3, 1.5)]
 
 
 def test_steps_that_a_continued_run_has_are_not_sent_again(uri, client):

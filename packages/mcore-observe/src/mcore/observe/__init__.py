@@ -3,13 +3,19 @@
 from mcore.observe._version import __version__
 from mcore.observe.async_loop import get_asyncio_loop
 from mcore.observe.async_tasks import trace_async_exceptions
+from mcore.observe.config import (
+    ConfigContainer,
+    DatasetConfig,
+    LoggerConfig,
+    ProfilingConfig,
+    TrainingConfig,
+)
 from mcore.observe.energy import EnergyMonitor
 from mcore.observe.forward_step import (
     maybe_inject_state,
     needs_global_state_injection,
     prepare_forward_step_func,
 )
-from mcore.observe.logger_config import LoggerConfig
 from mcore.observe.memory import MEMORY_KEYS, MEMORY_KEYS_TABLE, report_memory
 from mcore.observe.memory_snapshot import start_memory_history_recording
 from mcore.observe.moe_fanout import _build_moe_metric_writer, _MoeMetricFanoutWriter
@@ -24,6 +30,7 @@ from mcore.observe.nvtx import (
     nvtx_range_push,
 )
 from mcore.observe.parameter_norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
+from mcore.observe.process_end import status_of
 from mcore.observe.progress import report_runtime, report_throughput
 from mcore.observe.rank_logging import (
     log_on_each_pipeline_stage,
@@ -31,12 +38,7 @@ from mcore.observe.rank_logging import (
     safe_get_rank,
     safe_get_world_size,
 )
-from mcore.observe.run_config import (
-    ConfigContainer,
-    DatasetConfig,
-    ProfilingConfig,
-    TrainingConfig,
-)
+from mcore.observe.secrets import config_params, mask_secrets
 from mcore.observe.sinks import (
     CometSink,
     JsonlSink,
@@ -91,12 +93,14 @@ __all__ = [
     "_build_moe_metric_writer",
     "calc_dtensor_params_l2_norm",
     "calc_params_l2_norm",
+    "config_params",
     "configure_nvtx_profiling",
     "get_asyncio_loop",
     "get_moe_metrics_tracker",
     "get_mtp_metrics_tracker",
     "log_on_each_pipeline_stage",
     "log_single_rank",
+    "mask_secrets",
     "maybe_inject_state",
     "needs_global_state_injection",
     "nvtx_decorator",
@@ -112,6 +116,7 @@ __all__ = [
     "safe_get_rank",
     "safe_get_world_size",
     "start_memory_history_recording",
+    "status_of",
     "trace_async_exceptions",
     "training_log",
 ]

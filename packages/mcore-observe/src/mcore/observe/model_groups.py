@@ -1,4 +1,4 @@
-"""Which process groups belong to a model."""
+"""The chunks of a model and its process groups."""
 
 from __future__ import annotations
 
@@ -8,41 +8,18 @@ import torch
 
 from mcore.parallel.process_groups import get_default_process_groups
 
-__all__ = ["find_process_groups", "model_chunks"]
-
 
 def model_chunks(model: Any) -> list[Any]:
-    """Return the chunks of a model.
-
-    Args:
-        model: A list of virtual-pipeline chunks, one module, or None.
-
-    Returns:
-        A list of chunks, empty for None.
-
-    Example:
-        >>> len(model_chunks(torch.nn.Linear(2, 2)))
-        1
-    """
+    """Return the virtual-pipeline chunks of a model: a list of them, one module, or None."""
     if model is None:
         return []
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def find_process_groups(pg_collection: Any, model: Any) -> Any:
-    """Return the groups to reduce over. No communication.
+    """Return the given groups, else those of the first chunk or what it wraps, else the default.
 
-    Args:
-        pg_collection: Those that the caller gave, or None.
-        model: As for :func:`model_chunks`.
-
-    Returns:
-        What was given; else ``pg_collection`` of the first chunk or of what it wraps; else the
-        default ProcessGroups; else None: one process.
-
-    Example:
-        >>> find_process_groups(None, None) is None
-        True
+    No communication. Without default groups it is None: one process.
     """
     if pg_collection is not None:
         return pg_collection

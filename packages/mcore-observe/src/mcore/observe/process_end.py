@@ -1,4 +1,4 @@
-"""Calls functions with how the process ends: finished, failed or killed."""
+"""How a process ends: finished, failed or killed, and functions that are called with it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,7 @@ import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
 
-from mcore.observe.secret_texts import mask_secrets
-
-__all__ = ["on_process_end", "status_of"]
+from mcore.observe.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -45,24 +43,9 @@ def status_of(error: BaseException | None) -> str:
 
 
 def on_process_end(callback: Callable[[str], None]) -> Callable[[], None]:
-    """Have a function called when the interpreter exits.
+    """Have a function called with the status when the interpreter exits; returns what undoes that.
 
-    The first call puts a link into ``sys.excepthook``, which still does what it did. Called from
-    the main thread while SIGTERM has no handler it gives it one, which raises SystemExit(143), so
-    that SIGTERM lets the process clean up; a handler that is there is left alone. What ends the
-    process with ``os._exit`` or SIGKILL calls nothing. ``sys.exit`` with an error code looks
-    finished from here: close what must know better in a ``with`` block, with :func:`status_of`.
-
-    Args:
-        callback: Called with ``"FINISHED"``, ``"FAILED"`` after an uncaught exception, or
-            ``"KILLED"`` after SIGTERM or KeyboardInterrupt. What it raises is logged.
-
-    Returns:
-        A function that takes the callback back.
-
-    Example:
-        >>> cancel = on_process_end(print)
-        >>> cancel()
+    ``os._exit`` and SIGKILL call nothing, and ``sys.exit`` with an error code looks finished here.
     """
     _WATCH.install()
     _WATCH.callbacks.append(callback)
@@ -83,6 +66,7 @@ class _ProcessWatch:
         self._installed_in: int | None = None
 
     def install(self) -> None:
+        """Link into ``sys.excepthook``, and have SIGTERM, unless it has a handler, exit cleanly."""
         if self._installed_in is not None:
             return
         self._installed_in = os.getpid()

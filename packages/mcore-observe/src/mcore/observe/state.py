@@ -2,32 +2,90 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any
 
 import torch
 
-from mcore.observe.config_params import config_params
+from mcore.observe.config import ConfigContainer, LoggerConfig
 from mcore.observe.energy import EnergyMonitor
-from mcore.observe.logger_config import LoggerConfig, require_run_name
+from mcore.observe.extras import require_extra
 from mcore.observe.process_end import status_of
 from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.run_config import ConfigContainer
 from mcore.observe.scalars import Scalars
-from mcore.observe.sinks.comet import open_comet
-from mcore.observe.sinks.guarded import GuardedSink
-from mcore.observe.sinks.mlflow_run import MlflowRun, open_mlflow
-from mcore.observe.sinks.protocol import MetricSink
-from mcore.observe.sinks.tensorboard import open_tensorboard
-from mcore.observe.sinks.wandb import open_wandb
+from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
+from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
+from mcore.observe.sinks.trackers import TRACKERS, emit
 from mcore.observe.steplog.log_state import LOG_STATE, log_state_of
 from mcore.observe.timers import Timers
-from mcore.observe.trackers import TRACKERS, emit
-from mcore.observe.train_state import TrainState
 
-__all__ = ["GlobalState", "TrainState"]
+_DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
+
+
+@dataclass
+class TrainState:
+    """Counters of a run. It is ``Stateful``: distributed checkpoints save and load it.
+
+    Attributes:
+        step: Steps done.
+        consumed_train_samples: Samples trained on.
+        skipped_train_samples: Samples passed over.
+        consumed_valid_samples: Samples validated on.
+        floating_point_operations_so_far: Operations of the whole job.
+        do_train: Training takes place.
+        do_valid: Validation takes place.
+        do_test: Testing takes place.
+
+    Example:
+        >>> TrainState(step=5).state_dict()["step"]
+        tensor(5)
+    """
+
+    step: int = 0
+    consumed_train_samples: int = 0
+    skipped_train_samples: int = 0
+    consumed_valid_samples: int = 0
+    floating_point_operations_so_far: float = 0
+    do_train: bool = False
+    do_valid: bool = False
+    do_test: bool = False
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        """Return one CPU tensor without dimensions for each field.
+
+        Returns:
+            int64 for counters, float64 for operations, bool for flags.
+
+        Example:
+            >>> TrainState().state_dict()["floating_point_operations_so_far"].dtype
+            torch.float64
+        """
+        return {
+            field.name: torch.tensor(getattr(self, field.name), dtype=_DTYPES[str(field.type)])
+            for field in fields(self)
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take over the fields that are there.
+
+        Args:
+            state_dict: Tensors of one element, or numbers, by field. A field that is missing
+                gets its default; other keys are ignored.
+
+        Example:
+            >>> state = TrainState()
+            >>> state.load_state_dict({"step": torch.tensor(7), "unknown": torch.tensor(1)})
+            >>> state.step
+            7
+        """
+        for field in fields(self):
+            value = state_dict.get(field.name, field.default)
+            plain = value.item() if isinstance(value, torch.Tensor) else value
+            setattr(self, field.name, plain)
 
 
 class _Lazy:
@@ -59,60 +117,14 @@ def _build_timers(state: GlobalState) -> Timers:
     return Timers(logger.timing_log_level, logger.timing_log_option)
 
 
-def _build_tensorboard(state: GlobalState) -> Any:
-    logger = _logger_of(state)
-    log_dir = getattr(logger, "tensorboard_dir", None)
-    if log_dir is None or not is_last_rank():
+def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
+    settings = _logger_of(state)
+    if not tracker.is_wanted(settings) or not is_last_rank():
         return None
-    return open_tensorboard(log_dir, logger.tensorboard_queue_size)
-
-
-def _build_wandb(state: GlobalState) -> Any:
-    logger = _logger_of(state)
-    require_run_name(logger, "wandb_project", "wandb_exp_name")
-    if getattr(logger, "wandb_project", None) is None or not is_last_rank():
-        return None
-    return open_wandb(
-        logger.wandb_project,
-        logger.wandb_exp_name,
-        save_dir=logger.wandb_save_dir,
-        entity=logger.wandb_entity,
-        config=config_params(state.cfg),
-    )
-
-
-def _build_mlflow(state: GlobalState) -> Any:
-    logger = _logger_of(state)
-    require_run_name(logger, "mlflow_experiment", "mlflow_run_name")
-    if getattr(logger, "mlflow_experiment", None) is None or not is_last_rank():
-        return None
-    continued = state._mlflow_run_id
-    run = open_mlflow(
-        logger.mlflow_experiment,
-        logger.mlflow_run_name,
-        tracking_uri=logger.mlflow_tracking_uri,
-        tags=logger.mlflow_tags,
-        description=logger.mlflow_description,
-        params=None if continued else config_params(state.cfg),
-        run_id=continued,
-    )
-    state._mlflow_run_id = run.run_id
-    return run
-
-
-def _build_comet(state: GlobalState) -> Any:
-    logger = _logger_of(state)
-    require_run_name(logger, "comet_project", "comet_experiment_name")
-    if getattr(logger, "comet_project", None) is None or not is_last_rank():
-        return None
-    return open_comet(
-        logger.comet_project,
-        logger.comet_experiment_name,
-        workspace=logger.comet_workspace,
-        api_key=logger.comet_api_key,
-        tags=logger.comet_tags,
-        config=config_params(state.cfg),
-    )
+    require_extra(tracker.extra, tracker.asked_by)
+    client = tracker.open(settings, state.cfg, state._run_ids.get(tracker.attribute))
+    state._run_ids[tracker.attribute] = getattr(client, "run_id", None)
+    return client
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
@@ -159,17 +171,17 @@ class GlobalState:
         ModuleNotFoundError: When a tracker is read that is not installed; names the extra.
 
     Example:
-        >>> from mcore.observe.sinks.memory import MemorySink
+        >>> from mcore.observe import MemorySink
         >>> with GlobalState(extra_sinks=[MemorySink()]) as state:
         ...     state.train_state.step, state.tensorboard_logger
         (0, None)
     """
 
     timers: Any = _Lazy(_build_timers)
-    tensorboard_logger: Any = _Lazy(_build_tensorboard)
-    wandb_logger: Any = _Lazy(_build_wandb)
-    mlflow_logger: Any = _Lazy(_build_mlflow)
-    comet_logger: Any = _Lazy(_build_comet)
+    tensorboard_logger: Any = _Lazy(functools.partial(_open_tracker, tensorboard.TRACKER))
+    wandb_logger: Any = _Lazy(functools.partial(_open_tracker, wandb.TRACKER))
+    mlflow_logger: Any = _Lazy(functools.partial(_open_tracker, mlflow.TRACKER))
+    comet_logger: Any = _Lazy(functools.partial(_open_tracker, comet.TRACKER))
     energy_monitor: Any = _Lazy(_build_energy_monitor)
 
     def __init__(
@@ -187,7 +199,7 @@ class GlobalState:
         self.moe_metrics: Any = None
         self.mtp_metrics: Any = None
         self._flops_at_last_log: float | None = None
-        self._mlflow_run_id: str | None = None
+        self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
 
     def __enter__(self) -> GlobalState:
@@ -225,7 +237,7 @@ class GlobalState:
             versus_samples: TensorBoard also shows them over the samples consumed.
 
         Example:
-            >>> from mcore.observe.sinks.memory import MemorySink
+            >>> from mcore.observe import MemorySink
             >>> kept = MemorySink()
             >>> state = GlobalState(train_state=TrainState(step=10), extra_sinks=[kept])
             >>> state.log_metrics({"lm loss validation": torch.tensor(2.5)})
@@ -245,7 +257,7 @@ class GlobalState:
         """Forget what belongs to this start of training, before training starts again here.
 
         The TensorBoard writer is closed; MLflow continues the same run. Trackers, timers and the
-        energy monitor are made anew when they are read. Progress starts at 0, until a checkpoint
+        energy monitor are made again when they are read. Progress starts at 0, until a checkpoint
         is loaded; the configuration and the extra sinks stay.
 
         Example:
@@ -254,12 +266,10 @@ class GlobalState:
             >>> state.train_state.step
             0
         """
-        writer = self._built.get("tensorboard_logger")
-        if writer is not None:
-            writer.close()
-        run = self._built.get("mlflow_logger")
-        if isinstance(run, MlflowRun):
-            run.release()
+        for tracker in TRACKERS:
+            client = self._built.get(tracker.attribute)
+            if client is not None:
+                tracker.restart(client)
         if self._built.get("energy_monitor") is not None:
             self._built["energy_monitor"].shutdown()
         if hasattr(self.mtp_metrics, "reset"):
@@ -282,11 +292,8 @@ class GlobalState:
         Example:
             >>> GlobalState().close()
         """
-        run = self._built.get("mlflow_logger")
-        if isinstance(run, MlflowRun):
-            run.status = status
         for tracker in TRACKERS:  # what was never read is not to be opened now
-            self._built.setdefault(tracker.attribute, None)
+            tracker.end_as(self._built.setdefault(tracker.attribute, None), status)
         for sink in self.sinks():
             sink.close()
         self._built.update(dict.fromkeys((t.attribute for t in TRACKERS), None))

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.sinks.mlflow import sanitize_metric_name
+from mcore.observe.sinks import sanitize_metric_name
 from mcore.observe.timer import DisabledTimer, Timer, TimerLike
 from mcore.observe.timer_text import OPTIONS, format_times, longest_times
 from mcore.parallel.groups import comm_device

@@ -12,6 +12,7 @@ from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
 from mcore.observe.memory_snapshot import save_snapshot_at_profile_end
 from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.scalars import Scalars
+from mcore.observe.sinks.trackers import emit
 from mcore.observe.steplog.collect import (
     StepValues,
     add_interval_scalars,
@@ -31,7 +32,6 @@ from mcore.observe.steplog.microbatches import find_num_microbatches, samples_pe
 from mcore.observe.steplog.step import LogStep, is_on
 from mcore.observe.steplog.timer_ticks import TickTimes, timer_names, write_foreign_timers
 from mcore.observe.timers import Timers
-from mcore.observe.trackers import emit
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
 
 __all__ = ["training_log"]

@@ -1,11 +1,12 @@
 """Places that take metrics: one protocol, one module for each tracker or file format."""
 
+from mcore.observe.sinks.base import GuardedSink, MemorySink, MetricSink
 from mcore.observe.sinks.comet import CometSink
-from mcore.observe.sinks.guarded import GuardedSink
 from mcore.observe.sinks.jsonl import JsonlSink
-from mcore.observe.sinks.memory import MemorySink
-from mcore.observe.sinks.mlflow import MlflowSink, sanitize_metric_name
-from mcore.observe.sinks.protocol import MetricSink
+from mcore.observe.sinks.mlflow import MlflowSink, open_mlflow
+from mcore.observe.sinks.mlflow_http import TrackingServer
+from mcore.observe.sinks.mlflow_names import mlflow_metric_name, sanitize_metric_name
+from mcore.observe.sinks.mlflow_run import MlflowConnection, MlflowRun
 from mcore.observe.sinks.tensorboard import TensorBoardSink
 from mcore.observe.sinks.wandb import WandbSink
 
@@ -15,8 +16,13 @@ __all__ = [
     "JsonlSink",
     "MemorySink",
     "MetricSink",
+    "MlflowConnection",
+    "MlflowRun",
     "MlflowSink",
     "TensorBoardSink",
+    "TrackingServer",
     "WandbSink",
+    "mlflow_metric_name",
+    "open_mlflow",
     "sanitize_metric_name",
 ]

@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from mcore.observe.extras import require_extra
-from mcore.observe.secret_texts import without_secrets
-from mcore.observe.sinks.plain_numbers import plain_numbers
-
-__all__ = ["CometSink", "open_comet"]
+from mcore.observe.secrets import config_params, without_secrets
+from mcore.observe.sinks.base import Tracker, plain_numbers
 
 
 class CometSink:
@@ -44,57 +41,44 @@ class CometSink:
         self._experiment.end()
 
 
-def open_comet(
-    project: str,
-    name: str,
-    *,
-    workspace: str | None = None,
-    api_key: str | None = None,
-    tags: Sequence[str] | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Any:
-    """Open a Comet experiment that takes no metrics and settings but those it is given.
+def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
+    """Open an experiment that takes no metrics and settings but those it is given.
 
-    Args:
-        project: The project.
-        name: Name of the experiment.
-        workspace: The workspace; None leaves that to the client.
-        api_key: The key; None takes COMET_API_KEY. Blanks around it are removed, and the
-            environment is not changed. Without a key, and with Comet's own COMET_OFFLINE_DIRECTORY
-            set, the experiment is written there, as an archive to upload later.
-        tags: Tags of the experiment.
-        config: Settings to show with the experiment, without secrets.
-
-    Returns:
-        The experiment.
-
-    Raises:
-        ModuleNotFoundError: ``comet_ml`` is not installed; names the extra.
-        Exception: What Comet raised, without secrets: as RuntimeError where its text has any.
+    Without a key it is written to Comet's own COMET_OFFLINE_DIRECTORY where that is set.
     """
-    require_extra("comet", "comet_project")
     import comet_ml
 
-    key = (api_key or os.environ.get("COMET_API_KEY", "")).strip() or None
-    settings: dict[str, Any] = {
-        "project_name": project,
-        "workspace": workspace,
-        "auto_metric_logging": False,
-        # The command line may have secrets; the configuration is logged without them.
-        "auto_param_logging": False,
-        "parse_args": False,
-    }
+    key = (settings.comet_api_key or os.environ.get("COMET_API_KEY", "")).strip() or None
+    folder = os.environ.get("COMET_OFFLINE_DIRECTORY")
     make: Callable[..., Any]
     with without_secrets("Comet", [key] if key else []):
-        folder = os.environ.get("COMET_OFFLINE_DIRECTORY")
         if key is None and folder:
             make = functools.partial(comet_ml.OfflineExperiment, offline_directory=folder)
         else:
             make = functools.partial(comet_ml.Experiment, api_key=key)
-        experiment = make(**settings)
-        experiment.set_name(name)
-        if tags:
-            experiment.add_tags(list(tags))
-        if config:
-            experiment.log_parameters(dict(config))
+        experiment = make(
+            project_name=settings.comet_project,
+            workspace=settings.comet_workspace,
+            auto_metric_logging=False,
+            # The command line may have secrets; the configuration is logged without them.
+            auto_param_logging=False,
+            parse_args=False,
+        )
+        experiment.set_name(settings.comet_experiment_name)
+        if settings.comet_tags:
+            experiment.add_tags(list(settings.comet_tags))
+        params = config_params(config)
+        if params:
+            experiment.log_parameters(params)
     return experiment
+
+
+TRACKER = Tracker(
+    attribute="comet_logger",
+    label="Comet",
+    extra="comet",
+    asked_by="comet_project",
+    named_by="comet_experiment_name",
+    open=_open,
+    adapt=CometSink,
+)

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
-from mcore.observe.sinks.plain_numbers import plain_numbers
-
-__all__ = ["JsonlSink"]
+from mcore.observe.sinks.base import plain_numbers
 
 _TAIL_BLOCK_BYTES = 64 * 1024
 

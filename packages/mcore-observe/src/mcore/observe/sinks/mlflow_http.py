@@ -8,26 +8,13 @@ from collections.abc import Sequence
 from importlib import import_module
 from typing import Any
 
-__all__ = ["TrackingServer", "is_tracking_server"]
-
 _RUNS = "/api/2.0/mlflow/runs"
 _TIMEOUT_S = 30
 _SHORT_TIMEOUT_S = 5
 
 
 def is_tracking_server(uri: str) -> bool:
-    """Say whether a tracking URI is that of a server reached by HTTP.
-
-    Args:
-        uri: The URI.
-
-    Returns:
-        True for ``http`` and ``https``.
-
-    Example:
-        >>> is_tracking_server("http://127.0.0.1:5000"), is_tracking_server("sqlite:///mlflow.db")
-        (True, False)
-    """
+    """Return whether a tracking URI is that of a server reached by HTTP."""
     return uri.startswith(("http://", "https://"))
 
 
@@ -39,6 +26,9 @@ class TrackingServer:
 
     Args:
         uri: Address of the server.
+
+    Example:
+        >>> TrackingServer("http://127.0.0.1:5000").check()  # doctest: +SKIP
     """
 
     def __init__(self, uri: str) -> None:

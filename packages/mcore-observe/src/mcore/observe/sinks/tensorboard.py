@@ -6,10 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from mcore.observe.extras import require_extra
-from mcore.observe.sinks.plain_numbers import plain_numbers
-
-__all__ = ["TensorBoardSink", "open_tensorboard"]
+from mcore.observe.sinks.base import ScalarRules, Tracker, plain_numbers
 
 
 class TensorBoardSink:
@@ -43,21 +40,21 @@ class TensorBoardSink:
         self._writer.close()
 
 
-def open_tensorboard(log_dir: str | os.PathLike[str], queue_size: int = 1000) -> Any:
-    """Open a writer of TensorBoard event files.
-
-    Args:
-        log_dir: The folder; a new event file is made in it.
-        queue_size: Events that may be held back before they are written.
-
-    Returns:
-        A ``torch.utils.tensorboard.SummaryWriter``.
-
-    Raises:
-        ModuleNotFoundError: TensorBoard is not installed; names the extra.
-    """
-    require_extra("tensorboard", "tensorboard_dir")
+def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
-    writer: Any = SummaryWriter(log_dir=os.fspath(log_dir), max_queue=queue_size)
-    return writer
+    folder = os.fspath(settings.tensorboard_dir)
+    return SummaryWriter(log_dir=folder, max_queue=settings.tensorboard_queue_size)
+
+
+TRACKER = Tracker(
+    attribute="tensorboard_logger",
+    label="TensorBoard",
+    extra="tensorboard",
+    asked_by="tensorboard_dir",
+    named_by=None,
+    open=_open,
+    adapt=TensorBoardSink,
+    rules=ScalarRules(left_out=frozenset({"samples vs steps"}), versus_samples=True),
+    restart=lambda writer: writer.close(),
+)

@@ -5,11 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from mcore.observe.extras import require_extra
-from mcore.observe.secret_texts import without_secrets
-from mcore.observe.sinks.plain_numbers import plain_numbers
-
-__all__ = ["WandbSink", "open_wandb"]
+from mcore.observe.secrets import config_params, without_secrets
+from mcore.observe.sinks.base import Tracker, plain_numbers
 
 
 class WandbSink:
@@ -42,34 +39,25 @@ class WandbSink:
         self._run.finish()
 
 
-def open_wandb(
-    project: str,
-    name: str,
-    *,
-    save_dir: str | None = None,
-    entity: str | None = None,
-    config: Mapping[str, Any] | None = None,
-) -> Any:
-    """Open a run of Weights & Biases.
-
-    Args:
-        project: The project.
-        name: Name of the run.
-        save_dir: Where its files go; None leaves that to the client.
-        entity: Who owns the project; None leaves that to the client.
-        config: Settings to show with the run, without secrets.
-
-    Returns:
-        The run.
-
-    Raises:
-        ModuleNotFoundError: ``wandb`` is not installed; names the extra.
-        Exception: What W&B raised, without secrets: as RuntimeError where its text has any.
-    """
-    require_extra("wandb", "wandb_project")
+def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
     import wandb
 
     with without_secrets("Weights & Biases"):
         return wandb.init(
-            project=project, name=name, dir=save_dir, entity=entity, config=dict(config or {})
+            project=settings.wandb_project,
+            name=settings.wandb_exp_name,
+            dir=settings.wandb_save_dir,
+            entity=settings.wandb_entity,
+            config=config_params(config),
         )
+
+
+TRACKER = Tracker(
+    attribute="wandb_logger",
+    label="Weights & Biases",
+    extra="wandb",
+    asked_by="wandb_project",
+    named_by="wandb_exp_name",
+    open=_open,
+    adapt=WandbSink,
+)

@@ -6,11 +6,11 @@ import logging
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore.observe.secret_texts import mask_secrets
+from mcore.observe.secrets import mask_secrets
+from mcore.observe.sinks.trackers import SinkTable
 from mcore.observe.steplog.experts import ExpertReport
 from mcore.observe.steplog.interval import IntervalClock, IntervalFlops
 from mcore.observe.steplog.timer_ticks import TimerTicks
-from mcore.observe.trackers import SinkTable
 
 __all__ = ["LOG_STATE", "LogState", "log_state_of"]
 

@@ -28,7 +28,7 @@ def find_num_microbatches(config: Any, global_state: Any = None) -> int:
         The number, 1 or more.
 
     Example:
-        >>> from mcore.observe.run_config import ConfigContainer, TrainingConfig
+        >>> from mcore.observe import ConfigContainer, TrainingConfig
         >>> train = TrainingConfig(micro_batch_size=2, global_batch_size=64)
         >>> find_num_microbatches(ConfigContainer(train=train, data_parallel_size=4))
         8
@@ -59,7 +59,7 @@ def samples_per_step(config: Any, num_microbatches: int) -> int:
         Samples of one step over the whole job.
 
     Example:
-        >>> from mcore.observe.run_config import ConfigContainer, TrainingConfig
+        >>> from mcore.observe import ConfigContainer, TrainingConfig
         >>> config = ConfigContainer(train=TrainingConfig(micro_batch_size=2))
         >>> samples_per_step(config, num_microbatches=8)
         16

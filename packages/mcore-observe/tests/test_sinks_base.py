@@ -3,7 +3,8 @@ import math
 import pytest
 import torch
 
-from mcore.observe.sinks.plain_numbers import _warn_left_out, plain_numbers
+from mcore.observe.sinks import GuardedSink, MemorySink
+from mcore.observe.sinks.base import _warn_left_out, plain_numbers
 
 
 @pytest.fixture(autouse=True)
@@ -55,3 +56,37 @@ def test_what_is_no_number_is_one_warning_for_each_name(caplog):
     for _ in range(3):
         assert plain_numbers({"a": "x", "b": torch.ones(2), "c": 1j, "d": 1.0}) == {"d": 1.0}
     assert [r.getMessage().split(" is no")[0] for r in caplog.records] == ["'a'", "'b'", "'c'"]
+
+
+def test_a_guard_counts_failures_in_a_row_only(caplog):
+    outcomes = iter([OSError("a"), None] + [OSError("b")] * 9 + [None] + [ValueError("c")] * 12)
+    tried = []
+
+    class Flaky(MemorySink):
+        def log(self, metrics, step):
+            tried.append(step)
+            outcome = next(outcomes)
+            if outcome is not None:
+                raise outcome
+
+    sink = GuardedSink("flaky", Flaky())
+    for step in range(30):
+        sink.log({"a": 1.0}, step)
+    assert tried == list(range(22))
+    assert not sink.is_on
+    assert [(r.levelname, r.getMessage().split(": ")[1:]) for r in caplog.records] == [
+        ("WARNING", ["OSError", "a"]),
+        ("WARNING", ["ValueError", "c"]),
+        ("ERROR", []),
+    ]
+
+
+def test_a_guard_sends_nothing_for_no_metrics_and_lets_interrupts_through():
+    class Interrupted(MemorySink):
+        def log(self, metrics, step):
+            raise KeyboardInterrupt
+
+    sink = GuardedSink("interrupted", Interrupted())
+    sink.log({}, 1)
+    with pytest.raises(KeyboardInterrupt):
+        sink.log({"a": 1.0}, 1)

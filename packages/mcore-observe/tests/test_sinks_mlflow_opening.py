@@ -1,11 +1,11 @@
 import importlib.util
+import socket
 import threading
 import time
 
 import pytest
 
-from mcore.observe.sinks.mlflow_late import LateMlflowRun
-from mcore.observe.sinks.mlflow_run import MlflowRun
+from mcore.observe.sinks import MlflowConnection, MlflowRun, TrackingServer
 
 pytestmark = [
     pytest.mark.slow,  # importing MLflow takes seconds
@@ -43,13 +43,19 @@ class Opener:
         self.may_open.wait(60)
         if self.failures:
             raise self.failures.pop(0)
-        return MlflowRun(self.client, "r", last_steps={"old": 2})
+        return MlflowConnection(self.client, "r", last_steps={"old": 2})
+
+
+def opening(opener, **options):
+    run = MlflowRun(opener, **options)
+    run.open_in_background()
+    return run
 
 
 def test_what_is_logged_before_the_run_is_open_waits_in_order_and_holds_nobody_up():
     opener = Opener()
     opener.may_open.clear()
-    run = LateMlflowRun(opener)
+    run = opening(opener)
     for step in range(5):
         run.log_metrics({"new": 1.0, "old": 2.0}, step)
     run.flush()  # would never come back if it waited for the run
@@ -68,14 +74,37 @@ def test_what_is_logged_before_the_run_is_open_waits_in_order_and_holds_nobody_u
 
 def test_a_run_that_nothing_was_logged_to_is_opened_and_ended():
     opener = Opener()
-    LateMlflowRun(opener).close("FAILED")
+    opening(opener).close("FAILED")
     assert opener.client.ended == [("r", "FAILED")]
+
+
+def test_a_run_that_nobody_opens_is_opened_by_its_first_metrics():
+    opener = Opener()
+    run = MlflowRun(opener)
+    assert (run.is_open, run.run_id, run.client, opener.calls) == (False, "", None, 0)
+    run.log_metrics({"a": 1.0}, 1)
+    run.close()
+    assert opener.client.steps == [1]
+    assert opener.calls == 1
+    MlflowRun(opener).close()
+    assert opener.calls == 1  # nothing was to be written
+
+
+def test_a_released_connection_goes_on_in_another_run():
+    first = MlflowRun(Opener())
+    first.log_metrics({"a": 1.0}, 1)
+    first.release()
+    second = MlflowRun(first.open)
+    second.log_metrics({"a": 1.0}, 2)
+    second.close()
+    assert first.client.steps == [1, 2]
+    assert first.client.ended == [("r", "FINISHED")]
 
 
 def test_a_server_that_is_away_at_first_is_one_warning(caplog):
     refused = "cannot reach http://me:pa55word@host"
     opener = Opener([ConnectionError(refused), RuntimeError("not now")])
-    run = LateMlflowRun(opener, name="MLflow at http://***@host")
+    run = opening(opener, name="MLflow at http://***@host")
     run.log_metrics({"a": 1.0}, 1)
     run.close()
     assert opener.client.steps == [1]
@@ -88,7 +117,7 @@ def test_a_server_that_is_away_at_first_is_one_warning(caplog):
 
 def test_a_server_that_stays_away_is_given_up_and_what_is_missing_is_counted(caplog):
     opener = Opener([ConnectionError("no")] * 1000)
-    run = LateMlflowRun(opener)
+    run = opening(opener)
     run.log_metrics({"a": 1.0, "b": 1.0}, 1)
     run.log_metrics({"a": 1.0}, 2)
     run.closing_s = 0.1
@@ -103,7 +132,7 @@ def test_a_server_that_stays_away_is_given_up_and_what_is_missing_is_counted(cap
 def test_a_run_that_is_opened_for_too_long_is_not_waited_for():
     opener = Opener()
     opener.may_open.clear()
-    run = LateMlflowRun(opener)
+    run = opening(opener)
     run.closing_s = 0.1
     run.close()  # would never come back if it waited for the run
     opener.may_open.set()
@@ -112,14 +141,14 @@ def test_a_run_that_is_opened_for_too_long_is_not_waited_for():
 
 def test_a_library_that_is_missing_comes_out():
     opener = Opener([ModuleNotFoundError("no mlflow"), ModuleNotFoundError("no mlflow")])
-    run = LateMlflowRun(opener)
+    run = opening(opener)
     run.log_metrics({"a": 1.0}, 1)
     with pytest.raises(ModuleNotFoundError, match="no mlflow"):
         run.close()
 
 
 def test_whoever_closes_second_waits_for_the_first():
-    run = LateMlflowRun(Opener())
+    run = opening(Opener())
     ended = threading.Event()
     run._first_attempt.join(60)
 
@@ -137,11 +166,17 @@ def test_whoever_closes_second_waits_for_the_first():
     first.join(60)
 
 
-def test_a_server_that_is_not_there_is_known_without_retries():
+@pytest.fixture
+def refusing_port():
+    """A port that is taken, but where nobody listens."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        yield taken.getsockname()[1]
+
+
+def test_a_server_that_is_not_there_is_known_without_retries(refusing_port):
     from mlflow.exceptions import MlflowException
 
-    from mcore.observe.sinks.mlflow_http import TrackingServer
-
     with pytest.raises(MlflowException) as caught:
-        TrackingServer("http://127.0.0.1:1").check()
+        TrackingServer(f"http://127.0.0.1:{refusing_port}").check()
     assert caught.value.get_http_status_code() == 500

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.metric_sender import MetricSender, StepMetrics
+from mcore.observe.sinks.sender import MetricSender, StepMetrics
 
 
 def entry(step, num=1):
@@ -102,7 +102,7 @@ def test_a_full_call_does_not_linger():
     sender.close()
 
 
-def test_an_outage_is_said_once_and_nothing_is_lost(caplog):
+def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     caplog.set_level(logging.INFO)
     server = Server()
     sender = make(server.send, linger_s=0.0)
@@ -130,7 +130,7 @@ def test_an_outage_is_said_once_and_nothing_is_lost(caplog):
     ]
 
 
-def test_the_oldest_are_dropped_when_too_many_wait_and_their_number_is_said(caplog):
+def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     server = Server()
     sender = make(server.send, max_values=10, max_per_call=4, linger_s=0.0)
     server.is_down = True
@@ -192,7 +192,7 @@ def test_a_refusal_is_raised_once_and_its_metrics_are_dropped():
     assert steps(made) == [1, 2]
 
 
-def test_close_gives_up_after_its_time_and_says_what_is_lost(caplog):
+def test_close_gives_up_after_its_time_and_reports_what_is_lost(caplog):
     server = Server()
     server.is_down = True
     sender = make(server.send)
@@ -223,7 +223,7 @@ def test_close_leaves_a_call_that_hangs_behind():
 def test_metrics_are_still_sent_while_the_interpreter_exits():
     code = (
         "import atexit, time\n"
-        "from mcore.observe.metric_sender import MetricSender, StepMetrics\n"
+        "from mcore.observe.sinks.sender import MetricSender, StepMetrics\n"
         "sent = []\n"
         "send = lambda entries: (time.sleep(0.05), sent.extend(entries))\n"
         "sender = MetricSender('t', send, is_away=lambda e: False, max_per_call=5)\n"

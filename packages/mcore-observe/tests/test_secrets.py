@@ -1,8 +1,18 @@
+import argparse
+from types import SimpleNamespace
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.secret_texts import is_secret_name, mask_secrets, without_secrets
+from mcore.observe import (
+    ConfigContainer,
+    LoggerConfig,
+    TrainingConfig,
+    config_params,
+    mask_secrets,
+)
+from mcore.observe.secrets import without_secrets
 
 
 @pytest.mark.parametrize(
@@ -25,8 +35,8 @@ from mcore.observe.secret_texts import is_secret_name, mask_secrets, without_sec
         ("passes", "x", False),
     ],
 )
-def test_names(name, value, secret):
-    assert is_secret_name(name, value) is secret
+def test_secret_names(name, value, secret):
+    assert config_params({name: value}) == {name: "***" if secret else str(value)}
 
 
 @pytest.mark.parametrize(
@@ -46,7 +56,7 @@ def test_names(name, value, secret):
         ("", ""),
     ],
 )
-def test_texts(text, masked):
+def test_secret_texts(text, masked):
     assert mask_secrets(text) == masked
     assert mask_secrets(masked) == masked
 
@@ -58,6 +68,7 @@ def test_what_the_caller_and_the_environment_know(monkeypatch):
     assert mask_secrets(text, ["known", ""]) == "bad key *** or ***, in short"
 
 
+@settings(deadline=None)
 @given(
     st.text(), st.text(st.characters(exclude_characters="/'\"@ \n\t\r\x0b\x0c", max_codepoint=500))
 )
@@ -80,3 +91,80 @@ def test_exceptions_with_secrets_are_replaced_and_not_chained():
     assert str(caught.value) == "Comet: ValueError: *** is not valid"
     assert caught.value.__suppress_context__
     assert caught.value.__cause__ is None
+
+
+def test_a_configuration_becomes_flat_texts_without_secrets():
+    config = ConfigContainer(
+        logger=LoggerConfig(comet_api_key="secret", mlflow_tags={"team": "a"}),
+        train=TrainingConfig(train_iters=10),
+        model=SimpleNamespace(num_layers=2, sizes=[1, 2]),
+    )
+    params = config_params(config)
+    assert params["logger.comet_api_key"] == "***"
+    assert params["logger.mlflow_tags.team"] == "a"
+    assert params["train.train_iters"] == "10"
+    assert params["model.sizes"] == "[1, 2]"
+    assert params["optimizer"] == "None"
+    assert "secret" not in str(params)
+
+
+def test_what_is_a_secret():
+    params = config_params(
+        {
+            "WANDB_API_KEY": "x",
+            "apikey": "x",
+            "db_password": "x",
+            "client_secret": 5,
+            "hf_token": "x",
+            "num_tokens": 2048,
+            "tokenizer_model": "gpt2",
+            "comet_api_key": None,
+        }
+    )
+    assert params == {
+        "WANDB_API_KEY": "***",
+        "apikey": "***",
+        "db_password": "***",
+        "client_secret": "***",
+        "hf_token": "***",
+        "num_tokens": "2048",
+        "tokenizer_model": "gpt2",
+        "comet_api_key": "None",
+    }
+
+
+def test_no_configuration():
+    assert config_params(None) == {}
+
+
+def test_secrets_inside_sequences_namespaces_and_texts():
+    params = config_params(
+        {
+            "sources": [{"path": "a", "password": "x"}, SimpleNamespace(api_key="y", n=1)],
+            "args": argparse.Namespace(hf_token="z", size=5),
+            "secrets": {"db": "w"},
+            "uri": "postgresql://me:pw@host/db",
+            "note": "the key is abcdef",
+            "api_key": "abcdef",
+            "sizes": (1, 2),
+        }
+    )
+    assert params == {
+        "sources.0.path": "a",
+        "sources.0.password": "***",
+        "sources.1.api_key": "***",
+        "sources.1.n": "1",
+        "args.hf_token": "***",
+        "args.size": "5",
+        "secrets.db": "***",
+        "uri": "postgresql://***@host/db",
+        "note": "the key is ***",
+        "api_key": "***",
+        "sizes": "(1, 2)",
+    }
+
+
+def test_a_configuration_that_contains_itself_ends():
+    config = {"a": 1}
+    config["self"] = config
+    assert config_params(config)["a"] == "1"

@@ -1,4 +1,4 @@
-"""Sends metrics in a thread, many in one call, and keeps them while the tracker is away."""
+"""A thread that sends metrics, many in one call, and keeps them while the tracker is away."""
 
 from __future__ import annotations
 
@@ -7,84 +7,43 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 
-from mcore.observe.secret_texts import mask_secrets
-
-__all__ = ["MetricSender", "StepMetrics"]
+from mcore.observe.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step.
-
-    Attributes:
-        metrics: Numbers by name.
-        step: The step.
-        time_ms: When they were logged, in milliseconds since 1970.
-    """
+    """Metrics of one step; the time is that of logging, in milliseconds since 1970."""
 
     metrics: Mapping[str, float]
     step: int
     time_ms: int
 
 
+@dataclass(eq=False)
 class MetricSender:
-    """A thread that sends metrics in their order; it starts with the first ones.
+    """Sends metrics in their order, in a thread that the first ones start.
 
-    What comes within ``linger_s`` goes in one call. A call that fails because the tracker is away
-    is said once, with level WARNING, and made again until it succeeds, so each call may be made
-    twice: the tracker has to take the same metrics again. Meanwhile up to ``max_values`` are
-    kept; the oldest are dropped first, so that what is logged once the tracker is back is never
-    lost. A caller waits for room only as long as calls come back.
-
-    Args:
-        name: The tracker's name for messages.
-        send: Sends metrics of some steps in one call, and returns when they have arrived.
-        is_away: Says of an exception of ``send`` whether trying again may help. Any other one is
-            raised by the next :meth:`put`, and its metrics are dropped.
-        max_values: Values that are kept.
-        max_per_call: Values of one call.
-        linger_s: How long values wait for further ones.
-        first_retry_s: Pause after the first failure in a row; it doubles with each further one.
-        longest_retry_s: The longest pause.
-        patience_s: How long a call may take before a caller that finds no room stops waiting.
-
-    Example:
-        >>> sent = []
-        >>> sender = MetricSender("tracker", sent.append, is_away=lambda error: False)
-        >>> sender.put(StepMetrics({"lm loss": 2.5}, 1, 0))
-        >>> sender.put(StepMetrics({"lm loss": 2.0}, 2, 0))
-        >>> sender.close()
-        >>> [[entry.step for entry in call] for call in sent]
-        [[1, 2]]
+    A call that fails because the tracker is away is repeated until it succeeds, so the tracker must
+    accept the same metrics twice. What is logged once the tracker is back is never lost.
     """
 
-    def __init__(
-        self,
-        name: str,
-        send: Callable[[Sequence[StepMetrics]], object],
-        *,
-        is_away: Callable[[Exception], bool],
-        max_values: int = 100_000,
-        max_per_call: int = 1000,
-        linger_s: float = 1.0,
-        first_retry_s: float = 0.5,
-        longest_retry_s: float = 10.0,
-        patience_s: float = 2.0,
-    ) -> None:
-        self.name = name
+    name: str
+    send: Callable[[Sequence[StepMetrics]], object]
+    _: KW_ONLY
+    is_away: Callable[[Exception], bool]
+    max_values: int = 100_000  # kept at most; the oldest are dropped first
+    max_per_call: int = 1000
+    linger_s: float = 1.0  # how long values wait for further ones
+    first_retry_s: float = 0.5  # doubled by each further failure in a row
+    longest_retry_s: float = 10.0
+    patience_s: float = 2.0  # with one call, after which a caller no longer waits for room
+
+    def __post_init__(self) -> None:
         self.num_dropped = 0
-        self._send = send
-        self._is_away = is_away
-        self._max_values = max_values
-        self._max_per_call = max_per_call
-        self._linger_s = linger_s
-        self._first_retry_s = first_retry_s
-        self._longest_retry_s = longest_retry_s
-        self._patience_s = patience_s
         self._changed = threading.Condition()
         self._waiting: collections.deque[StepMetrics] = collections.deque()
         self._num_waiting = 0
@@ -102,30 +61,19 @@ class MetricSender:
         return self._num_waiting + _count(self._in_flight)
 
     def put(self, entry: StepMetrics) -> None:
-        """Have metrics sent.
-
-        Args:
-            entry: The metrics; nothing changes them afterwards.
-
-        Raises:
-            Exception: What an earlier call raised, once; these metrics are sent all the same.
-        """
+        """Have metrics sent; raises what an earlier call raised, once, and sends them anyway."""
         with self._changed:
             self._start()
-            for part in _parts(entry, self._max_per_call):
+            for part in _parts(entry, self.max_per_call):
                 self._make_room(len(part.metrics))
                 self._waiting.append(part)
                 self._num_waiting += len(part.metrics)
-            if self._num_waiting >= self._max_per_call or len(self._waiting) == 1:
+            if self._num_waiting >= self.max_per_call or len(self._waiting) == 1:
                 self._changed.notify_all()
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until all metrics have arrived, or until the tracker is found to be away.
-
-        Raises:
-            Exception: What the first failing call raised since an error was last raised.
-        """
+        """Wait until all metrics have arrived or the tracker is found to be away; raises as put."""
         with self._changed:
             failures = self._failures_in_a_row
             while self.num_kept and self._failures_in_a_row <= failures and self._is_running():
@@ -139,12 +87,7 @@ class MetricSender:
     def close(self, timeout_s: float = 30.0) -> None:
         """Send what is left and end the thread; a later :meth:`put` starts another one.
 
-        Args:
-            timeout_s: How long to wait for a tracker that is away; what has not arrived then is
-                given up, with one ERROR.
-
-        Raises:
-            Exception: As :meth:`flush`.
+        A tracker that is away is waited for; what has not arrived then is given up, with one ERROR.
         """
         thread = self._thread
         if thread is not None:
@@ -155,7 +98,7 @@ class MetricSender:
                 while self.num_kept and (self._is_answering() or time.monotonic() < deadline_s):
                     self._changed.wait(0.2)
                 self._give_up()
-            thread.join(self._patience_s)
+            thread.join(self.patience_s)
             with self._changed:  # a call that hangs still ends with the process
                 self._thread = None
                 self._in_flight = []
@@ -173,17 +116,17 @@ class MetricSender:
         return self._thread is not None and self._thread.is_alive()
 
     def _is_answering(self) -> bool:
-        """Whether the last call came back well, and the present one is not overdue."""
+        """Return whether the last call succeeded and the present one is not overdue."""
         if self._failures_in_a_row:
             return False
         waited_s = time.monotonic() - self._call_started_s
-        return not self._in_flight or waited_s < self._patience_s
+        return not self._in_flight or waited_s < self.patience_s
 
     def _make_room(self, num_values: int) -> None:
-        while self._num_waiting + num_values > self._max_values and self._waiting:
+        while self._num_waiting + num_values > self.max_values and self._waiting:
             if self._is_answering():
                 self._changed.notify_all()
-                self._changed.wait(self._patience_s / 10)
+                self._changed.wait(self.patience_s / 10)
             else:
                 oldest = self._waiting.popleft()
                 self._num_waiting -= len(oldest.metrics)
@@ -216,7 +159,7 @@ class MetricSender:
                 self._settle(taken, error)
 
     def _wait_for_work(self) -> bool:
-        """Wait until a call is due; False when there will be none."""
+        """Wait until a call is due, or return False when there will be none."""
         while not self._waiting:
             if self._closing:
                 return False
@@ -233,17 +176,17 @@ class MetricSender:
     def _is_urgent(self) -> bool:
         if self._failures_in_a_row:
             return self._hurry or not self._waiting
-        return self._hurry or self._closing or self._num_waiting >= self._max_per_call
+        return self._hurry or self._closing or self._num_waiting >= self.max_per_call
 
     def _pause_s(self) -> float:
         if not self._failures_in_a_row:
-            return self._linger_s
-        longest_s = min(1.0, self._longest_retry_s) if self._closing else self._longest_retry_s
+            return self.linger_s
+        longest_s = min(1.0, self.longest_retry_s) if self._closing else self.longest_retry_s
         doublings = min(self._failures_in_a_row - 1, 30)
-        return float(min(self._first_retry_s * 2**doublings, longest_s))
+        return float(min(self.first_retry_s * 2**doublings, longest_s))
 
     def _take(self) -> tuple[StepMetrics, ...]:
-        room = self._max_per_call
+        room = self.max_per_call
         while self._waiting and len(self._waiting[0].metrics) <= room:
             entry = self._waiting.popleft()
             room -= len(entry.metrics)
@@ -255,15 +198,14 @@ class MetricSender:
     def _attempt(self, taken: Sequence[StepMetrics]) -> Exception | None:
         try:
             if taken:
-                self._send(taken)
+                self.send(taken)
         except Exception as error:
             return error
         return None
 
     def _settle(self, taken: Sequence[StepMetrics], error: Exception | None) -> None:
-        """Note what became of a call."""
         self._in_flight = []
-        if error is not None and self._is_away(error):
+        if error is not None and self.is_away(error):
             self._waiting.extendleft(reversed(taken))
             self._num_waiting += _count(taken)
             self._note_away(error)
@@ -279,7 +221,7 @@ class MetricSender:
                 "%s is away, training goes on: the last %d values are kept and sent when it is "
                 "back: %s: %s",
                 self.name,
-                self._max_values,
+                self.max_values,
                 type(error).__name__,
                 mask_secrets(str(error)),
             )

@@ -1,0 +1,220 @@
+"""What sinks have in common: the protocol, plain numbers, a guard, and a sink in memory."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+
+from mcore.observe.host_reads import as_number, read_scalars
+from mcore.observe.secrets import mask_secrets
+
+logger = logging.getLogger(__name__)
+
+_MAX_FAILURES_IN_A_ROW = 10
+
+
+@runtime_checkable
+class MetricSink(Protocol):
+    """Takes named numbers for a step: a tracker, a file, or anything of the user's.
+
+    Example:
+        >>> class Printer:
+        ...     def log(self, metrics, step):
+        ...         print(step, dict(metrics))
+        ...
+        ...     def flush(self): ...
+        ...
+        ...     def close(self): ...
+        >>> isinstance(Printer(), MetricSink)
+        True
+    """
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of one step.
+
+        Args:
+            metrics: Numbers by name; NaN and infinities included.
+            step: The step; not smaller than in earlier calls, but may repeat.
+        """
+        ...
+
+    def flush(self) -> None:
+        """Bring everything taken so far to where it is kept."""
+        ...
+
+    def close(self) -> None:
+        """Flush and take nothing more; closing twice is fine."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScalarRules:
+    """Which scalars of a step a sink gets, and under which names."""
+
+    left_out: frozenset[str] = frozenset()
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    versus_samples: bool = False  # it also gets some scalars over the samples consumed
+
+
+def _do_nothing(client: Any, *args: Any) -> None:
+    pass
+
+
+@dataclass(frozen=True)
+class Tracker:
+    """A product that runs may be logged to: the settings that ask for it, and how it is used."""
+
+    attribute: str  # of a GlobalState, which keeps the client
+    label: str  # in messages
+    extra: str  # what to install
+    asked_by: str  # the setting that asks for it
+    named_by: str | None  # the setting that then has to name the run
+    # From the logger settings, the whole configuration, and the run that an earlier start of
+    # training in this process opened.
+    open: Callable[[Any, Any, str | None], Any]
+    adapt: Callable[[Any], MetricSink]
+    rules: ScalarRules = ScalarRules()
+    restart: Callable[[Any], None] = _do_nothing  # before training starts again in this process
+    end_as: Callable[[Any, str], None] = _do_nothing  # says how the run will have ended
+
+    def is_wanted(self, settings: Any) -> bool:
+        """Return whether logger settings ask for it; a ValueError if its run has no name."""
+        wanted = getattr(settings, self.asked_by, None)
+        if wanted is None:
+            return False
+        if self.named_by is not None and not getattr(settings, self.named_by, None):
+            raise ValueError(
+                f"{self.asked_by} is {wanted!r} but {self.named_by} is missing; give the run a name"
+            )
+        return True
+
+
+class GuardedSink:
+    """A sink whose exceptions become log messages.
+
+    The first exception of each type is logged with level WARNING, later ones are not. After ten
+    failures in a row there is one ERROR and the sink gets nothing more.
+
+    Args:
+        name: The sink's name for the messages.
+        sink: What takes the metrics.
+        secrets: Texts that no message may show, besides those that look like secrets.
+
+    Example:
+        >>> kept = MemorySink()
+        >>> GuardedSink("memory", kept).log({"lm loss": 2.5}, 1)
+        >>> kept.steps
+        {1: {'lm loss': 2.5}}
+    """
+
+    def __init__(self, name: str, sink: MetricSink, *, secrets: Sequence[str] = ()) -> None:
+        self.name = name
+        self.sink = sink
+        self._secrets = tuple(secrets)
+        self._failures_in_a_row = 0
+        self._reported: set[type[BaseException]] = set()
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the sink still gets metrics."""
+        return self._failures_in_a_row < _MAX_FAILURES_IN_A_ROW
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Hand the metrics over, unless the sink was switched off or there are none."""
+        if metrics and self.is_on:
+            self._attempt("log", lambda: self.sink.log(metrics, step))
+
+    def flush(self) -> None:
+        """Flush the sink, unless it was switched off."""
+        if self.is_on:
+            self._attempt("flush", self.sink.flush)
+
+    def close(self) -> None:
+        """Close the sink, switched off or not."""
+        self._attempt("close", self.sink.close)
+
+    def _attempt(self, action: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._note_failure(action, error)
+        else:
+            self._failures_in_a_row = 0
+
+    def _note_failure(self, action: str, error: Exception) -> None:
+        self._failures_in_a_row += 1
+        if type(error) not in self._reported:
+            self._reported.add(type(error))
+            logger.warning(
+                "%s failed to %s metrics, training goes on without them: %s: %s",
+                self.name,
+                action,
+                type(error).__name__,
+                mask_secrets(str(error), self._secrets),
+            )
+        if self._failures_in_a_row == _MAX_FAILURES_IN_A_ROW:
+            logger.error(
+                "%s failed %d times in a row and gets no more metrics",
+                self.name,
+                self._failures_in_a_row,
+            )
+
+
+class MemorySink:
+    """Keeps the metrics of every step, for notebooks and tests.
+
+    Attributes:
+        steps: The metrics by step; metrics of the same step are merged.
+
+    Example:
+        >>> sink = MemorySink()
+        >>> sink.log({"lm loss": 2.5}, 1)
+        >>> sink.log({"grad-norm": 0.5}, 1)
+        >>> sink.steps
+        {1: {'lm loss': 2.5, 'grad-norm': 0.5}}
+    """
+
+    def __init__(self) -> None:
+        self.steps: dict[int, dict[str, float]] = {}
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        """Keep the metrics of one step."""
+        self.steps.setdefault(step, {}).update(plain_numbers(metrics))
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        """Do nothing."""
+
+
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as Python numbers, which every tracker takes, with one read a device.
+
+    None is left out, and so is anything else that is no number, with one WARNING for each name.
+    """
+    if all(type(value) in (float, int) for value in metrics.values()):
+        return dict(metrics)
+    readable = {}
+    for name, value in metrics.items():
+        if _is_readable(value):
+            readable[name] = value
+        elif value is not None:
+            _warn_left_out(name, type(value).__name__)
+    return read_scalars(readable)
+
+
+def _is_readable(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, bool) or as_number(value) is not None
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_left_out(name: str, kind: str) -> None:
+    logger.warning("%r is no number but a %s and is not logged; give one number", name, kind)
