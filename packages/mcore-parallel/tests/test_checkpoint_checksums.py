@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore.parallel.checkpoint.checksums import checksum_of_bytes, checksum_of_part
+from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes, checksum_of_part
 from mcore.parallel.checkpoint.raw_reads import Scratch
 
 

@@ -24,7 +24,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.manifest import read_manifest
+from mcore.parallel.checkpoint.files.manifest import read_manifest
 from rank_testing import run_ranks
 
 UNTOUCHED = -7.0

@@ -18,9 +18,9 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.archive import elements_at
 from mcore.parallel.checkpoint.box_reading import read_box
-from mcore.parallel.checkpoint.checked_reader import CheckedReader
+from mcore.parallel.checkpoint.files.archive import elements_at
+from mcore.parallel.checkpoint.files.reader import CheckedReader
 from mcore.parallel.checkpoint.raw_reads import Scratch
 
 

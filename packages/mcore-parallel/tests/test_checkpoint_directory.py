@@ -20,8 +20,8 @@ from mcore.parallel.checkpoint import (
     remove_incomplete,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.durable_files import incomplete_sibling, make_directories
-from mcore.parallel.checkpoint.manifest import read_manifest
+from mcore.parallel.checkpoint.files.durable_files import incomplete_sibling, make_directories
+from mcore.parallel.checkpoint.files.manifest import read_manifest
 
 
 def save(path: Path, written_at: int | None = None) -> Path:

@@ -16,7 +16,7 @@ from mcore.parallel.checkpoint import (
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.durable_files import new_large_file
+from mcore.parallel.checkpoint.files.durable_files import new_large_file
 
 
 def manifest_of(path: Path) -> dict[str, list[list[int]]]:

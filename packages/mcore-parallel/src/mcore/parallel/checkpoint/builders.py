@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor_builders import (
+from mcore.parallel.checkpoint.dtensor import (
     cut_over_tensor_parallel,
     prepend_axes,
     shard_of_dtensor,

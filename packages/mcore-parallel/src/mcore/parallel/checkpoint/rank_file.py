@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mcore.parallel.checkpoint.archive import elements_at
-from mcore.parallel.checkpoint.checksums import checksum_of_part
-from mcore.parallel.checkpoint.durable_files import new_large_file
-from mcore.parallel.checkpoint.manifest import FileRecord, Part
+from mcore.parallel.checkpoint.files.archive import elements_at
+from mcore.parallel.checkpoint.files.checksums import checksum_of_part
+from mcore.parallel.checkpoint.files.durable_files import new_large_file
+from mcore.parallel.checkpoint.files.manifest import FileRecord, Part
 from mcore.parallel.checkpoint.raw_reads import Scratch
 from mcore.parallel.checkpoint.torch_private import file_part
 

@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
-from mcore.parallel.checkpoint.durable_files import (
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.durable_files import (
     incomplete_sibling,
     is_incomplete_name,
     make_directories,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import FileRecords, read_manifest, size_problem
-from mcore.parallel.checkpoint.metadata_file import keys_text, read_metadata
+from mcore.parallel.checkpoint.files.manifest import FileRecords, read_manifest, size_problem
+from mcore.parallel.checkpoint.files.metadata_file import keys_text, read_metadata
 from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -223,7 +223,7 @@ def _prepare_load(
     verify_checksums: bool,
 ) -> tuple[ShardedLoadPlanner, Callable[[], None]]:
     """Do all that can fail, and return the planner and what fills the tensors."""
-    from mcore.parallel.checkpoint.checked_reader import CheckedReader
+    from mcore.parallel.checkpoint.files.reader import CheckedReader
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
 
     if is_incomplete_name(directory.name):

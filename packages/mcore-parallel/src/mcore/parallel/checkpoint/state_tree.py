@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor_builders import shard_of_dtensor
+from mcore.parallel.checkpoint.dtensor import shard_of_dtensor
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
 from mcore.parallel.checkpoint.sharded_objects import LocalNonpersistentObject, ShardedObject

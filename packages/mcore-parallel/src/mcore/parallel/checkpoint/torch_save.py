@@ -10,9 +10,9 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import SavePlan
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.writer import DurableWriter
 from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 from mcore.parallel.checkpoint.state_tree import Entries
-from mcore.parallel.checkpoint.storage import DurableWriter
 from mcore.parallel.checkpoint.team import Team
 
 __all__ = ["write_checkpoint"]

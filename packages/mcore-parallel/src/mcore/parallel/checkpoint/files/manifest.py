@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore.parallel.checkpoint.checksums import checksum_of_bytes
-from mcore.parallel.checkpoint.durable_files import write_file
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
+from mcore.parallel.checkpoint.files.durable_files import write_file
 
 __all__ = [
     "MANIFEST_FILE",

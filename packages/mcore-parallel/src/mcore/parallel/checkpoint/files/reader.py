@@ -11,13 +11,13 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from mcore.parallel.checkpoint.archive import archive_problem
 from mcore.parallel.checkpoint.box_reading import read_box
-from mcore.parallel.checkpoint.checksums import checksum_of_part
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.file_slice import FileSlice
-from mcore.parallel.checkpoint.manifest import FileRecords, Part, size_problem
-from mcore.parallel.checkpoint.metadata_file import keys_text
+from mcore.parallel.checkpoint.files.archive import archive_problem
+from mcore.parallel.checkpoint.files.checksums import checksum_of_part
+from mcore.parallel.checkpoint.files.manifest import FileRecords, Part, size_problem
+from mcore.parallel.checkpoint.files.metadata_file import keys_text
 from mcore.parallel.checkpoint.raw_reads import Scratch
 
 __all__ = ["CheckedReader"]

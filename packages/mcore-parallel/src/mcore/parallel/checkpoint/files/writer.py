@@ -13,9 +13,9 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.storage import WriteResult
 
-from mcore.parallel.checkpoint.durable_files import publish, sync_directory, sync_file
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.manifest import (
+from mcore.parallel.checkpoint.files.durable_files import publish, sync_directory, sync_file
+from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
     FileRecord,
     size_problem,

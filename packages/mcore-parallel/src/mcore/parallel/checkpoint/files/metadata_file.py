@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore.parallel.checkpoint.checksums import checksum_of_bytes
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import MANIFEST_FILE, FileRecords
+from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecords
 from mcore.parallel.checkpoint.torch_private import METADATA_FILE, METADATA_GLOBALS
 
 if TYPE_CHECKING:

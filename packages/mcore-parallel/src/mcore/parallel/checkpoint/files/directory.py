@@ -8,14 +8,14 @@ import secrets
 import shutil
 from pathlib import Path
 
-from mcore.parallel.checkpoint.durable_files import (
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.durable_files import (
     incomplete_sibling,
     is_incomplete_name,
     sync_directory,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import read_manifest, size_problem
-from mcore.parallel.checkpoint.metadata_file import needed_sizes, read_metadata
+from mcore.parallel.checkpoint.files.manifest import read_manifest, size_problem
+from mcore.parallel.checkpoint.files.metadata_file import needed_sizes, read_metadata
 from mcore.parallel.checkpoint.torch_private import METADATA_FILE
 
 __all__ = [
