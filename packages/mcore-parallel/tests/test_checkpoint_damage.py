@@ -58,8 +58,8 @@ def offsets_to_change(path: Path, draw: random.Random) -> list[int]:
     size = path.stat().st_size
     edges = {0, size}
     if path.name in files:
-        edges |= {part.offset for part in files[path.name].parts}
-        edges |= {part.elements_at for part in files[path.name].parts if part.elements_at}
+        edges |= {part.offset for part in files[path.name].pieces}
+        edges |= {part.elements_at for part in files[path.name].pieces if part.elements_at}
     near = {edge + step for edge in edges for step in range(-24, 40)}
     return sorted(at for at in near | set(draw.sample(range(size), 300)) if 0 <= at < size)
 

@@ -18,10 +18,9 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.box_reading import read_box
 from mcore.parallel.checkpoint.files.archive import elements_at
-from mcore.parallel.checkpoint.files.reader import CheckedReader
-from mcore.parallel.checkpoint.raw_reads import Scratch
+from mcore.parallel.checkpoint.files.checksums import Scratch
+from mcore.parallel.checkpoint.files.reader import CheckedReader, read_slice
 
 
 @st.composite
@@ -47,7 +46,7 @@ def test_boxes_are_those_of_the_tensor(
     target = torch.zeros(sizes[::-1], dtype=dtype).permute(tuple(range(len(sizes)))[::-1])
     if not backwards:
         target = target.contiguous()
-    read_box(io.BytesIO(content), 7, shape, start, target, dtype, Scratch(128))
+    read_slice(io.BytesIO(content), 7, shape, start, target, dtype, Scratch(128))
     for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
         whole = whole.narrow(dim, first, size)
     assert torch.equal(target, whole)

@@ -119,10 +119,10 @@ def test_manifest_lists_each_file_and_every_byte_of_it(tmp_path: Path) -> None:
     assert files is not None
     assert {name: record.size for name, record in files.items()} == sizes
     for record in files.values():
-        ends = [part.offset + part.length for part in record.parts]
-        assert [part.offset for part in record.parts] == [0, *ends[:-1]]
+        ends = [part.offset + part.length for part in record.pieces]
+        assert [part.offset for part in record.pieces] == [0, *ends[:-1]]
         assert ends[-1] == record.size
-    [part] = files["__0_0.distcp"].parts
+    [part] = files["__0_0.distcp"].pieces
     assert part.elements_at is not None
     content = (path / "__0_0.distcp").read_bytes()
     assert content[part.elements_at :][:16] == struct.pack("<4f", 0, 1, 2, 3)

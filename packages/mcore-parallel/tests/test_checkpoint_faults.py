@@ -101,8 +101,8 @@ def broken_saves(folder: str) -> dict[str, str]:
 
 
 EXPECTED_IN_SAVES = {
-    "two writers": ["'norm'", "ranks 0-1 write the same part"],
-    "two writers, async": ["'norm'", "ranks 0-1 write the same part"],
+    "two writers": ["'norm'", "ranks 0-1 write the same shard"],
+    "two writers, async": ["'norm'", "ranks 0-1 write the same shard"],
     "no writer": ["'norm'", "0 elements", "has 4", "ranks 0-1", "replica_id 0"],
     "exists": ["step_1 exists already"],
     "below a file": ["rank 0", "NotADirectoryError", "file"],

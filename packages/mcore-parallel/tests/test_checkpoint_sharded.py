@@ -76,7 +76,7 @@ def test_all_parts_of_a_grid_tile_the_whole(
             "w", torch.zeros(local), *offsets, prepend_axis_num=prepended
         )
         whole = torch.zeros(shard.global_shape) if whole is None else whole
-        box = zip(shard.global_offset, shard.box_shape, strict=True)
+        box = zip(shard.global_offset, shard.shard_shape, strict=True)
         whole[tuple(slice(start, start + size) for start, size in box)] += 1
         assert shard.local_chunk_offset_in_global()[: len(cuts)] == places
     assert whole is not None
@@ -110,12 +110,12 @@ def test_wrong_rank_offsets_are_refused(offsets: list[tuple[int, ...]], text: st
         ({"prepend_axis_num": 1}, "needs 3 entries"),
         ({"global_offset": (4, 0)}, "outside the global size 5"),
         ({"global_offset": (-1, 0)}, "outside"),
-        ({"axis_fragmentations": (2, 1)}, "no regular grid"),
+        ({"axis_fragmentations": (2, 1)}, "not a regular grid"),
         ({"axis_fragmentations": (1,)}, "one entry per axis"),
         ({"flattened_range": slice(0, 2)}, "flattened_range"),
         (
             {"global_shape": (4, 3), "global_offset": (1, 0), "axis_fragmentations": (2, 1)},
-            "no regular grid",
+            "not a regular grid",
         ),
     ],
 )
@@ -188,7 +188,7 @@ def test_narrow_outside_the_part_is_refused(dim: int, start: int, length: int) -
 
 
 def test_narrow_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(CheckpointingException, match="no whole number"):
+    with pytest.raises(CheckpointingException, match="not a whole number"):
         uneven().narrow(0, 0, 1)
 
 
@@ -242,7 +242,7 @@ def test_what_is_no_unique_key_is_refused(text: str) -> None:
 def test_object_outside_its_array_is_refused(
     shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> None:
-    with pytest.raises(CheckpointingException, match="no cell"):
+    with pytest.raises(CheckpointingException, match="not an index"):
         ShardedObject("k", None, shape, offset)
 
 

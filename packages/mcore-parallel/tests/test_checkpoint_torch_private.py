@@ -12,7 +12,7 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore.parallel.checkpoint.file_slice import FileSlice
+from mcore.parallel.checkpoint.files.archive import FileSlice
 from mcore.parallel.checkpoint.tensor_bytes import bytes_of
 from mcore.parallel.checkpoint.torch_private import (
     METADATA_FILE,

@@ -22,8 +22,12 @@ from mcore.parallel.checkpoint import (
     validate_plans,
     validate_sharding_integrity,
 )
-from mcore.parallel.checkpoint.boxes import Box, overlapping_pairs
-from mcore.parallel.checkpoint.shard_records import decode_records, encode_records
+from mcore.parallel.checkpoint.validation import (
+    Place,
+    decode_records,
+    encode_records,
+    overlapping_pairs,
+)
 from rank_testing import run_ranks
 
 
@@ -68,10 +72,10 @@ def test_whole_tensors_have_no_problem(ranks: list[list[ShardRecord]]) -> None:
 @pytest.mark.parametrize(
     ("ranks", "words"),
     [
-        ([[TOP, BOTTOM], [BOTTOM]], ["'w'", "ranks 0-1 write the same part", "(4, 0)"]),
+        ([[TOP, BOTTOM], [BOTTOM]], ["'w'", "ranks 0-1 write the same shard", "(4, 0)"]),
         ([[TOP], [COPY]], ["'w'", "16 elements", "has 32", "rank 1", "replica_id 0"]),
         ([[COPY], [COPY]], ["'w'", "0 elements", "has 32", "ranks 0-1"]),
-        ([[TOP]], ["16 elements", "some part is on no rank"]),
+        ([[TOP]], ["16 elements", "some shard is on no rank"]),
         ([[part((0, 0), (5, 4))], [BOTTOM]], ["rank 0", "rank 1", "overlap"]),
         ([[TOP], [part((2, 0), (4, 4))]], ["rank 0", "rank 1", "overlap"]),  # as many elements
         ([[TOP], [part((6, 0), (4, 4))]], ["rank 1", "outside the global shape (8, 4)"]),
@@ -82,9 +86,9 @@ def test_whole_tensors_have_no_problem(ranks: list[list[ShardRecord]]) -> None:
         ([[TOP, BOTTOM, ShardRecord("common", "w", True)]], ["a common and a tensor entry"]),
         (
             [[ShardRecord("object", "o", True, "", (2,), (0,))]] * 2,
-            ["object 'o'", "ranks 0-1 write the same cell (0,)", "1 of 2 cells"],
+            ["object 'o'", "ranks 0-1 write the same object (0,)", "1 of 2 objects"],
         ),
-        ([[ShardRecord("object", "o", False, "", (1,))]], ["0 of 1 cells", "rank 0"]),
+        ([[ShardRecord("object", "o", False, "", (1,))]], ["0 of 1 objects", "rank 0"]),
     ],
 )
 def test_each_problem_is_named_with_key_and_ranks(
@@ -96,7 +100,7 @@ def test_each_problem_is_named_with_key_and_ranks(
 
 def test_one_rank_that_writes_a_part_twice_is_named() -> None:
     [text] = validate_plans([[TOP, BOTTOM, BOTTOM]])
-    assert "rank 0 (rank 0 more than once) write the same part" in text
+    assert "rank 0 (rank 0 more than once) write the same shard" in text
 
 
 START, SIZE = st.integers(0, 6), st.integers(1, 4)
@@ -111,11 +115,11 @@ OF_ONE_SHAPE = st.tuples(SIZE, SIZE, SIZE).flatmap(
 
 @given(OF_ANY_SHAPES | OF_ONE_SHAPE)
 def test_overlaps_equal_those_of_counting_cells(raw: list[Any]) -> None:
-    boxes: list[Box] = [
+    boxes: list[Place] = [
         (tuple(start for start, _ in box), tuple(size for _, size in box)) for box in raw
     ]
 
-    def cells(box: Box) -> set[tuple[int, ...]]:
+    def cells(box: Place) -> set[tuple[int, ...]]:
         return set(itertools.product(*(range(s, s + n) for s, n in zip(*box, strict=True))))
 
     expected = [
@@ -176,7 +180,7 @@ def test_8192_ranks_are_checked_in_one_process() -> None:
         for dp in range(64)
         for tp in range(8)
     ]
-    assert sum(record.is_main for rank in ranks for record in rank) == 16 * 5 * (8 + 1)
+    assert sum(record.is_written for rank in ranks for record in rank) == 16 * 5 * (8 + 1)
     started = time.perf_counter()
     assert validate_plans(ranks) == []
     elapsed_s = time.perf_counter() - started
@@ -184,7 +188,7 @@ def test_8192_ranks_are_checked_in_one_process() -> None:
     ranks[8 * 64 + 3] = ranks[8 * 64 + 2]
     text = "\n".join(validate_plans(ranks))
     assert "'layers.weight'" in text
-    assert "ranks 514-515 write the same part" in text
+    assert "ranks 514-515 write the same shard" in text
 
 
 def test_plans_of_2048_ranks_and_one_load_at_another_size() -> None:
@@ -246,7 +250,7 @@ def test_all_ranks_get_the_same_verdict() -> None:
     assert first["good"] is None
     assert first["empty"] is None
     assert "'norm'" in str(first["two"])
-    assert "ranks 0-1 write the same part" in str(first["two"])
+    assert "ranks 0-1 write the same shard" in str(first["two"])
     assert "'norm'" in str(first["none"])
     assert "have 0 elements and the global shape (12,) has 12" in str(first["none"])
     assert "rank 1: a state dict must be a dict, got list" in str(first["raises"])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
 
+    from mcore.parallel.checkpoint.files.writer import DurableWriter
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
     from mcore.parallel.groups import GroupLike
-
-__all__ = ["load_sharded_state_dict", "save_sharded_state_dict"]
 
 PathLike = str | os.PathLike[str]
 
@@ -69,8 +72,8 @@ def save_sharded_state_dict(
     """Write what all ranks hold as one checkpoint, which appears whole or not at all.
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas
-    write their tensors and objects; the first rank writes all other leaves, for which ranks that
-    differ give a warning. Files go into a hidden directory beside ``path``; when all ranks have
+    write their tensors and objects; the first rank writes all other leaves, and warns of those that
+    differ between ranks. Files go into a hidden directory beside ``path``; when all ranks have
     them on storage, one rename makes it ``path``. A process that is killed before that leaves
     only the hidden directory, which :func:`remove_incomplete` deletes.
 
@@ -93,7 +96,7 @@ def save_sharded_state_dict(
 
     Raises:
         CheckpointingException: On every rank, and ``path`` is as before: it exists, cannot be
-            written, ranks named different paths, the parts do not make whole tensors, a value
+            written, ranks named different paths, the shards do not make whole tensors, a value
             cannot be pickled, or a rank failed or died.
         ValueError: This rank is not a member of the group.
 
@@ -147,10 +150,47 @@ def _agreed_token(final: Path, team: Team) -> int:
 
 
 def _write(entries: Entries, incomplete: Path, final: Path, team: Team) -> None:
+    """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
-    from mcore.parallel.checkpoint.torch_save import write_checkpoint
+    from mcore.parallel.checkpoint.files.writer import DurableWriter
+    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 
-    write_checkpoint(entries, incomplete, final, team)
+    planner = ShardedSavePlanner(entries)
+    writer = DurableWriter(incomplete, final, team.rank)
+    try:
+        _plan_and_write(planner, writer, team)
+    except CheckpointingException as error:
+        if team.is_first:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        raise CheckpointingException(f"cannot save {final}: {error}") from error
+
+
+def _plan_and_write(planner: ShardedSavePlanner, writer: DurableWriter, team: Team) -> None:
+    """Plan, write and publish; each step only after all ranks have done the one before.
+
+    ``torch.distributed.checkpoint.save`` does the same, but needs NumPy, and warns when alone.
+    """
+
+    def local_plan() -> SavePlan:
+        writer.begin()
+        planner.set_up_planner({}, is_coordinator=team.is_first)
+        return planner.create_local_plan()
+
+    def global_plan() -> Metadata | None:
+        if not plans:  # only the first rank has them
+            return None
+        return planner.create_global_plan([pickle.loads(one) for one in plans])[1]
+
+    def publish() -> None:
+        if metadata is not None:
+            writer.publish(metadata, [pickle.loads(one) for one in everything])
+
+    plan = team.agree(local_plan)
+    plans = team.gather_bytes(pickle.dumps(plan))
+    metadata = team.agree(global_plan)
+    written = team.agree(lambda: writer.write(plan, planner))
+    everything = team.gather_bytes(pickle.dumps(written))
+    team.agree(publish)
 
 
 def load_sharded_state_dict(
@@ -181,7 +221,7 @@ def load_sharded_state_dict(
         weights_only: Refuse to run code that a checkpoint may hold; objects other than plain
             values and tensors need False.
         verify_checksums: Read what this rank needs twice, the first time to compare checksums:
-            every changed byte of it is found, also a part of another checkpoint. Index and
+            every changed byte of it is found, also a piece of another checkpoint. Index and
             manifest are always checked.
 
     Returns:

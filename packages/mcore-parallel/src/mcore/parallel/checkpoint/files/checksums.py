@@ -1,4 +1,4 @@
-"""Checksums of parts of files, at the speed of memory."""
+"""Bytes of files, read into memory that is used again, and their checksums."""
 
 from __future__ import annotations
 
@@ -8,73 +8,65 @@ from collections.abc import Iterator
 
 import torch
 
-from mcore.parallel.checkpoint.raw_reads import Scratch, Unbuffered
 from mcore.parallel.tensor_memory import memory_of
 
-__all__ = ["checksum_of_bytes", "checksum_of_part"]
-
+_SCRATCH_BYTES = 1 << 21  # small enough to stay in the cache between reading and adding up
 _GROUP_WORDS = 16
 _GROUP_BYTES = 8 * _GROUP_WORDS
 
+Unbuffered = io.RawIOBase | io.BytesIO
 
-def checksum_of_part(stream: Unbuffered, offset: int, length: int, scratch: Scratch) -> str:
-    """Return the checksum of some bytes of a file.
 
-    Each 128 bytes are added up as sixteen 64-bit integers. The checksum has the CRC-32 of these
-    sums and the sum of all: one changed byte is always found, other damage but for one case in
-    2**32. It is ten times as fast as a CRC-32 of the bytes themselves. The order of the integers
-    within 128 bytes, which storage does not mix up, is not covered.
+def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:
+    """Fill memory with the bytes of a file from an offset on; EOFError when it ends before."""
+    stream.seek(offset)
+    done = 0
+    while done < len(memory):
+        count = stream.readinto(memory[done:])
+        if not count:
+            raise EOFError(f"it ends at byte {offset + done}, not {offset + len(memory)}")
+        done += count
 
-    Args:
-        stream: An unbuffered file.
-        offset: Where the bytes start.
-        length: How many there are.
-        scratch: Memory for reading, which is overwritten.
 
-    Returns:
-        24 hexadecimal digits.
+class Scratch:
+    """Memory, of a multiple of 128 bytes, that pieces of files pass through on their way."""
 
-    Raises:
-        EOFError: The file ends before.
+    def __init__(self, num_bytes: int = _SCRATCH_BYTES) -> None:
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        self._memory = memory_of(self.tensor)
 
-    Example:
-        >>> import tempfile
-        >>> from mcore.parallel.checkpoint.raw_reads import Scratch
-        >>> with tempfile.TemporaryFile(buffering=0) as stream:
-        ...     _ = stream.write(bytes([1, 0, 0, 0, 0, 0, 0, 0, 2]))
-        ...     checksum_of_part(stream, 0, 9, Scratch())[8:]
-        '0000000000000003'
-    """
-    return _combined(_pieces(stream, offset, length, scratch))
+    def fill(self, stream: Unbuffered, offset: int, length: int) -> None:
+        """Read bytes of a file to the start of the memory; EOFError when it ends before."""
+        read_exactly(stream, offset, self._memory[:length])
+
+
+# Each 128 bytes are added up as sixteen 64-bit integers. The checksum has the CRC-32 of these sums
+# and the sum of all: one changed byte is always found, other damage but for one case in 2**32. It
+# is ten times as fast as a CRC-32 of the bytes themselves. The order of the integers within 128
+# bytes, which storage does not mix up, is not covered.
+def checksum_of_piece(stream: Unbuffered, offset: int, length: int, scratch: Scratch) -> str:
+    """Return the checksum of some bytes of an unbuffered file as 24 hexadecimal digits."""
+    crc, total = 0, 0
+    for words in _words(stream, offset, length, scratch):
+        sums = words.view(-1, _GROUP_WORDS).sum(1)
+        crc = zlib.crc32(memory_of(sums), crc)
+        total += int(sums.sum())
+    return f"{crc:08x}{total % (1 << 64):016x}"
 
 
 def checksum_of_bytes(content: bytes) -> str:
-    """Return the checksum that a part of a file with this content has.
-
-    Example:
-        >>> checksum_of_bytes(b"") == checksum_of_bytes(b"x")
-        False
-    """
-    return checksum_of_part(io.BytesIO(content), 0, len(content), Scratch())
+    """Return the checksum that a piece of a file with this content has."""
+    return checksum_of_piece(io.BytesIO(content), 0, len(content), Scratch())
 
 
-def _pieces(
+def _words(
     stream: Unbuffered, offset: int, length: int, scratch: Scratch
 ) -> Iterator[torch.Tensor]:
-    """Yield the bytes as uint8, filled up with zeros to a multiple of 128 at the end."""
+    """Yield the bytes as int64, filled up with zeros to a multiple of 128 at the end."""
     size = scratch.tensor.numel()
     for start in range(0, length, size):
         count = min(size, length - start)
         scratch.fill(stream, offset + start, count)
         padded = -(-count // _GROUP_BYTES) * _GROUP_BYTES
         scratch.tensor[count:padded] = 0
-        yield scratch.tensor[:padded]
-
-
-def _combined(pieces: Iterator[torch.Tensor]) -> str:
-    crc, total = 0, 0
-    for piece in pieces:
-        sums = piece.view(torch.int64).view(-1, _GROUP_WORDS).sum(1)
-        crc = zlib.crc32(memory_of(sums), crc)
-        total += int(sums.sum())
-    return f"{crc:08x}{total % (1 << 64):016x}"
+        yield scratch.tensor[:padded].view(torch.int64)
