@@ -152,7 +152,7 @@ def test_harm_to_any_file_is_one_error_on_both_ranks(tmp_path: Path) -> None:
     for case, (text, untouched) in first.items():
         name = case.rpartition(" ")[2]
         assert untouched, case
-        assert str(tmp_path / case / name) in text or "is no checkpoint" in text, (case, text)
+        assert str(tmp_path / case / name) in text or "is not a checkpoint" in text, (case, text)
         if name.endswith(".distcp"):
             words = HARMS[case.removesuffix(f" {name}")][1]
             key = "'half'" if name == "__1_0.distcp" else "key '"

@@ -230,7 +230,7 @@ def test_missing_and_truncated_files_are_refused_before_anything_is_read(
     assert_refused(targets(), path, ".metadata", reason)
     assert not is_complete_checkpoint(path)
     (path / ".metadata").unlink()
-    assert_refused(targets(), path, "is no checkpoint", ".metadata")
+    assert_refused(targets(), path, "is not a checkpoint", ".metadata")
     assert list_checkpoints(tmp_path) == []
 
 
@@ -266,7 +266,7 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.pt").write_bytes(b"x")
-    assert_refused(targets(), foreign, "is no checkpoint")
+    assert_refused(targets(), foreign, "is not a checkpoint")
     assert_refused(targets(), tmp_path / "none", "does not exist")
     assert_refused(targets(), foreign / "model.pt", "cannot be read")
     shutil.copytree(path, tmp_path / ".x.incomplete-0123456789abcdef")

@@ -1,7 +1,6 @@
 """Agreement among the ranks of a group: equal numbers, and errors of single ranks that all raise.
 
-One small all-reduce says whether a rank failed, and only then texts of a fixed size follow.
-A number that travels with its negative is equal on all ranks if their maxima belong together.
+A small all-reduce says whether a rank failed; only then texts of a fixed size follow.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _KINDS: dict[str, type[Exception]] = {
 def highest(numbers: Sequence[int | torch.Tensor], group: dist.ProcessGroup) -> list[int]:
     """Return the largest of all ranks' numbers, place by place, after one all-reduce of int64.
 
-    A tensor on the device of the group's collectives is not waited for before it.
+    No tensor is waited for before it. A number that is sent with its negative can be compared.
     """
     message = _message(numbers, comm_device(group))
     dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
@@ -41,7 +40,7 @@ def max_or_raise(
 ) -> list[int]:
     """Return :func:`highest`; a rank's error is raised there, its kind and text on the others.
 
-    The all-reduce has one more number; only after an error a broadcast of 2048 bytes follows it.
+    The all-reduce has one more number; only after an error does a broadcast of 2048 bytes follow.
     """
     size = group.size()
     place = 0 if error is None else size - group.rank()  # the first rank's is the largest

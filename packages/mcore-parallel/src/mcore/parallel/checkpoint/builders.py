@@ -1,4 +1,4 @@
-"""Make sharded tensors and objects out of what a module's state dict holds."""
+"""Builders of sharded tensors and objects from what a module's state dict holds."""
 
 from __future__ import annotations
 
@@ -302,7 +302,7 @@ def sharded_state_dict_default(
         Keys to descriptions, whose ``data`` are the live parameters and buffers.
 
     Raises:
-        TypeError: ``metadata`` is no mapping.
+        TypeError: ``metadata`` is not a mapping.
         ValueError, RuntimeError, CheckpointingException: As in the builders.
 
     Example:

@@ -1,4 +1,4 @@
-"""Tell torch.distributed.checkpoint what each rank reads, and refuse what does not fit."""
+"""The plan of a load: what each rank reads, refused before anything is read if it does not fit."""
 
 from __future__ import annotations
 

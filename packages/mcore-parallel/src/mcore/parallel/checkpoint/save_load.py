@@ -1,4 +1,4 @@
-"""Save and load sharded state dicts, all ranks together."""
+"""Saves and loads of sharded state dicts, by all ranks together."""
 
 from __future__ import annotations
 
@@ -229,7 +229,7 @@ def load_sharded_state_dict(
         LocalNonpersistentObject gives its local value.
 
     Raises:
-        CheckpointingException: On every rank: the path is no complete checkpoint, a file is
+        CheckpointingException: On every rank: the path is not a complete checkpoint, a file is
             missing, truncated or damaged, or a key, dtype or shape does not fit. The text names
             file or key.
         ValueError: This rank is not a member of the group.

@@ -1,4 +1,4 @@
-"""Tell torch.distributed.checkpoint what each rank writes, and refuse what is not whole."""
+"""The plan of a save: what each rank writes, refused if the shards do not make whole tensors."""
 
 from __future__ import annotations
 

@@ -36,8 +36,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
         >>> is_main_replica((0, 0, 0)), is_main_replica((0, 1, 0)), is_main_replica(0)
         (True, False, True)
     """
-    parts = replica_id if isinstance(replica_id, tuple) else (replica_id,)
-    return all(index(part) == 0 for part in parts)
+    numbers = replica_id if isinstance(replica_id, tuple) else (replica_id,)
+    return all(index(number) == 0 for number in numbers)
 
 
 def as_shape(numbers: Iterable[int]) -> Shape:

@@ -1,4 +1,4 @@
-"""The check that the shards of all ranks make whole tensors, and each rank's part in it."""
+"""The check that the shards of all ranks make whole tensors, and the records it compares."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def describe_shards(
         The records in a fixed order; unwritten replicas of several shards of a key are one.
 
     Raises:
-        CheckpointingException: It is no state dict.
+        CheckpointingException: It is not a state dict.
 
     Example:
         >>> import torch
