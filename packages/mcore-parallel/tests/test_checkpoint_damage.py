@@ -52,14 +52,14 @@ def refusal(path: Path) -> str:
 
 
 def offsets_to_change(path: Path, draw: random.Random) -> list[int]:
-    """Random places in a file, and all around where its parts begin and end."""
+    """Random places in a file, and all around where its pieces begin and end."""
     files = read_manifest(path.parent)
     assert files is not None
     size = path.stat().st_size
     edges = {0, size}
     if path.name in files:
-        edges |= {part.offset for part in files[path.name].pieces}
-        edges |= {part.elements_at for part in files[path.name].pieces if part.elements_at}
+        edges |= {piece.offset for piece in files[path.name].pieces}
+        edges |= {piece.elements_at for piece in files[path.name].pieces if piece.elements_at}
     near = {edge + step for edge in edges for step in range(-24, 40)}
     return sorted(at for at in near | set(draw.sample(range(size), 300)) if 0 <= at < size)
 
@@ -180,7 +180,7 @@ def saves_that_fail(folder: str, large_on: int, as_user: int | None) -> tuple[li
 
     root, rank = Path(folder), dist.get_rank()
     # In the background, since a process group for it cannot be made as another user.
-    save_sharded_state_dict(halves(1.0 + rank), root / "step_1", async_=True).result(60)
+    save_sharded_state_dict(halves(1.0 + rank), root / "step_1", async_=True).result()
     if as_user is not None:
         dist.barrier()
         root.chmod(0o555)
@@ -192,7 +192,7 @@ def saves_that_fail(folder: str, large_on: int, as_user: int | None) -> tuple[li
         try:
             handle = save_sharded_state_dict(state, root / "step_2", async_=async_)
             if handle is not None:
-                handle.result(60)
+                handle.result()
             texts.append("no error")
         except CheckpointingException as error:
             texts.append(str(error))
