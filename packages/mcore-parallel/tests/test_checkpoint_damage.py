@@ -84,6 +84,20 @@ def test_any_changed_byte_is_refused_and_the_file_named(name: str, tmp_path: Pat
     assert (loaded["w"] == 1.5).all()
 
 
+def test_each_changed_digit_of_a_manifest_has_an_error_of_the_same_words(tmp_path: Path) -> None:
+    save_sharded_state_dict(state_of(1.5), tmp_path / "step_1")
+    path = tmp_path / "step_1" / "manifest.json"
+    good = path.read_text()
+    version = good.index(": 2,") + 2
+    for at, character in enumerate(good):
+        if character.isdigit():
+            other = "8" if character == "9" else "9"  # no number begins with a zero then
+            path.write_text(good[:at] + other + good[at + 1 :])
+            words = "another version" if at == version else "has changed since it was saved"
+            assert f"{path} " in (text := refusal(tmp_path / "step_1"))
+            assert words in text, at
+
+
 @pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
 def test_a_file_of_another_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
     """It has the same size and is whole: only the manifest tells that it belongs elsewhere."""

@@ -132,7 +132,7 @@ def test_parents_are_made_and_a_link_counts_as_existing(tmp_path: Path) -> None:
     path = save(tmp_path / "a" / "b" / "step_1")
     assert is_complete_checkpoint(path)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointingException, match="link exists already"):
+    with pytest.raises(CheckpointingException, match="link already exists"):
         save(tmp_path / "link")
     with pytest.raises(NotADirectoryError, match="manifest"):
         make_directories(path / "manifest.json" / "x")

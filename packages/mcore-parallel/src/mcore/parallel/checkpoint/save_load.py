@@ -131,7 +131,7 @@ def _prepared(sd: Mapping[str, Any], final: Path, team: Team) -> Entries:
     if team.is_first:
         if os.path.lexists(final):
             raise CheckpointingException(
-                f"{final} exists already and is left as it is; give another path, or delete it"
+                f"{final} already exists and is left as it is; give another path, or delete it"
             )
         make_directories(final.parent)
     return entries
@@ -242,12 +242,10 @@ def load_sharded_state_dict(
     """
     team = team_of(process_group)
     directory = Path(os.path.abspath(path))
-
-    def prepare() -> tuple[ShardedLoadPlanner, Callable[[], None]]:
-        return _prepare_load(sd, directory, team, strict, weights_only, verify_checksums)
-
     try:
-        planner, read = team.agree(prepare)
+        planner, read = team.agree(
+            lambda: _prepare_load(sd, directory, team, strict, weights_only, verify_checksums)
+        )
         team.agree(read)
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error

@@ -98,7 +98,7 @@ def lost_ranks_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CheckpointingException(
-            f"a rank that takes part cannot be reached, it may have died ({describe_error(error)})"
+            f"a rank that takes part cannot be reached; it may have died ({describe_error(error)})"
         ) from error
 
 

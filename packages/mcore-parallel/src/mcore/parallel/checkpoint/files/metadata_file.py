@@ -78,7 +78,7 @@ def _check_content(path: Path, content: bytes, files: FileRecords | None) -> Non
 
 def _no_checkpoint(directory: Path) -> str:
     if not directory.exists():
-        return f"{directory} does not exist; list_checkpoints({str(directory.parent)!r}) lists some"
+        return f"{directory} does not exist; see list_checkpoints({str(directory.parent)!r})"
     return f"{directory} is not a checkpoint: it has no file {METADATA_FILE}"
 
 
