@@ -1,4 +1,4 @@
-"""Maxima that carry errors: on real ranks, with ranks that fail in several ways."""
+"""Maxima and errors that all ranks of a group share, with ranks that fail in several ways."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise, text_digest
+from mcore.parallel import agreement
+from mcore.parallel.agreement import (
+    first_difference,
+    highest,
+    max_or_raise,
+    reports_of_failures,
+    text_digest,
+)
 from rank_testing import run_ranks
 
 
@@ -59,6 +66,57 @@ def test_all_ranks_get_the_maxima_or_the_error_of_the_first_that_fails() -> None
         assert mixed == [2, 2**63 - 1, -(2**63)]
         expected = ["from 0", "rank 2 of the process group failed: from 2", "from 2"]
         assert other_order == expected[rank]
+
+
+def reports_and_messages() -> list[object]:
+    """What all ranks report, and the bytes of the collectives that this takes."""
+    rank, group = dist.get_rank(), dist.group.WORLD
+    messages: list[tuple[str, int]] = []
+
+    def counted(module: Any, name: str) -> None:
+        real = getattr(module, name)
+
+        def call(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            messages.append((name, tensor.nbytes))
+            return real(tensor, *args, **kwargs)
+
+        setattr(module, name, call)
+
+    counted(dist, "all_reduce")
+    counted(dist, "broadcast")
+    counted(agreement, "all_gather_single")
+    return [
+        reports_of_failures(None, group),
+        reports_of_failures(["first", None, "\u00e4" * 5000][rank], group),
+        reports_of_failures("" if rank == 1 else None, group),
+        highest([rank, -rank], group),
+        max_or_raise([rank], None, group),
+        outcome([rank], ValueError("no") if rank == 1 else None)[1:2],  # type: ignore[index]
+        first_difference([b"same", b"%04d" % rank, b"same"], group),
+        first_difference([b"same"], group),
+        messages,
+    ]
+
+
+def test_reports_of_all_failing_ranks_reach_all_in_small_messages() -> None:
+    results = run_ranks(reports_and_messages, 3)
+    for rank, result in enumerate(results):
+        none, two, empty, maxima, plain, raised, *differences, messages = result
+        assert none == {}
+        assert two == {0: "first", 2: "\u00e4" * 2048}
+        assert empty == {1: "unknown error"}
+        assert (maxima, plain) == ([2, 0], [2])
+        assert raised == (("no",) if rank == 1 else ("rank 1 of the process group failed: no",))
+        assert differences == [1, 1]
+        assert messages == [
+            ("all_reduce", 8),
+            *[("all_reduce", 8), ("all_gather_single", 3 * 4096)] * 2,
+            ("all_reduce", 16),
+            ("all_reduce", 16),
+            *[("all_reduce", 16), ("broadcast", 2048)],
+            ("all_reduce", 2 * 12),
+            ("all_reduce", 2 * 4),
+        ]
 
 
 @pytest.mark.parametrize("text", ["", "a", "b", "tp 2, cp 4" * 100])

@@ -65,7 +65,7 @@ class HeldBack:
 
         def run(thread: threading.Thread) -> None:
             if thread.name.startswith("save-"):
-                self.gate.wait(60)
+                self.gate.wait()
             start(thread)
 
         monkeypatch.setattr(threading.Thread, "run", run)
@@ -84,7 +84,7 @@ def test_later_changes_do_not_reach_the_checkpoint(
         handle.result(0.01)
     assert not (tmp_path / "step_3").exists()
     held.gate.set()
-    assert handle.result(60) == tmp_path / "step_3"
+    assert handle.result() == tmp_path / "step_3"
     handle.wait()
     assert handle.done()
     check(tmp_path / "step_3", 3)
@@ -99,7 +99,7 @@ def test_saves_run_in_order_and_an_error_does_not_stop_the_next(
     third = save_sharded_state_dict(state_of(3), tmp_path / "b", async_=True)
     with caplog.at_level(logging.ERROR):
         held.gate.set()
-        third.wait(60)
+        third.wait()
     assert first.done()
     assert same.done()
     first.result()
@@ -136,7 +136,7 @@ def busy_world(folder: str) -> list[str]:
             dist.all_reduce(total)
             assert total.item() == 2 * number + 1
     save_sharded_state_dict(state | {"w": shard}, root / "in_between")
-    paths = [str(handle.result(60)) for handle in handles]
+    paths = [str(handle.result()) for handle in handles]
     for step in range(3):
         target = make_tp_sharded_tensor_for_checkpoint(
             torch.zeros(100_000), "w", tp_group=dist.group.WORLD
@@ -175,7 +175,7 @@ def fresh_world_after_another(folder: str) -> list[bool]:
         rank = dist.get_rank()
         path = Path(folder) / f"step_{world}"
         handle = save_sharded_state_dict(state_of(world, rank), path, async_=True)
-        done.append(handle.result(60) == path)
+        done.append(handle.result() == path)
         store = dist.distributed_c10d._get_default_store()
         dist.barrier()
         dist.destroy_process_group()

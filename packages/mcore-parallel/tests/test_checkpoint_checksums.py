@@ -1,4 +1,4 @@
-"""Checksums of parts of files: the documented value, and what they notice."""
+"""Checksums of pieces of files: the documented value, and what they notice."""
 
 from __future__ import annotations
 
@@ -9,11 +9,10 @@ import zlib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.checkpoint.checksums import checksum_of_bytes, checksum_of_part
-from mcore.parallel.checkpoint.raw_reads import Scratch
+from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_of_bytes, checksum_of_piece
 
 
 def expected(content: bytes) -> str:
@@ -25,18 +24,19 @@ def expected(content: bytes) -> str:
     return f"{crc:08x}{sum(sums) % 2**64:016x}"
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=700))
 def test_value_is_the_documented_one(content: bytes) -> None:
     assert checksum_of_bytes(content) == expected(content)
 
 
 @pytest.mark.parametrize("length", [(1 << 21) - 1, 1 << 21, (1 << 21) + 1, 5_000_001])
-def test_parts_larger_than_the_scratch_memory(length: int, tmp_path: Path) -> None:
+def test_pieces_larger_than_the_scratch_memory(length: int, tmp_path: Path) -> None:
     content = random.Random(length).randbytes(length)
     (tmp_path / "file").write_bytes(b"before" + content + b"after")
     with (tmp_path / "file").open("rb", buffering=0) as stream:
-        assert checksum_of_part(stream, 6, length, Scratch()) == expected(content)
-        assert checksum_of_part(stream, 6, length, Scratch(256)) == expected(content)
+        assert checksum_of_piece(stream, 6, length, Scratch()) == expected(content)
+        assert checksum_of_piece(stream, 6, length, Scratch(256)) == expected(content)
 
 
 def test_each_changed_byte_is_noticed() -> None:
@@ -66,4 +66,4 @@ def test_blocks_that_are_zeroed_or_change_places_are_noticed(block: int) -> None
 
 def test_a_file_that_ends_early_is_an_error() -> None:
     with pytest.raises(EOFError, match="ends at byte 10, not 12"):
-        checksum_of_part(io.BytesIO(bytes(10)), 4, 8, Scratch())
+        checksum_of_piece(io.BytesIO(bytes(10)), 4, 8, Scratch())

@@ -182,7 +182,7 @@ def save_with_a_death(folder: str, moment: str, async_: bool) -> None:
         kill_at(is_moment)
     handle = save_sharded_state_dict(state_of(2, rank, 2), root / "step_2", async_=async_)
     if handle is not None:
-        handle.result(30)
+        handle.result()
 
 
 @pytest.mark.parametrize("moment", sorted(MOMENTS))

@@ -24,7 +24,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.manifest import read_manifest
+from mcore.parallel.checkpoint.files.manifest import read_manifest
 from rank_testing import run_ranks
 
 UNTOUCHED = -7.0
@@ -52,14 +52,14 @@ def refusal(path: Path) -> str:
 
 
 def offsets_to_change(path: Path, draw: random.Random) -> list[int]:
-    """Random places in a file, and all around where its parts begin and end."""
+    """Random places in a file, and all around where its pieces begin and end."""
     files = read_manifest(path.parent)
     assert files is not None
     size = path.stat().st_size
     edges = {0, size}
     if path.name in files:
-        edges |= {part.offset for part in files[path.name].parts}
-        edges |= {part.elements_at for part in files[path.name].parts if part.elements_at}
+        edges |= {piece.offset for piece in files[path.name].pieces}
+        edges |= {piece.elements_at for piece in files[path.name].pieces if piece.elements_at}
     near = {edge + step for edge in edges for step in range(-24, 40)}
     return sorted(at for at in near | set(draw.sample(range(size), 300)) if 0 <= at < size)
 
@@ -82,6 +82,20 @@ def test_any_changed_byte_is_refused_and_the_file_named(name: str, tmp_path: Pat
     path.write_bytes(good)
     loaded = load_sharded_state_dict(state_of(UNTOUCHED), tmp_path / "step_1")
     assert (loaded["w"] == 1.5).all()
+
+
+def test_each_changed_digit_of_a_manifest_has_an_error_of_the_same_words(tmp_path: Path) -> None:
+    save_sharded_state_dict(state_of(1.5), tmp_path / "step_1")
+    path = tmp_path / "step_1" / "manifest.json"
+    good = path.read_text()
+    version = good.index(": 2,") + 2
+    for at, character in enumerate(good):
+        if character.isdigit():
+            other = "8" if character == "9" else "9"  # no number begins with a zero then
+            path.write_text(good[:at] + other + good[at + 1 :])
+            words = "another version" if at == version else "has changed since it was saved"
+            assert f"{path} " in (text := refusal(tmp_path / "step_1"))
+            assert words in text, at
 
 
 @pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
@@ -152,7 +166,7 @@ def test_harm_to_any_file_is_one_error_on_both_ranks(tmp_path: Path) -> None:
     for case, (text, untouched) in first.items():
         name = case.rpartition(" ")[2]
         assert untouched, case
-        assert str(tmp_path / case / name) in text or "is no checkpoint" in text, (case, text)
+        assert str(tmp_path / case / name) in text or "is not a checkpoint" in text, (case, text)
         if name.endswith(".distcp"):
             words = HARMS[case.removesuffix(f" {name}")][1]
             key = "'half'" if name == "__1_0.distcp" else "key '"
@@ -180,7 +194,7 @@ def saves_that_fail(folder: str, large_on: int, as_user: int | None) -> tuple[li
 
     root, rank = Path(folder), dist.get_rank()
     # In the background, since a process group for it cannot be made as another user.
-    save_sharded_state_dict(halves(1.0 + rank), root / "step_1", async_=True).result(60)
+    save_sharded_state_dict(halves(1.0 + rank), root / "step_1", async_=True).result()
     if as_user is not None:
         dist.barrier()
         root.chmod(0o555)
@@ -192,7 +206,7 @@ def saves_that_fail(folder: str, large_on: int, as_user: int | None) -> tuple[li
         try:
             handle = save_sharded_state_dict(state, root / "step_2", async_=async_)
             if handle is not None:
-                handle.result(60)
+                handle.result()
             texts.append("no error")
         except CheckpointingException as error:
             texts.append(str(error))

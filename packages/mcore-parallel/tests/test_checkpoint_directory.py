@@ -20,8 +20,8 @@ from mcore.parallel.checkpoint import (
     remove_incomplete,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.durable_files import incomplete_sibling, make_directories
-from mcore.parallel.checkpoint.manifest import read_manifest
+from mcore.parallel.checkpoint.files.durable_files import incomplete_sibling, make_directories
+from mcore.parallel.checkpoint.files.manifest import read_manifest
 
 
 def save(path: Path, written_at: int | None = None) -> Path:
@@ -119,20 +119,20 @@ def test_manifest_lists_each_file_and_every_byte_of_it(tmp_path: Path) -> None:
     assert files is not None
     assert {name: record.size for name, record in files.items()} == sizes
     for record in files.values():
-        ends = [part.offset + part.length for part in record.parts]
-        assert [part.offset for part in record.parts] == [0, *ends[:-1]]
+        ends = [piece.offset + piece.length for piece in record.pieces]
+        assert [piece.offset for piece in record.pieces] == [0, *ends[:-1]]
         assert ends[-1] == record.size
-    [part] = files["__0_0.distcp"].parts
-    assert part.elements_at is not None
+    [piece] = files["__0_0.distcp"].pieces
+    assert piece.elements_at is not None
     content = (path / "__0_0.distcp").read_bytes()
-    assert content[part.elements_at :][:16] == struct.pack("<4f", 0, 1, 2, 3)
+    assert content[piece.elements_at :][:16] == struct.pack("<4f", 0, 1, 2, 3)
 
 
 def test_parents_are_made_and_a_link_counts_as_existing(tmp_path: Path) -> None:
     path = save(tmp_path / "a" / "b" / "step_1")
     assert is_complete_checkpoint(path)
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    with pytest.raises(CheckpointingException, match="link exists already"):
+    with pytest.raises(CheckpointingException, match="link already exists"):
         save(tmp_path / "link")
     with pytest.raises(NotADirectoryError, match="manifest"):
         make_directories(path / "manifest.json" / "x")

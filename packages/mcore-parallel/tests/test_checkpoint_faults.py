@@ -95,18 +95,18 @@ def broken_saves(folder: str) -> dict[str, str]:
     assert with_handle == texts["exists"]
     handle = save_sharded_state_dict(*cases["two writers"], async_=True)
     assert handle is not None
-    texts["two writers, async"] = error_of(handle.result, 60)
+    texts["two writers, async"] = error_of(handle.result)
     dist.barrier()
     return texts
 
 
 EXPECTED_IN_SAVES = {
-    "two writers": ["'norm'", "ranks 0-1 write the same part"],
-    "two writers, async": ["'norm'", "ranks 0-1 write the same part"],
+    "two writers": ["'norm'", "ranks 0-1 write the same shard"],
+    "two writers, async": ["'norm'", "ranks 0-1 write the same shard"],
     "no writer": ["'norm'", "0 elements", "has 4", "ranks 0-1", "replica_id 0"],
-    "exists": ["step_1 exists already"],
+    "exists": ["step_1 already exists"],
     "below a file": ["rank 0", "NotADirectoryError", "file"],
-    "is a file": ["file exists already"],
+    "is a file": ["file already exists"],
     "other paths": ["different paths", "step_"],
     "raises on rank 1": ["rank 1", "'bad/shard_1_2'", "refuses to be pickled"],
     "no dict on rank 1": ["rank 1", "must be a dict, got list"],
@@ -230,7 +230,7 @@ def test_missing_and_truncated_files_are_refused_before_anything_is_read(
     assert_refused(targets(), path, ".metadata", reason)
     assert not is_complete_checkpoint(path)
     (path / ".metadata").unlink()
-    assert_refused(targets(), path, "is no checkpoint", ".metadata")
+    assert_refused(targets(), path, "is not a checkpoint", ".metadata")
     assert list_checkpoints(tmp_path) == []
 
 
@@ -266,7 +266,7 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     foreign = tmp_path / "foreign"
     foreign.mkdir()
     (foreign / "model.pt").write_bytes(b"x")
-    assert_refused(targets(), foreign, "is no checkpoint")
+    assert_refused(targets(), foreign, "is not a checkpoint")
     assert_refused(targets(), tmp_path / "none", "does not exist")
     assert_refused(targets(), foreign / "model.pt", "cannot be read")
     shutil.copytree(path, tmp_path / ".x.incomplete-0123456789abcdef")

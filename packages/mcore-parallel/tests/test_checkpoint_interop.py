@@ -203,7 +203,7 @@ def test_planners_work_in_torchs_own_calls(tmp_path: Path) -> None:
         assert torch.equal(result["loaded"]["w"], WHOLE.chunk(2)[rank])
         assert result["loaded"]["o"] == rank
         assert result["loaded"]["n"] == {"lr": 0.5}
-        assert "ranks 0-1 write the same part" in result["texts"][0]
+        assert "ranks 0-1 write the same shard" in result["texts"][0]
         assert "'norm'" in result["texts"][0]
         assert "key 'no' is missing" in result["texts"][1]
     assert not (tmp_path / "a_bad" / ".metadata").exists()

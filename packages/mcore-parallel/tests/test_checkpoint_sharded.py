@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.parallel.checkpoint import (
@@ -58,12 +58,13 @@ def test_data_is_the_given_tensor() -> None:
     assert ShardedTensor.from_rank_offsets("w", parameter).data is parameter
 
 
+@settings(deadline=None)
 @given(
     local=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     counts=st.lists(st.integers(1, 4), min_size=3, max_size=3),
     prepended=st.integers(0, 2),
 )
-def test_all_parts_of_a_grid_tile_the_whole(
+def test_all_shards_of_a_grid_tile_the_whole(
     local: list[int], counts: list[int], prepended: int
 ) -> None:
     ndim = prepended + len(local)
@@ -76,8 +77,8 @@ def test_all_parts_of_a_grid_tile_the_whole(
             "w", torch.zeros(local), *offsets, prepend_axis_num=prepended
         )
         whole = torch.zeros(shard.global_shape) if whole is None else whole
-        box = zip(shard.global_offset, shard.box_shape, strict=True)
-        whole[tuple(slice(start, start + size) for start, size in box)] += 1
+        axes = zip(shard.global_offset, shard.shard_shape, strict=True)
+        whole[tuple(slice(start, start + size) for start, size in axes)] += 1
         assert shard.local_chunk_offset_in_global()[: len(cuts)] == places
     assert whole is not None
     assert torch.equal(whole, torch.ones_like(whole))
@@ -110,12 +111,12 @@ def test_wrong_rank_offsets_are_refused(offsets: list[tuple[int, ...]], text: st
         ({"prepend_axis_num": 1}, "needs 3 entries"),
         ({"global_offset": (4, 0)}, "outside the global size 5"),
         ({"global_offset": (-1, 0)}, "outside"),
-        ({"axis_fragmentations": (2, 1)}, "no regular grid"),
+        ({"axis_fragmentations": (2, 1)}, "not a regular grid"),
         ({"axis_fragmentations": (1,)}, "one entry per axis"),
         ({"flattened_range": slice(0, 2)}, "flattened_range"),
         (
             {"global_shape": (4, 3), "global_offset": (1, 0), "axis_fragmentations": (2, 1)},
-            "no regular grid",
+            "not a regular grid",
         ),
     ],
 )
@@ -129,18 +130,18 @@ def test_numbers_of_numpy_and_torch_become_plain_tuples() -> None:
     assert shard.global_offset == (3, 0)
     assert {type(number) for number in shard.global_offset + shard.global_shape} == {int}
     assert type(shard.global_shape) is tuple
-    cell = ShardedObject("k", None, tuple(np.array([2])), tuple(np.array([1])))
-    assert type(cell.global_shape[0]) is int
+    one = ShardedObject("k", None, tuple(np.array([2])), tuple(np.array([1])))
+    assert type(one.global_shape[0]) is int
 
 
-def test_uneven_parts_have_no_place_in_a_grid() -> None:
+def test_uneven_shards_have_no_place_in_a_grid() -> None:
     shard = uneven()
     assert not shard.has_regular_grid
     with pytest.raises(CheckpointingException, match="axis_fragmentations is None"):
         shard.local_chunk_offset_in_global()
 
 
-def test_empty_part_of_a_regular_grid() -> None:
+def test_empty_shard_of_a_regular_grid() -> None:
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(0, 6), (0, 1, 2))
     assert shard.global_shape == (0, 6)
     assert shard.local_chunk_offset_in_global() == (0, 0)
@@ -168,27 +169,27 @@ def test_init_data_refuses_a_function_that_makes_another_shape() -> None:
 def test_narrow_scales_global_shape_and_offset() -> None:
     data = torch.arange(24.0).reshape(4, 6)
     shard = ShardedTensor.from_rank_offsets("qkv", data, (0, 2, 3), (1, 1, 2), prepend_axis_num=1)
-    [part] = shard.narrow(0, 1, 2)
-    assert part.global_shape == (3, 4, 6)
-    assert part.global_offset == (2, 2, 0)
-    assert part.local_shape == (2, 6)
-    assert part.axis_fragmentations == (3, 2, 1)
-    assert part.data is not None
-    assert torch.equal(part.data, data[1:3])
-    assert part.data.data_ptr() == data[1].data_ptr()
+    [half] = shard.narrow(0, 1, 2)
+    assert half.global_shape == (3, 4, 6)
+    assert half.global_offset == (2, 2, 0)
+    assert half.local_shape == (2, 6)
+    assert half.axis_fragmentations == (3, 2, 1)
+    assert half.data is not None
+    assert torch.equal(half.data, data[1:3])
+    assert half.data.data_ptr() == data[1].data_ptr()
     [same] = shard.narrow(-1, 0, 6)
     assert same == shard
 
 
 @pytest.mark.parametrize(("dim", "start", "length"), [(2, 0, 1), (0, 1, 2), (0, -1, 1), (0, 0, 3)])
-def test_narrow_outside_the_part_is_refused(dim: int, start: int, length: int) -> None:
+def test_narrow_outside_the_shard_is_refused(dim: int, start: int, length: int) -> None:
     shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2, 3), (0, 1, 2))
     with pytest.raises(CheckpointingException, match="cannot narrow"):
         shard.narrow(dim, start, length)
 
 
 def test_narrow_that_does_not_divide_is_refused() -> None:
-    with pytest.raises(CheckpointingException, match="no whole number"):
+    with pytest.raises(CheckpointingException, match="not a whole number"):
         uneven().narrow(0, 0, 1)
 
 
@@ -214,6 +215,7 @@ def test_unique_key_of_an_object() -> None:
     assert ShardedObject("a/b", None, (4, 12), (3, 10)).unique_key == "a/b/shard_3.10_4.12"
 
 
+@settings(deadline=None)
 @given(
     key=st.text(min_size=1),
     cells=st.lists(st.tuples(st.integers(0, 50), st.integers(1, 50)), min_size=1, max_size=3),
@@ -242,7 +244,7 @@ def test_what_is_no_unique_key_is_refused(text: str) -> None:
 def test_object_outside_its_array_is_refused(
     shape: tuple[int, ...], offset: tuple[int, ...]
 ) -> None:
-    with pytest.raises(CheckpointingException, match="no cell"):
+    with pytest.raises(CheckpointingException, match="not an index"):
         ShardedObject("k", None, shape, offset)
 
 

@@ -1,18 +1,13 @@
-"""Private torch names mean what checkpoints take them for; bytes of files and tensors."""
+"""Private torch names mean what checkpoints take them for; bytes of tensors."""
 
 from __future__ import annotations
 
 import importlib
-import io
-import os
 
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 
-from mcore.parallel.checkpoint.file_slice import FileSlice
 from mcore.parallel.checkpoint.tensor_bytes import bytes_of
 from mcore.parallel.checkpoint.torch_private import (
     METADATA_FILE,
@@ -50,28 +45,6 @@ def test_chunk_and_split_factor_of_dtensors() -> None:
         (0, ((0, 0), (2, 2)), [None, None, 2]),
         (1, ((2, 0), (1, 2)), [None, None, 2]),
     ]
-
-
-@given(
-    content=st.binary(max_size=40),
-    cut=st.tuples(st.integers(0, 40), st.integers(0, 40)),
-    steps=st.lists(st.tuples(st.integers(0, 50), st.integers(-1, 20)), max_size=5),
-)
-def test_slice_reads_like_a_file_of_its_own(
-    content: bytes, cut: tuple[int, int], steps: list[tuple[int, int]]
-) -> None:
-    start, length = min(cut[0], len(content)), min(cut[1], max(0, len(content) - cut[0]))
-    part, expected = (
-        FileSlice(io.BytesIO(content), start, length),
-        io.BytesIO(content[start : start + length]),
-    )
-    for position, size in steps:
-        assert part.seek(position) == expected.seek(position)
-        assert part.read(size) == expected.read(size)
-        assert part.tell() == expected.tell()
-    assert part.seek(0, os.SEEK_END) == length
-    with pytest.raises(ValueError, match="cannot seek"):
-        part.seek(-1)
 
 
 def test_bytes_of_tensors_equal_those_of_numpy() -> None:

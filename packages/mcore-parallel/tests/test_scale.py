@@ -249,12 +249,12 @@ def test_parts_of_all_ranks_are_whole_and_wrong_ones_are_named(world: int) -> No
     hole = [*ranks[:last], *ranks[last + 1 :]]
     [problem] = validate_plans(hole)
     assert "'rows'" in problem
-    assert "some part is on no rank" in problem
+    assert "some shard is on no rank" in problem
     [problem] = validate_plans([*ranks, ranks[7]])
-    assert f"ranks 7, {world} write the same part" in problem
+    assert f"ranks 7, {world} write the same shard" in problem
     shifted = next(record for record in ranks[8] if record.key == "rows")
     start = shifted.global_offset[0] - 1
-    wide = shifted._replace(global_offset=(start, 0), box_shape=(shifted.box_shape[0] + 1, 4))
+    wide = shifted._replace(global_offset=(start, 0), shard_shape=(shifted.shard_shape[0] + 1, 4))
     problems = validate_plans([*ranks[:8], [wide, *ranks[8][1:]], *ranks[9:]])
     assert any("rank 7" in text and "rank 8" in text and "overlap" in text for text in problems)
 

@@ -1,7 +1,6 @@
-"""Maxima over a group that also carry the errors of single ranks, so that all ranks raise.
+"""Agreement among the ranks of a group: equal numbers, and errors of single ranks that all raise.
 
-Ranks find out whether they hold equal numbers in the same message: a number travels with its
-negative, and the largest of both belong to one number only if all ranks sent that one.
+A small all-reduce says whether a rank failed; only then texts of a fixed size follow.
 """
 
 from __future__ import annotations
@@ -13,55 +12,86 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel.groups import comm_device
+from mcore.parallel.tensor_memory import memory_of
+from mcore.parallel.torch_compat import all_gather_single
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-__all__ = ["first_difference", "max_or_raise", "text_digest"]
-
-_TEXT_BYTES = 2048
+_ERROR_BYTES = 2048
+_REPORT_BYTES = 4096
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (OverflowError, RuntimeError, TypeError, ValueError)
 }
 
 
+def highest(numbers: Sequence[int | torch.Tensor], group: dist.ProcessGroup) -> list[int]:
+    """Return the largest of all ranks' numbers, place by place, after one all-reduce of int64.
+
+    No tensor is waited for before it. A number that is sent with its negative can be compared.
+    """
+    message = _message(numbers, comm_device(group))
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in message.tolist()]
+
+
 def max_or_raise(
     numbers: Sequence[int | torch.Tensor], error: Exception | None, group: dist.ProcessGroup
 ) -> list[int]:
-    """Return the largest of all ranks' numbers, place by place, unless a rank has an error.
+    """Return :func:`highest`; a rank's error is raised there, its kind and text on the others.
 
-    One all-reduce (MAX of int64, one more than the numbers) over ``group``; every rank of it calls
-    this with as many numbers. A tensor on the device of the group's collectives is not waited for
-    before them. Only when a rank has an error, one broadcast of 2048 bytes follows.
-
-    Args:
-        numbers: 64-bit integers, also as int64 tensors of shape ``[]`` on any device; they do not
-            matter on a rank with an error.
-        error: What keeps this rank from going on, or None.
-        group: The group.
-
-    Returns:
-        The maxima, on every rank.
-
-    Raises:
-        Exception: ``error`` itself on the ranks that have one. On the others an error of the same
-            kind (OverflowError, TypeError, ValueError, else RuntimeError) with the text of the
-            first rank that has one, by its order in the group.
-
-    Example:
-        >>> dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-        >>> max_or_raise([3, torch.tensor(-4)], None, dist.group.WORLD)
-        [3, -4]
-        >>> dist.destroy_process_group()
+    The all-reduce has one more number; only after an error does a broadcast of 2048 bytes follow.
     """
     size = group.size()
     place = 0 if error is None else size - group.rank()  # the first rank's is the largest
-    message = _message([place, *numbers], comm_device(group))
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    first_failed, *highest = message.tolist()
-    if first_failed:
-        _raise_on_all_ranks(error, size - first_failed, group)
-    return highest
+    first_failed, *maxima = highest([place, *numbers], group)
+    if not first_failed:
+        return maxima
+    failed = size - first_failed
+    kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
+    message = _encoded(f"{kind}\n{error}", _ERROR_BYTES, group)
+    dist.broadcast(message, group=group, group_src=failed)
+    if error is not None:
+        raise error
+    [received] = _decoded(message, _ERROR_BYTES)
+    kind, _, text = received.partition("\n")
+    rank = dist.get_global_rank(group, failed)
+    raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
+
+
+def reports_of_failures(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
+    """Return on every rank the reports of all ranks that failed, by their rank in the group.
+
+    One all-reduce of one number; only after a failure an all-gather of 4096 bytes a rank.
+    """
+    if not highest([report is not None], group)[0]:
+        return {}
+    text = "" if report is None else report or "unknown error"
+    own = _encoded(text, _REPORT_BYTES, group)
+    every = own.new_empty(group.size() * _REPORT_BYTES)
+    all_gather_single(every, own, group)
+    return {rank: found for rank, found in enumerate(_decoded(every, _REPORT_BYTES)) if found}
+
+
+def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:
+    """Return the first place at which the ranks' digests are not all equal, else their number.
+
+    One all-reduce (MAX of uint8, twice the digests, which all have one length).
+    """
+    if not digests:
+        return 0
+    own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
+    own = own.view(len(digests), -1)
+    both = torch.stack([own, 255 - own]).to(comm_device(group))
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    highest_bytes, inverse_of_lowest = both.cpu()
+    differs = (highest_bytes != 255 - inverse_of_lowest).any(dim=1)
+    return int(differs.nonzero()[0]) if differs.any() else len(digests)
+
+
+def text_digest(text: str) -> int:
+    """Return a number of 63 bits that stands for a text, so that its negative is one of 64 bits."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
 def _message(numbers: Sequence[int | torch.Tensor], device: torch.device) -> torch.Tensor:
@@ -75,42 +105,12 @@ def _message(numbers: Sequence[int | torch.Tensor], device: torch.device) -> tor
     return message
 
 
-def _raise_on_all_ranks(error: Exception | None, group_rank: int, group: dist.ProcessGroup) -> None:
-    """Share the text of one rank's error and raise."""
-    kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-    encoded = f"{kind}\n{error}".encode()[:_TEXT_BYTES].ljust(_TEXT_BYTES, b"\0")
-    message = torch.frombuffer(bytearray(encoded), dtype=torch.uint8).to(comm_device(group))
-    dist.broadcast(message, group=group, group_src=group_rank)
-    if error is not None:
-        raise error
-    raw = bytes(message.tolist()).rstrip(b"\0")
-    kind, _, text = raw.decode(errors="replace").partition("\n")
-    failed = dist.get_global_rank(group, group_rank)
-    raise _KINDS.get(kind, RuntimeError)(f"rank {failed} of the process group failed: {text}")
+def _encoded(text: str, num_bytes: int, group: dist.ProcessGroup) -> torch.Tensor:
+    padded = bytearray(text.encode()[:num_bytes].ljust(num_bytes, b"\0"))
+    return torch.frombuffer(padded, dtype=torch.uint8).to(comm_device(group))
 
 
-def text_digest(text: str) -> int:
-    """Return a number of 63 bits that stands for a text, so that its negative is one of 64 bits.
-
-    Example:
-        >>> text_digest("a") == text_digest("b"), 0 <= text_digest("a") < 2**63
-        (False, True)
-    """
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
-
-
-def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:
-    """Return the first place at which the ranks' digests are not all equal, else their number.
-
-    One all-reduce (MAX of uint8, twice the digests) over ``group``; every rank of it calls this
-    with as many digests, all of one length, and gets the result.
-    """
-    if not digests:
-        return 0
-    own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
-    own = own.view(len(digests), -1)
-    both = torch.stack([own, 255 - own]).to(comm_device(group))
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    highest, inverse_of_lowest = both.cpu()
-    differs = (highest != 255 - inverse_of_lowest).any(dim=1)
-    return int(differs.nonzero()[0]) if differs.any() else len(digests)
+def _decoded(message: torch.Tensor, num_bytes: int) -> list[str]:
+    raw = bytes(memory_of(message.cpu()))
+    texts = [raw[start : start + num_bytes] for start in range(0, len(raw), num_bytes)]
+    return [text.rstrip(b"\0").decode(errors="replace") for text in texts]

@@ -12,31 +12,33 @@ from mcore.parallel.checkpoint.builders import (
     make_tp_sharded_tensor_for_checkpoint,
     sharded_state_dict_default,
 )
-from mcore.parallel.checkpoint.directory import (
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,
     latest_checkpoint,
     list_checkpoints,
     remove_incomplete,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
 from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
-from mcore.parallel.checkpoint.shard_records import ShardRecord, describe_shards
 from mcore.parallel.checkpoint.sharded import (
-    ReplicaId,
-    ShardedBase,
-    ShardedTensor,
-    is_main_replica,
-)
-from mcore.parallel.checkpoint.sharded_objects import (
     CommonStateDict,
     LocalNonpersistentObject,
+    ReplicaId,
+    ShardedBase,
     ShardedObject,
     ShardedStateDict,
+    ShardedTensor,
     StateDict,
+    is_main_replica,
 )
-from mcore.parallel.checkpoint.validation import validate_plans, validate_sharding_integrity
+from mcore.parallel.checkpoint.validation import (
+    ShardRecord,
+    describe_shards,
+    validate_plans,
+    validate_sharding_integrity,
+)
 
 if TYPE_CHECKING:
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner

@@ -1,4 +1,4 @@
-"""Saves that go on in the background, one after the other, on a process group of their own."""
+"""Saves in the background, one after the other, on a process group of their own."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ import torch.distributed as dist
 from mcore.parallel.checkpoint.team import Team, lost_ranks_named
 from mcore.parallel.groups import group_ranks
 
-__all__ = ["SaveHandle", "start_in_background"]
-
 logger = logging.getLogger(__name__)
 
 
 class SaveHandle:
-    """A save that goes on in the background.
+    """A save in the background.
 
     Args:
         path: Where the checkpoint appears.
@@ -46,7 +44,7 @@ class SaveHandle:
         self._future = future
 
     def done(self) -> bool:
-        """Say whether the save has finished or failed on this rank."""
+        """Return whether the save has finished or failed on this rank."""
         return self._future.done()
 
     def result(self, timeout: float | None = None) -> Path:
@@ -60,7 +58,7 @@ class SaveHandle:
 
         Raises:
             CheckpointingException: The save failed; all ranks get it.
-            TimeoutError: It is not finished yet; it goes on.
+            TimeoutError: It is not finished yet; it continues.
         """
         try:
             self._future.result(timeout)
@@ -77,10 +75,9 @@ class SaveHandle:
 
 @dataclass
 class _Lane:
-    """The background saves of one set of ranks.
+    """The background saves of one set of ranks, which run in the order of the calls.
 
-    They have a group of their own, for the caller's goes on to be used by other threads, and run
-    one after the other, in the order of the calls, which is the same on all ranks.
+    They have a group of their own, for other threads go on using the caller's.
     """
 
     world: dist.ProcessGroup | None
@@ -117,17 +114,9 @@ def _private_team(team: Team, ranks: list[int]) -> Team:
 
 
 def start_in_background(path: Path, team: Team, save: Callable[[Team], None]) -> SaveHandle:
-    """Run a save in a thread, after the background saves of the same ranks before it.
+    """Run a save in a thread, after the same ranks' earlier ones, with a team of its own group.
 
-    Collective over the team: the first call makes a gloo group of its ranks.
-
-    Args:
-        path: Where the checkpoint appears.
-        team: The ranks that save together.
-        save: The work; gets the team whose group is free for it.
-
-    Returns:
-        The handle. The interpreter does not exit before the work is done.
+    Collective over the team: the first call makes a gloo group. The interpreter waits for the save.
     """
     lane = _lane_of(team)
     before, future = lane.last, concurrent.futures.Future[None]()

@@ -1,4 +1,4 @@
-"""Make sharded tensors and objects out of what a module's state dict holds."""
+"""Builders of sharded tensors and objects from what a module's state dict holds."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor_builders import (
+from mcore.parallel.checkpoint.dtensor import (
     cut_over_tensor_parallel,
     prepend_axes,
+    replica_index,
     shard_of_dtensor,
     with_fields,
 )
-from mcore.parallel.checkpoint.dtensor_shards import replica_index
 from mcore.parallel.checkpoint.ranks import (
     CheckpointRanks,
     ensure_metadata_has_dp_cp_group,
@@ -21,22 +21,17 @@ from mcore.parallel.checkpoint.ranks import (
     mesh_spans_world,
     resolve_ranks,
 )
-from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedTensor
-from mcore.parallel.checkpoint.sharded_objects import ShardedObject, ShardedStateDict
+from mcore.parallel.checkpoint.sharded import (
+    ReplicaId,
+    ShardedObject,
+    ShardedStateDict,
+    ShardedTensor,
+)
 from mcore.parallel.groups import GroupLike
 from mcore.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "ensure_metadata_has_dp_cp_group",
-    "make_sharded_object_for_checkpoint",
-    "make_sharded_tensor_for_checkpoint",
-    "make_sharded_tensors_for_checkpoint",
-    "make_tp_sharded_tensor_for_checkpoint",
-    "sharded_state_dict_default",
-]
 
 _GROUP_OPTIONS = frozenset({"tp_group", "dp_cp_group"})
 _FIELD_OPTIONS = frozenset({"allow_shape_mismatch", "flattened_range"})
@@ -57,10 +52,10 @@ def make_tp_sharded_tensor_for_checkpoint(
     does not include the tensor-parallel ranks, the cut over them is composed with its own.
 
     Args:
-        tensor: This rank's part. It becomes ``data`` itself, not a copy.
+        tensor: This rank's shard. It becomes ``data`` itself, not a copy.
         key: Name in the checkpoint.
         tp_axis: The axis that is cut; negative counts from the end.
-        replica_id: Number of this copy; None gives ``(0, 0, rank among the copies)``.
+        replica_id: Number of this replica; None gives ``(0, 0, rank among the replicas)``.
         prepend_offsets: ``(axis, index, count)`` of axes put before those of the tensor.
         kwargs: ``tp_group``, ``dp_cp_group`` (process group, 1-D mesh or None: the default
             ProcessGroups', else size 1 where that is certain) and ``allow_shape_mismatch``.
@@ -107,7 +102,7 @@ def make_sharded_tensor_for_checkpoint(
     replica_id: ReplicaId | None = None,
     **kwargs: Any,
 ) -> ShardedTensor:
-    """Describe a tensor that every tensor- and data-parallel rank has a copy of.
+    """Describe a tensor of which every tensor- and data-parallel rank has a replica.
 
     No communication; works on meta tensors. A DTensor contributes its own cuts.
 
@@ -115,7 +110,7 @@ def make_sharded_tensor_for_checkpoint(
         tensor: The tensor. It becomes ``data`` itself, not a copy.
         key: Name in the checkpoint.
         prepend_offsets: ``(axis, index, count)`` of axes put before those of the tensor.
-        replica_id: Number of this copy; None gives ``(0, tp rank, rank among the copies)``.
+        replica_id: Number of this replica; None gives ``(0, tp rank, rank among the replicas)``.
         kwargs: ``tp_group``, ``dp_cp_group`` (process group, 1-D mesh or None: the default
             ProcessGroups', else size 1 where that is certain) and ``allow_shape_mismatch``.
 
@@ -170,7 +165,7 @@ def make_sharded_object_for_checkpoint(
     dp_cp_group: GroupLike | None = None,
     **kwargs: Any,
 ) -> ShardedObject:
-    """Describe a picklable object as one cell of an array of objects.
+    """Describe a picklable object as one shard of an array of objects.
 
     No communication.
 
@@ -178,11 +173,11 @@ def make_sharded_object_for_checkpoint(
         obj: The object.
         key: Name of the array in the checkpoint.
         sharded_offsets: ``(axis, index, count)`` for the axes 0..n-1 of the array in any order;
-            none gives an array of one cell.
-        replica_id: Number of this copy; None gives ``(0, tp rank, rank among the copies)``.
+            none gives an array of one object.
+        replica_id: Number of this replica; None gives ``(0, tp rank, rank among the replicas)``.
         tp_group: Tensor-parallel group; None as in the tensor builders.
         dp_cp_group: Data- and context-parallel group; None as in the tensor builders.
-        kwargs: None are known; each is an error.
+        kwargs: None are known; any is an error.
 
     Returns:
         The description.
@@ -252,13 +247,15 @@ def make_sharded_tensors_for_checkpoint(
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
-    copy_id: ReplicaId | None = None  # the same for all entries, looked up for the first one
+    replica_id: ReplicaId | None = None  # the same for all entries, looked up for the first one
     sharded: ShardedStateDict = {}
     for name, value in state_dict.items():
         key = f"{prefix}{name}"
         if name.endswith(extra_state_suffix):
-            copy_id = copy_id or resolve_ranks(tp_group, dp_cp_group).copy_id
-            sharded[key] = make_sharded_object_for_checkpoint(value, key, sharded_offsets, copy_id)
+            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).copy_id
+            sharded[key] = make_sharded_object_for_checkpoint(
+                value, key, sharded_offsets, replica_id
+            )
         elif not isinstance(value, torch.Tensor):
             raise TypeError(
                 f"key {key!r}: expected a tensor, got {type(value).__name__}; only names that end "
@@ -271,12 +268,12 @@ def make_sharded_tensors_for_checkpoint(
         elif is_dtensor(value):
             sharded[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
         else:
-            copy_id = copy_id or resolve_ranks(tp_group, dp_cp_group).copy_id
+            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).copy_id
             sharded[key] = ShardedTensor.from_rank_offsets(
                 key,
                 value,
                 *sharded_offsets,
-                replica_id=copy_id,
+                replica_id=replica_id,
                 prepend_axis_num=len(sharded_offsets),
             )
     return sharded
@@ -305,7 +302,7 @@ def sharded_state_dict_default(
         Keys to descriptions, whose ``data`` are the live parameters and buffers.
 
     Raises:
-        TypeError: ``metadata`` is no mapping.
+        TypeError: ``metadata`` is not a mapping.
         ValueError, RuntimeError, CheckpointingException: As in the builders.
 
     Example:
@@ -351,11 +348,9 @@ def _reject_unknown(function: str, kwargs: dict[str, Any], known: frozenset[str]
 
 def _checked_axis(key: str, tensor: torch.Tensor, tp_axis: int) -> int:
     if not -tensor.ndim <= tp_axis < tensor.ndim:
+        hint = "" if tensor.ndim else "; use make_sharded_tensor_for_checkpoint for a 0-d tensor"
+        shape = tuple(tensor.shape)
         raise ValueError(
-            f"key {key!r}: tp_axis {tp_axis} is outside a tensor of shape {tuple(tensor.shape)}"
-            + (
-                "; describe a 0-d tensor with make_sharded_tensor_for_checkpoint"
-                * (not tensor.ndim)
-            )
+            f"key {key!r}: tp_axis {tp_axis} is outside a tensor of shape {shape}{hint}"
         )
     return tp_axis % tensor.ndim

@@ -6,12 +6,6 @@ from collections.abc import Mapping
 
 from mcore.parallel.shortened import ranks_text, shorten
 
-__all__ = [
-    "CheckpointingException",
-    "describe_error",
-    "merge_reports",
-]
-
 
 class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM users catch
     """A sharded state dict, a save or a load is not right; the text says which key or file.
@@ -28,7 +22,7 @@ class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM us
 
 
 def describe_error(error: BaseException) -> str:
-    """Write an exception as text; one of ours without its type."""
+    """Return an exception as text; one of ours without its type."""
     if isinstance(error, CheckpointingException):
         return str(error)
     return f"{type(error).__name__}: {error}"

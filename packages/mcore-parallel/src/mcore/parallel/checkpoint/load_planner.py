@@ -1,9 +1,10 @@
-"""Tell torch.distributed.checkpoint what each rank reads, and refuse what does not fit."""
+"""The plan of a load: what each rank reads, refused before anything is read if it does not fit."""
 
 from __future__ import annotations
 
 import io
 import logging
+from dataclasses import dataclass
 from itertools import groupby
 from math import prod
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     TensorStorageMetadata,
@@ -18,14 +20,9 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.load_targets import (
-    Target,
-    changes_dtype,
-    hole_problem,
-    target_of,
-    tensor_problem,
-)
+from mcore.parallel.checkpoint.dtensor import with_leading_axes
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.sharded import Shape, ShardedTensor
 from mcore.parallel.checkpoint.state_tree import (
     Entries,
     Path,
@@ -34,9 +31,23 @@ from mcore.parallel.checkpoint.state_tree import (
 )
 from mcore.parallel.shortened import titled_list
 
-__all__ = ["ShardedLoadPlanner"]
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Target:
+    """Memory of this rank that a shard of a global tensor is read into."""
+
+    tensor: torch.Tensor  # detached, prepended axes first
+    global_shape: Shape  # on this side
+    offset: Shape
+    shape: Shape
+    allow_shape_mismatch: bool
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        """The shard in the terms of torch.distributed.checkpoint."""
+        return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.shape))
 
 
 class ShardedLoadPlanner(LoadPlanner):
@@ -141,13 +152,13 @@ class ShardedLoadPlanner(LoadPlanner):
                 value, map_location="cpu", weights_only=self._weights_only
             )
         except Exception as error:
+            hint = "; pass weights_only=False if you trust the file" if self._weights_only else ""
             raise CheckpointingException(
-                f"key {name!r} cannot be unpickled ({type(error).__name__}: {error})"
-                + ("; pass weights_only=False if you trust the file" * self._weights_only)
+                f"key {name!r} cannot be unpickled ({describe_error(error)}){hint}"
             ) from error
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Return the part of the target tensor that a read item fills."""
+        """Return the slice of the target tensor that a read item fills."""
         place = read_item.dest_index.index
         tensor = self._targets[read_item.dest_index.fqn][0 if place is None else place]
         for dim, (start, length) in enumerate(
@@ -207,7 +218,7 @@ class ShardedLoadPlanner(LoadPlanner):
         for key, group in groupby(self._entries.tensors, key=lambda entry: entry[1].key):
             targets = []
             for path, shard in group:
-                self._results[path], target = target_of(shard)
+                self._results[path], target = _target_of(shard)
                 if self._is_lacking(key, target):
                     self._results[path] = shard.data
                 targets.append(target)
@@ -232,7 +243,7 @@ class ShardedLoadPlanner(LoadPlanner):
             if any(self._is_lacking(key, target) for target in targets):
                 self._note_missing(key)
             return []
-        problems = [problem for t in targets if (problem := tensor_problem(key, saved, t))]
+        problems = [problem for t in targets if (problem := _tensor_problem(key, saved, t))]
         if problems or not isinstance(saved, TensorStorageMetadata):
             self._problems += dict.fromkeys(problems)
             return []
@@ -245,7 +256,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return items
 
     def _is_lacking(self, key: str, target: Target) -> bool:
-        """Say whether the checkpoint lacks a key; tensors without elements need none."""
+        """Return whether the checkpoint lacks a key; tensors without elements need none."""
         return key not in self._metadata.state_dict_metadata and prod(target.global_shape) > 0
 
     def _check_filling(
@@ -263,8 +274,12 @@ class ShardedLoadPlanner(LoadPlanner):
             if tuple(saved.size) != target.global_shape:
                 self._zeroed.append(target.tensor)
             elif elements != target.tensor.numel():
-                self._problems.append(hole_problem(key, target, elements))
-        if targets and changes_dtype(saved, targets[0]):
+                self._problems.append(
+                    f"key {key!r}: the checkpoint has {elements} of the {target.tensor.numel()} "
+                    f"elements at offset {target.offset} shape {target.shape}; it was not saved "
+                    "whole"
+                )
+        if targets and saved.properties.dtype != targets[0].tensor.dtype:
             self._casts.append(
                 f"{key!r} from {saved.properties.dtype} to {targets[0].tensor.dtype}"
             )
@@ -275,3 +290,45 @@ class ShardedLoadPlanner(LoadPlanner):
                 f"key {name!r} is missing in the checkpoint; pass strict=False to keep the local "
                 "value"
             )
+
+
+def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
+    """Return the tensor that a load gives back, new where there is none, and the target in it."""
+    data = shard.data
+    if data is None:
+        data = torch.empty(shard.local_shape, dtype=shard.dtype)
+    if data.is_meta:
+        raise CheckpointingException(
+            f"key {shard.key!r} is on the meta device: materialise it before the load, with "
+            "module.to_empty(device=...) for instance"
+        )
+    inside = Target(
+        with_leading_axes(data, shard.prepend_axis_num),
+        shard.global_shape,
+        shard.global_offset,
+        shard.shard_shape,
+        shard.allow_shape_mismatch,
+    )
+    return data, inside
+
+
+def _tensor_problem(
+    key: str, saved: TensorStorageMetadata | BytesStorageMetadata, target: Target
+) -> str | None:
+    """Return why a tensor of the checkpoint cannot be read into a target, or None."""
+    if not isinstance(saved, TensorStorageMetadata):
+        return f"key {key!r}: the checkpoint has an object, not a tensor"
+    found, wanted = saved.properties.dtype, target.tensor.dtype
+    if found != wanted and not (found.is_floating_point and wanted.is_floating_point):
+        return f"key {key!r}: the checkpoint has dtype {found}, expected {wanted}"
+    shape = tuple(saved.size)
+    if shape == target.global_shape:
+        return None
+    has_as_many_axes = len(shape) == len(target.global_shape)
+    if not has_as_many_axes or not target.allow_shape_mismatch:
+        hint = "; allow_shape_mismatch=True reads what overlaps and zeroes the rest"
+        return (
+            f"key {key!r}: the checkpoint has global shape {shape}, expected "
+            f"{target.global_shape}{hint if has_as_many_axes else ''}"
+        )
+    return None

@@ -1,23 +1,25 @@
-"""Save and load sharded state dicts, all ranks together."""
+"""Saves and loads of sharded state dicts, by all ranks together."""
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pickle
 import secrets
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
-from mcore.parallel.checkpoint.durable_files import (
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.durable_files import (
     incomplete_sibling,
     is_incomplete_name,
     make_directories,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import FileRecords, read_manifest, size_problem
-from mcore.parallel.checkpoint.metadata_file import keys_text, read_metadata
+from mcore.parallel.checkpoint.files.manifest import FileRecords, read_manifest, size_problem
+from mcore.parallel.checkpoint.files.metadata_file import keys_text, read_metadata
 from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -26,11 +28,12 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from torch.distributed.checkpoint.metadata import Metadata
+    from torch.distributed.checkpoint.planner import SavePlan
 
+    from mcore.parallel.checkpoint.files.writer import DurableWriter
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
     from mcore.parallel.groups import GroupLike
-
-__all__ = ["load_sharded_state_dict", "save_sharded_state_dict"]
 
 PathLike = str | os.PathLike[str]
 
@@ -69,8 +72,8 @@ def save_sharded_state_dict(
     """Write what all ranks hold as one checkpoint, which appears whole or not at all.
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas
-    write their tensors and objects; the first rank writes all other leaves, for which ranks that
-    differ give a warning. Files go into a hidden directory beside ``path``; when all ranks have
+    write their tensors and objects; the first rank writes all other leaves, and warns of those that
+    differ between ranks. Files go into a hidden directory beside ``path``; when all ranks have
     them on storage, one rename makes it ``path``. A process that is killed before that leaves
     only the hidden directory, which :func:`remove_incomplete` deletes.
 
@@ -93,7 +96,7 @@ def save_sharded_state_dict(
 
     Raises:
         CheckpointingException: On every rank, and ``path`` is as before: it exists, cannot be
-            written, ranks named different paths, the parts do not make whole tensors, a value
+            written, ranks named different paths, the shards do not make whole tensors, a value
             cannot be pickled, or a rank failed or died.
         ValueError: This rank is not a member of the group.
 
@@ -128,7 +131,7 @@ def _prepared(sd: Mapping[str, Any], final: Path, team: Team) -> Entries:
     if team.is_first:
         if os.path.lexists(final):
             raise CheckpointingException(
-                f"{final} exists already and is left as it is; give another path, or delete it"
+                f"{final} already exists and is left as it is; give another path, or delete it"
             )
         make_directories(final.parent)
     return entries
@@ -147,10 +150,47 @@ def _agreed_token(final: Path, team: Team) -> int:
 
 
 def _write(entries: Entries, incomplete: Path, final: Path, team: Team) -> None:
+    """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
-    from mcore.parallel.checkpoint.torch_save import write_checkpoint
+    from mcore.parallel.checkpoint.files.writer import DurableWriter
+    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 
-    write_checkpoint(entries, incomplete, final, team)
+    planner = ShardedSavePlanner(entries)
+    writer = DurableWriter(incomplete, final, team.rank)
+    try:
+        _plan_and_write(planner, writer, team)
+    except CheckpointingException as error:
+        if team.is_first:
+            shutil.rmtree(incomplete, ignore_errors=True)
+        raise CheckpointingException(f"cannot save {final}: {error}") from error
+
+
+def _plan_and_write(planner: ShardedSavePlanner, writer: DurableWriter, team: Team) -> None:
+    """Plan, write and publish; each step only after all ranks have done the one before.
+
+    ``torch.distributed.checkpoint.save`` does the same, but needs NumPy, and warns when alone.
+    """
+
+    def local_plan() -> SavePlan:
+        writer.begin()
+        planner.set_up_planner({}, is_coordinator=team.is_first)
+        return planner.create_local_plan()
+
+    def global_plan() -> Metadata | None:
+        if not plans:  # only the first rank has them
+            return None
+        return planner.create_global_plan([pickle.loads(one) for one in plans])[1]
+
+    def publish() -> None:
+        if metadata is not None:
+            writer.publish(metadata, [pickle.loads(one) for one in everything])
+
+    plan = team.agree(local_plan)
+    plans = team.gather_bytes(pickle.dumps(plan))
+    metadata = team.agree(global_plan)
+    written = team.agree(lambda: writer.write(plan, planner))
+    everything = team.gather_bytes(pickle.dumps(written))
+    team.agree(publish)
 
 
 def load_sharded_state_dict(
@@ -181,7 +221,7 @@ def load_sharded_state_dict(
         weights_only: Refuse to run code that a checkpoint may hold; objects other than plain
             values and tensors need False.
         verify_checksums: Read what this rank needs twice, the first time to compare checksums:
-            every changed byte of it is found, also a part of another checkpoint. Index and
+            every changed byte of it is found, also a piece of another checkpoint. Index and
             manifest are always checked.
 
     Returns:
@@ -189,7 +229,7 @@ def load_sharded_state_dict(
         LocalNonpersistentObject gives its local value.
 
     Raises:
-        CheckpointingException: On every rank: the path is no complete checkpoint, a file is
+        CheckpointingException: On every rank: the path is not a complete checkpoint, a file is
             missing, truncated or damaged, or a key, dtype or shape does not fit. The text names
             file or key.
         ValueError: This rank is not a member of the group.
@@ -202,12 +242,10 @@ def load_sharded_state_dict(
     """
     team = team_of(process_group)
     directory = Path(os.path.abspath(path))
-
-    def prepare() -> tuple[ShardedLoadPlanner, Callable[[], None]]:
-        return _prepare_load(sd, directory, team, strict, weights_only, verify_checksums)
-
     try:
-        planner, read = team.agree(prepare)
+        planner, read = team.agree(
+            lambda: _prepare_load(sd, directory, team, strict, weights_only, verify_checksums)
+        )
         team.agree(read)
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error
@@ -223,7 +261,7 @@ def _prepare_load(
     verify_checksums: bool,
 ) -> tuple[ShardedLoadPlanner, Callable[[], None]]:
     """Do all that can fail, and return the planner and what fills the tensors."""
-    from mcore.parallel.checkpoint.checked_reader import CheckedReader
+    from mcore.parallel.checkpoint.files.reader import CheckedReader
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
 
     if is_incomplete_name(directory.name):

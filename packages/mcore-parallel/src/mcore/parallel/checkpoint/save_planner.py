@@ -1,4 +1,4 @@
-"""Tell torch.distributed.checkpoint what each rank writes, and refuse what is not whole."""
+"""The plan of a save: what each rank writes, refused if the shards do not make whole tensors."""
 
 from __future__ import annotations
 
@@ -29,39 +29,34 @@ from torch.distributed.checkpoint.planner import (
     WriteItemType,
 )
 
-from mcore.parallel.checkpoint.common_digest import digest_of
-from mcore.parallel.checkpoint.dtensor_shards import boxed
+from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.shard_records import (
-    ShardRecord,
-    decode_records,
-    describe_entries,
-    encode_records,
-)
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.staging import (
     StagedValue,
     data_problem,
+    digest_of,
     serialized,
     written_shards,
 )
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
-from mcore.parallel.checkpoint.validation import raise_if_not_whole, validate_plans
+from mcore.parallel.checkpoint.validation import (
+    ShardRecord,
+    decode_records,
+    describe_entries,
+    encode_records,
+    raise_if_not_whole,
+    validate_plans,
+)
 from mcore.parallel.shortened import titled_list
-
-__all__ = ["ShardedSavePlanner"]
 
 
 @dataclass(frozen=True)
 class _RankReport:
-    """What the coordinator needs of a rank besides its write items, packed.
-
-    Copies are packed apart from written parts: ranks with the same copies send the same bytes,
-    which the coordinator unpacks once.
-    """
+    """What the coordinator needs of a rank besides its write items, packed."""
 
     written: bytes
-    copies: bytes
+    unwritten: bytes  # apart, as ranks with the same replicas send the same bytes, unpacked once
     common: bytes
 
 
@@ -109,7 +104,7 @@ class ShardedSavePlanner(SavePlanner):
         """List what this rank writes.
 
         Raises:
-            CheckpointingException: A part that this rank must write has no data.
+            CheckpointingException: A shard that this rank must write has no data.
         """
         self._tensors, self._values = {}, {}
         items = self._tensor_items() + self._object_items()
@@ -121,12 +116,12 @@ class ShardedSavePlanner(SavePlanner):
         """Check the plans of all ranks against each other and describe the checkpoint.
 
         Raises:
-            CheckpointingException: The parts do not make whole tensors.
+            CheckpointingException: The shards do not make whole tensors.
         """
         reports = [plan.planner_data for plan in all_plans]
-        records = _unpacked(reports, each_copy=False)
+        records = _unpacked(reports, each_rank=False)
         if validate_plans(records):
-            raise_if_not_whole(_unpacked(reports, each_copy=True))
+            raise_if_not_whole(_unpacked(reports, each_rank=True))
         _warn_of_differences([report.common for report in reports])
         plain = [replace(plan, planner_data=None) for plan in all_plans]
         plans, metadata = create_default_global_save_plan(plain)
@@ -150,7 +145,7 @@ class ShardedSavePlanner(SavePlanner):
             if shard.data is None:
                 raise CheckpointingException(f"{shard.key!r} {data_problem(None)}")
             index = MetadataIndex(shard.key, shard.global_offset)
-            self._tensors[index] = boxed(shard.data, shard.prepend_axis_num)
+            self._tensors[index] = with_leading_axes(shard.data, shard.prepend_axis_num)
             items.append(_write_item(index, WriteItemType.SHARD, self._tensors[index], shard))
         return items
 
@@ -182,8 +177,8 @@ class ShardedSavePlanner(SavePlanner):
             for name, (_, value) in self._entries.common.items()
         }
         return _RankReport(
-            written=encode_records([record for record in records if record.is_main]),
-            copies=encode_records([record for record in records if not record.is_main]),
+            written=encode_records([record for record in records if record.is_written]),
+            unwritten=encode_records([record for record in records if not record.is_written]),
             common=zlib.compress(json.dumps(digests).encode(), 1),
         )
 
@@ -206,15 +201,15 @@ def _write_item(
     )
 
 
-def _unpacked(reports: Sequence[_RankReport], *, each_copy: bool) -> list[list[ShardRecord]]:
-    """Unpack every rank's records; equal lists of copies once, unless each is to be named."""
+def _unpacked(reports: Sequence[_RankReport], *, each_rank: bool) -> list[list[ShardRecord]]:
+    """Unpack all records; equal lists of unwritten replicas once, unless each rank is named."""
     seen: set[bytes] = set()
     ranks = []
     for report in reports:
         records = decode_records(report.written)
-        if each_copy or report.copies not in seen:
-            seen.add(report.copies)
-            records += decode_records(report.copies)
+        if each_rank or report.unwritten not in seen:
+            seen.add(report.unwritten)
+            records += decode_records(report.unwritten)
         ranks.append(records)
     return ranks
 

@@ -1,30 +1,30 @@
-"""A rank's box of a global tensor."""
+"""What a rank holds of a checkpoint: shards of tensors and of arrays of objects, local values."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.tensor.dtensor import to_local_if_dtensor
 
-__all__ = [
-    "ReplicaId",
-    "ShardedBase",
-    "ShardedTensor",
-    "is_main_replica",
-]
-
 ReplicaId = int | tuple[int, ...]
 Shape = tuple[int, ...]
+StateDict = dict[str, Any]
+CommonStateDict = dict[str, Any]
+ShardedStateDict = dict[str, Any]
+T = TypeVar("T")
+
+_UNIQUE_KEY = re.compile(r"(?P<key>.*)/shard_(?P<offset>\d+(\.\d+)*)_(?P<shape>\d+(\.\d+)*)", re.S)
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Say whether this copy of a shard is the one that is written.
+    """Return whether this replica of a shard is the one that is written.
 
     Args:
         replica_id: An integer (numpy integers too) or a tuple of integers.
@@ -36,8 +36,8 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
         >>> is_main_replica((0, 0, 0)), is_main_replica((0, 1, 0)), is_main_replica(0)
         (True, False, True)
     """
-    parts = replica_id if isinstance(replica_id, tuple) else (replica_id,)
-    return all(index(part) == 0 for part in parts)
+    numbers = replica_id if isinstance(replica_id, tuple) else (replica_id,)
+    return all(index(number) == 0 for number in numbers)
 
 
 def as_shape(numbers: Iterable[int]) -> Shape:
@@ -50,8 +50,8 @@ class ShardedBase:
 
     Attributes:
         key: Name in the checkpoint.
-        data: This rank's part.
-        replica_id: Which of the identical copies this is; all zeros is the one that is written.
+        data: This rank's shard.
+        replica_id: Which of the identical replicas this is; all zeros is the one that is written.
     """
 
     key: str
@@ -61,26 +61,26 @@ class ShardedBase:
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """A rank's box of a global tensor.
+    """A rank's shard of a global tensor, which is a box of it.
 
     Axes prepended to the tensor (stacked layers, say) come first in ``global_shape`` and
     ``global_offset`` and are not part of ``local_shape``. Comparing two with ``==`` compares the
     descriptions, not ``data``.
 
     Attributes:
-        key: Name in the checkpoint. A rank may hold several boxes of one key.
+        key: Name in the checkpoint. A rank may hold several shards of one key.
         data: The local tensor, or the DTensor whose local shard it is; None when only described.
         dtype: Its dtype.
-        local_shape: Shape of this rank's part, in elements.
+        local_shape: Shape of this rank's shard, in elements.
         global_shape: Shape of the whole tensor, prepended axes first.
-        global_offset: Where this part starts in it.
-        axis_fragmentations: Number of equal parts along each global axis; None when the parts
-            are no regular grid.
-        replica_id: ``(pp, tp, dp)``-style number of the copy; all zeros is written.
+        global_offset: Where this shard starts in it.
+        axis_fragmentations: Number of equal shards along each global axis; None when the shards
+            are not a regular grid.
+        replica_id: ``(pp, tp, dp)``-style number of the replica; all zeros is written.
         prepend_axis_num: Number of prepended axes.
         allow_shape_mismatch: Loading reads the overlap and zeroes the rest when the global shape
             in the checkpoint differs (padded vocabulary).
-        flattened_range: Always None; a shard is a box.
+        flattened_range: Always None: a shard is a box.
 
     Raises:
         CheckpointingException: The numbers contradict each other or ``data``.
@@ -120,16 +120,16 @@ class ShardedTensor(ShardedBase):
         prepend_axis_num: int = 0,
         **init_kwargs: Any,
     ) -> ShardedTensor:
-        """Describe a part of a regular grid by its place along each cut axis.
+        """Describe a shard of a regular grid by its place along each cut axis.
 
         No communication.
 
         Args:
             key: Name in the checkpoint.
-            data: This rank's part; all parts have its shape.
-            rank_offsets: ``(axis, index, count)`` each: this is part ``index`` of ``count`` along
+            data: This rank's shard; all shards have its shape.
+            rank_offsets: ``(axis, index, count)`` each: this is shard ``index`` of ``count`` along
                 ``axis``, counted with the prepended axes. Axes that are not named are not cut.
-            replica_id: Number of the copy.
+            replica_id: Number of the replica.
             prepend_axis_num: How many leading axes exist only in the global tensor.
             init_kwargs: Further fields, such as ``allow_shape_mismatch``.
 
@@ -170,22 +170,22 @@ class ShardedTensor(ShardedBase):
 
     @property
     def has_regular_grid(self) -> bool:
-        """Whether all parts have this part's shape."""
+        """Whether all shards have the shape of this one."""
         return self.axis_fragmentations is not None
 
     @property
-    def box_shape(self) -> Shape:
+    def shard_shape(self) -> Shape:
         """``local_shape`` with a leading 1 for each prepended axis."""
         return (1,) * self.prepend_axis_num + self.local_shape
 
     def local_chunk_offset_in_global(self) -> Shape:
-        """Return this part's place in the grid of parts.
+        """Return this shard's place in the grid of shards.
 
         Returns:
-            One index per global axis; 0 along an axis where the part is empty.
+            One index per global axis; 0 along an axis where the shard is empty.
 
         Raises:
-            CheckpointingException: The parts are no regular grid.
+            CheckpointingException: The shards are not a regular grid.
 
         Example:
             >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(4, 6), (0, 1, 2))
@@ -194,12 +194,12 @@ class ShardedTensor(ShardedBase):
         """
         if not self.has_regular_grid:
             raise CheckpointingException(
-                f"key {self.key!r}: the parts have different shapes (axis_fragmentations is "
-                "None), so a part has no index in a grid; use global_offset"
+                f"key {self.key!r}: the shards have different shapes (axis_fragmentations is "
+                "None), so a shard has no index in a grid; use global_offset"
             )
         return tuple(
             offset // size if size else 0
-            for offset, size in zip(self.global_offset, self.box_shape, strict=True)
+            for offset, size in zip(self.global_offset, self.shard_shape, strict=True)
         )
 
     def without_data(self) -> ShardedTensor:
@@ -236,20 +236,20 @@ class ShardedTensor(ShardedBase):
             self.validate_metadata_integrity()
 
     def narrow(self, dim: int, start: int, length: int) -> list[ShardedTensor]:
-        """Cut this part along one local axis, as if every part were cut in the same way.
+        """Cut this shard along one local axis, as if every shard were cut in the same way.
 
         The global shape and offset along the axis shrink by ``length / local size``.
 
         Args:
             dim: Axis of the local tensor, without prepended axes; negative counts from the end.
-            start: First element, in the local part.
+            start: First element, in the local tensor.
             length: Number of elements.
 
         Returns:
-            A list with the one narrowed part, whose ``data`` is a view.
+            A list with the one narrowed shard, whose ``data`` is a view.
 
         Raises:
-            CheckpointingException: The range lies outside the part, or the global shape or
+            CheckpointingException: The range lies outside the shard, or the global shape or
                 offset does not shrink to a whole number.
 
         Example:
@@ -318,7 +318,7 @@ class ShardedTensor(ShardedBase):
         return None
 
     def _problem_with_axes(self) -> str | None:
-        sizes, totals, counts = self.box_shape, self.global_shape, self.axis_fragmentations
+        sizes, totals, counts = self.shard_shape, self.global_shape, self.axis_fragmentations
         for axis, offset in enumerate(self.global_offset):
             size, total = sizes[axis], totals[axis]
             if offset < 0 or size < 0 or offset + size > total:
@@ -330,9 +330,9 @@ class ShardedTensor(ShardedBase):
                 continue
             if counts[axis] * size != total or (size and offset % size):
                 return (
-                    f"axis {axis}: {counts[axis]} parts of {size} at offset {offset} are no "
+                    f"axis {axis}: {counts[axis]} shards of {size} at offset {offset} are not a "
                     f"regular grid of the global size {total}; give axis_fragmentations=None for "
-                    "uneven parts"
+                    "uneven shards"
                 )
         return None
 
@@ -389,7 +389,122 @@ def _scaled(key: str, shape: Shape, axis: int, length: int, local: int) -> Shape
     scaled, rest = divmod(shape[axis] * length, local)
     if rest:
         raise CheckpointingException(
-            f"key {key!r}: {shape[axis]} along axis {axis} times {length}/{local} is no whole "
-            "number; narrow only where all parts are cut alike"
+            f"key {key!r}: {shape[axis]} along axis {axis} times {length}/{local} is not a "
+            "whole number; narrow only where all shards are cut alike"
         )
     return _replaced(shape, axis, scaled)
+
+
+@dataclass
+class ShardedObject(ShardedBase):
+    """A rank's shard of a global array of picklable objects, one object each.
+
+    Attributes:
+        key: Name of the array in the checkpoint.
+        data: The object of this shard.
+        global_shape: Shape of the array.
+        global_offset: Index of this shard.
+        replica_id: Number of the replica; all zeros is written.
+
+    Raises:
+        CheckpointingException: The offset lies outside the shape, or the lengths differ.
+
+    Example:
+        >>> ShardedObject("rng", b"state", (2,), (1,)).unique_key
+        'rng/shard_1_2'
+    """
+
+    key: str
+    data: Any = field(repr=False)
+    global_shape: Shape
+    global_offset: Shape
+    replica_id: ReplicaId = 0
+
+    def __post_init__(self) -> None:
+        self.global_shape = as_shape(self.global_shape)
+        self.global_offset = as_shape(self.global_offset)
+        pairs = list(zip(self.global_offset, self.global_shape, strict=False))
+        fits = all(0 <= offset < size for offset, size in pairs)
+        if len(self.global_shape) != len(self.global_offset) or not pairs or not fits:
+            raise CheckpointingException(
+                f"key {self.key!r}: offset {self.global_offset} is not an index into an array "
+                f"of shape {self.global_shape}"
+            )
+
+    @property
+    def unique_key(self) -> str:
+        """``{key}/shard_{offset}_{shape}`` with dots between the numbers."""
+        return f"{self.key}/shard_{_dotted(self.global_offset)}_{_dotted(self.global_shape)}"
+
+    def without_data(self) -> ShardedObject:
+        """Return the description alone, with ``data`` None.
+
+        Example:
+            >>> ShardedObject("rng", b"state", (1,), (0,)).without_data().data is None
+            True
+        """
+        return replace(self, data=None)
+
+    @classmethod
+    def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
+        """Rebuild a description from its ``unique_key``; the key itself may contain slashes.
+
+        Args:
+            unique_key: ``{key}/shard_{offset}_{shape}``.
+            replica_id: Number of the replica.
+
+        Returns:
+            The description, with ``data`` None.
+
+        Raises:
+            CheckpointingException: The text has another form.
+
+        Example:
+            >>> ShardedObject.empty_from_unique_key("a/b/shard_1.0_2.3").global_shape
+            (2, 3)
+        """
+        match = _UNIQUE_KEY.fullmatch(unique_key)
+        if match is None:
+            raise CheckpointingException(
+                f"{unique_key!r} is not the unique key of an object; expected "
+                "'KEY/shard_OFFSET_SHAPE' such as 'rng/shard_0_1'"
+            )
+        return cls(
+            key=match["key"],
+            data=None,
+            global_shape=_undotted(match["shape"]),
+            global_offset=_undotted(match["offset"]),
+            replica_id=replica_id,
+        )
+
+
+def _dotted(numbers: Shape) -> str:
+    return ".".join(map(str, numbers))
+
+
+def _undotted(text: str) -> Shape:
+    return tuple(map(int, text.split(".")))
+
+
+class LocalNonpersistentObject(Generic[T]):
+    """A value that is never saved; loading puts the local one back.
+
+    Args:
+        obj: The value.
+
+    Example:
+        >>> LocalNonpersistentObject([1, 2]).unwrap()
+        [1, 2]
+    """
+
+    def __init__(self, obj: T) -> None:
+        self.obj = obj
+
+    def unwrap(self) -> T:
+        """Return the value.
+
+        Example:
+            >>> LocalNonpersistentObject("local").unwrap()
+            'local'
+        """
+        return self.obj

@@ -1,54 +1,38 @@
-"""Copies of what a save writes, so that later changes do not reach the file."""
+"""Copies and digests of what a save writes, so that later changes do not reach the file."""
 
 from __future__ import annotations
 
+import hashlib
 import io
+import pickle
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.common_digest import digest_of
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
+from mcore.parallel.checkpoint.tensor_bytes import row_major_on_cpu
 from mcore.parallel.shortened import titled_list
+from mcore.parallel.tensor_memory import memory_of
 from mcore.tensor.dtensor import to_local_if_dtensor
 
-__all__ = [
-    "StagedValue",
-    "data_problem",
-    "reject_unsavable",
-    "serialized",
-    "stage_entries",
-    "written_shards",
-]
+Update = Callable[[bytes | memoryview], None]
 
 
 @dataclass(frozen=True)
 class StagedValue:
-    """A common value or object as it was when it was staged.
-
-    Attributes:
-        digest: Of the value, on every rank.
-        content: Its pickled bytes or a copy of the tensor, on the rank that writes it.
-    """
+    """A common value or object as it was when it was staged."""
 
     digest: bytes
-    content: bytes | torch.Tensor | None
+    content: bytes | torch.Tensor | None  # pickled, or a copy of the tensor; None is not written
 
 
 def serialized(name: str, value: Any) -> bytes:
-    """Pickle a value in the format of torch.save.
-
-    Args:
-        name: Its name in the checkpoint, for the error text.
-        value: The value, or one that was staged.
-
-    Raises:
-        CheckpointingException: It cannot be pickled.
-    """
+    """Pickle a value, or one that was staged, in the format of torch.save."""
     if isinstance(value, StagedValue) and isinstance(value.content, bytes):
         return value.content
     stream = io.BytesIO()
@@ -64,7 +48,7 @@ def serialized(name: str, value: Any) -> bytes:
 
 
 def written_shards(entries: Entries) -> list[ShardedTensor]:
-    """Return the shards that this rank writes: main replicas that have elements."""
+    """Return the shards with elements that this rank writes."""
     return [
         shard
         for _, shard in entries.tensors
@@ -89,7 +73,7 @@ def reject_unsavable(entries: Entries, *, with_common: bool) -> None:
 
 
 def data_problem(data: torch.Tensor | None) -> str | None:
-    """Say why a tensor cannot be written, or None."""
+    """Return why a tensor cannot be written, or None."""
     if data is None:
         return "has no data: its ShardedTensor is only a description"
     if data.is_meta:
@@ -100,15 +84,7 @@ def data_problem(data: torch.Tensor | None) -> str | None:
 
 
 def stage_entries(entries: Entries, *, with_common: bool) -> Entries:
-    """Copy what this rank writes to the CPU and drop the data of the rest.
-
-    Args:
-        entries: The leaves of the state dict.
-        with_common: Whether this rank writes the common leaves.
-
-    Returns:
-        Leaves of the same names that share no memory with the given ones.
-    """
+    """Copy what this rank writes to the CPU, sharing no memory, and drop the data of the rest."""
     return Entries(
         tensors=[(path, _staged_shard(shard)) for path, shard in entries.tensors],
         objects=[
@@ -140,3 +116,37 @@ def _staged_common(name: str, value: Any, with_content: bool) -> StagedValue:
     if isinstance(value, torch.Tensor):
         return StagedValue(digest, value.detach().to("cpu", copy=True))
     return StagedValue(digest, serialized(name, value))
+
+
+def digest_of(value: Any) -> bytes:
+    """Return 8 bytes that depend on type and content, not on dict order or hash seeds."""
+    hasher = hashlib.blake2b(digest_size=8)
+    _feed(hasher.update, value)
+    return hasher.digest()
+
+
+def _feed(update: Update, value: Any) -> None:
+    update(f"<{type(value).__name__}>".encode())
+    if isinstance(value, torch.Tensor):
+        _feed_tensor(update, value)
+    elif isinstance(value, Mapping):
+        for entry in sorted(digest_of(key) + digest_of(item) for key, item in value.items()):
+            update(entry)
+    elif isinstance(value, list | tuple):
+        for item in value:
+            update(digest_of(item))
+    elif isinstance(value, set | frozenset):
+        for entry in sorted(map(digest_of, value)):
+            update(entry)
+    elif isinstance(value, bytes | bytearray):
+        update(bytes(value))
+    elif value is None or isinstance(value, bool | int | float | complex | str):
+        update(repr(value).encode())
+    else:
+        update(pickle.dumps(value))
+
+
+def _feed_tensor(update: Update, tensor: torch.Tensor) -> None:
+    update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
+    if not tensor.is_meta:
+        update(memory_of(row_major_on_cpu(tensor)))

@@ -8,13 +8,15 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor_builders import shard_of_dtensor
+from mcore.parallel.checkpoint.dtensor import shard_of_dtensor
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
-from mcore.parallel.checkpoint.sharded_objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.sharded import (
+    LocalNonpersistentObject,
+    ShardedBase,
+    ShardedObject,
+    ShardedTensor,
+)
 from mcore.tensor.dtensor import is_dtensor
-
-__all__ = ["Entries", "Path", "flatten_state_dict", "rebuild_state_dict"]
 
 Path = tuple[Any, ...]
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
@@ -22,38 +24,18 @@ _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 @dataclass(frozen=True)
 class Entries:
-    """The leaves of a state dict by kind, each kind in an order that all ranks share.
+    """The leaves of a state dict by kind, each kind in an order that all ranks share."""
 
-    Attributes:
-        tensors: Path and shard, sorted by key and offset.
-        objects: Path and object, sorted by unique key.
-        common: Dotted name to path and value of the leaves that every rank holds alike, sorted.
-        local: Path and value of the leaves that are never saved.
-    """
-
-    tensors: list[tuple[Path, ShardedTensor]]
-    objects: list[tuple[Path, ShardedObject]]
-    common: dict[str, tuple[Path, Any]]
-    local: list[tuple[Path, Any]]
+    tensors: list[tuple[Path, ShardedTensor]]  # by key and offset
+    objects: list[tuple[Path, ShardedObject]]  # by unique key
+    common: dict[str, tuple[Path, Any]]  # what every rank holds alike, by dotted name
+    local: list[tuple[Path, Any]]  # never saved
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
-    """Sort the leaves of a nested state dict by kind.
+    """Sort the leaves of a nested state dict by kind; a bare DTensor is a shard, named by its path.
 
-    Dicts are always entered, lists when they hold a dict or a tensor, tuples when they hold a
-    sharded value; all other values are leaves. The names of common leaves are the keys and list
-    places on the way, joined by dots, as in torch.distributed.checkpoint. A bare DTensor counts
-    as a shard whose key is that name.
-
-    Args:
-        state_dict: What is saved or loaded.
-
-    Returns:
-        The leaves.
-
-    Raises:
-        CheckpointingException: It is no dict, two leaves have one name, a leaf is an object with
-            a state dict of its own, or a ShardedTensor no longer describes its data.
+    Names of common leaves are keys and list places, joined by dots, as torch joins them.
     """
     if not isinstance(state_dict, Mapping):
         raise CheckpointingException(
@@ -101,6 +83,7 @@ def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _is_entered(node: Any) -> bool:
+    """Dicts always, lists that hold a dict or a tensor, tuples that hold a sharded value."""
     if isinstance(node, Mapping):
         return True
     if isinstance(node, list):
@@ -124,10 +107,7 @@ def _name(path: Path) -> str:
 
 
 def rebuild_state_dict(state_dict: Mapping[Any, Any], values: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Return a state dict of the same structure with the values of the given paths.
-
-    Containers are new; leaves whose path is missing in ``values`` stay what they are.
-    """
+    """Return new containers of the same structure; leaves without a path in ``values`` stay."""
     rebuilt: dict[Any, Any] = _rebuilt((), state_dict, values)
     return rebuilt
 

@@ -1,31 +1,81 @@
-"""Do the parts that all ranks want to write make whole tensors, each element once?"""
+"""The check that the shards of all ranks make whole tensors, and the records it compares."""
 
 from __future__ import annotations
 
+import json
+import zlib
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from heapq import heappop, heappush
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from mcore.parallel.checkpoint.boxes import overlapping_pairs
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.shard_records import (
-    ShardRecord,
-    decode_records,
-    describe_entries,
-    encode_records,
-)
-from mcore.parallel.checkpoint.state_tree import flatten_state_dict
+from mcore.parallel.checkpoint.sharded import Shape, is_main_replica
+from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import ranks_text, titled_list
 
 if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
 
-__all__ = ["validate_plans", "validate_sharding_integrity"]
+_TITLE = "the shards of all ranks do not make up whole tensors"
+
+
+class ShardRecord(NamedTuple):
+    """One entry of a rank's state dict.
+
+    Attributes:
+        kind: ``"tensor"``, ``"object"`` or ``"common"``.
+        key: Name; the dotted path for ``"common"``.
+        is_written: Whether this rank writes it.
+        dtype: Name of the dtype, empty for objects.
+        global_shape: Shape of the tensor (prepended axes first) or array of objects.
+        global_offset: Where the shard starts; empty for replicas that are not written.
+        shard_shape: Shape of the shard, prepended axes first; empty for objects and for replicas
+            that are not written.
+        prepend_axis_num: Number of prepended axes.
+    """
+
+    kind: str
+    key: str
+    is_written: bool
+    dtype: str = ""
+    global_shape: Shape = ()
+    global_offset: Shape = ()
+    shard_shape: Shape = ()
+    prepend_axis_num: int = 0
+
 
 RankedRecord = tuple[int, ShardRecord]
-TITLE = "the shards of all ranks do not make up whole tensors"
+Place = tuple[Shape, Shape]  # offset and shape
+
+
+def describe_shards(
+    state_dict: Mapping[str, Any], *, is_first_rank: bool = False
+) -> list[ShardRecord]:
+    """List what a rank with this state dict writes and holds replicas of.
+
+    No communication. The lists of all ranks are the input of :func:`validate_plans`.
+
+    Args:
+        state_dict: The rank's sharded state dict; meta tensors are fine.
+        is_first_rank: Whether the rank writes the leaves that all ranks have alike.
+
+    Returns:
+        The records in a fixed order; unwritten replicas of several shards of a key are one.
+
+    Raises:
+        CheckpointingException: It is not a state dict.
+
+    Example:
+        >>> import torch
+        >>> from mcore.parallel.checkpoint import make_sharded_tensor_for_checkpoint
+        >>> shard = make_sharded_tensor_for_checkpoint(torch.zeros(3), "w")
+        >>> [record.shard_shape for record in describe_shards({"w": shard})]
+        [(3,)]
+    """
+    return describe_entries(flatten_state_dict(state_dict), with_common=is_first_rank)
 
 
 def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> list[str]:
@@ -42,7 +92,7 @@ def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> li
     Example:
         >>> whole = ShardRecord("tensor", "w", True, "float32", (4,), (0,), (4,))
         >>> validate_plans([[whole], [whole]])
-        ["tensor 'w': ranks 0-1 write the same part, offset (0,) shape (4,); give all but one a \
+        ["tensor 'w': ranks 0-1 write the same shard, offset (0,) shape (4,); give all but one a \
 replica_id other than 0"]
     """
     by_entry: dict[tuple[str, str], list[RankedRecord]] = {}
@@ -55,6 +105,94 @@ replica_id other than 0"]
         if kind != "common":
             problems += [f"{kind} {key!r}: {text}" for text in check(by_entry[kind, key])]
     return problems
+
+
+def validate_sharding_integrity(
+    sharded_state_dict: dict[str, Any], process_group: GroupLike | None = None
+) -> None:
+    """Check that all ranks together write every element of every tensor and object once.
+
+    Collective over ``process_group``: one gather to its first rank, whose verdict all ranks get.
+    Without torch.distributed the state dict must be whole by itself.
+
+    Args:
+        sharded_state_dict: What this rank holds; nested dicts and lists are fine.
+        process_group: The ranks that hold the shards; None is the world.
+
+    Raises:
+        CheckpointingException: On every rank, with at most 20 problems, keys and ranks: dtype,
+            global shape or prepended axes differ, two ranks write one shard, shards overlap, lie
+            outside or leave a hole.
+        ValueError: This rank is not a member of the group.
+
+    Example:
+        >>> import torch
+        >>> from mcore.parallel.checkpoint import make_sharded_tensor_for_checkpoint
+        >>> whole = make_sharded_tensor_for_checkpoint(torch.zeros(4), "norm")
+        >>> validate_sharding_integrity({"norm": whole})
+    """
+    team = team_of(process_group)
+    packed = team.agree(lambda: _packed(sharded_state_dict, team))
+    gathered = team.gather_bytes(packed)
+    team.agree(lambda: raise_if_not_whole([decode_records(one) for one in gathered]))
+
+
+def _packed(sharded_state_dict: dict[str, Any], team: Team) -> bytes:
+    entries = flatten_state_dict(sharded_state_dict)
+    return encode_records(describe_entries(entries, with_common=team.is_first))
+
+
+def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
+    """Raise one CheckpointingException with what :func:`validate_plans` finds."""
+    problems = validate_plans(ranks)
+    if problems:
+        raise CheckpointingException(titled_list(_TITLE, problems))
+
+
+def describe_entries(entries: Entries, *, with_common: bool) -> list[ShardRecord]:
+    """List what a rank writes, and once per key what it holds unwritten replicas of."""
+    unwritten: dict[ShardRecord, None] = {}
+    written: list[ShardRecord] = []
+    for _, shard in entries.tensors:
+        record = ShardRecord(
+            "tensor",
+            shard.key,
+            False,
+            str(shard.dtype).removeprefix("torch."),
+            shard.global_shape,
+            prepend_axis_num=shard.prepend_axis_num,
+        )
+        if is_main_replica(shard.replica_id):
+            offset, shape = shard.global_offset, shard.shard_shape
+            written.append(
+                record._replace(is_written=True, global_offset=offset, shard_shape=shape)
+            )
+        else:
+            unwritten[record] = None
+    for _, obj in entries.objects:
+        record = ShardRecord("object", obj.key, False, global_shape=obj.global_shape)
+        if is_main_replica(obj.replica_id):
+            written.append(record._replace(is_written=True, global_offset=obj.global_offset))
+        else:
+            unwritten[record] = None
+    if with_common:
+        written += [ShardRecord("common", name, True) for name in entries.common]
+    return written + list(unwritten)
+
+
+def encode_records(records: Sequence[ShardRecord]) -> bytes:
+    """Pack records; equal records give equal bytes."""
+    return zlib.compress(json.dumps(records, separators=(",", ":")).encode(), 1)
+
+
+def decode_records(packed: bytes) -> list[ShardRecord]:
+    """Unpack what :func:`encode_records` packed."""
+    return [
+        ShardRecord(kind, key, written, dtype, tuple(whole), tuple(offset), tuple(shape), prepended)
+        for kind, key, written, dtype, whole, offset, shape, prepended in json.loads(
+            zlib.decompress(packed)
+        )
+    ]
 
 
 def _name_clashes(by_entry: dict[tuple[str, str], list[RankedRecord]]) -> list[str]:
@@ -79,11 +217,11 @@ def _object_problems(records: list[RankedRecord]) -> list[str]:
     different = _differing_fields(records, ("global_shape",))
     if different:
         return different
-    problems = _repeated(records, lambda record: f"cell {record.global_offset}")
-    cells = {record.global_offset for _, record in records if record.is_main}
+    problems = _repeated(records, lambda record: f"object {record.global_offset}")
+    places = {record.global_offset for _, record in records if record.is_written}
     total = prod(records[0][1].global_shape)
-    if len(cells) != total:
-        problems.append(f"{len(cells)} of {total} cells are written; {_missing_writer(records)}")
+    if len(places) != total:
+        problems.append(f"{len(places)} of {total} objects are written; {_missing_writer(records)}")
     return problems
 
 
@@ -101,51 +239,50 @@ def _differing_fields(records: list[RankedRecord], names: Sequence[str]) -> list
 
 def _outside(records: list[RankedRecord]) -> list[str]:
     return [
-        f"the part of rank {rank}, offset {part.global_offset} shape {part.box_shape}, lies "
-        f"outside the global shape {part.global_shape}"
-        for rank, part in records
-        if part.is_main and not _is_inside(part)
+        f"the shard of rank {rank}, offset {shard.global_offset} shape {shard.shard_shape}, lies "
+        f"outside the global shape {shard.global_shape}"
+        for rank, shard in records
+        if shard.is_written and not _is_inside(shard)
     ]
 
 
-def _is_inside(part: ShardRecord) -> bool:
-    return len(part.global_offset) == len(part.box_shape) == len(part.global_shape) and all(
+def _is_inside(shard: ShardRecord) -> bool:
+    axes = (shard.global_offset, shard.shard_shape, shard.global_shape)
+    return len({len(numbers) for numbers in axes}) == 1 and all(
         start >= 0 and size >= 0 and start + size <= total
-        for start, size, total in zip(
-            part.global_offset, part.box_shape, part.global_shape, strict=True
-        )
+        for start, size, total in zip(*axes, strict=True)
     )
 
 
 def _writer_problems(records: list[RankedRecord]) -> list[str]:
-    filled = [(rank, part) for rank, part in records if part.is_main and prod(part.box_shape) > 0]
+    filled = [(rank, one) for rank, one in records if one.is_written and prod(one.shard_shape) > 0]
     problems = _repeated(
-        filled, lambda part: f"part, offset {part.global_offset} shape {part.box_shape}"
+        filled, lambda shard: f"shard, offset {shard.global_offset} shape {shard.shard_shape}"
     )
-    owners = {(part.global_offset, part.box_shape): rank for rank, part in filled}
-    boxes = sorted(owners)
-    for first, second in overlapping_pairs(boxes):
+    owners = {(shard.global_offset, shard.shard_shape): rank for rank, shard in filled}
+    places = sorted(owners)
+    for first, second in overlapping_pairs(places):
         problems.append(
-            f"the parts of rank {owners[boxes[first]]} (offset, shape) {boxes[first]} and rank "
-            f"{owners[boxes[second]]} {boxes[second]} overlap"
+            f"the shards of rank {owners[places[first]]} (offset, shape) {places[first]} and rank "
+            f"{owners[places[second]]} {places[second]} overlap"
         )
-    covered = sum(prod(shape) for _, shape in boxes)
+    covered = sum(prod(shape) for _, shape in places)
     total = prod(records[0][1].global_shape)
     if covered != total:
         problems.append(
-            f"the parts that are written have {covered} elements and the global shape "
+            f"the shards that are written have {covered} elements and the global shape "
             f"{records[0][1].global_shape} has {total}; {_missing_writer(records)}"
         )
     return problems
 
 
-def _repeated(records: list[RankedRecord], describe: Any) -> list[str]:
+def _repeated(records: list[RankedRecord], describe: Callable[[ShardRecord], str]) -> list[str]:
     """Report what more than one record wants to write."""
-    writers: dict[tuple[Any, Any], list[int]] = {}
-    sample: dict[tuple[Any, Any], ShardRecord] = {}
+    writers: dict[Place, list[int]] = {}
+    sample: dict[Place, ShardRecord] = {}
     for rank, record in records:
-        if record.is_main:
-            place = (record.global_offset, record.box_shape)
+        if record.is_written:
+            place = (record.global_offset, record.shard_shape)
             writers.setdefault(place, []).append(rank)
             sample[place] = record
     return [
@@ -157,11 +294,11 @@ def _repeated(records: list[RankedRecord], describe: Any) -> list[str]:
 
 
 def _missing_writer(records: list[RankedRecord]) -> str:
-    holders = sorted({rank for rank, record in records if not record.is_main})
+    holders = sorted({rank for rank, record in records if not record.is_written})
     if not holders:
-        return "some part is on no rank"
+        return "some shard is on no rank"
     return (
-        f"copies that are not written are on {_ranks(holders)}: one copy of each part needs "
+        f"replicas that are not written are on {_ranks(holders)}: one replica of each shard needs "
         "replica_id 0"
     )
 
@@ -173,43 +310,37 @@ def _ranks(ranks: Sequence[int]) -> str:
     return ranks_text(sorted(counted)) + note
 
 
-def validate_sharding_integrity(
-    sharded_state_dict: dict[str, Any], process_group: GroupLike | None = None
-) -> None:
-    """Check that all ranks together write every element of every tensor and object once.
+def overlapping_pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
+    """Find pairs of different, non-empty shards that share an element; the smaller index first.
 
-    Collective over ``process_group``: one gather to its first rank, whose verdict all ranks get.
-    Without torch.distributed the state dict must be whole by itself.
-
-    Args:
-        sharded_state_dict: This rank's part; nested dicts and lists are fine.
-        process_group: The ranks that hold the parts; None is the world.
-
-    Raises:
-        CheckpointingException: On every rank, with at most 20 problems, keys and ranks: dtype,
-            global shape or prepended axes differ, two ranks write one part, parts overlap, lie
-            outside or leave a hole.
-        ValueError: This rank is not a member of the group.
-
-    Example:
-        >>> import torch
-        >>> from mcore.parallel.checkpoint import make_sharded_tensor_for_checkpoint
-        >>> whole = make_sharded_tensor_for_checkpoint(torch.zeros(4), "norm")
-        >>> validate_sharding_integrity({"norm": whole})
+    A sweep along the axis with most starts compares only shards that are open at one place.
     """
-    team = team_of(process_group)
-    packed = team.agree(lambda: _packed(sharded_state_dict, team))
-    gathered = team.gather_bytes(packed)
-    team.agree(lambda: raise_if_not_whole([decode_records(part) for part in gathered]))
+    if len(places) < 2 or not places[0][0] or _is_regular_grid(places):
+        return []
+    axis = max(range(len(places[0][0])), key=lambda a: len({offset[a] for offset, _ in places}))
+    pairs: list[tuple[int, int]] = []
+    still_open: list[tuple[int, int]] = []
+    for index in sorted(range(len(places)), key=lambda i: places[i][0][axis]):
+        offset, shape = places[index]
+        while still_open and still_open[0][0] <= offset[axis]:
+            heappop(still_open)
+        for _, other in still_open:
+            if _share_an_element(places[index], places[other]):
+                pairs.append((min(index, other), max(index, other)))
+        heappush(still_open, (offset[axis] + shape[axis], index))
+    return sorted(pairs)
 
 
-def _packed(sharded_state_dict: dict[str, Any], team: Team) -> bytes:
-    entries = flatten_state_dict(sharded_state_dict)
-    return encode_records(describe_entries(entries, with_common=team.is_first))
+def _is_regular_grid(places: Sequence[Place]) -> bool:
+    shape = places[0][1]
+    return all(
+        other == shape and all(start % size == 0 for start, size in zip(offset, shape, strict=True))
+        for offset, other in places
+    )
 
 
-def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
-    """Raise one CheckpointingException with what :func:`validate_plans` finds."""
-    problems = validate_plans(ranks)
-    if problems:
-        raise CheckpointingException(titled_list(TITLE, problems))
+def _share_an_element(first: Place, second: Place) -> bool:
+    return all(
+        start < other + other_size and other < start + size
+        for start, size, other, other_size in zip(*first, *second, strict=True)
+    )

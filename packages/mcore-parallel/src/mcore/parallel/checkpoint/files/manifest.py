@@ -1,89 +1,54 @@
-"""The list of a checkpoint's files, their sizes and checksums, written last and checked first."""
+"""The manifest: a checkpoint's files, sizes and checksums, written last and checked first."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from mcore.parallel.checkpoint.checksums import checksum_of_bytes
-from mcore.parallel.checkpoint.durable_files import write_file
 from mcore.parallel.checkpoint.errors import CheckpointingException
-
-__all__ = [
-    "MANIFEST_FILE",
-    "FileRecord",
-    "FileRecords",
-    "Part",
-    "read_manifest",
-    "size_problem",
-    "whole_file",
-    "write_manifest",
-]
+from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
+from mcore.parallel.checkpoint.files.durable_files import write_file
 
 MANIFEST_FILE = "manifest.json"
 _FORMAT = "mcore sharded checkpoint"
 _VERSION = 2
 
 
-@dataclass(frozen=True)
-class Part:
-    """Bytes of a file that are checked together: the content of a key, and zeros up to the next.
-
-    Attributes:
-        offset: Where they start.
-        length: How many there are.
-        checksum: Of these bytes.
-        elements_at: Where in the file the elements of the tensor start that the part holds, in
-            row-major order; None when it holds something else.
-    """
+class Piece(NamedTuple):
+    """Bytes of a file that are checked together: the content of a key, and zeros up to the next."""
 
     offset: int
     length: int
     checksum: str
-    elements_at: int | None = None
+    elements_at: int | None = None  # where in the file the elements of a tensor start, row-major
 
 
-@dataclass(frozen=True)
-class FileRecord:
-    """A file of a checkpoint.
-
-    Attributes:
-        size: In bytes.
-        parts: Everything in it.
-    """
+class FileRecord(NamedTuple):
+    """A file of a checkpoint: its size in bytes, and everything in it."""
 
     size: int
-    parts: tuple[Part, ...]
+    pieces: tuple[Piece, ...]
 
 
 FileRecords = Mapping[str, FileRecord]
 
 
 def whole_file(content: bytes) -> FileRecord:
-    """Describe a file of one part by its content."""
-    return FileRecord(len(content), (Part(0, len(content), checksum_of_bytes(content)),))
+    """Describe a file of one piece by its content."""
+    return FileRecord(len(content), (Piece(0, len(content), checksum_of_bytes(content)),))
 
 
 def write_manifest(directory: Path, files: FileRecords) -> None:
-    """Write the manifest of a directory durably.
-
-    Args:
-        directory: The checkpoint, still under its incomplete name.
-        files: Its files by name.
-    """
+    """Write the manifest of a directory durably, while its name is still an incomplete one."""
     write_file(directory / MANIFEST_FILE, _rendered(files))
 
 
 def _rendered(files: FileRecords) -> bytes:
-    """Write a manifest the one way it can be written, its own checksum at the end."""
+    """Render a manifest the only way it can be written, with its own checksum at the end."""
     listed = {
-        name: {
-            "bytes": record.size,
-            "parts": [[p.offset, p.length, p.checksum, p.elements_at] for p in record.parts],
-        }
+        name: {"bytes": record.size, "parts": record.pieces}
         for name, record in sorted(files.items())
     }
     content = {"format": _FORMAT, "version": _VERSION, "files": listed}
@@ -92,18 +57,7 @@ def _rendered(files: FileRecords) -> bytes:
 
 
 def read_manifest(directory: Path) -> FileRecords | None:
-    """Read the list of a checkpoint's files.
-
-    Args:
-        directory: The checkpoint.
-
-    Returns:
-        The files by name; None when there is no manifest, as in checkpoints that
-        torch.distributed.checkpoint wrote by itself.
-
-    Raises:
-        CheckpointingException: The manifest cannot be read, is of another format, or has changed.
-    """
+    """Read the list of a checkpoint's files; None where there is none, as in torch's own."""
     path = directory / MANIFEST_FILE
     try:
         raw = path.read_bytes()
@@ -136,21 +90,12 @@ def _files(path: Path, content: Any) -> FileRecords:
 
 
 def _record(entry: Mapping[str, Any]) -> FileRecord:
-    parts: Sequence[Any] = entry["parts"]
-    return FileRecord(entry["bytes"], tuple(Part(*part) for part in parts))
+    pieces: Sequence[Any] = entry["parts"]
+    return FileRecord(entry["bytes"], tuple(Piece(*piece) for piece in pieces))
 
 
 def size_problem(path: Path, expected: int, *, at_least: bool = False) -> str | None:
-    """Compare a file's size with what it must be.
-
-    Args:
-        path: The file.
-        expected: Size in bytes.
-        at_least: Whether a larger file is fine too.
-
-    Returns:
-        What is wrong, in words that name the file, or None when all is well.
-    """
+    """Return what is wrong with a file's size, in words that name the file, or None."""
     try:
         found = path.stat().st_size
     except OSError as error:

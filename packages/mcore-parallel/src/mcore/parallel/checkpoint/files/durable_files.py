@@ -13,38 +13,17 @@ from typing import TYPE_CHECKING, BinaryIO
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
-__all__ = [
-    "incomplete_sibling",
-    "is_incomplete_name",
-    "make_directories",
-    "new_large_file",
-    "publish",
-    "sync_directory",
-    "sync_file",
-    "write_file",
-]
-
 _AT_ONCE_BYTES = 1 << 24
 _INCOMPLETE = re.compile(r"\..+\.incomplete-[0-9a-f]{16}", re.S)
 
 
 def incomplete_sibling(path: Path, token: int) -> Path:
-    """Return the name beside ``path`` under which its content is made.
-
-    Example:
-        >>> incomplete_sibling(Path("runs/step_2"), 255).as_posix()
-        'runs/.step_2.incomplete-00000000000000ff'
-    """
+    """Return the name beside ``path`` under which its content is made."""
     return path.with_name(f".{path.name}.incomplete-{token:016x}")
 
 
 def is_incomplete_name(name: str) -> bool:
-    """Say whether a name is one of :func:`incomplete_sibling`.
-
-    Example:
-        >>> is_incomplete_name(".step_2.incomplete-00000000000000ff"), is_incomplete_name("step_2")
-        (True, False)
-    """
+    """Return whether a name is one of :func:`incomplete_sibling`."""
     return _INCOMPLETE.fullmatch(name) is not None
 
 
@@ -74,8 +53,7 @@ def write_file(path: Path, content: bytes) -> None:
 def new_large_file(path: Path) -> BinaryIO:
     """Open a new file, whose content is on its way to storage while more of it is written.
 
-    Without this the operating system keeps what is written in memory until a sync asks for it,
-    and storage has nothing to do before.
+    Otherwise the operating system keeps it in memory until a sync asks for it.
     """
     return io.BufferedWriter(_StartedEarly(path, "x"))
 
@@ -108,15 +86,7 @@ def make_directories(path: Path) -> None:
 
 
 def publish(incomplete: Path, final: Path) -> None:
-    """Give a finished directory its final name, in one step that a crash cannot split.
-
-    Args:
-        incomplete: The directory, all of whose files are synced.
-        final: The name, on the same file system, that nothing has yet.
-
-    Raises:
-        OSError: Something with content has the name by now; ``incomplete`` is still there.
-    """
+    """Give a directory of synced files its final name, in one step that a crash cannot split."""
     sync_directory(incomplete)
     incomplete.rename(final)
     sync_directory(final.parent)

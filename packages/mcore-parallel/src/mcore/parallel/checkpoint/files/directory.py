@@ -8,23 +8,15 @@ import secrets
 import shutil
 from pathlib import Path
 
-from mcore.parallel.checkpoint.durable_files import (
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.durable_files import (
     incomplete_sibling,
     is_incomplete_name,
     sync_directory,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import read_manifest, size_problem
-from mcore.parallel.checkpoint.metadata_file import needed_sizes, read_metadata
+from mcore.parallel.checkpoint.files.manifest import read_manifest, size_problem
+from mcore.parallel.checkpoint.files.metadata_file import needed_sizes, read_metadata
 from mcore.parallel.checkpoint.torch_private import METADATA_FILE
-
-__all__ = [
-    "is_complete_checkpoint",
-    "keep_last",
-    "latest_checkpoint",
-    "list_checkpoints",
-    "remove_incomplete",
-]
 
 _NAMED_STEP = re.compile(r"(?:step|iter|iteration)[_-]?(\d+)", re.I)
 _NUMBER = re.compile(r"\d+")
@@ -32,9 +24,9 @@ PathLike = str | os.PathLike[str]
 
 
 def is_complete_checkpoint(path: PathLike) -> bool:
-    """Say whether a directory is a checkpoint with all its files at their full size.
+    """Return whether a directory is a checkpoint with all its files at their full size.
 
-    Looks at the file system only; no communication. Contents are not read, so that a flipped bit
+    Looks at the file system only; no communication. Contents are not read, so a flipped bit
     goes unnoticed here (loading notices it).
 
     Args:
@@ -42,7 +34,7 @@ def is_complete_checkpoint(path: PathLike) -> bool:
             too, judged by its index.
 
     Returns:
-        True or False; never raises for what it finds there.
+        True or False; it never raises for what it finds there.
 
     Example:
         >>> is_complete_checkpoint("/no/such/directory")
@@ -107,9 +99,9 @@ def latest_checkpoint(root: PathLike) -> Path | None:
 
 
 def remove_incomplete(root: PathLike) -> list[Path]:
-    """Delete what saves and deletions that were cut off left below a directory.
+    """Delete what interrupted saves and deletions left below a directory.
 
-    Call it on one rank while no save into ``root`` is running: the beginning of a job is the time.
+    Call it on one rank while no save into ``root`` is running, at the start of a job for example.
 
     Args:
         root: The directory; it need not exist.
@@ -133,9 +125,9 @@ def remove_incomplete(root: PathLike) -> list[Path]:
 def keep_last(root: PathLike, n: int) -> list[Path]:
     """Delete all but the newest ``n`` complete checkpoints below a directory.
 
-    Only complete checkpoints count and only they are deleted, so that the newest good one always
-    stays, however many broken directories lie around. Each is renamed before it is deleted: a
-    crash leaves no half of one. Call it on one rank, after a save has finished.
+    Only complete checkpoints count and only they are deleted, so the newest good one always stays,
+    however many broken directories there are. Each is renamed before it is deleted, so a crash
+    never leaves half of one. Call it on one rank, after a save has finished.
 
     Args:
         root: The directory; it need not exist.
@@ -175,5 +167,5 @@ def _step_of(name: str) -> int | None:
 
 
 def _written_at(checkpoint: Path) -> int:
-    """Nanoseconds; the index is written once, while a directory's own time moves on."""
+    """Return nanoseconds; the index is written once, while a directory's own time moves on."""
     return (checkpoint / METADATA_FILE).stat().st_mtime_ns

@@ -1,4 +1,4 @@
-"""Read the index file of torch.distributed.checkpoint without running code from it."""
+"""The index file of torch.distributed.checkpoint, read without running code from it."""
 
 from __future__ import annotations
 
@@ -10,15 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from mcore.parallel.checkpoint.checksums import checksum_of_bytes
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.manifest import MANIFEST_FILE, FileRecords
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecords
 from mcore.parallel.checkpoint.torch_private import METADATA_FILE, METADATA_GLOBALS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata
-
-__all__ = ["keys_text", "needed_sizes", "read_metadata"]
 
 
 class _MetadataUnpickler(pickle.Unpickler):
@@ -42,19 +40,7 @@ def _is_dtype(name: str) -> bool:
 def read_metadata(
     directory: Path, files: FileRecords | None = None, *, weights_only: bool = True
 ) -> Metadata:
-    """Read what a checkpoint holds and where.
-
-    Args:
-        directory: The checkpoint.
-        files: Its manifest, where it has one, which knows how the index looked when it was saved.
-        weights_only: Refuse an index that names anything but the classes of an index.
-
-    Returns:
-        The index.
-
-    Raises:
-        CheckpointingException: The file is missing, damaged or refers to foreign code.
-    """
+    """Read what a checkpoint holds and where, and check it against the manifest."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     path = directory / METADATA_FILE
@@ -68,12 +54,12 @@ def read_metadata(
     except FileNotFoundError as error:
         raise CheckpointingException(_no_checkpoint(directory)) from error
     except Exception as error:
+        hint = ", or pass weights_only=False if you trust it" if weights_only else ""
         raise CheckpointingException(
-            f"{path} cannot be read ({type(error).__name__}: {error}); take another checkpoint"
-            + (", or pass weights_only=False if you trust it" * weights_only)
+            f"{path} cannot be read ({describe_error(error)}); take another checkpoint{hint}"
         ) from error
     if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointingException(f"{path} is no index of a checkpoint")
+        raise CheckpointingException(f"{path} is not the index of a checkpoint")
     return metadata
 
 
@@ -81,7 +67,9 @@ def _check_content(path: Path, content: bytes, files: FileRecords | None) -> Non
     if files is None:
         return
     record = files.get(METADATA_FILE)
-    if record is None or [part.checksum for part in record.parts] != [checksum_of_bytes(content)]:
+    if record is None or [piece.checksum for piece in record.pieces] != [
+        checksum_of_bytes(content)
+    ]:
         raise CheckpointingException(
             f"{path} has changed since it was saved, or {path.with_name(MANIFEST_FILE)} is that of "
             "another checkpoint; take another checkpoint"
@@ -90,8 +78,8 @@ def _check_content(path: Path, content: bytes, files: FileRecords | None) -> Non
 
 def _no_checkpoint(directory: Path) -> str:
     if not directory.exists():
-        return f"{directory} does not exist; list_checkpoints({str(directory.parent)!r}) lists some"
-    return f"{directory} is no checkpoint: it has no file {METADATA_FILE}"
+        return f"{directory} does not exist; see list_checkpoints({str(directory.parent)!r})"
+    return f"{directory} is not a checkpoint: it has no file {METADATA_FILE}"
 
 
 def needed_sizes(metadata: Metadata) -> dict[str, int]:
@@ -109,11 +97,6 @@ def needed_sizes(metadata: Metadata) -> dict[str, int]:
 
 
 def keys_text(keys: Iterable[str]) -> str:
-    """Name the first key of some content, and how many more there are.
-
-    Example:
-        >>> keys_text(["w", "b", "b"])
-        "it holds key 'w' and 1 more"
-    """
+    """Name the first key of some content, and how many more there are."""
     first, *others = dict.fromkeys(keys)
     return f"it holds key {first!r}" + (f" and {len(others)} more" if others else "")

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.parallel.checkpoint import (
@@ -18,61 +18,43 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.archive import elements_at
-from mcore.parallel.checkpoint.box_reading import read_box
-from mcore.parallel.checkpoint.checked_reader import CheckedReader
-from mcore.parallel.checkpoint.raw_reads import Scratch
+from mcore.parallel.checkpoint.files.checksums import Scratch
+from mcore.parallel.checkpoint.files.reader import CheckedReader, read_slice
 
 
 @st.composite
-def boxes(draw: Any) -> tuple[list[int], list[int], list[int]]:
-    """Shape of a tensor, and start and shape of a box in it."""
+def slices(draw: Any) -> tuple[list[int], list[int], list[int]]:
+    """Shape of a tensor, and start and shape of a slice of it."""
     shape = draw(st.lists(st.integers(1, 9), max_size=4))
     start = [draw(st.integers(0, size - 1)) for size in shape]
     sizes = [draw(st.integers(1, size - first)) for size, first in zip(shape, start, strict=True)]
     return shape, start, sizes
 
 
+@settings(deadline=None)
 @given(
-    boxes(),
+    slices(),
     st.sampled_from([torch.float64, torch.int16, torch.bool, torch.bfloat16, torch.complex64]),
     st.booleans(),
 )
-def test_boxes_are_those_of_the_tensor(
-    box: tuple[list[int], list[int], list[int]], dtype: torch.dtype, backwards: bool
+def test_slices_are_those_of_the_tensor(
+    place: tuple[list[int], list[int], list[int]], dtype: torch.dtype, backwards: bool
 ) -> None:
-    shape, start, sizes = box
+    shape, start, sizes = place
     whole = torch.randint(0, 2, shape).to(dtype)
     content = b"header." + bytes(whole.contiguous().view(-1).view(torch.uint8).tolist())
     target = torch.zeros(sizes[::-1], dtype=dtype).permute(tuple(range(len(sizes)))[::-1])
     if not backwards:
         target = target.contiguous()
-    read_box(io.BytesIO(content), 7, shape, start, target, dtype, Scratch(128))
+    read_slice(io.BytesIO(content), 7, shape, start, target, dtype, Scratch(128))
     for dim, (first, size) in enumerate(zip(start, sizes, strict=True)):
         whole = whole.narrow(dim, first, size)
     assert torch.equal(target, whole)
 
 
-def archive_of(value: Any) -> bytes:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream.getvalue()
-
-
-def test_elements_are_found_in_an_archive_of_one_tensor() -> None:
-    tensor = torch.arange(100, dtype=torch.int32)
-    content = b"x" * 37 + archive_of(tensor) + b"y" * 5
-    at = elements_at(io.BytesIO(content), 37, len(content) - 42, tensor.nbytes)
-    assert at is not None
-    assert torch.frombuffer(bytearray(content[at : at + 400]), dtype=torch.int32).equal(tensor)
-    for other in ([tensor, tensor + 1], tensor[:50], {"a": 1}):
-        archive = archive_of(other)
-        assert elements_at(io.BytesIO(archive), 0, len(archive), 200) is None
-
-
 SAVED: dict[str, Callable[[], torch.Tensor]] = {
     "transposed": lambda: torch.randn(6, 4).t(),
-    "part of a larger one": lambda: torch.randn(10, 8)[2:6, 1:7],
+    "slice of a larger one": lambda: torch.randn(10, 8)[2:6, 1:7],
     "view at an offset": lambda: torch.randn(24)[8:20].view(3, 4),
     "expanded": lambda: torch.randn(4, 1).expand(4, 5),
     "conjugate": lambda: torch.randn(4, dtype=torch.complex64).conj(),

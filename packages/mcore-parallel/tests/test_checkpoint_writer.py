@@ -16,7 +16,7 @@ from mcore.parallel.checkpoint import (
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.durable_files import new_large_file
+from mcore.parallel.checkpoint.files.durable_files import new_large_file
 
 
 def manifest_of(path: Path) -> dict[str, list[list[int]]]:
@@ -29,34 +29,34 @@ def test_elements_lie_at_places_from_which_memory_is_copied_fast(tmp_path: Path)
     shards = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in odd.items()}
     thing = ShardedObject("thing", {"a": 1}, (1,), (0,))
     save_sharded_state_dict({**shards, "thing": thing, "step": 3}, tmp_path / "saved")
-    parts = manifest_of(tmp_path / "saved")["__0_0.distcp"]
+    pieces = manifest_of(tmp_path / "saved")["__0_0.distcp"]
     content = (tmp_path / "saved" / "__0_0.distcp").read_bytes()
-    places = [at for *_, at in parts if at is not None]
+    places = [at for *_, at in pieces if at is not None]
     assert len(places) == len(odd)
     assert [at % 64 for at in places] == [0] * len(odd)
     for at, (_, value) in zip(places, sorted(odd.items()), strict=True):
         assert content[at : at + value.numel()] == bytes(value.tolist())
 
 
-def test_parts_cover_every_byte_once(tmp_path: Path) -> None:
+def test_pieces_cover_every_byte_once(tmp_path: Path) -> None:
     shards = [ShardedTensor.from_rank_offsets(f"w{i}", torch.zeros(i + 1)) for i in range(5)]
     save_sharded_state_dict({"shards": shards, "step": 3}, tmp_path / "saved")
-    for name, parts in manifest_of(tmp_path / "saved").items():
-        ends = [offset + length for offset, length, *_ in parts]
-        assert [offset for offset, *_ in parts] == [0, *ends[:-1]]
+    for name, pieces in manifest_of(tmp_path / "saved").items():
+        ends = [offset + length for offset, length, *_ in pieces]
+        assert [offset for offset, *_ in pieces] == [0, *ends[:-1]]
         assert ends[-1] == (tmp_path / "saved" / name).stat().st_size
 
 
-def test_a_part_of_a_large_buffer_is_saved_alone(tmp_path: Path) -> None:
+def test_a_slice_of_a_large_buffer_is_saved_alone(tmp_path: Path) -> None:
     buffer = torch.arange(1_000_000.0)
-    parts = {"a": buffer[10:20], "b": buffer.view(1000, 1000)[:, 3], "c": buffer[30:60].view(5, 6)}
-    expected = {key: part.clone() for key, part in parts.items()}
-    shards = {key: ShardedTensor.from_rank_offsets(key, part) for key, part in parts.items()}
+    slices = {"a": buffer[10:20], "b": buffer.view(1000, 1000)[:, 3], "c": buffer[30:60].view(5, 6)}
+    expected = {key: one.clone() for key, one in slices.items()}
+    shards = {key: ShardedTensor.from_rank_offsets(key, one) for key, one in slices.items()}
     save_sharded_state_dict(shards, tmp_path / "saved")
     assert (tmp_path / "saved" / "__0_0.distcp").stat().st_size < 12_000
     buffer.zero_()
     loaded = load_sharded_state_dict(shards, tmp_path / "saved")
-    assert all(torch.equal(loaded[key], expected[key]) for key in parts)
+    assert all(torch.equal(loaded[key], expected[key]) for key in slices)
 
 
 @pytest.mark.parametrize("advice", ["given", "refused", "unknown"])
