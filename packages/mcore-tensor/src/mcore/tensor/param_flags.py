@@ -1,20 +1,18 @@
-"""The `shared` mark of parameters that several modules hold, such as tied word embeddings."""
+"""The ``shared`` mark of parameters that several modules hold, such as tied word embeddings."""
 
 from __future__ import annotations
 
 from typing import Any
-
-__all__ = ["mark_param_shared", "param_is_not_shared", "param_is_shared"]
 
 
 def param_is_shared(param: object) -> bool:
     """Return whether a parameter is marked as the copy of one that another module owns.
 
     Args:
-        param: Any object, usually an `nn.Parameter`; its attribute `shared` is the mark.
+        param: Any object, usually an ``nn.Parameter``; its attribute ``shared`` is the mark.
 
     Returns:
-        `True` if the attribute is there and truthy.
+        True if the attribute is there and truthy.
 
     Example:
         >>> import torch
@@ -31,10 +29,10 @@ def param_is_not_shared(param: object) -> bool:
     that a sum over all parameters counts the weight once.
 
     Args:
-        param: Any object, usually an `nn.Parameter`; its attribute `shared` is the mark.
+        param: Any object, usually an ``nn.Parameter``; its attribute ``shared`` is the mark.
 
     Returns:
-        `False` if the attribute is there and truthy, else `True`.
+        False if the attribute is there and truthy, else True.
 
     Example:
         >>> import torch
@@ -48,7 +46,7 @@ def mark_param_shared(param: Any, shared: bool = True) -> None:
     """Mark a parameter as the copy of one that another module owns, or take the mark away.
 
     Args:
-        param: The object to mark, usually an `nn.Parameter`.
+        param: The object to mark, usually an ``nn.Parameter``.
         shared: The mark.
 
     Example:

@@ -58,7 +58,7 @@ def is_experimental_enabled() -> bool:
 
     Returns:
         The value of the innermost ``experimental_enabled`` block of this thread or task; outside of
-        any, whether ``ENABLE_EXPERIMENTAL`` is ``True``.
+        any, whether ``ENABLE_EXPERIMENTAL`` is True.
 
     Example:
         >>> is_experimental_enabled()
