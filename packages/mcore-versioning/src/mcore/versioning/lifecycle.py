@@ -38,7 +38,7 @@ def deprecated(
     is blamed on the line of the call. A class stays the same object; it warns when it is
     instantiated or subclassed directly, not when a subclass is instantiated, nor when an instance
     is copied or unpickled by way of ``__new__`` (exceptions are unpickled by a call, which warns).
-    Deprecating an object twice replaces what the first time said.
+    Deprecating an object twice replaces the first deprecation.
 
     Put it above ``staticmethod``, ``classmethod`` and ``property`` or below them, above
     ``dataclasses.dataclass``, and above ``typing_extensions.deprecated(..., category=None)``, which

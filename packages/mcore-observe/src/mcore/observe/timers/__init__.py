@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.sinks.mlflow import sanitize_metric_name
-from mcore.observe.timer import DisabledTimer, Timer, TimerLike
-from mcore.observe.timer_text import OPTIONS, format_times, longest_times
+from mcore.observe.timers.text import OPTIONS, format_times, longest_times
+from mcore.observe.timers.timer import DisabledTimer, Timer, TimerLike
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 from mcore.versioning.process_rank import process_rank, process_world_size
 
-__all__ = ["Timers", "gather_seconds"]
+__all__ = ["Timer", "Timers", "gather_seconds"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +25,10 @@ _DISABLED = DisabledTimer()
 
 
 def gather_seconds(seconds: Sequence[float]) -> torch.Tensor:
-    """Gather some times of every rank.
+    """Gather the times of every rank: ``[world_size, len(seconds)]`` float32 on the group's device.
 
-    One all-gather of ``[len(seconds)]`` float32 over the world group; every rank of the job calls
-    it and gets the result. None when there is nothing to gather or torch.distributed is not
-    initialised.
-
-    Args:
-        seconds: Times of this rank, the same number on every rank.
-
-    Returns:
-        Seconds, ``[world_size, len(seconds)]`` float32, on the device of the world group.
-
-    Example:
-        >>> gather_seconds([1.0, 2.0])
-        tensor([[1., 2.]])
+    One all-gather over the world group on every rank of the job; none without torch.distributed or
+    times.
     """
     mine = torch.tensor([list(seconds)], dtype=torch.float32)
     if not is_distributed() or not seconds:

@@ -12,14 +12,14 @@ from sys import _getframe
 from types import TracebackType
 from typing import Any, NoReturn, TypeVar, cast
 
-from mcore.observe.lifetimes import kind_of, wrap_lifetime
-from mcore.observe.nvtx_backends import (
+from mcore.observe.async_tasks import kind_of, wrap_lifetime
+from mcore.observe.nvtx.backends import (
     NoBackend,
     RangeBackend,
     check_backend_name,
     select_backend,
 )
-from mcore.observe.nvtx_stacks import LivingStacks, OpenRange, ThreadStack
+from mcore.observe.nvtx.stacks import LivingStacks, OpenRange, ThreadStack
 
 __all__ = [
     "configure_nvtx_profiling",

@@ -6,21 +6,14 @@ import threading
 import weakref
 from typing import Any, TypeAlias
 
-from mcore.observe.nvtx_backends import RangeBackend
-
-__all__ = ["LivingStacks", "OpenRange", "RangeStack", "ThreadStack"]
+from mcore.observe.nvtx.backends import RangeBackend
 
 # What opened a range and has to close it, with what its `push` returned.
 OpenRange: TypeAlias = "tuple[RangeBackend, Any]"
 
 
 class RangeStack:
-    """The open ranges of one thread.
-
-    Attributes:
-        messages: Their names, innermost last; always the same list.
-        opened: The ranges, in the same order.
-    """
+    """The names of one thread's open ranges, always in the same list, and the ranges themselves."""
 
     __slots__ = ("__weakref__", "messages", "opened")
 
@@ -29,14 +22,7 @@ class RangeStack:
         self.opened: list[OpenRange] = []
 
     def close(self, message: str) -> bool:
-        """Close the innermost range, by the backend that opened it.
-
-        Args:
-            message: Its name.
-
-        Returns:
-            False if the innermost range has another name, or there is none; nothing is closed.
-        """
+        """Close the innermost range by the backend that opened it; False if it has another name."""
         messages = self.messages
         if not messages or messages[-1] != message:
             return False
@@ -46,26 +32,14 @@ class RangeStack:
         return True
 
     def close_down_to(self, depth: int, opened: OpenRange) -> None:
-        """Close a range after those inside it; nothing if it is closed already.
-
-        Args:
-            depth: How many ranges it is inside of.
-            opened: The range itself.
-        """
+        """Close a range, which is inside ``depth`` others, after those inside it; once only."""
         if depth < len(self.opened) and self.opened[depth] is opened:
             while len(self.messages) > depth:
                 self.close(self.messages[-1])
 
 
 class LivingStacks:
-    """The stacks of all living threads.
-
-    Example:
-        >>> living = LivingStacks()
-        >>> stack = living.new()
-        >>> living.any_open()
-        False
-    """
+    """The stacks of all living threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -79,20 +53,13 @@ class LivingStacks:
         return stack
 
     def any_open(self) -> bool:
-        """Say whether any living thread has an open range."""
+        """Return whether any living thread has an open range."""
         with self._lock:
             return any(stack.messages for stack in self._stacks)
 
 
 class ThreadStack(threading.local):
-    """Holds the stack of the current thread, made when the thread first asks for it.
-
-    Args:
-        living: Where the stacks are made.
-
-    Attributes:
-        stack: The current thread's.
-    """
+    """Holds the stack of the current thread, made when the thread first asks for it."""
 
     def __init__(self, living: LivingStacks) -> None:
         self.stack = living.new()
