@@ -132,19 +132,17 @@ class GlobalMemoryBuffer:
         *,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """Allocate or enlarge a buffer ahead of its use, before ``freeze()`` for example.
+        """Allocate or enlarge a buffer ahead of its use, before :meth:`freeze` for example.
 
         Args:
             tensor_shape: The largest shape that will be asked for.
             dtype: The element type.
             name: The name of the buffer.
-            mem_alloc_context: As for ``get_tensor``.
+            mem_alloc_context: As for :meth:`get_tensor`.
             device: Where the buffer lives; by default the current device.
 
         Raises:
-            ValueError: As ``get_tensor``.
-            TypeError: As ``get_tensor``.
-            RuntimeError: As ``get_tensor``.
+            ValueError, TypeError, RuntimeError: As :meth:`get_tensor`.
 
         Example:
             >>> buffers = GlobalMemoryBuffer()
@@ -301,37 +299,7 @@ class GlobalMemoryBuffer:
         return 0 if backing is None else backing.nbytes
 
 
-class _ProcessWide:
-    """The one instance of a process, made when it is first asked for."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._instance: GlobalMemoryBuffer | None = None
-        self._handles_fork = False
-
-    def get(self) -> GlobalMemoryBuffer:
-        instance = self._instance
-        return self._create() if instance is None else instance
-
-    def clear(self) -> None:
-        with self._lock:
-            self._instance = None
-
-    def _create(self) -> GlobalMemoryBuffer:
-        with self._lock:
-            if self._instance is None:
-                self._instance = GlobalMemoryBuffer()
-                if not self._handles_fork and hasattr(os, "register_at_fork"):
-                    os.register_at_fork(after_in_child=self._forget)
-                    self._handles_fork = True
-            return self._instance
-
-    def _forget(self) -> None:
-        self._lock = threading.Lock()  # another thread of the parent may have held the old one
-        self._instance = None
-
-
-_process_wide = _ProcessWide()
+_by_process: dict[int, GlobalMemoryBuffer] = {}  # a forked child has another process id
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
@@ -346,7 +314,14 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
         >>> get_global_memory_buffer() is get_global_memory_buffer()
         True
     """
-    return _process_wide.get()
+    process = os.getpid()
+    buffers = _by_process.get(process)
+    if buffers is None:
+        for other in list(_by_process):
+            if other != process:
+                _by_process.pop(other, None)
+        buffers = _by_process.setdefault(process, GlobalMemoryBuffer())
+    return buffers
 
 
 def destroy_global_memory_buffer() -> None:
@@ -360,7 +335,7 @@ def destroy_global_memory_buffer() -> None:
         >>> get_global_memory_buffer() is before
         False
     """
-    _process_wide.clear()
+    _by_process.clear()
 
 
 def checked_shape(tensor_shape: Sequence[int] | int) -> tuple[int, ...]:

@@ -59,36 +59,13 @@ class MakeViewlessTensor(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
         """Return a viewless tensor on the memory of the input.
 
-        Args:
-            ctx: The autograd context, unused.
-            inp: Any tensor.
-            requires_grad: Without effect, part of the calling form: autograd puts the result into
-                the graph exactly if ``inp`` requires grad.
-
-        Returns:
-            A tensor with the storage, offset and strides of ``inp`` and without a base.
-
-        Example:
-            >>> MakeViewlessTensor.forward(None, torch.ones(4)[:2], False)._base is None
-            True
+        Autograd puts it into the graph exactly if ``inp`` requires grad: ``requires_grad`` is unused.
         """
         return inp.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Pass the gradient on unchanged.
-
-        Args:
-            ctx: The autograd context, unused.
-            grad_output: The gradient of the viewless tensor.
-
-        Returns:
-            The gradient of the input, and None for ``requires_grad``.
-
-        Example:
-            >>> MakeViewlessTensor.backward(None, torch.ones(2))
-            (tensor([1., 1.]), None)
-        """
+        """Pass the gradient on unchanged; ``requires_grad`` gets none."""
         return grad_output, None
 
 

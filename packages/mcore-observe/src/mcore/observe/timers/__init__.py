@@ -104,13 +104,7 @@ class Timers:
             )
 
     def find(self, name: str) -> Timer | None:
-        """Return the timer of that name if there is one that measures, without making it.
-
-        Args:
-            name: The name.
-
-        Returns:
-            The timer, or None.
+        """Return the timer of that name if there is one that measures, else None.
 
         Example:
             >>> Timers(0, "max").find("forward") is None
@@ -119,14 +113,7 @@ class Timers:
         return self._timers.get(name)
 
     def local_seconds(self, names: Sequence[str], *, reset: bool) -> list[float]:
-        """Read timers of this rank. No communication.
-
-        Args:
-            names: Names of the timers; one that does not exist reads 0.
-            reset: Start them again from zero.
-
-        Returns:
-            Seconds since their last reset, in the order of ``names``.
+        """Return this rank's seconds since the last reset, one for each name; 0 for no such timer.
 
         Example:
             >>> Timers(0, "max").local_seconds(["forward"], reset=False)
@@ -170,15 +157,9 @@ class Timers:
     def format(
         self, names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
     ) -> str | None:
-        """Format times that were gathered before, as this object's option says.
+        """Format ``rows[rank][i]`` seconds for ``names[i]``, as this object's option asks.
 
-        Args:
-            names: Names of the timers.
-            rows: Seconds, ``rows[rank][i]`` for ``names[i]``; 0 means not timed.
-            normalizer: Divides the times.
-
-        Returns:
-            The text, or None when no rank timed anything.
+        0 means not timed; None is returned when no rank timed anything.
 
         Example:
             >>> print(Timers(0, "minmax").format(["forward"], [[0.001], [0.002]]))

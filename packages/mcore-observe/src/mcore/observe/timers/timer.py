@@ -115,14 +115,11 @@ class Timer:
         self._running = False
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds since the last reset; a running timer goes on running.
+        """Return this rank's seconds since the last reset; a running timer goes on running.
 
         Args:
             reset: Start again from zero.
             barrier: A running timer first waits for the other ranks, as in :meth:`start`.
-
-        Returns:
-            Seconds on this rank.
 
         Example:
             >>> Timer("forward").elapsed()
@@ -140,10 +137,7 @@ class Timer:
         return seconds
 
     def active_time(self) -> float:
-        """Return the seconds of all closed ranges since the timer was made, resets or not.
-
-        Returns:
-            Seconds on this rank.
+        """Return this rank's seconds of all ranges since the timer was made, resets or not.
 
         Example:
             >>> Timer("forward").active_time()
@@ -153,10 +147,7 @@ class Timer:
         return self._active
 
     def set_elapsed(self, value: float) -> None:
-        """Replace the elapsed time.
-
-        Args:
-            value: Seconds.
+        """Replace the elapsed time by some seconds.
 
         Example:
             >>> timer = Timer("forward")
@@ -168,10 +159,7 @@ class Timer:
         self._elapsed = float(value)
 
     def set_barrier_group(self, barrier_group: dist.ProcessGroup | None) -> None:
-        """Choose the ranks that ``barrier=True`` waits for.
-
-        Args:
-            barrier_group: The group; None, as at first, is the world group.
+        """Choose the ranks that ``barrier=True`` waits for; None, as at first, is the world group.
 
         Example:
             >>> Timer("forward").set_barrier_group(None)
