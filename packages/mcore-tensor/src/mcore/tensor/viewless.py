@@ -59,7 +59,7 @@ class MakeViewlessTensor(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
         """Return a viewless tensor on the memory of the input.
 
-        Autograd puts it into the graph exactly if ``inp`` requires grad: ``requires_grad`` is unused.
+        Autograd puts it into the graph exactly if ``inp`` requires grad: the flag is unused.
         """
         return inp.detach()
 
