@@ -4,13 +4,13 @@ import threading
 
 import pytest
 
-from mcore.observe import async_loop, get_asyncio_loop
+from mcore.observe import async_tasks, get_asyncio_loop
 
 
 @pytest.fixture(autouse=True)
 def close_the_loop():
     yield
-    loop = async_loop._cached_loop()
+    loop = async_tasks._cached_loop()
     if loop is not None:
         loop.close()
     asyncio.set_event_loop(None)
@@ -38,7 +38,7 @@ def test_the_running_loop_comes_before_the_cached_one():
 def test_the_new_loop_is_cached_current_and_shown():
     loop = get_asyncio_loop()
     assert get_asyncio_loop() is loop
-    assert async_loop._ASYNC_IO_LOOP is loop
+    assert async_tasks._ASYNC_IO_LOOP is loop
     assert asyncio.get_event_loop_policy().get_event_loop() is loop
     assert loop.run_until_complete(asyncio.sleep(0, "ran")) == "ran"
 
@@ -49,7 +49,7 @@ def test_a_closed_loop_is_replaced():
     second = get_asyncio_loop()
     assert second is not first
     assert not second.is_closed()
-    assert async_loop._ASYNC_IO_LOOP is second
+    assert async_tasks._ASYNC_IO_LOOP is second
 
 
 def test_each_thread_has_its_own():
@@ -65,7 +65,7 @@ def test_each_thread_has_its_own():
     thread.join()
     assert theirs[0] is theirs[1]
     assert theirs[0] is not mine
-    assert async_loop._ASYNC_IO_LOOP is mine
+    assert async_tasks._ASYNC_IO_LOOP is mine
 
 
 def test_a_forked_child_gets_another_and_leaves_the_parents_alone():

@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from mcore.observe.lifetimes import kind_of, wrap_lifetime
+from mcore.observe.async_tasks import kind_of, wrap_lifetime
 
 
 async def coroutine():

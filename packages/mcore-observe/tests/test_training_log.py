@@ -589,9 +589,9 @@ def test_theoretical_memory_is_asked_for_before_the_measured_one():
 
 
 def test_snapshot_at_the_profile_end_is_a_warning_without_cuda(caplog):
-    from mcore.observe import memory_snapshot
+    from mcore.observe import memory
 
-    memory_snapshot._warn_no_cuda.cache_clear()
+    memory._warn_no_cuda.cache_clear()
     state = make_state(step=12)
     state.cfg.profiling = ProfilingConfig(record_memory_history=True)
     with mock.patch("torch.cuda.is_available", return_value=False):

@@ -15,7 +15,7 @@ from mcore.parallel.wgrad import (
     drain_embedding_wgrad_compute,
     prepare_input_tensors_for_wgrad_compute,
 )
-from mcore.tensor.global_buffer import destroy_global_memory_buffer, get_global_memory_buffer
+from mcore.tensor.buffers import destroy_global_memory_buffer, get_global_memory_buffer
 from rank_testing import run_ranks
 
 BATCH, HIDDEN, VOCAB = 2, 6, 10

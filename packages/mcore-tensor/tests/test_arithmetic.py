@@ -5,7 +5,7 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.tensor import (
@@ -78,6 +78,7 @@ def test_divisibility_holds_without_assertions():
     assert finished.stdout.split() == ["DivisibilityError", "DivisibilityError", "AssertionError"]
 
 
+@settings(deadline=None)
 @given(integers, integers.filter(bool))
 def test_divide_agrees_with_fractions(numerator, denominator):
     exact = Fraction(numerator, denominator)
@@ -103,6 +104,7 @@ def test_round_up(value, multiple, expected):
     assert round_up_to_nearest_multiple(value, multiple) == expected
 
 
+@settings(deadline=None)
 @given(integers, st.integers(1, 2**70))
 def test_round_up_is_the_smallest_multiple_not_below(value, multiple):
     rounded = round_up_to_nearest_multiple(value, multiple)

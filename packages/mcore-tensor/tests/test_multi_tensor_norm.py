@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mcore.tensor import local_multi_tensor_applier, local_multi_tensor_l2_norm, norms
+from mcore.tensor import local_multi_tensor_applier, local_multi_tensor_l2_norm
+from mcore.tensor.multi_tensor import norms
 
 CHUNK = 2048 * 32
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]

@@ -7,7 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mcore.tensor import local_multi_tensor_applier, local_multi_tensor_scale, scaling
+from mcore.tensor import local_multi_tensor_applier, local_multi_tensor_scale
+from mcore.tensor.multi_tensor import scaling
+from mcore.tensor.multi_tensor.scaling import Scratch
 
 CHUNK = 2048 * 32
 FLOATS = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
@@ -365,3 +367,17 @@ def test_sources_and_destinations_on_different_devices():
     scale([torch.ones(3)], [on_gpu], torch.tensor(3.0), flag)
     scale([on_gpu], [on_cpu], torch.tensor(2.0, device="cuda"), flag)
     assert (on_gpu.tolist(), on_cpu.tolist(), flag.tolist()) == ([3] * 3, [6] * 3, [0])
+
+
+def test_scratch_requests_of_one_dtype_share_memory():
+    scratch = Scratch(8)
+    first = scratch.take(8, torch.float32)
+    assert scratch.take(3, torch.float32).data_ptr() == first.data_ptr()
+    assert scratch.take(3, torch.float64).data_ptr() != first.data_ptr()
+    assert (first.shape, first.device.type) == ((8,), "cpu")
+
+
+def test_a_scratch_request_beyond_the_capacity_gets_more():
+    scratch = Scratch(2)
+    assert scratch.take(5, torch.int16).shape == (5,)
+    assert scratch.take(0, torch.int16).shape == (0,)

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from mcore.tensor.shard_sizes import every_rank_has_elements
+from mcore.tensor.dtensor import every_rank_has_elements
 
 
 def chunks(tensor, count, dim):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from mcore.versioning import clear_version_cache, config
-from mcore.versioning.end_of_life import _owners_of
+from mcore.versioning.experimental import _owners_of
 
 
 @pytest.fixture(autouse=True)

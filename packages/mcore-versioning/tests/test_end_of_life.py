@@ -7,12 +7,17 @@ from importlib.metadata import packages_distributions, version
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from packaging.version import Version
 
-from mcore.versioning import __version__, end_of_life, experimental_fn
-from mcore.versioning.end_of_life import _owners_of, has_expired, owner_version, warn_if_expired
+from mcore.versioning import __version__, experimental, experimental_fn
+from mcore.versioning.experimental import (
+    _owners_of,
+    has_expired,
+    owner_version,
+    warn_if_expired,
+)
 
 
 @pytest.mark.parametrize(
@@ -28,6 +33,7 @@ def test_table_of_lifetimes(introduced: str, current: str, expired: bool) -> Non
     assert has_expired(Version(introduced), Version(current), 3) is expired
 
 
+@settings(deadline=None)
 @given(
     st.integers(0, 3), st.integers(0, 30), st.integers(0, 3), st.integers(0, 30), st.integers(0, 9)
 )
@@ -122,7 +128,7 @@ def test_owner_decides_where_no_current_version_is_given(
         asked.append(module)
         return Version("0.9.0")
 
-    monkeypatch.setattr(end_of_life, "owner_version", owner)
+    monkeypatch.setattr(experimental, "owner_version", owner)
 
     def old() -> None: ...
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from packaging.version import InvalidVersion, Version
 
 import mcore.versioning as v
+from mcore.versioning.lookup import _parse
 
 PACKAGES = [
     ("torch", "torch", v.get_torch_version, v.is_torch_min_version, Version("0.0.0")),
@@ -327,8 +328,7 @@ def test_module_that_is_being_imported_does_not_hide_the_metadata(
 def test_many_requests_do_not_pile_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "flash_attn", _stub("1000.0"))
     assert all(v.is_fa_min_version(f"1.{minor}") for minor in range(2000))
-    remembered = v.installed._FLASH_ATTN.older_requests
-    assert 0 < len(remembered) <= 256
+    assert 0 < _parse.cache_info().currsize <= 256
 
 
 def test_request_that_cannot_be_hashed_is_a_type_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -399,7 +399,7 @@ def test_generic_lookup_of_a_documented_package_shares_its_cache(
     assert found is v.get_fa_version()
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     installed=st.sampled_from(["2.9.0a0+nv", "2.13.0+cpu", "2.7.4.post1", "1.5.3", "3.0.dev1"]),
     requests=st.lists(
@@ -426,3 +426,49 @@ def test_remembered_answers_equal_fresh_ones(
         expected = shown >= wanted if check_equality else shown > wanted
         answer = v.is_torch_min_version(request, check_equality, release_only=release_only)
         assert answer is expected
+
+
+@pytest.mark.parametrize(
+    ("conv", "mamba", "expected"),
+    [
+        ("1.5.3.post1", "2.2.6.post3", (True, None)),
+        ("1.6.0", "2.3.0", (True, None)),
+        ("1.5.3", "2.2.6.post3", (False, "causal_conv1d >= 1.5.3.post1 is required (found 1.5.3)")),
+        (None, None, (False, "causal_conv1d >= 1.5.3.post1 is required (not installed)")),
+        ("1.5.3.post1", "2.2.6", (False, "mamba_ssm >= 2.2.6.post3 is required (found 2.2.6)")),
+        ("1.5.3.post1", None, (False, "mamba_ssm >= 2.2.6.post3 is required (not installed)")),
+    ],
+)
+def test_packed_sequences_in_inference(
+    conv: str | None,
+    mamba: str | None,
+    expected: tuple[bool, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _pretend(conv, mamba, monkeypatch)
+    assert v.check_mamba_sequence_packing_support() == expected
+    assert v.check_mamba_sequence_packing_support(for_inference_not_training=True) == expected
+
+
+@pytest.mark.parametrize(
+    ("conv", "mamba", "expected"),
+    [
+        ("1.4.0", "2.0.0", (True, None)),
+        ("1.3.9", "2.0.0", (False, "causal_conv1d >= 1.4.0 is required (found 1.3.9)")),
+        ("1.4.0", None, (False, "mamba_ssm >= 2.0.0 is required (not installed)")),
+    ],
+)
+def test_packed_sequences_in_training(
+    conv: str | None,
+    mamba: str | None,
+    expected: tuple[bool, str | None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _pretend(conv, mamba, monkeypatch)
+    assert v.check_mamba_sequence_packing_support(for_inference_not_training=False) == expected
+
+
+def _pretend(conv: str | None, mamba: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, version in (("causal_conv1d", conv), ("mamba_ssm", mamba)):
+        stub = None if version is None else types.SimpleNamespace(__version__=version)
+        monkeypatch.setitem(sys.modules, module, stub)

@@ -16,7 +16,7 @@ from mcore.versioning import (
     is_internal_api,
     is_torch_min_version,
 )
-from mcore.versioning.environment_report import environment_report
+from mcore.versioning.environment import environment_report
 
 
 def _readme() -> str:

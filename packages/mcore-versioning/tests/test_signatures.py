@@ -4,7 +4,7 @@ import inspect
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.versioning import accepts_parameter, create_updated_function_signature
@@ -64,6 +64,7 @@ def test_signature_can_be_assigned_to_a_wrapper() -> None:
     assert list(inspect.signature(wrapper).parameters) == ["x", "y", "z"]
 
 
+@settings(deadline=None)
 @given(
     names=st.lists(st.from_regex(r"[a-w][a-z]{0,5}_", fullmatch=True), unique=True, max_size=5),
     defaults=st.lists(st.one_of(st.none(), st.integers(), st.text(), st.booleans()), min_size=5),

@@ -59,7 +59,7 @@ def append(file: Path, text: str) -> None:
 def import_between_siblings(copy: Path) -> None:
     """Declared, so that only the direction is wrong; an import straight up would be a circle."""
     append(
-        copy / "packages/mcore-observe/src/mcore/observe/timers.py",
+        copy / "packages/mcore-observe/src/mcore/observe/timers/__init__.py",
         "\n\ndef _planted() -> None:\n    import mcore.modules  # noqa: F401\n",
     )
     file = copy / "packages/mcore-observe/pyproject.toml"

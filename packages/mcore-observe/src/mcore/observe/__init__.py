@@ -1,8 +1,7 @@
 """Straggler detection, training logs, timers and metric sinks for distributed training."""
 
 from mcore.observe._version import __version__
-from mcore.observe.async_loop import get_asyncio_loop
-from mcore.observe.async_tasks import trace_async_exceptions
+from mcore.observe.async_tasks import get_asyncio_loop, trace_async_exceptions
 from mcore.observe.config import (
     ConfigContainer,
     DatasetConfig,
@@ -16,8 +15,12 @@ from mcore.observe.forward_step import (
     needs_global_state_injection,
     prepare_forward_step_func,
 )
-from mcore.observe.memory import MEMORY_KEYS, MEMORY_KEYS_TABLE, report_memory
-from mcore.observe.memory_snapshot import start_memory_history_recording
+from mcore.observe.memory import (
+    MEMORY_KEYS,
+    MEMORY_KEYS_TABLE,
+    report_memory,
+    start_memory_history_recording,
+)
 from mcore.observe.moe_fanout import _build_moe_metric_writer, _MoeMetricFanoutWriter
 from mcore.observe.moe_metrics import MoEMetricsTracker, get_moe_metrics_tracker
 from mcore.observe.mtp_metrics import MTPMetricsTracker, get_mtp_metrics_tracker
@@ -54,8 +57,7 @@ from mcore.observe.straggler.outliers import Outlier
 from mcore.observe.straggler.ranked_values import _StragglerData, _ValueWithRank
 from mcore.observe.straggler.report import StragglerReport
 from mcore.observe.straggler.section_stats import SectionStats
-from mcore.observe.timer import Timer
-from mcore.observe.timers import Timers
+from mcore.observe.timers import Timer, Timers
 from mcore.observe.training_log import training_log
 from mcore.tensor.param_flags import param_is_not_shared
 

@@ -1,21 +1,22 @@
-"""Makes errors in asyncio tasks loud: they are logged, and by default end the process."""
+"""Event loops for threads that have none, and asyncio tasks whose errors are not lost."""
 
 from __future__ import annotations
 
+import asyncio
 import functools
+import inspect
 import logging
 import os
 import signal
 import threading
 import time
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, Literal, ParamSpec, TypeVar, overload
 
-from mcore.observe.lifetimes import kind_of, wrap_lifetime
-
-__all__ = ["trace_async_exceptions"]
+__all__ = ["get_asyncio_loop", "trace_async_exceptions"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,6 +26,7 @@ _Item = TypeVar("_Item")
 _Sent = TypeVar("_Sent")
 _Func = TypeVar("_Func", bound=Callable[..., Any])
 _OnError = Literal["exit", "raise"]
+Kind = Literal["async function", "async generator", "generator", "function"]
 
 _LOGGED = "_mcore_observe_logged"
 
@@ -32,6 +34,59 @@ _ASYNC_TASK_STATS: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
 """Calls and their total time in milliseconds, by the qualified name of the function."""
 
 _stats_lock = threading.Lock()
+
+_ASYNC_IO_LOOP: asyncio.AbstractEventLoop | None = None
+"""The loop that the main thread was given, None before that."""
+
+_cache = threading.local()
+# A loop that a fork inherited shares its selector with the parent: collecting, and so closing, it
+# in the child would make the parent deaf.
+_inherited: list[asyncio.AbstractEventLoop] = []
+
+
+def get_asyncio_loop(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.AbstractEventLoop:
+    """Return an event loop that this thread can use.
+
+    Args:
+        loop: Returned as it is when given.
+
+    Returns:
+        The loop that is running in this thread; else the one that this function gave the thread
+        before, unless it is closed or from before a fork; else a new one, which becomes the
+        thread's current loop and is the caller's to close.
+
+    Example:
+        >>> loop = get_asyncio_loop()
+        >>> get_asyncio_loop() is loop
+        True
+        >>> loop.close()
+    """
+    if loop is not None:
+        return loop
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return _cached_loop() or _new_loop()
+
+
+def _cached_loop() -> asyncio.AbstractEventLoop | None:
+    cached: asyncio.AbstractEventLoop | None = getattr(_cache, "loop", None)
+    if cached is None or cached.is_closed():
+        return None
+    if _cache.pid != os.getpid():
+        _inherited.append(cached)
+        return None
+    return cached
+
+
+def _new_loop() -> asyncio.AbstractEventLoop:
+    global _ASYNC_IO_LOOP
+    loop = asyncio.new_event_loop()
+    asyncio.set_event_loop(loop)
+    _cache.loop, _cache.pid = loop, os.getpid()
+    if threading.current_thread() is threading.main_thread():
+        _ASYNC_IO_LOOP = loop
+    return loop
 
 
 @overload
@@ -177,3 +232,79 @@ def _is_power_of_ten(count: int) -> bool:
     while count % 10 == 0:
         count //= 10
     return count == 1
+
+
+def kind_of(func: object) -> Kind:
+    """Return what a call of ``func`` makes; a partial counts as what it calls."""
+    if inspect.iscoroutinefunction(func):
+        return "async function"
+    if inspect.isasyncgenfunction(func):
+        return "async generator"
+    if inspect.isgeneratorfunction(func):
+        return "generator"
+    return "function"
+
+
+def wrap_lifetime(
+    func: Callable[..., Any], kind: Kind, around: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    """Wrap a function in a context manager that is open from the first step of a call to its end.
+
+    For coroutines and generators that is the life of the object, not the call that makes it. The
+    manager sees what ends it: ``GeneratorExit`` for a generator that is closed early.
+    """
+    if kind == "async function":
+        return _around_coroutine(func, around)
+    if kind == "async generator":
+        return _around_async_generator(func, around)
+    if kind == "generator":
+        return _around_generator(func, around)
+    raise ValueError(f"{func!r} is a plain function, whose life is its call: write a with block")
+
+
+def _around_coroutine(
+    func: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    @functools.wraps(func)
+    async def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with around():
+            return await func(*args, **kwargs)
+
+    return wrapper
+
+
+def _around_generator(
+    func: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    @functools.wraps(func)
+    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+        with around():
+            return (yield from func(*args, **kwargs))
+
+    return wrapper
+
+
+def _around_async_generator(
+    func: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]
+) -> Callable[..., Any]:
+    @functools.wraps(func)
+    async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
+        with around():
+            inner = func(*args, **kwargs)
+            step = inner.__anext__()
+            while True:
+                try:
+                    item = await step
+                except StopAsyncIteration:
+                    return
+                try:
+                    sent = yield item
+                except GeneratorExit:
+                    await inner.aclose()
+                    raise
+                except BaseException as thrown:
+                    step = inner.athrow(thrown)
+                else:
+                    step = inner.asend(sent)
+
+    return wrapper

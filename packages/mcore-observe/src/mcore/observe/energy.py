@@ -5,15 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from mcore.observe.nvml import open_device_handle
+from mcore.observe.extras import require_extra
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed
-
-__all__ = ["EnergyMonitor"]
 
 logger = logging.getLogger(__name__)
 
@@ -122,3 +121,20 @@ class EnergyMonitor:
             dist.all_reduce(sums)
             millijoules, unknown = sums.tolist()
         return math.nan if unknown else millijoules / 1000
+
+
+def open_device_handle(index: int | None = None) -> tuple[Any, Any]:
+    """Open NVML for a device of torch, None being the current one; return module and handle.
+
+    The device is found by its UUID: NVML's indices ignore CUDA_VISIBLE_DEVICES.
+    """
+    if not torch.cuda.is_available() or torch.version.cuda is None:
+        raise RuntimeError("NVML needs an NVIDIA GPU, and torch sees none")
+    require_extra("nvml", "reading the GPU's sensors")
+    import pynvml
+
+    pynvml.nvmlInit()
+    if index is None:
+        index = torch.accelerator.current_device_index()
+    uuid = torch.cuda.get_device_properties(index).uuid
+    return pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")

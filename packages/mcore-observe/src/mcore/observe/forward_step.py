@@ -1,4 +1,4 @@
-"""Hands the state to forward-step functions that ask for it."""
+"""The state, handed to forward-step functions that ask for it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,13 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, ForwardRef, Union, get_args, get_origin
 
-__all__ = ["maybe_inject_state", "needs_global_state_injection", "prepare_forward_step_func"]
-
 _STATE_CLASS = "GlobalState"
 _STATE_NAMES = ("state", "global_state")
 _IDENTIFIER = re.compile(rf"(?<!\w){_STATE_CLASS}(?!\w)")
 
 
 def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
-    """Say whether a forward-step function asks for the state.
+    """Return whether a forward-step function asks for the state.
 
     It does when a parameter is annotated with a class called ``GlobalState``, also as text, in a
     union, ``Optional`` or ``Annotated``; else when its first parameter is called ``state`` or
@@ -27,7 +25,7 @@ def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
         forward_step_func: A function, method, partial or callable object.
 
     Returns:
-        True or False; False for callables that do not tell their parameters.
+        False also for callables that do not tell their parameters.
 
     Example:
         >>> needs_global_state_injection(lambda state, data_iterator, model: None)

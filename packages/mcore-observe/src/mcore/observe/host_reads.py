@@ -1,4 +1,4 @@
-"""Copies numbers from devices to the host: all that are wanted at once, in one transfer."""
+"""Numbers copied from devices to the host, all that are wanted in one transfer."""
 
 from __future__ import annotations
 
@@ -8,24 +8,11 @@ from typing import Any, TypeVar
 
 import torch
 
-__all__ = ["as_number", "read_scalars", "widest_float"]
-
 _Key = TypeVar("_Key")
 
 
 def as_number(value: object) -> float | int | None:
-    """Return a Python or NumPy number as a Python number, and None for anything else.
-
-    Args:
-        value: Any object. Tensors are no numbers here: see :func:`read_scalars`.
-
-    Returns:
-        An int for integers, a float for other real numbers, None for booleans and all else.
-
-    Example:
-        >>> as_number(3), as_number(0.5), as_number("3"), as_number(True)
-        (3, 0.5, None, None)
-    """
+    """Return a Python or NumPy number, no boolean, as a Python number; None for anything else."""
     if type(value) in (int, float):  # what nearly all are; the others take ten times as long
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Real):
@@ -34,40 +21,14 @@ def as_number(value: object) -> float | int | None:
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return float64, or float32 for devices that have no float64.
-
-    Args:
-        device: The device.
-
-    Returns:
-        The type.
-
-    Example:
-        >>> widest_float(torch.device("cpu"))
-        torch.float64
-    """
+    """Return float64, or float32 for devices that have no float64."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def read_scalars(values: Mapping[_Key, object]) -> dict[_Key, float | int]:
     """Read numbers and one-element tensors, with one transfer for each device.
 
-    The tensors of a device are packed there into one float64 tensor (float32 where the device has
-    no float64), which is then copied: one wait, however many there are.
-
-    Args:
-        values: Numbers, NumPy numbers and tensors with one element, by any key.
-
-    Returns:
-        Python numbers by the same keys in the same order: ints for integers and integer tensors,
-        floats for the rest.
-
-    Raises:
-        TypeError: A value that is no number.
-
-    Example:
-        >>> read_scalars({"loss": torch.tensor([2.5]), "zeros": torch.tensor(3), "lr": 0.5})
-        {'loss': 2.5, 'zeros': 3, 'lr': 0.5}
+    Integers and integer tensors become ints, all else floats, by the same keys in the same order.
     """
     tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
     numbers: dict[Any, float | int] = {}

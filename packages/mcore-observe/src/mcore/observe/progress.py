@@ -1,4 +1,4 @@
-"""How far a run is: time used and left, batches, samples and tokens per second."""
+"""Progress of a run: time used and left, batches, samples and tokens per second."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 
 from mcore.parallel import groups
 from mcore.versioning.process_rank import process_rank
-
-__all__ = ["SECONDS_PER_UNIT", "report_runtime", "report_throughput"]
 
 logger = logging.getLogger(__name__)
 

@@ -17,15 +17,7 @@ from mcore.versioning.process_rank import (
     process_world_size,
 )
 
-__all__ = [
-    "is_last_rank",
-    "log_on_each_pipeline_stage",
-    "log_single_rank",
-    "safe_get_rank",
-    "safe_get_world_size",
-]
-
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _warned_about_missing_groups = False
 
@@ -131,7 +123,9 @@ def log_on_each_pipeline_stage(
         >>> log_on_each_pipeline_stage(logging.getLogger("train"), logging.INFO, "layers 0-11")
     """
     if (tp_group is None) != (dp_cp_group is None):
-        given, missing = ("tp_group", "dp_cp_group")[:: 1 if dp_cp_group is None else -1]
+        given, missing = "tp_group", "dp_cp_group"
+        if dp_cp_group is not None:
+            given, missing = missing, given
         raise ValueError(f"got {given} without {missing}; give both groups, or neither")
     if not logger.isEnabledFor(_level(args, kwargs)):
         return
@@ -150,7 +144,7 @@ def _level(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _is_rank(rank: int, group: GroupLike | None) -> bool:
-    """Say whether this process is a rank, or cannot know."""
+    """Return whether this process is a rank, or cannot know."""
     if group is not None and _is_outside(group):
         return False
     mine = known_rank() if group is None else _rank_in(group)
@@ -176,14 +170,14 @@ def _warn_about_missing_groups() -> None:
     global _warned_about_missing_groups
     if not _warned_about_missing_groups:
         _warned_about_missing_groups = True
-        _logger.warning(
+        logger.warning(
             "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups: only "
             "rank 0 logs; pass tp_group and dp_cp_group, or call set_default_process_groups"
         )
 
 
 def _is_outside(group: object) -> bool:
-    """Say whether this rank is no member; new_group gives an integer to ranks outside."""
+    """Return whether this rank is no member; new_group gives an integer to ranks outside."""
     if isinstance(group, DeviceMesh):
         return group.get_coordinate() is None
     return group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int)

@@ -9,7 +9,7 @@ import torch
 
 from mcore.observe.host_reads import as_number
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
-from mcore.observe.memory_snapshot import save_snapshot_at_profile_end
+from mcore.observe.memory import save_snapshot_at_profile_end
 from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.scalars import Scalars
 from mcore.observe.sinks.trackers import emit

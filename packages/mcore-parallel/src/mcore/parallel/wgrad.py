@@ -17,7 +17,7 @@ from mcore.parallel.agreement import max_or_raise, text_digest
 from mcore.parallel.groups import as_process_group
 from mcore.parallel.torch_compat import all_gather_single
 from mcore.parallel.wgrad_kernels import accumulate_wgrad, check_main_grad
-from mcore.tensor.global_buffer import get_global_memory_buffer
+from mcore.tensor.buffers import get_global_memory_buffer
 
 if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike

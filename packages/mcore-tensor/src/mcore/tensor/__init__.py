@@ -8,7 +8,11 @@ from mcore.tensor.arithmetic import (
     maybe_cat,
     round_up_to_nearest_multiple,
 )
-from mcore.tensor.buffers import GlobalMemoryBuffer
+from mcore.tensor.buffers import (
+    GlobalMemoryBuffer,
+    destroy_global_memory_buffer,
+    get_global_memory_buffer,
+)
 from mcore.tensor.device import current_device, resolve_device
 from mcore.tensor.dtensor import (
     get_data_parallel_group_if_dtensor,
@@ -17,7 +21,6 @@ from mcore.tensor.dtensor import (
     resolve_data_parallel_group,
     to_local_if_dtensor,
 )
-from mcore.tensor.global_buffer import destroy_global_memory_buffer, get_global_memory_buffer
 from mcore.tensor.multi_tensor import (
     local_multi_tensor_applier,
     local_multi_tensor_l2_norm,

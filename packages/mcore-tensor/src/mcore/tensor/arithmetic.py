@@ -8,19 +8,11 @@ from typing import Literal, SupportsIndex, overload
 import torch
 from torch import Tensor
 
-__all__ = [
-    "DivisibilityError",
-    "divide",
-    "ensure_divisibility",
-    "maybe_cat",
-    "round_up_to_nearest_multiple",
-]
-
 
 class DivisibilityError(ValueError, AssertionError):
     """An integer is not divisible by another one.
 
-    It is a `ValueError`; it is an `AssertionError` too because callers written for Megatron-LM
+    It is a ``ValueError``; it is an ``AssertionError`` too because callers written for Megatron-LM
     catch that.
     """
 
@@ -41,16 +33,16 @@ def _as_integer(value: SupportsIndex | torch.SymInt, name: str) -> int:
 def ensure_divisibility(
     numerator: SupportsIndex | torch.SymInt, denominator: SupportsIndex | torch.SymInt
 ) -> None:
-    """Raise unless `numerator` is a multiple of `denominator`, under `python -O` too.
+    """Raise unless ``numerator`` is a multiple of ``denominator``, under ``python -O`` too.
 
     Args:
-        numerator: An integer: `int`, NumPy integer or `torch.SymInt`.
+        numerator: An integer: ``int``, NumPy integer or ``torch.SymInt``.
         denominator: An integer other than zero.
 
     Raises:
-        DivisibilityError: `numerator` is not a multiple; caught by `except ValueError` and by
-            `except AssertionError`.
-        ZeroDivisionError: `denominator` is zero.
+        DivisibilityError: ``numerator`` is not a multiple; caught by ``except ValueError`` and by
+            ``except AssertionError``.
+        ZeroDivisionError: ``denominator`` is zero.
         TypeError: One of the two is no integer (a float or a tensor, for example).
 
     Example:
@@ -70,16 +62,16 @@ def divide(
     """Return the exact quotient of two integers.
 
     Args:
-        numerator: An integer: `int`, NumPy integer or `torch.SymInt`.
+        numerator: An integer: ``int``, NumPy integer or ``torch.SymInt``.
         denominator: An integer other than zero.
 
     Returns:
-        `numerator // denominator`, which has no remainder; an `int`, or a `torch.SymInt` where one
-        of the two is symbolic.
+        ``numerator // denominator``, which has no remainder; an ``int``, or a ``torch.SymInt``
+        where one of the two is symbolic.
 
     Raises:
-        DivisibilityError: `numerator` is not a multiple of `denominator`.
-        ZeroDivisionError: `denominator` is zero.
+        DivisibilityError: ``numerator`` is not a multiple of ``denominator``.
+        ZeroDivisionError: ``denominator`` is zero.
         TypeError: One of the two is no integer (a float or a tensor, for example).
 
     Example:
@@ -99,19 +91,19 @@ def divide(
 def round_up_to_nearest_multiple(
     value: SupportsIndex | torch.SymInt, multiple: SupportsIndex | torch.SymInt
 ) -> int:
-    """Return the smallest multiple of `multiple` that is at least `value`.
+    """Return the smallest multiple of ``multiple`` that is at least ``value``.
 
-    The arithmetic is on integers, so it is exact at any size, beyond `2**53` as well.
+    The arithmetic is on integers, so it is exact at any size, beyond ``2**53`` as well.
 
     Args:
         value: An integer, of either sign.
         multiple: A positive integer.
 
     Returns:
-        The multiple; `value` itself where it is one already.
+        The multiple; ``value`` itself where it is one already.
 
     Raises:
-        ValueError: `multiple` is not positive.
+        ValueError: ``multiple`` is not positive.
         TypeError: One of the two is no integer.
 
     Example:
@@ -142,20 +134,20 @@ def maybe_cat(
 ) -> Tensor | None:
     """Concatenate two tensors of which either may be missing.
 
-    A tensor is missing when it is `None`; an empty tensor counts as given.
+    A tensor is missing when it is None; an empty tensor counts as given.
 
     Args:
-        a: The first tensor, or `None`.
-        b: The second tensor, or `None`; the same shape as `a` but for `dim`.
+        a: The first tensor, or None.
+        b: The second tensor, or None; the same shape as ``a`` but for ``dim``.
         dim: The dimension along which to concatenate.
         required: Whether at least one of the two must be given.
 
     Returns:
-        `torch.cat((a, b), dim)` if both are given, the one that is given (the same object, no copy)
-        if one is, `None` if none is.
+        ``torch.cat((a, b), dim)`` if both are given, the one that is given (the same object, no
+        copy) if one is, None if none is.
 
     Raises:
-        ValueError: None is given and `required` is true.
+        ValueError: None is given and ``required`` is true.
 
     Example:
         >>> maybe_cat(torch.ones(2, 3), torch.ones(2, 1), dim=1).shape

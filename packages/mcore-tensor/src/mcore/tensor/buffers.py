@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
+import operator
+import os
 import threading
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -12,11 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from mcore.tensor.device import resolve_device
-from mcore.tensor.shapes import checked_shape
-from mcore.tensor.tracing import is_transform_wrapper, traced_device
-
-__all__ = ["GlobalMemoryBuffer"]
+from mcore.tensor.device import is_transform_wrapper, resolve_device, traced_device
 
 _Key = tuple[Hashable, torch.dtype, torch.device]
 _AllocationContext = Callable[[], AbstractContextManager[Any]]
@@ -24,7 +22,7 @@ _MAX_SHAPES = 16  # per buffer, so that ever new shapes do not pile up views
 
 
 class _Views(NamedTuple):
-    """Tensors without a base on one backing tensor, by shape: a reuse costs one `detach()`."""
+    """Tensors without a base on one backing tensor, by shape: a reuse costs one ``detach()``."""
 
     backing: Tensor
     by_shape: dict[tuple[int, ...], Tensor]
@@ -60,8 +58,8 @@ class GlobalMemoryBuffer:
     Lookup and growth are safe in several threads; using one name in several is not.
 
     Attributes:
-        buffer: The one-dimensional tensors behind the buffers, by `(name, dtype, device)`. It is
-            there to be read: `release()` takes entries out.
+        buffer: The one-dimensional tensors behind the buffers, by ``(name, dtype, device)``. It is
+            there to be read: ``release()`` takes entries out.
 
     Example:
         >>> buffers = GlobalMemoryBuffer()
@@ -88,7 +86,7 @@ class GlobalMemoryBuffer:
     ) -> Tensor:
         """Return a tensor on the start of a buffer, which is allocated or enlarged if need be.
 
-        While a `FakeTensorMode` is active, and on the meta device, it returns a new tensor and
+        While a ``FakeTensorMode`` is active, and on the meta device, it returns a new tensor and
         keeps nothing. A buffer first asked for in inference mode is a normal tensor outside of it.
 
         Args:
@@ -101,11 +99,11 @@ class GlobalMemoryBuffer:
             device: Where the buffer lives; by default the current device.
 
         Returns:
-            An uninitialised contiguous tensor that has no `_base` and does not require grad.
+            An uninitialised contiguous tensor that has no ``_base`` and does not require grad.
 
         Raises:
             ValueError: The shape has a negative entry.
-            TypeError: The shape has something else than integers, or `mem_alloc_context` is a
+            TypeError: The shape has something else than integers, or ``mem_alloc_context`` is a
                 context manager instead of a callable that makes one.
             RuntimeError: The buffer would have to grow and is frozen.
 
@@ -134,19 +132,17 @@ class GlobalMemoryBuffer:
         *,
         device: torch.device | str | int | None = None,
     ) -> None:
-        """Allocate or enlarge a buffer ahead of its use, before `freeze()` for example.
+        """Allocate or enlarge a buffer ahead of its use, before :meth:`freeze` for example.
 
         Args:
             tensor_shape: The largest shape that will be asked for.
             dtype: The element type.
             name: The name of the buffer.
-            mem_alloc_context: As for `get_tensor`.
+            mem_alloc_context: As for :meth:`get_tensor`.
             device: Where the buffer lives; by default the current device.
 
         Raises:
-            ValueError: As `get_tensor`.
-            TypeError: As `get_tensor`.
-            RuntimeError: As `get_tensor`.
+            ValueError, TypeError, RuntimeError: As :meth:`get_tensor`.
 
         Example:
             >>> buffers = GlobalMemoryBuffer()
@@ -160,7 +156,7 @@ class GlobalMemoryBuffer:
         """Return how much memory the buffers take.
 
         Args:
-            name: The name of the buffers to count, in every dtype and on every device; `None` for
+            name: The name of the buffers to count, in every dtype and on every device; None for
                 all buffers.
 
         Returns:
@@ -184,9 +180,9 @@ class GlobalMemoryBuffer:
         """Drop buffers; their memory is free once the tensors handed out are gone as well.
 
         Args:
-            name: The name of the buffers to drop; `None` for any.
-            dtype: The element type of the buffers to drop; `None` for any.
-            device: The device of the buffers to drop; `None` for any.
+            name: The name of the buffers to drop; None for any.
+            dtype: The element type of the buffers to drop; None for any.
+            device: The device of the buffers to drop; None for any.
 
         Returns:
             The memory of the dropped buffers in bytes.
@@ -237,7 +233,7 @@ class GlobalMemoryBuffer:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[GlobalMemoryBuffer]:
-        """Freeze the buffers within a `with` block, then restore the state from before it.
+        """Freeze the buffers within a ``with`` block, then restore the state from before it.
 
         Yields:
             The buffers.
@@ -301,3 +297,59 @@ class GlobalMemoryBuffer:
         self._views.pop(key, None)
         backing = self.buffer.pop(key, None)
         return 0 if backing is None else backing.nbytes
+
+
+_by_process: dict[int, GlobalMemoryBuffer] = {}  # a forked child has another process id
+
+
+def get_global_memory_buffer() -> GlobalMemoryBuffer:
+    """Return the memory buffers of the process, which are created at the first call.
+
+    Safe in several threads. A forked child starts with an empty instance of its own.
+
+    Returns:
+        The same instance at every call, until ``destroy_global_memory_buffer()``.
+
+    Example:
+        >>> get_global_memory_buffer() is get_global_memory_buffer()
+        True
+    """
+    process = os.getpid()
+    buffers = _by_process.get(process)
+    if buffers is None:
+        for other in list(_by_process):
+            if other != process:
+                _by_process.pop(other, None)
+        buffers = _by_process.setdefault(process, GlobalMemoryBuffer())
+    return buffers
+
+
+def destroy_global_memory_buffer() -> None:
+    """Let go of the memory buffers of the process; the next call that needs them makes new ones.
+
+    Calling it again does nothing. Memory is free once the tensors handed out are gone as well.
+
+    Example:
+        >>> before = get_global_memory_buffer()
+        >>> destroy_global_memory_buffer()
+        >>> get_global_memory_buffer() is before
+        False
+    """
+    _by_process.clear()
+
+
+def checked_shape(tensor_shape: Sequence[int] | int) -> tuple[int, ...]:
+    """Return a shape as a tuple of integers; a symbolic size stays symbolic."""
+    entries = (tensor_shape,) if isinstance(tensor_shape, int) else tensor_shape
+    try:
+        if isinstance(entries, torch.Tensor):
+            raise TypeError("a tensor would have to be read")
+        shape = tuple(n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries)
+    except TypeError as error:
+        raise TypeError(
+            "tensor_shape must be an integer or a sequence of integers, "
+            f"got {type(tensor_shape).__name__} {tensor_shape!r}"
+        ) from error
+    if any(n < 0 for n in shape):
+        raise ValueError(f"tensor_shape must not have negative entries, got {shape}")
+    return shape

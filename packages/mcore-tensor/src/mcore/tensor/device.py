@@ -1,4 +1,4 @@
-"""The current device: the accelerator in use, else the CPU."""
+"""The current device, the accelerator in use or else the CPU, and whether its tensors are real."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 import torch
 
-__all__ = ["available_accelerator", "current_device", "device_of", "resolve_device"]
-
 _CPU = torch.device("cpu")
+_META = torch.device("meta")
 
 
 def available_accelerator() -> torch.device | None:
@@ -32,7 +31,7 @@ def current_device() -> torch.device:
 
     Returns:
         The current accelerator with its index where an accelerator is available, else the CPU. It
-        is looked up at every call, so it follows `torch.accelerator.set_device_index`.
+        is looked up at every call, so it follows ``torch.accelerator.set_device_index``.
 
     Example:
         >>> current_device().type == "cpu" or torch.accelerator.is_available()
@@ -45,7 +44,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
     """Return the device that an argument means, complete with its index.
 
     Args:
-        device: A device, its name, the index of an accelerator, or `None` for the current device.
+        device: A device, its name, the index of an accelerator, or None for the current device.
             An accelerator without an index means its current index.
 
     Returns:
@@ -76,3 +75,23 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
         current = current_device()
         return current if current.type == named.type else named
     return named
+
+
+def traced_device(device: torch.device | str | int | None) -> torch.device | None:
+    """Return the device of a new tensor if it would have no memory, being only traced; else None.
+
+    That is so in a ``FakeTensorMode``, and where ``meta`` is the default and no device is given.
+    """
+    num_function_modes = torch._C._len_torch_function_stack()
+    if num_function_modes == 0 and torch._C._len_torch_dispatch_stack() == 0:
+        return None
+    if device is None and num_function_modes and torch.get_default_device() == _META:
+        return _META
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
+        return resolve_device(device)
+    return None
+
+
+def is_transform_wrapper(tensor: torch.Tensor) -> bool:
+    """Return whether a tensor was made inside a ``torch.func`` transform and dies with it."""
+    return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

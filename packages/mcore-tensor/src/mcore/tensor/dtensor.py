@@ -1,30 +1,20 @@
 """Local shards, full values and process groups of tensors that may be DTensors.
 
-A DTensor can exist only once `torch.distributed.tensor` is imported, so nothing here imports it.
+A DTensor can exist only once ``torch.distributed.tensor`` is imported, so nothing here imports it.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
-
-from mcore.tensor.shard_sizes import every_rank_has_elements
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.tensor import DTensor
     from typing_extensions import TypeIs
-
-__all__ = [
-    "get_data_parallel_group_if_dtensor",
-    "get_full_tensor_if_necessary",
-    "is_dtensor",
-    "resolve_data_parallel_group",
-    "to_local_if_dtensor",
-]
 
 T = TypeVar("T")
 
@@ -39,13 +29,13 @@ def _is_instance_if_imported(value: object, module: str, name: str) -> bool:
 
 
 def is_dtensor(value: object) -> TypeIs[DTensor]:
-    """Return whether a value is a DTensor, without importing `torch.distributed.tensor`.
+    """Return whether a value is a DTensor, without importing ``torch.distributed.tensor``.
 
     Args:
         value: Any object.
 
     Returns:
-        Whether it is a `torch.distributed.tensor.DTensor`.
+        Whether it is a ``torch.distributed.tensor.DTensor``.
 
     Example:
         >>> is_dtensor(torch.ones(2))
@@ -69,16 +59,16 @@ def _ready_local_tensor(tensor: DTensor) -> torch.Tensor:
 def to_local_if_dtensor(tensor: T) -> T | torch.Tensor:
     """Return the local shard of a DTensor, and anything else unchanged.
 
-    It performs no collective: a `Partial` placement gives the local partial value. It waits for a
+    It performs no collective: a ``Partial`` placement gives the local partial value. It waits for a
     local value whose collective is still in flight.
 
     Args:
-        tensor: A DTensor, or any other object (`None` too).
+        tensor: A DTensor, or any other object (None too).
 
     Returns:
         For a DTensor the very tensor that holds its shard: writing into it in place changes the
-        DTensor, its own `requires_grad` is kept, and no gradient flows back through the call. Else
-        `tensor` itself.
+        DTensor, its own ``requires_grad`` is kept, and no gradient flows back through the call.
+        Else ``tensor`` itself.
 
     Example:
         >>> plain = torch.ones(2)
@@ -98,14 +88,14 @@ def get_full_tensor_if_necessary(tensor: T) -> T | torch.Tensor:
     gets its local shard without communication. Else each rank gets the full tensor: an all-gather
     over the mesh, which all its ranks must reach. Every rank takes the same branch, because the
     choice depends only on mesh shape, global shape and placements, which are taken to be cut as
-    `torch.chunk` cuts.
+    ``torch.chunk`` cuts.
 
     Args:
         tensor: A DTensor, or any other object.
 
     Returns:
         For a DTensor the local shard, which aliases it (loaders may write into it), or the full
-        tensor, which is a copy. No gradient flows back through either. Else `tensor` itself.
+        tensor, which is a copy. No gradient flows back through either. Else ``tensor`` itself.
 
     Example:
         >>> plain = torch.ones(2)
@@ -153,8 +143,8 @@ def get_data_parallel_group_if_dtensor(
 ) -> ProcessGroup | None:
     """Return the process group over which a DTensor is distributed.
 
-    No communication. A plain tensor gives `None` whatever group is passed, so folding this over a
-    list of tensors can lose the group: use `resolve_data_parallel_group` for a list.
+    No communication. A plain tensor gives None whatever group is passed, so folding this over a
+    list of tensors can lose the group: use ``resolve_data_parallel_group`` for a list.
 
     Args:
         tensor: A DTensor, or any other object.
@@ -163,11 +153,11 @@ def get_data_parallel_group_if_dtensor(
             has more than one.
 
     Returns:
-        The group of the tensor's mesh, `None` for anything but a DTensor.
+        The group of the tensor's mesh, None for anything but a DTensor.
 
     Raises:
-        ValueError: `data_parallel_group` has other ranks, or the mesh has more than one dimension
-            and `mesh_dim` is not given.
+        ValueError: ``data_parallel_group`` has other ranks, or the mesh has more than one dimension
+            and ``mesh_dim`` is not given.
 
     Example:
         >>> get_data_parallel_group_if_dtensor(torch.ones(2)) is None
@@ -197,11 +187,11 @@ def resolve_data_parallel_group(
             with more than one.
 
     Returns:
-        The group of the first DTensor, `None` if there is no DTensor.
+        The group of the first DTensor, None if there is no DTensor.
 
     Raises:
         ValueError: Two DTensors have groups with different ranks, or other ranks than
-            `data_parallel_group`, or `mesh_dim` is missing.
+            ``data_parallel_group``, or ``mesh_dim`` is missing.
 
     Example:
         >>> resolve_data_parallel_group([torch.ones(2), torch.ones(3)]) is None
@@ -214,3 +204,40 @@ def resolve_data_parallel_group(
         )
         shared = shared or group
     return shared
+
+
+def every_rank_has_elements(
+    shape: Sequence[int], mesh_shape: Sequence[int], placements: Iterable[object]
+) -> bool:
+    """Return whether no rank of a mesh holds an empty shard of a tensor that has elements.
+
+    Pure arithmetic, the same on every rank; placements with a ``dim`` cut as ``torch.chunk`` does.
+    """
+    sizes = [{size} for size in shape]
+    for num_shards, placement in zip(mesh_shape, placements, strict=True):
+        dim = getattr(placement, "dim", None)
+        if not isinstance(dim, int):
+            continue
+        split_factor = getattr(placement, "split_factor", 1)
+        sizes[dim] = set().union(
+            *(_shard_sizes(size, num_shards, split_factor) for size in sizes[dim])
+        )
+    return not any(0 in lengths for lengths in sizes)
+
+
+def _chunk_size(size: int, num_chunks: int, index: int) -> int:
+    """The length of one chunk as ``torch.chunk`` cuts, zero for the chunks it leaves out."""
+    full = -(-size // num_chunks)
+    return min(max(size - index * full, 0), full)
+
+
+def _shard_sizes(size: int, num_shards: int, split_factor: int) -> set[int]:
+    """The distinct lengths of the shards of one dimension.
+
+    A strided shard cuts every one of ``split_factor`` pieces and joins the chunks of one index.
+    """
+    pieces = [_chunk_size(size, split_factor, piece) for piece in range(split_factor)]
+    return {
+        sum(_chunk_size(piece, num_shards, index) for piece in pieces)
+        for index in range(num_shards)
+    }

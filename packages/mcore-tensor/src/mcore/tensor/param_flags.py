@@ -1,20 +1,14 @@
-"""The `shared` mark of parameters that several modules hold, such as tied word embeddings."""
+"""The ``shared`` mark of parameters that several modules hold, such as tied word embeddings."""
 
 from __future__ import annotations
 
 from typing import Any
 
-__all__ = ["mark_param_shared", "param_is_not_shared", "param_is_shared"]
-
 
 def param_is_shared(param: object) -> bool:
     """Return whether a parameter is marked as the copy of one that another module owns.
 
-    Args:
-        param: Any object, usually an `nn.Parameter`; its attribute `shared` is the mark.
-
-    Returns:
-        `True` if the attribute is there and truthy.
+    The mark is a truthy attribute ``shared``; any object may be asked about.
 
     Example:
         >>> import torch
@@ -30,12 +24,6 @@ def param_is_not_shared(param: object) -> bool:
     Models mark the copy of tied weights (the word embeddings of the last pipeline stage, say), so
     that a sum over all parameters counts the weight once.
 
-    Args:
-        param: Any object, usually an `nn.Parameter`; its attribute `shared` is the mark.
-
-    Returns:
-        `False` if the attribute is there and truthy, else `True`.
-
     Example:
         >>> import torch
         >>> param_is_not_shared(torch.nn.Parameter(torch.ones(2)))
@@ -47,9 +35,7 @@ def param_is_not_shared(param: object) -> bool:
 def mark_param_shared(param: Any, shared: bool = True) -> None:
     """Mark a parameter as the copy of one that another module owns, or take the mark away.
 
-    Args:
-        param: The object to mark, usually an `nn.Parameter`.
-        shared: The mark.
+    The mark is set as the attribute ``shared``.
 
     Example:
         >>> import torch

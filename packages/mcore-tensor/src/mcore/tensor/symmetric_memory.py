@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from mcore.tensor.arithmetic import round_up_to_nearest_multiple
+from mcore.tensor.buffers import checked_shape
 from mcore.tensor.device import current_device
-from mcore.tensor.shapes import checked_shape
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
-
-__all__ = ["GlobalSymmetricMemoryBuffer"]
 
 logger = logging.getLogger(__name__)
 
@@ -96,19 +94,19 @@ class GlobalSymmetricMemoryBuffer:
     Creating it is a collective over the group: two all-reduces of three integers and, where all
     ranks could allocate, a rendezvous; every rank ends up with the same answer. Where symmetric
     memory is not to be had (no accelerator, no support, torch.distributed not initialised) the
-    object is created all the same: it is not `available`, `init_failure_reason` says why, and
+    object is created all the same: it is not ``available``, ``init_failure_reason`` says why, and
     callers use ordinary collectives.
 
     Every request starts at the beginning of the buffer, so two results overlap by design.
 
     Args:
         size_in_mb: The size in MiB, the same on every rank; a float may be given.
-        process_group: The group whose ranks share the memory; `None` for the default group.
+        process_group: The group whose ranks share the memory; None for the default group.
 
     Attributes:
-        symm_buffer: The memory of this rank as a one-dimensional uint8 tensor, or `None`.
-        symm_mem_hdl: The handle of the rendezvous, or `None`.
-        init_failure_reason: Why there is no memory, or `None`.
+        symm_buffer: The memory of this rank as a one-dimensional uint8 tensor, or None.
+        symm_mem_hdl: The handle of the rendezvous, or None.
+        init_failure_reason: Why there is no memory, or None.
 
     Raises:
         ValueError: The size is not positive and finite, or differs between ranks (on every rank).
@@ -158,7 +156,7 @@ class GlobalSymmetricMemoryBuffer:
         return self.symm_buffer is not None and self.symm_mem_hdl is not None
 
     def _can_allocate(self, numel: int, dtype: torch.dtype) -> bool:
-        """Return whether the buffer has room for a number of elements; `False` without a buffer."""
+        """Return whether there is a buffer with room for a number of elements."""
         if numel < 0:
             raise ValueError(f"numel must not be negative, got {numel}")
         if self.symm_buffer is None or self.symm_mem_hdl is None:
@@ -166,7 +164,7 @@ class GlobalSymmetricMemoryBuffer:
         return numel * dtype.itemsize <= self.symm_buffer.numel()
 
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return the first `numel` elements of the buffer as a one-dimensional tensor."""
+        """Return the first ``numel`` elements of the buffer as a one-dimensional tensor."""
         if self.symm_buffer is None or not self._can_allocate(numel, dtype):
             room = "none is available" if not self.available else f"it has {self._room()} bytes"
             raise RuntimeError(
@@ -184,11 +182,11 @@ class GlobalSymmetricMemoryBuffer:
         """Return a tensor at the start of the buffer if there is room. No communication.
 
         Args:
-            tensor_shape: The shape; `()` for a 0-d tensor.
+            tensor_shape: The shape; ``()`` for a 0-d tensor.
             dtype: The element type.
 
         Returns:
-            `{"tensor": the tensor, "handle": the rendezvous handle}`; both are `None` if the memory
+            ``{"tensor": the tensor, "handle": the rendezvous handle}``; both are None if the memory
             is not available or too small.
 
         Raises:
@@ -215,12 +213,12 @@ class GlobalSymmetricMemoryBuffer:
             alignment: The offset of each piece is a multiple of this number of bytes.
 
         Returns:
-            `{"handle": the rendezvous handle, "tensors": [(piece, offset), ...]}`, where a piece is
-            a one-dimensional uint8 tensor and its offset is in bytes; both values are `None` if the
-            memory is not available or too small.
+            ``{"handle": the rendezvous handle, "tensors": [(piece, offset), ...]}``, where a piece
+            is a one-dimensional uint8 tensor and its offset is in bytes; both values are None if
+            the memory is not available or too small.
 
         Raises:
-            ValueError: A negative number of elements, or `alignment` is not positive.
+            ValueError: A negative number of elements, or ``alignment`` is not positive.
 
         Example:
             >>> GlobalSymmetricMemoryBuffer(1, None).maybe_get_tensors([(3, torch.uint8)])

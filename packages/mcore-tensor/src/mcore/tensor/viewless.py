@@ -1,8 +1,8 @@
 """Tensors that share the memory of a view without keeping its base tensor alive.
 
-A view keeps the tensor it was taken from alive in `_base`. A viewless tensor has the same storage,
-offset, strides and values, and no `_base`. It is not compact: a slice of ten elements still keeps
-the storage of the whole base allocated, only the base tensor object is let go.
+A view keeps the tensor it was taken from alive in ``_base``. A viewless tensor has the same
+storage, offset, strides and values, and no ``_base``. It is not compact: a slice of ten elements
+still keeps the storage of the whole base allocated, only the base tensor object is let go.
 """
 
 from __future__ import annotations
@@ -13,14 +13,6 @@ import torch
 from torch import Tensor
 
 from mcore.versioning import internal_api
-
-__all__ = [
-    "MakeViewlessTensor",
-    "_kernel_make_viewless_tensor",
-    "assert_viewless_tensor",
-    "make_viewless_tensor",
-    "safely_set_viewless_tensor_data",
-]
 
 T = TypeVar("T")
 
@@ -37,11 +29,11 @@ def _kernel_make_viewless_tensor(inp: Tensor, requires_grad: bool) -> Tensor:
         requires_grad: Whether the leaf requires grad.
 
     Returns:
-        The leaf, with the strides and the storage offset of `inp`.
+        The leaf, with the strides and the storage offset of ``inp``.
 
     Raises:
-        RuntimeError: From torch: `requires_grad` for an integer tensor, or for an inference tensor
-            outside of inference mode.
+        RuntimeError: From torch: ``requires_grad`` for an integer tensor, or for an inference
+            tensor outside of inference mode.
 
     Example:
         >>> base = torch.arange(6.0)
@@ -54,7 +46,7 @@ def _kernel_make_viewless_tensor(inp: Tensor, requires_grad: bool) -> Tensor:
 
 
 class MakeViewlessTensor(torch.autograd.Function):
-    """The autograd function of `make_viewless_tensor(..., keep_graph=True)`.
+    """The autograd function of ``make_viewless_tensor(..., keep_graph=True)``.
 
     Example:
         >>> x = torch.ones(2, 3, requires_grad=True)
@@ -67,41 +59,18 @@ class MakeViewlessTensor(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
         """Return a viewless tensor on the memory of the input.
 
-        Args:
-            ctx: The autograd context, unused.
-            inp: Any tensor.
-            requires_grad: Without effect, part of the calling form: autograd puts the result into
-                the graph exactly if `inp` requires grad.
-
-        Returns:
-            A tensor with the storage, offset and strides of `inp` and without a base.
-
-        Example:
-            >>> MakeViewlessTensor.forward(None, torch.ones(4)[:2], False)._base is None
-            True
+        Autograd puts it into the graph exactly if ``inp`` requires grad: the flag is unused.
         """
         return inp.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Pass the gradient on unchanged.
-
-        Args:
-            ctx: The autograd context, unused.
-            grad_output: The gradient of the viewless tensor.
-
-        Returns:
-            The gradient of the input, and `None` for `requires_grad`.
-
-        Example:
-            >>> MakeViewlessTensor.backward(None, torch.ones(2))
-            (tensor([1., 1.]), None)
-        """
+        """Pass the gradient on unchanged; ``requires_grad`` gets none."""
         return grad_output, None
 
 
 class _TransformableViewlessTensor(torch.autograd.Function):
-    """The same function in the form that `torch.func` transforms can differentiate and batch."""
+    """The same function in the form that ``torch.func`` transforms can differentiate and batch."""
 
     generate_vmap_rule = True
 
@@ -121,21 +90,23 @@ class _TransformableViewlessTensor(torch.autograd.Function):
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
     """Return a tensor on the memory of a view that does not keep the view's base alive.
 
-    Works in inference mode, under `torch.func` transforms and in `torch.compile(fullgraph=True)`
-    (which itself cannot return a new leaf that requires grad from a compiled region).
+    Works in inference mode, under ``torch.func`` transforms and in
+    ``torch.compile(fullgraph=True)`` (which itself cannot return a new leaf that requires grad from
+    a compiled region).
 
     Args:
         inp: A tensor. One that is no view is returned as it is and the other arguments are ignored.
-        requires_grad: Whether the result requires grad, where `keep_graph` is false.
-        keep_graph: Whether the result stays in the autograd graph of `inp`. If it does, it requires
-            grad exactly if `inp` does.
+        requires_grad: Whether the result requires grad, where ``keep_graph`` is false.
+        keep_graph: Whether the result stays in the autograd graph of ``inp``. If it does, it
+            requires grad exactly if ``inp`` does.
 
     Returns:
-        A tensor with `_base is None` and the storage, offset, strides and version counter of `inp`.
+        A tensor with ``_base is None`` and the storage, offset, strides and version counter of
+        ``inp``.
 
     Raises:
-        RuntimeError: From torch: `requires_grad` without the graph for an integer tensor, or for an
-            inference tensor outside of inference mode.
+        RuntimeError: From torch: ``requires_grad`` without the graph for an integer tensor, or for
+            an inference tensor outside of inference mode.
 
     Example:
         >>> x = torch.ones(3, 4, requires_grad=True)
@@ -178,17 +149,17 @@ def _require_viewless(value: object, where: str, extra_msg: str | None) -> None:
 
 
 def assert_viewless_tensor(tensor: T, extra_msg: str | None = None) -> T:
-    """Raise if a tensor, or one in nested lists and tuples, is a view; under `python -O` too.
+    """Raise if a tensor, or one in nested lists and tuples, is a view; under ``python -O`` too.
 
     Args:
         tensor: A tensor, a list or tuple of anything this takes, or any other object, which passes.
         extra_msg: Text to end the error message with.
 
     Returns:
-        `tensor` itself.
+        ``tensor`` itself.
 
     Raises:
-        AssertionError: A tensor has a `_base`. The text names its place in the lists.
+        AssertionError: A tensor has a ``_base``. The text names its place in the lists.
 
     Example:
         >>> batch = [torch.ones(2), None]
@@ -205,11 +176,11 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
     Shape and dtype may change.
 
     Args:
-        tensor: The tensor to change; it must have no `_base`.
+        tensor: The tensor to change; it must have no ``_base``.
         new_data_tensor: The tensor whose data it takes over; the same device type.
 
     Raises:
-        AssertionError: `tensor` is a view.
+        AssertionError: ``tensor`` is a view.
         TypeError: One of the two is no tensor.
         RuntimeError: From torch: the device types differ.
 

@@ -6,8 +6,6 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from torch import Tensor
 
-__all__ = ["WrappedTensor"]
-
 T = TypeVar("T", bound="Tensor | None")
 
 
@@ -15,12 +13,12 @@ class WrappedTensor(Generic[T]):
     """A holder that lets a callee free a tensor that its caller passed in.
 
     A caller that passes a tensor keeps a reference to it until the call returns. A caller that
-    passes `WrappedTensor(tensor)`, and keeps no reference of its own, lets the callee take the
-    tensor out and free it half-way. Threads may race for it: exactly one `unwrap()` gets it. It
+    passes ``WrappedTensor(tensor)``, and keeps no reference of its own, lets the callee take the
+    tensor out and free it half-way. Threads may race for it: exactly one ``unwrap()`` gets it. It
     cannot be copied or pickled, since a second reference would defeat the purpose.
 
     Args:
-        tensor: The tensor to hand over, or `None` (what a middle pipeline stage has).
+        tensor: The tensor to hand over, or None (what a middle pipeline stage has).
 
     Example:
         >>> import torch
@@ -40,7 +38,7 @@ class WrappedTensor(Generic[T]):
         """Return the tensor and drop the reference to it.
 
         Returns:
-            The wrapped tensor, or the wrapped `None`.
+            The wrapped tensor, or the wrapped None.
 
         Raises:
             RuntimeError: The tensor was taken out before.

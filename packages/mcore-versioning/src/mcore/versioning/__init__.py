@@ -8,11 +8,11 @@ from mcore.versioning.config import (
     is_experimental_enabled,
     set_experimental_flag,
 )
-from mcore.versioning.deprecated_arguments import deprecate_args
+from mcore.versioning.deprecation import deprecate_args, deprecate_inference_params
 from mcore.versioning.experimental import ExperimentalNotEnabledError, experimental_fn
 from mcore.versioning.experimental_classes import experimental_cls
-from mcore.versioning.inference_params import deprecate_inference_params
 from mcore.versioning.installed import (
+    check_mamba_sequence_packing_support,
     get_causal_conv1d_version,
     get_fa_version,
     get_mamba_version,
@@ -35,7 +35,6 @@ from mcore.versioning.lifecycle import (
     is_internal_api,
 )
 from mcore.versioning.lookup import clear_version_cache
-from mcore.versioning.sequence_packing import check_mamba_sequence_packing_support
 from mcore.versioning.signatures import accepts_parameter, create_updated_function_signature
 from mcore.versioning.stand_ins import null_decorator
 

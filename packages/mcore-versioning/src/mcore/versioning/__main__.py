@@ -1,4 +1,4 @@
-"""Command line: `python -m mcore.versioning [--json]` writes the environment report."""
+"""Command line: ``python -m mcore.versioning [--json]`` writes the environment report."""
 
 from __future__ import annotations
 
@@ -6,18 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mcore.versioning.environment_report import environment_report
+from mcore.versioning.environment import environment_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the environment report to the standard output.
-
-    Args:
-        arguments: The command line without the program's name; by default that of the process.
-
-    Returns:
-        0.
-    """
+    """Write the environment report to the standard output; the exit status is 0."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore.versioning",
         description="Versions of Python, torch, the libraries around it and mcore, found without "

@@ -25,7 +25,7 @@ __all__ = [
 ]
 
 ENABLE_EXPERIMENTAL: bool = False
-"""Whether experimental code may run; read at every call, and anything but `True` means no."""
+"""Whether experimental code may run; read at every call, and anything but ``True`` means no."""
 
 _override: ContextVar[bool | None] = ContextVar("mcore_experimental_override", default=None)
 
@@ -38,10 +38,10 @@ def set_experimental_flag(flag: bool) -> None:
     """Switch experimental code on or off for the whole process.
 
     Args:
-        flag: The new value of `ENABLE_EXPERIMENTAL`.
+        flag: The new value of ``ENABLE_EXPERIMENTAL``.
 
     Raises:
-        TypeError: `flag` is not a bool; `"false"` or `1` would be a silent "off".
+        TypeError: ``flag`` is not a bool; ``"false"`` or ``1`` would be a silent "off".
 
     Example:
         >>> set_experimental_flag(True)
@@ -54,11 +54,11 @@ def set_experimental_flag(flag: bool) -> None:
 
 
 def is_experimental_enabled() -> bool:
-    """Whether experimental code may run here and now.
+    """Return whether experimental code may run here and now.
 
     Returns:
-        The value of the innermost `experimental_enabled` block of this thread or task; outside of
-        any, whether `ENABLE_EXPERIMENTAL` is `True`.
+        The value of the innermost ``experimental_enabled`` block of this thread or task; outside of
+        any, whether ``ENABLE_EXPERIMENTAL`` is True.
 
     Example:
         >>> is_experimental_enabled()
@@ -72,17 +72,17 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
     """Switch experimental code on or off for one block.
 
     The block counts for the current thread or asyncio task and for the tasks that it starts;
-    threads that it starts see `ENABLE_EXPERIMENTAL`. Blocks nest, and the earlier state comes back
+    threads that it starts see ``ENABLE_EXPERIMENTAL``. Blocks nest, and the earlier state returns
     after an exception too.
 
     Args:
-        flag: What `is_experimental_enabled` says inside the block.
+        flag: What ``is_experimental_enabled`` says inside the block.
 
     Returns:
         A context manager for a single use.
 
     Raises:
-        TypeError: `flag` is not a bool.
+        TypeError: ``flag`` is not a bool.
 
     Example:
         >>> with experimental_enabled():
@@ -96,15 +96,9 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
 def checking_before_calls(
     func: Callable[..., Any], check: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap a function so that `check` stands before its calls.
+    """Wrap a function so that ``check``, which may raise, precedes its calls.
 
-    It is called every time, except after it has once returned, while the flag is set and no block
-    switches it off. The wrapper is made here, next to the flag, since reading a variable of another
-    module would take a tenth of the time that the call takes.
-
-    Args:
-        func: What to call with the arguments of the wrapper.
-        check: Raises where the call is not allowed.
+    Once it has passed, the flag alone decides, and is quicker to read here than from elsewhere.
     """
     passed: object = None
 

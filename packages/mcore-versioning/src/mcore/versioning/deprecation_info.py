@@ -1,6 +1,6 @@
 """The record that describes a deprecation.
 
-A module of its own, which is imported on demand: `dataclasses` brings `inspect` along.
+A module of its own, which is imported on demand: ``dataclasses`` brings ``inspect`` along.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeprecationInfo:
-    """What `deprecated` was told about an object.
+    """What ``deprecated`` was told about an object.
 
     Attributes:
         version: The version in which the deprecation began.

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol, TypeVar
 
-from packaging.version import Version
+from packaging.version import InvalidVersion, Version
 
 from mcore.versioning import config
-from mcore.versioning.deprecated_functions import blaming_one_further
-from mcore.versioning.end_of_life import warn_if_expired
+from mcore.versioning.deprecation import blaming_one_further
 from mcore.versioning.process_rank import log_on_rank_zero
-from mcore.versioning.wrapping import full_name, mark_if_coroutine_function, through_descriptor
+from mcore.versioning.signatures import full_name, mark_if_coroutine_function, through_descriptor
 
 F = TypeVar("F", bound="Callable[..., Any]")
 DEFAULT_LIFETIME = 3
+_NAMESPACE = "mcore"
 
 
 class ExperimentalNotEnabledError(Exception):
-    """Raised when experimental code is used while `ENABLE_EXPERIMENTAL` is not set.
+    """Raised when experimental code is used while ``ENABLE_EXPERIMENTAL`` is not set.
 
     Example:
         >>> @experimental_fn("0.1.0")
@@ -38,14 +40,7 @@ class FunctionDecorator(Protocol):
 
 
 class Gate:
-    """Decides about one experimental object, and says once that it is in use.
-
-    Args:
-        name: The qualified name of the object.
-
-    Attributes:
-        unannounced: Not empty until the log record has been written.
-    """
+    """Decides about one experimental object, and reports once that it is in use."""
 
     __slots__ = ("name", "unannounced")
 
@@ -86,9 +81,9 @@ def experimental_fn(
     """Gate a function: calling it raises, unless experimental code is switched on.
 
     The gate acts at the call, before a coroutine or generator is made. The first call that passes
-    writes one INFO record on rank 0 to the logger `mcore.versioning`. A function that has been
-    experimental for more than `max_lifetime` minor releases, or over a major release, still works;
-    a WARNING record on rank 0 says so when it is decorated.
+    writes one INFO record on rank 0 to the logger ``mcore.versioning``. A function that has been
+    experimental for more than ``max_lifetime`` minor releases, or over a major release, still
+    works; a WARNING record on rank 0 reports it when it is decorated.
 
     Args:
         introduced_with_version: The version of the function's own distribution that brought it.
@@ -99,14 +94,14 @@ def experimental_fn(
 
     Returns:
         A decorator for functions, methods, classmethods, staticmethods and properties. The result
-        has the signature of the function and the attributes `_experimental_api` and
-        `_introduced_with_version`.
+        has the signature of the function and the attributes ``_experimental_api`` and
+        ``_introduced_with_version``.
 
     Raises:
         ExperimentalNotEnabledError: At a call, while experimental code is switched off.
         packaging.version.InvalidVersion: One of the versions is none.
         TypeError: Used without arguments, or on a class.
-        ValueError: `max_lifetime` is negative.
+        ValueError: ``max_lifetime`` is negative.
 
     Example:
         >>> @experimental_fn("0.1.0")
@@ -160,3 +155,74 @@ def _gated(func: Any, introduced: str) -> Any:
     gated._introduced_with_version = introduced
     mark_if_coroutine_function(gated, func)
     return gated
+
+
+def has_expired(introduced: Version, current: Version, max_lifetime: int) -> bool:
+    """Return whether more than ``max_lifetime`` minor releases, or a major one, have gone by."""
+    if introduced.major != current.major:
+        return current.major > introduced.major
+    return introduced.minor + max_lifetime < current.minor
+
+
+def warn_if_expired(
+    target: Any, introduced: str, max_lifetime: int, current_version: str | None
+) -> None:
+    """Log a warning, on rank 0, if an experimental object has reached its end of life.
+
+    Where the present version is neither given nor known, nothing is checked.
+    """
+    if current_version is not None:
+        current: Version | None = Version(current_version)
+    else:
+        current = owner_version(getattr(target, "__module__", None) or "")
+    if current is not None and has_expired(Version(introduced), current, max_lifetime):
+        import logging
+
+        log_on_rank_zero(
+            logging.WARNING,
+            f"{full_name(target)} has reached end of life: it has been experimental since version "
+            f"{introduced}, and this is version {current}. Make it stable or remove it.",
+        )
+
+
+def owner_version(module: str) -> Version | None:
+    """The version of the distribution that a module belongs to, None where that is unknown."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    distribution = _owner(module)
+    if distribution is None:
+        return None
+    try:
+        return Version(version(distribution))
+    except (PackageNotFoundError, InvalidVersion, TypeError, KeyError):
+        return None  # not installed, or metadata without a readable version
+
+
+def _owner(module: str) -> str | None:
+    top_level, *rest = module.split(".")
+    if top_level == _NAMESPACE:
+        return f"{_NAMESPACE}-{rest[0]}" if rest else None
+    if top_level in ("", "__main__"):
+        return None
+    owners = _owners_of(top_level)
+    if len(owners) > 1:
+        return None  # a namespace that several distributions share
+    # An editable installation lists no packages: it is found if it is named like its package.
+    return next(iter(owners), top_level)
+
+
+@cache
+def _owners_of(top_level: str) -> frozenset[str]:
+    """The distributions with modules in a top-level package, looked up once per process.
+
+    Quicker than ``packages_distributions``, which on Python 3.10 needs a ``top_level.txt`` too.
+    """
+    from importlib.metadata import distributions
+
+    in_the_package = re.compile(rf'^"?{re.escape(top_level)}(/.*|\.[^/\n]*)?\.(py|so|pyd)"?,', re.M)
+    return frozenset(
+        distribution.metadata["Name"]
+        for distribution in distributions()
+        if top_level in (distribution.read_text("top_level.txt") or "").split()
+        or in_the_package.search(distribution.read_text("RECORD") or "")
+    )

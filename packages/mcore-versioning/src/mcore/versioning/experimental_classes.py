@@ -11,19 +11,19 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
-from types import new_class
+from types import FunctionType, MethodType, new_class
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mcore.versioning import config
 from mcore.versioning.config import is_experimental_enabled
-from mcore.versioning.end_of_life import warn_if_expired
 from mcore.versioning.experimental import (
     DEFAULT_LIFETIME,
     Gate,
     check_introduction,
     check_lifetime,
+    warn_if_expired,
 )
-from mcore.versioning.wrapping import full_name
+from mcore.versioning.signatures import full_name
 
 if TYPE_CHECKING:
     import inspect
@@ -74,14 +74,14 @@ def experimental_cls(
     So does making an instance of a subclass, and reading an attribute that the decorated class
     defines from the class or a subclass, unless its name starts with an underscore. Everything
     else works at any time: attributes that it inherits, defining subclasses, setting attributes,
-    `isinstance`, type hints, `inspect.signature`, documentation, and the use of an instance that
-    was made while the gate was open. `is_experimental`, on the class and on instances, tells
+    ``isinstance``, type hints, ``inspect.signature``, documentation, and the use of an instance
+    made while the gate was open. ``is_experimental``, on the class and on instances, tells
     whether it is open.
 
-    The record on first use and the warning at the end of life are those of `experimental_fn`.
+    The record on first use and the warning at the end of life are those of ``experimental_fn``.
 
-    Put the decorator above all others that change the class, such as `dataclasses.dataclass`.
-    Methods call their parents with `super()`: the form `super(Name, self)` would find the gate,
+    Put the decorator above all others that change the class, such as ``dataclasses.dataclass``.
+    Methods call their parents with ``super()``: the form ``super(Name, self)`` would find the gate,
     which goes by that name, in front of the class itself, and never end.
 
     Args:
@@ -93,14 +93,14 @@ def experimental_cls(
 
     Returns:
         A decorator for classes. The result is a subclass with the same name, and carries the
-        attributes `_experimental_api` and `_introduced_with_version`.
+        attributes ``_experimental_api`` and ``_introduced_with_version``.
 
     Raises:
         ExperimentalNotEnabledError: At use, while experimental code is switched off.
         packaging.version.InvalidVersion: One of the versions is none.
         TypeError: Used without arguments, or on something that can't be gated: no class, an enum,
             a protocol.
-        ValueError: `max_lifetime` is negative.
+        ValueError: ``max_lifetime`` is negative.
 
     Example:
         >>> @experimental_cls("0.1.0")
@@ -197,11 +197,7 @@ def _gated_subclass(cls: type[Any], introduced: str) -> type[Any]:
 
 @cache
 def _gated_metaclass(root: Any) -> Any:
-    """A metaclass with the gate for classes whose metaclass is `root`.
-
-    It follows the inheritance of `root`, so that gated classes can be combined wherever the
-    undecorated ones could.
-    """
+    """A metaclass with the gate, which follows the inheritance of ``root``."""
     if issubclass(root, GatedMeta):
         return root
     if root is type:
@@ -236,7 +232,7 @@ def _open_to_class_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
-    """Keep `__init_subclass__` of a class, or what it inherits, from seeing the gated subclass."""
+    """Hide the gated subclass from the ``__init_subclass__`` that a class has or inherits."""
     own = vars(cls).get("__init_subclass__")
     type.__setattr__(cls, "__init_subclass__", classmethod(lambda subclass: None))
     try:
@@ -265,9 +261,42 @@ def _presented_metaclass(cls: type[Any]) -> type[Any]:
 
 
 def _presented_signature(cls: type[Any]) -> inspect.Signature:
-    from mcore.versioning.class_signatures import class_signature
+    return _class_signature(cls, without=GatedMeta)
 
-    return class_signature(cls, without=GatedMeta)
+
+def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signature:
+    """What ``inspect.signature(cls)`` would say if a metaclass had no ``__call__``."""
+    try:
+        return _explicit_signature(cls) or _metaclass_signature(cls, without) or _constructor(cls)
+    except ValueError as error:
+        raise AttributeError(f"{cls.__name__} has no signature") from error
+
+
+def _explicit_signature(cls: type[Any]) -> Any:
+    return next((s for base in cls.__mro__ if (s := vars(base).get("__signature__"))), None)
+
+
+def _metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signature | None:
+    import inspect
+
+    for meta in type(cls).__mro__:
+        call = vars(meta).get("__call__")
+        if isinstance(call, FunctionType) and meta is not without:
+            return inspect.signature(MethodType(call, cls))
+    return None
+
+
+def _constructor(cls: type[Any]) -> inspect.Signature:
+    import inspect
+
+    places = ((base, name) for base in cls.__mro__ for name in ("__new__", "__init__"))
+    base, name = next((base, name) for base, name in places if name in vars(base))
+    method = vars(base)[name]
+    method = getattr(method, "__func__", method)
+    if isinstance(method, FunctionType):
+        return inspect.signature(MethodType(method, cls))
+    # Written in C: ask about a class that has nothing else.
+    return inspect.signature(type(cls.__name__, (base,), {}))
 
 
 _PRESENTED: Mapping[str, Callable[[type[Any]], Any]] = {

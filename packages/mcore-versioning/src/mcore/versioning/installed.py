@@ -7,12 +7,13 @@ to find its version.
 
 from __future__ import annotations
 
-from typing import overload
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, overload
 
 from packaging.version import Version
 
 from mcore.versioning.lookup import InstalledPackage, known_package
-from mcore.versioning.minimum_checks import remembering, taking_vers
 
 _ABSENT = Version("0.0.0")
 _TORCH = known_package("torch", "torch")
@@ -20,14 +21,16 @@ _TRANSFORMER_ENGINE = known_package("transformer_engine", "transformer-engine")
 _FLASH_ATTN = known_package("flash_attn", "flash-attn")
 _MAMBA_SSM = known_package("mamba_ssm", "mamba-ssm")
 _CAUSAL_CONV1D = known_package("causal_conv1d", "causal-conv1d")
+_PACKING_IN_INFERENCE = ((_CAUSAL_CONV1D, "1.5.3.post1"), (_MAMBA_SSM, "2.2.6.post3"))
+_PACKING_IN_TRAINING = ((_CAUSAL_CONV1D, "1.4.0"), (_MAMBA_SSM, "2.0.0"))
 
 
 def get_torch_version() -> Version:
-    """The version of PyTorch, without importing it.
+    """Return the version of PyTorch, without importing it.
 
     Returns:
-        `torch.__version__` where torch is loaded, else what its metadata says, local label such as
-        `+cpu` included; `Version("0.0.0")` where torch is absent.
+        ``torch.__version__`` where torch is loaded, else what its metadata says, local label such
+        as ``+cpu`` included; ``Version("0.0.0")`` where torch is absent.
 
     Raises:
         packaging.version.InvalidVersion: torch is there, but gives no readable version.
@@ -40,10 +43,10 @@ def get_torch_version() -> Version:
 
 
 def get_te_version() -> Version:
-    """The version of Transformer Engine, without importing it.
+    """Return the version of Transformer Engine, without importing it.
 
     Returns:
-        As `get_torch_version`; `Version("0.0.0")` where Transformer Engine is absent.
+        As :func:`get_torch_version`; ``Version("0.0.0")`` where Transformer Engine is absent.
 
     Raises:
         packaging.version.InvalidVersion: It is there, but gives no readable version.
@@ -56,10 +59,10 @@ def get_te_version() -> Version:
 
 
 def get_fa_version() -> Version:
-    """The version of FlashAttention, without importing it.
+    """Return the version of FlashAttention, without importing it.
 
     Returns:
-        `flash_attn.__version__` where it is loaded, else what its metadata says.
+        ``flash_attn.__version__`` where it is loaded, else what its metadata says.
 
     Raises:
         importlib.metadata.PackageNotFoundError: It is absent; a subclass of ImportError.
@@ -75,14 +78,7 @@ def get_fa_version() -> Version:
 
 
 def get_mamba_version() -> Version:
-    """The version of mamba-ssm, without importing it.
-
-    Returns:
-        `mamba_ssm.__version__` where it is loaded, else what its metadata says.
-
-    Raises:
-        importlib.metadata.PackageNotFoundError: It is absent; a subclass of ImportError.
-        packaging.version.InvalidVersion: It is there, but gives no readable version.
+    """Return the version of mamba-ssm; sources and errors are those of :func:`get_fa_version`.
 
     Example:
         >>> try:
@@ -94,14 +90,7 @@ def get_mamba_version() -> Version:
 
 
 def get_causal_conv1d_version() -> Version:
-    """The version of causal-conv1d, without importing it.
-
-    Returns:
-        `causal_conv1d.__version__` where it is loaded, else what its metadata says.
-
-    Raises:
-        importlib.metadata.PackageNotFoundError: It is absent; a subclass of ImportError.
-        packaging.version.InvalidVersion: It is there, but gives no readable version.
+    """Return the version of causal-conv1d; sources and errors are those of :func:`get_fa_version`.
 
     Example:
         >>> try:
@@ -112,35 +101,48 @@ def get_causal_conv1d_version() -> Version:
     return _present(_CAUSAL_CONV1D)
 
 
-@remembering(_TORCH)
 def is_torch_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Whether PyTorch is there in a version or newer.
+    """Return whether PyTorch is there in a version or newer.
 
     A build of a coming release, as in vendor containers, counts as older than that release:
-    `2.9.0a0+50eac811a6.nv25.09` is not at least `2.9.0`. Whoever wants "the 2.9 series, its alphas
-    included" asks for `"2.9.0a0"`, or sets `release_only`.
+    ``2.9.0a0+50eac811a6.nv25.09`` is not at least ``2.9.0``. To ask for the 2.9 series with its
+    alphas, pass ``"2.9.0a0"`` or set ``release_only``.
 
     Args:
         version: The version to compare with.
-        check_equality: False asks for strictly newer; a local label such as `+cpu` then makes
-            nothing newer, unless `version` carries one as well.
+        check_equality: False asks for strictly newer; a local label such as ``+cpu`` then makes
+            nothing newer, unless ``version`` carries one as well.
         release_only: Compare only the release number of what is installed, so that a pre-release
             counts as its release.
 
     Returns:
-        The answer by the order of `packaging.version.Version`; False where torch is absent,
+        The answer by the order of ``packaging.version.Version``; False where torch is absent,
         whatever is asked for.
 
     Raises:
-        packaging.version.InvalidVersion: `version` is none.
+        packaging.version.InvalidVersion: ``version`` is none.
 
     Example:
         >>> is_torch_min_version("1000.0")
         False
     """
     return _TORCH.is_at_least(version, check_equality, release_only=release_only)
+
+
+def _taking_vers(check: Callable[..., bool]) -> Callable[..., bool]:
+    """Accept ``vers`` as another name of the keyword ``version``."""
+
+    @wraps(check)
+    def renaming(*args: Any, **kwargs: Any) -> bool:
+        if "vers" in kwargs:
+            if args or "version" in kwargs:
+                raise TypeError("pass the version once: as `version` or as `vers`, not as both")
+            kwargs["version"] = kwargs.pop("vers")
+        return check(*args, **kwargs)
+
+    return renaming
 
 
 @overload
@@ -151,25 +153,14 @@ def is_te_min_version(
 def is_te_min_version(
     *, vers: str | Version, check_equality: bool = True, release_only: bool = False
 ) -> bool: ...
-@taking_vers
-@remembering(_TRANSFORMER_ENGINE)
+@_taking_vers
 def is_te_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Whether Transformer Engine is there in a version or newer.
+    """Return whether Transformer Engine is there in a version or newer.
 
-    Args:
-        version: The version to compare with; the keyword may also be written `vers`.
-        check_equality: False asks for strictly newer.
-        release_only: Compare only the release number of what is installed.
-
-    Returns:
-        The answer by the order of `packaging.version.Version`; False where it is absent, whatever
-        is asked for.
-
-    Raises:
-        packaging.version.InvalidVersion: `version` is none.
-        TypeError: Both `version` and `vers` are given.
+    Arguments, result and errors are those of :func:`is_torch_min_version`. The keyword ``version``
+    may also be written ``vers``; both together are a TypeError.
 
     Example:
         >>> is_te_min_version("1000.0"), is_te_min_version(vers="1000.0")
@@ -178,23 +169,12 @@ def is_te_min_version(
     return _TRANSFORMER_ENGINE.is_at_least(version, check_equality, release_only=release_only)
 
 
-@remembering(_FLASH_ATTN)
 def is_fa_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Whether FlashAttention is there in a version or newer.
+    """Return whether FlashAttention is there in a version or newer.
 
-    Args:
-        version: The version to compare with.
-        check_equality: False asks for strictly newer.
-        release_only: Compare only the release number of what is installed.
-
-    Returns:
-        The answer by the order of `packaging.version.Version`; False where it is absent, whatever
-        is asked for.
-
-    Raises:
-        packaging.version.InvalidVersion: `version` is none.
+    Arguments, result and errors are those of :func:`is_torch_min_version`.
 
     Example:
         >>> is_fa_min_version("1000.0")
@@ -203,23 +183,12 @@ def is_fa_min_version(
     return _FLASH_ATTN.is_at_least(version, check_equality, release_only=release_only)
 
 
-@remembering(_MAMBA_SSM)
 def is_mamba_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Whether mamba-ssm is there in a version or newer.
+    """Return whether mamba-ssm is there in a version or newer.
 
-    Args:
-        version: The version to compare with.
-        check_equality: False asks for strictly newer.
-        release_only: Compare only the release number of what is installed.
-
-    Returns:
-        The answer by the order of `packaging.version.Version`; False where it is absent, whatever
-        is asked for.
-
-    Raises:
-        packaging.version.InvalidVersion: `version` is none.
+    Arguments, result and errors are those of :func:`is_torch_min_version`.
 
     Example:
         >>> is_mamba_min_version("1000.0")
@@ -228,23 +197,12 @@ def is_mamba_min_version(
     return _MAMBA_SSM.is_at_least(version, check_equality, release_only=release_only)
 
 
-@remembering(_CAUSAL_CONV1D)
 def is_causal_conv1d_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Whether causal-conv1d is there in a version or newer.
+    """Return whether causal-conv1d is there in a version or newer.
 
-    Args:
-        version: The version to compare with.
-        check_equality: False asks for strictly newer.
-        release_only: Compare only the release number of what is installed.
-
-    Returns:
-        The answer by the order of `packaging.version.Version`; False where it is absent, whatever
-        is asked for.
-
-    Raises:
-        packaging.version.InvalidVersion: `version` is none.
+    Arguments, result and errors are those of :func:`is_torch_min_version`.
 
     Example:
         >>> is_causal_conv1d_min_version("1000.0")
@@ -253,13 +211,39 @@ def is_causal_conv1d_min_version(
     return _CAUSAL_CONV1D.is_at_least(version, check_equality, release_only=release_only)
 
 
+def check_mamba_sequence_packing_support(
+    for_inference_not_training: bool = True,
+) -> tuple[bool, str | None]:
+    """Return whether causal_conv1d and mamba_ssm are new enough for packed sequences.
+
+    Args:
+        for_inference_not_training: False asks for what training needs, which older versions have.
+
+    Returns:
+        ``(True, None)``, or ``(False, reason)`` with the first package that is missing or too old;
+        causal_conv1d is checked first.
+
+    Example:
+        >>> supported, reason = check_mamba_sequence_packing_support()
+        >>> supported == (reason is None)
+        True
+    """
+    needed = _PACKING_IN_INFERENCE if for_inference_not_training else _PACKING_IN_TRAINING
+    for package, minimum in needed:
+        if not package.is_at_least(minimum):
+            found = package.version()
+            state = "not installed" if found is None else f"found {found}"
+            return False, f"{package.module} >= {minimum} is required ({state})"
+    return True, None
+
+
 def get_package_version(module: str, distribution: str | None = None) -> Version | None:
-    """The version of any package, found as for the packages that have a function of their own.
+    """Return the version of any package, found as for those that have a function of their own.
 
     Args:
         module: The name to import; dots name a submodule, whose parents are then imported where
             there is no metadata.
-        distribution: The name of the distribution where it is another than `module`.
+        distribution: The name of the distribution where it is another than ``module``.
 
     Returns:
         The version, or None where the package is absent.
@@ -284,20 +268,20 @@ def is_package_min_version(
     distribution: str | None = None,
     release_only: bool = False,
 ) -> bool:
-    """Whether any package is there in a version or newer.
+    """Return whether any package is there in a version or newer.
 
     Args:
         module: The name to import.
         version: The version to compare with.
         check_equality: False asks for strictly newer.
-        distribution: The name of the distribution where it is another than `module`.
+        distribution: The name of the distribution where it is another than ``module``.
         release_only: Compare only the release number of what is installed.
 
     Returns:
-        The answer by the order of `packaging.version.Version`; False where the package is absent.
+        The answer by the order of ``packaging.version.Version``; False where the package is absent.
 
     Raises:
-        packaging.version.InvalidVersion: `version` is none, or the package is there, but gives no
+        packaging.version.InvalidVersion: ``version`` is none, or the package is there, but gives no
             readable version.
 
     Example:

@@ -7,14 +7,14 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
 
-from mcore.versioning.deprecated_classes import warn_on_use
-from mcore.versioning.deprecated_functions import (
+from mcore.versioning.deprecation import (
     NOTICE_ATTRIBUTE,
     Notice,
     warn_on_call,
+    warn_on_use,
     without_warning,
 )
-from mcore.versioning.wrapping import display_name, inner_callables, through_descriptor
+from mcore.versioning.signatures import display_name, inner_callables, through_descriptor
 
 if TYPE_CHECKING:
     from mcore.versioning.deprecation_info import DeprecationInfo
@@ -37,19 +37,20 @@ def deprecated(
     A function warns at each call, also one that makes a coroutine or a generator, and the warning
     is blamed on the line of the call. A class stays the same object; it warns when it is
     instantiated or subclassed directly, not when a subclass is instantiated, nor when an instance
-    is copied or unpickled by way of `__new__` (exceptions are unpickled by a call, which warns).
-    Deprecating an object twice replaces what the first time said.
+    is copied or unpickled by way of ``__new__`` (exceptions are unpickled by a call, which warns).
+    Deprecating an object twice replaces the first deprecation.
 
-    Put it above `staticmethod`, `classmethod` and `property` or below them, above
-    `dataclasses.dataclass`, and above `typing_extensions.deprecated(..., category=None)`, which
+    Put it above ``staticmethod``, ``classmethod`` and ``property`` or below them, above
+    ``dataclasses.dataclass``, and above ``typing_extensions.deprecated(..., category=None)``, which
     tells type checkers.
 
-    The result carries `_deprecated`, `_deprecated_version`, `_removal_version`, `_alternative`,
-    `_deprecation_reason` and `__deprecated__`; `get_deprecation` reads them.
+    The result carries ``_deprecated``, ``_deprecated_version``, ``_removal_version``,
+    ``_alternative``, ``_deprecation_reason`` and ``__deprecated__``; :func:`get_deprecation` reads
+    them.
 
     Args:
         version: The version in which the deprecation begins.
-        removal_version: The version that removes the object; later than `version`.
+        removal_version: The version that removes the object; later than ``version``.
         alternative: What to use instead.
         reason: Why.
         category: The class of the warning; None attaches the attributes and never warns.
@@ -59,10 +60,10 @@ def deprecated(
         A decorator that keeps the type of what it decorates.
 
     Raises:
-        packaging.version.InvalidVersion: `version` or `removal_version` is none.
-        ValueError: `removal_version` is not later than `version`, or `stacklevel` is below 1.
+        packaging.version.InvalidVersion: ``version`` or ``removal_version`` is none.
+        ValueError: ``removal_version`` is not later than ``version``, or ``stacklevel`` is below 1.
         TypeError: Used without arguments, on something that can't be deprecated, or with a
-            `category` that is no warning.
+            ``category`` that is no warning.
 
     Example:
         >>> @deprecated("1.0.0", removal_version="2.0.0", alternative="new", reason="Faster.")
@@ -104,7 +105,7 @@ def internal_api(func: T) -> T:
             are marked.
 
     Returns:
-        The same object, with the attribute `_internal_api = True`.
+        The same object, with the attribute ``_internal_api = True``.
 
     Raises:
         TypeError: The object takes no attributes.
@@ -121,14 +122,14 @@ def internal_api(func: T) -> T:
 def experimental_api(func: T) -> T:
     """Mark a function or class as experimental, hence exempt from compatibility checks.
 
-    Unlike `experimental_fn` and `experimental_cls` this changes nothing about its use.
+    Unlike ``experimental_fn`` and ``experimental_cls`` this changes nothing about its use.
 
     Args:
         func: A function or class; of a staticmethod, classmethod or property the functions inside
             are marked.
 
     Returns:
-        The same object, with the attribute `_experimental_api = True`.
+        The same object, with the attribute ``_experimental_api = True``.
 
     Raises:
         TypeError: The object takes no attributes.
@@ -143,7 +144,7 @@ def experimental_api(func: T) -> T:
 
 
 def is_internal_api(obj: object) -> bool:
-    """Whether the object itself was marked by `internal_api`; a subclass of a marked class is not.
+    """Return whether the object itself is marked internal; a subclass of a marked class is not.
 
     Example:
         >>> is_internal_api(print)
@@ -153,7 +154,7 @@ def is_internal_api(obj: object) -> bool:
 
 
 def is_experimental_api(obj: object) -> bool:
-    """Whether the object itself was marked as experimental; a subclass of a marked class is not.
+    """Return whether the object itself is marked experimental; a subclass of a marked class is not.
 
     Example:
         >>> is_experimental_api(print)
@@ -163,7 +164,7 @@ def is_experimental_api(obj: object) -> bool:
 
 
 def get_deprecation(obj: object) -> DeprecationInfo | None:
-    """What `deprecated` was told about an object itself; None for anything else.
+    """Return what :func:`deprecated` was told about an object itself; None for anything else.
 
     Example:
         >>> @deprecated("1.0.0", reason="Unused.")

@@ -1,75 +1,38 @@
-"""How the version of one package is found, without importing it where that can be avoided."""
+"""The version of one installed package, found without importing it where that can be avoided."""
 
 from __future__ import annotations
 
 import sys
-from typing import NamedTuple
+from functools import lru_cache
 
 from packaging.version import InvalidVersion, Version
 
-from mcore.versioning.comparison import is_at_least, parse_version
-
 _NOT_LOADED = object()
-_REMEMBERED_REQUESTS = 256
-
-
-class _Loaded(NamedTuple):
-    """What the loaded module says.
-
-    Attributes:
-        module: The module.
-        raw: The object in its `__version__`.
-        version: The version that it stands for, if it is readable.
-        least: The least that any rule of comparison makes of that version.
-    """
-
-    module: object
-    raw: object
-    version: Version | None = None
-    least: Version | None = None
-
-
-_NOTHING_LOADED = _Loaded(None, None)
 
 
 class InstalledPackage:
-    """One package and what was found out about it.
+    """One package and what was found out about it; absence is never kept.
 
-    What was found is kept; absence is not, so that a package installed later is seen. All state is
-    replaced by single assignments, which makes concurrent lookups safe: at worst two threads read
-    the same metadata.
-
-    Args:
-        module: The name to import, with dots for a submodule.
-        distribution: The name of the distribution that brings it.
+    State is replaced by single assignments: at worst two threads read the same metadata.
     """
 
-    __slots__ = ("_loaded", "_recorded", "distribution", "module", "older_requests")
+    __slots__ = ("_loaded", "_recorded", "distribution", "module")
 
     def __init__(self, module: str, distribution: str) -> None:
         self.module = module
         self.distribution = distribution
-        # Requests that a module is newer than, by every rule, with that module.
-        self.older_requests: dict[str | Version, object] = {}
-        self._loaded = _NOTHING_LOADED
-        self._recorded: Version | None = None
+        self.forget()
 
     def forget(self) -> None:
         """Drop what was found."""
-        self.older_requests.clear()
-        self._loaded = _NOTHING_LOADED
-        self._recorded = None
+        # The loaded module, its `__version__` and, if that is readable, the version in it.
+        self._loaded: tuple[object, object, Version | None] = (None, None, None)
+        self._recorded: Version | None = None
 
     def version(self) -> Version | None:
-        """The version, or None where the package is absent.
+        """Look into the loaded module, then the metadata, at last import a module without metadata.
 
-        In this order: an entry None in `sys.modules` means absent; `__version__` of the module if
-        it is loaded; the metadata of the distribution; `__version__` after importing the module,
-        for a source tree on the path that has no metadata.
-
-        Raises:
-            packaging.version.InvalidVersion: The package is there, but neither `__version__` nor
-                the metadata holds a version; the text names the package.
+        None in ``sys.modules`` means absent; a version that nobody can read is an InvalidVersion.
         """
         module = sys.modules.get(self.module, _NOT_LOADED)
         if module is None:
@@ -85,29 +48,20 @@ class InstalledPackage:
     def is_at_least(
         self, version: str | Version, check_equality: bool = True, *, release_only: bool = False
     ) -> bool:
-        """Whether the package is there in this version or newer; see `comparison.is_at_least`."""
+        """Return whether the package is there in this version or newer."""
         requested = parse_version(version)
         installed = self.version()
-        if installed is None:
-            return False
-        loaded = self._loaded
-        if loaded.version is installed and loaded.least is not None and requested < loaded.least:
-            self._remember(version, loaded.module)
-            return True
-        return is_at_least(installed, requested, check_equality, release_only=release_only)
-
-    def _remember(self, version: str | Version, module: object) -> None:
-        if len(self.older_requests) >= _REMEMBERED_REQUESTS:
-            self.older_requests.clear()
-        self.older_requests[version] = module
+        return installed is not None and is_at_least(
+            installed, requested, check_equality, release_only=release_only
+        )
 
     def _loaded_version(self, module: object) -> Version | None:
         raw = getattr(module, "__version__", None)
-        loaded = self._loaded
-        if raw is not loaded.raw or module is not loaded.module:
-            self.older_requests.clear()
-            self._loaded = loaded = _read(module, raw)
-        return loaded.version
+        known_module, known_raw, version = self._loaded
+        if raw is not known_raw or module is not known_module:
+            version = _readable_version(raw)
+            self._loaded = (module, raw, version)
+        return version
 
     def _recorded_version(self) -> Version | None:
         if self._recorded is not None:
@@ -159,7 +113,7 @@ _packages: dict[tuple[str, str], InstalledPackage] = {}
 
 
 def known_package(module: str, distribution: str | None = None) -> InstalledPackage:
-    """The one object that looks for a package; the distribution is named `module` by default."""
+    """The one object that looks for a package; the distribution is named ``module`` by default."""
     key = (module, distribution or module)
     return _packages.get(key) or _packages.setdefault(key, InstalledPackage(*key))
 
@@ -167,8 +121,8 @@ def known_package(module: str, distribution: str | None = None) -> InstalledPack
 def clear_version_cache() -> None:
     """Forget all versions that were found.
 
-    Needed after an upgrade in a running process, and after another `__version__` was patched into
-    a loaded module. Replacing the module in `sys.modules`, also by None, is noticed without it.
+    Needed after an upgrade in a running process, and after another ``__version__`` was patched into
+    a loaded module. Replacing the module in ``sys.modules``, also by None, is noticed without it.
 
     Example:
         >>> clear_version_cache()
@@ -177,12 +131,55 @@ def clear_version_cache() -> None:
         package.forget()
 
 
-def _read(module: object, raw: object) -> _Loaded:
+def is_at_least(
+    installed: Version,
+    requested: Version,
+    check_equality: bool = True,
+    *,
+    release_only: bool = False,
+) -> bool:
+    """Return whether one version is at least, or else newer than, another by packaging's order.
+
+    For "newer" a local label such as ``+cpu`` makes no difference, unless the request carries one.
+    """
+    if release_only:
+        installed = _release(installed)
+    if check_equality:
+        return installed >= requested
+    if requested.local is None:
+        installed = _without_label(installed)
+    return installed > requested
+
+
+def parse_version(version: str | Version) -> Version:
+    """Return a requested version as a ``Version``."""
+    if isinstance(version, Version):
+        return version
+    if not isinstance(version, str):
+        raise TypeError(f"a version is a str or a packaging Version, not {version!r}")
+    return _parse(version)
+
+
+@lru_cache(maxsize=64)
+def _release(version: Version) -> Version:
+    return Version(version.base_version)
+
+
+@lru_cache(maxsize=64)
+def _without_label(version: Version) -> Version:
+    return Version(version.public)
+
+
+@lru_cache(maxsize=256)
+def _parse(version: str) -> Version:
+    return Version(version)
+
+
+def _readable_version(raw: object) -> Version | None:
+    """The version in a ``__version__``, which may be a ``str``, a subclass of it or a Version."""
     if not isinstance(raw, (str, Version)):
-        return _Loaded(module, raw)
+        return None
     try:
-        version = Version(str(raw))
+        return Version(str(raw))
     except InvalidVersion:
-        return _Loaded(module, raw)
-    least = min(Version(version.public), Version(version.base_version))
-    return _Loaded(module, raw, version, least)
+        return None

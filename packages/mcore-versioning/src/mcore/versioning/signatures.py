@@ -1,8 +1,9 @@
-"""Signatures of callables: extending them and asking what they accept."""
+"""Signatures of callables, and what decorators need to know about the callables they wrap."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -12,20 +13,20 @@ if TYPE_CHECKING:
 def create_updated_function_signature(
     original_function: Callable[..., Any], **extended_kwargs: Any
 ) -> inspect.Signature:
-    """The signature of a function with further keyword-only parameters.
+    """Return the signature of a function with further keyword-only parameters.
 
-    Assign it to `__signature__` of a wrapper that takes these arguments, so that `help()`, editors
-    and callers that look at the signature see them.
+    Assign it to ``__signature__`` of a wrapper that takes these arguments, so that ``help()``,
+    editors and callers that look at the signature see them.
 
     Args:
-        original_function: Its parameters and its return annotation are kept; `self` of a bound
+        original_function: Its parameters and its return annotation are kept; ``self`` of a bound
             method is left out.
         **extended_kwargs: Name and default of each new parameter, in this order; the annotation is
             the type of the default. A default of None brings no annotation, and
-            `inspect.Parameter.empty` makes the parameter required and brings none either.
+            ``inspect.Parameter.empty`` makes the parameter required and brings none either.
 
     Returns:
-        The new signature, with the new parameters before a `**kwargs` parameter.
+        The new signature, with the new parameters before a ``**kwargs`` parameter.
 
     Raises:
         ValueError: A name is already a parameter of the function, or the function has no
@@ -57,17 +58,17 @@ def create_updated_function_signature(
 
 
 def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
-    """Whether a call may pass `name` as a keyword, or by position where it is positional-only.
+    """Return whether a call may pass ``name``, by keyword or, where it must be, by position.
 
     Args:
         func: A callable with a signature.
-        name: The name of a parameter; those of `*args` and `**kwargs` themselves don't count.
+        name: The name of a parameter; those of ``*args`` and ``**kwargs`` themselves don't count.
 
     Returns:
-        True if `func` has that parameter, or takes `**kwargs`.
+        True if ``func`` has that parameter, or takes ``**kwargs``.
 
     Raises:
-        ValueError: `func` has no signature that could be found out.
+        ValueError: ``func`` has no signature that could be found out.
 
     Example:
         >>> def step(x, *, scale=1.0): ...
@@ -91,3 +92,72 @@ def _keyword_only(name: str, default: Any) -> inspect.Parameter:
     return inspect.Parameter(
         name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation
     )
+
+
+def through_descriptor(target: Any, decorate: Callable[[Any], Any]) -> Any:
+    """Decorate a callable, or the callables inside a staticmethod, classmethod or property."""
+    if isinstance(target, (staticmethod, classmethod)):
+        inner = through_descriptor(target.__func__, decorate)
+        descriptor = type(target)(inner)
+        for attributes in (vars(target), getattr(inner, "__dict__", {})):
+            vars(descriptor).update((n, v) for n, v in attributes.items() if n != "__wrapped__")
+        return descriptor
+    if isinstance(target, property):
+        fget, fset, fdel = (
+            None if accessor is None else decorate(accessor)
+            for accessor in (target.fget, target.fset, target.fdel)
+        )
+        return type(target)(fget, fset, fdel, target.__doc__)
+    if not callable(target):
+        raise TypeError(
+            f"{target!r} can't be decorated: a function, method, class, staticmethod, classmethod "
+            "or property was expected"
+        )
+    return decorate(target)
+
+
+def inner_callables(target: Any) -> Iterator[Any]:
+    """The callables that carry the attributes of ``target``: those in a descriptor, or itself."""
+    if isinstance(target, property):
+        accessors = (target.fget, target.fset, target.fdel)
+        yield from (accessor for accessor in accessors if accessor is not None)
+    elif isinstance(target, (staticmethod, classmethod)):
+        yield target.__func__
+    else:
+        yield target
+
+
+def mark_if_coroutine_function(wrapper: Any, wrapped: Any) -> None:
+    """Let ``asyncio.iscoroutinefunction`` see a coroutine function in the plain wrapper of one."""
+    import inspect
+
+    if not inspect.iscoroutinefunction(wrapped):
+        return
+    mark = getattr(inspect, "markcoroutinefunction", _mark_for_asyncio)
+    mark(wrapper)
+
+
+def display_name(target: Any) -> str:
+    """The name for messages: qualified for what is nested in a class, else the plain name."""
+    while isinstance(target, partial):
+        target = target.func
+    name: str | None = getattr(target, "__name__", None)
+    if name is None:
+        return type(target).__name__
+    qualified: str = getattr(target, "__qualname__", name)
+    owner = qualified.rpartition(".")[0]
+    return qualified if owner and not owner.endswith("<locals>") else name
+
+
+def full_name(target: Any) -> str:
+    """Module and qualified name, as far as the object has them."""
+    name = getattr(target, "__qualname__", None) or display_name(target)
+    module = getattr(target, "__module__", None)
+    return f"{module}.{name}" if module else name
+
+
+def _mark_for_asyncio(wrapper: Any) -> None:
+    """Python 3.10 and 3.11 have only this marker."""
+    import asyncio.coroutines
+
+    wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]

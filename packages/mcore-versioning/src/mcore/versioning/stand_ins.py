@@ -10,15 +10,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NullDecorator:
-    """Returns what it decorates; as a context manager it lets everything through, exceptions too.
-
-    One instance can be used any number of times.
-    """
+    """Returns what it decorates; as a context manager it lets everything through."""
 
     __slots__ = ()
 
     def __call__(self, func: F) -> F:
-        """Return `func` itself."""
+        """Return ``func`` itself."""
         return func
 
     def __enter__(self) -> NullDecorator:
@@ -41,7 +38,7 @@ def null_decorator(*args: Any, **kwargs: Any) -> NullDecorator: ...
 def null_decorator(*args: Any, **kwargs: Any) -> Any:
     """Stand in for an optional decorator, with or without arguments, or for a context manager.
 
-    It takes the place of `triton.jit`, `triton.autotune(configs=...)` or `nvtx.annotate("x")`
+    It takes the place of ``triton.jit``, ``triton.autotune(configs=...)`` or ``nvtx.annotate("x")``
     where the library is missing.
 
     Args:
@@ -50,7 +47,7 @@ def null_decorator(*args: Any, **kwargs: Any) -> Any:
 
     Returns:
         The single positional argument itself, if it is callable and there is nothing else. In
-        every other case a decorator that returns what it decorates and that works in a `with`
+        every other case a decorator that returns what it decorates and that works in a ``with``
         statement as well.
 
     Example:

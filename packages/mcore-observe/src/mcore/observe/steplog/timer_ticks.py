@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from mcore.observe.timer_text import longest_times
 from mcore.observe.timers import Timers, gather_seconds
+from mcore.observe.timers.text import longest_times
 
 __all__ = ["TickTimes", "TimerTicks", "timer_names", "write_foreign_timers"]
 

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from mcore.observe.nvml import open_device_handle
+from mcore.observe.energy import open_device_handle
 
 __all__ = ["Reading", "Sensors", "guarded", "telemetry_of"]
 

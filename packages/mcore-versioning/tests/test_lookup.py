@@ -1,11 +1,11 @@
 """Tests of the comparison between installed and requested versions."""
 
 import pytest
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from packaging.version import InvalidVersion, Version
 
-from mcore.versioning.comparison import is_at_least, parse_version
+from mcore.versioning.lookup import is_at_least, parse_version
 
 NVIDIA = "2.9.0a0+50eac811a6.nv25.09"
 
@@ -53,17 +53,20 @@ _versions = st.builds(lambda release, suffix: Version(release + suffix), _releas
 _labelled = st.builds(lambda public, local: Version(f"{public}{local}"), _versions, _local)
 
 
+@settings(deadline=None)
 @given(_labelled, _labelled)
 def test_at_least_is_the_order_of_packaging(installed: Version, requested: Version) -> None:
     assert is_at_least(installed, requested) == (installed >= requested)
 
 
+@settings(deadline=None)
 @given(_labelled, _versions)
 def test_newer_ignores_the_label_of_the_installed(installed: Version, requested: Version) -> None:
     expected = Version(str(installed).partition("+")[0]) > requested
     assert is_at_least(installed, requested, False) == expected
 
 
+@settings(deadline=None)
 @given(_labelled, _labelled)
 def test_newer_with_a_label_on_the_request_is_the_order_of_packaging(
     installed: Version, requested: Version
@@ -72,12 +75,14 @@ def test_newer_with_a_label_on_the_request_is_the_order_of_packaging(
     assert is_at_least(installed, requested, False) == (installed > requested)
 
 
+@settings(deadline=None)
 @given(_labelled, _labelled, st.booleans())
 def test_newer_implies_at_least(installed: Version, requested: Version, release_only: bool) -> None:
     if is_at_least(installed, requested, False, release_only=release_only):
         assert is_at_least(installed, requested, True, release_only=release_only)
 
 
+@settings(deadline=None)
 @given(_labelled, _versions, st.booleans())
 def test_release_only_compares_the_release_numbers(
     installed: Version, requested: Version, check_equality: bool
@@ -88,6 +93,7 @@ def test_release_only_compares_the_release_numbers(
     assert answer == expected
 
 
+@settings(deadline=None)
 @given(_labelled)
 def test_text_and_version_mean_the_same(version: Version) -> None:
     assert parse_version(str(version)) == version

@@ -10,13 +10,13 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.sinks import sanitize_metric_name
-from mcore.observe.timer import DisabledTimer, Timer, TimerLike
-from mcore.observe.timer_text import OPTIONS, format_times, longest_times
+from mcore.observe.timers.text import OPTIONS, format_times, longest_times
+from mcore.observe.timers.timer import DisabledTimer, Timer, TimerLike
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 from mcore.versioning.process_rank import process_rank, process_world_size
 
-__all__ = ["Timers", "gather_seconds"]
+__all__ = ["Timer", "Timers", "gather_seconds"]
 
 logger = logging.getLogger(__name__)
 
@@ -25,21 +25,10 @@ _DISABLED = DisabledTimer()
 
 
 def gather_seconds(seconds: Sequence[float]) -> torch.Tensor:
-    """Gather some times of every rank.
+    """Gather the times of every rank: ``[world_size, len(seconds)]`` float32 on the group's device.
 
-    One all-gather of ``[len(seconds)]`` float32 over the world group; every rank of the job calls
-    it and gets the result. None when there is nothing to gather or torch.distributed is not
-    initialised.
-
-    Args:
-        seconds: Times of this rank, the same number on every rank.
-
-    Returns:
-        Seconds, ``[world_size, len(seconds)]`` float32, on the device of the world group.
-
-    Example:
-        >>> gather_seconds([1.0, 2.0])
-        tensor([[1., 2.]])
+    One all-gather over the world group on every rank of the job; none without torch.distributed or
+    times.
     """
     mine = torch.tensor([list(seconds)], dtype=torch.float32)
     if not is_distributed() or not seconds:
@@ -115,13 +104,7 @@ class Timers:
             )
 
     def find(self, name: str) -> Timer | None:
-        """Return the timer of that name if there is one that measures, without making it.
-
-        Args:
-            name: The name.
-
-        Returns:
-            The timer, or None.
+        """Return the timer of that name if there is one that measures, else None.
 
         Example:
             >>> Timers(0, "max").find("forward") is None
@@ -130,14 +113,7 @@ class Timers:
         return self._timers.get(name)
 
     def local_seconds(self, names: Sequence[str], *, reset: bool) -> list[float]:
-        """Read timers of this rank. No communication.
-
-        Args:
-            names: Names of the timers; one that does not exist reads 0.
-            reset: Start them again from zero.
-
-        Returns:
-            Seconds since their last reset, in the order of ``names``.
+        """Return this rank's seconds since the last reset, one for each name; 0 for no such timer.
 
         Example:
             >>> Timers(0, "max").local_seconds(["forward"], reset=False)
@@ -181,15 +157,9 @@ class Timers:
     def format(
         self, names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
     ) -> str | None:
-        """Format times that were gathered before, as this object's option says.
+        """Format ``rows[rank][i]`` seconds for ``names[i]``, as this object's option asks.
 
-        Args:
-            names: Names of the timers.
-            rows: Seconds, ``rows[rank][i]`` for ``names[i]``; 0 means not timed.
-            normalizer: Divides the times.
-
-        Returns:
-            The text, or None when no rank timed anything.
+        0 means not timed; None is returned when no rank timed anything.
 
         Example:
             >>> print(Timers(0, "minmax").format(["forward"], [[0.001], [0.002]]))

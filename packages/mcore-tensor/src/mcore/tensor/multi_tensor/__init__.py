@@ -1,6 +1,6 @@
-"""Norms and scaled copies of many tensors at once, called like the kernels of apex's `amp_C`.
+"""Norms and scaled copies of many tensors at once, called like the kernels of apex's ``amp_C``.
 
-The operations run under `torch.no_grad()`, on any mix of float16, bfloat16, float32 and float64
+The operations run under ``torch.no_grad()``, on any mix of float16, bfloat16, float32 and float64
 tensors, also non-contiguous and empty ones, and never read a tensor on the host. They report
 non-finite data in a flag: an integer tensor with one element that they set to 1. They never clear
 it, and they do their work whatever it holds.
@@ -14,14 +14,14 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from mcore.tensor.norms import norms_of_pieces, norms_of_tensors
-from mcore.tensor.scaling import scaled_copy
-from mcore.tensor.tensor_lists import (
+from mcore.tensor.multi_tensor.lists import (
     TensorLists,
     checked_noop_flag,
     checked_tensor_lists,
     indices_by_kind,
 )
+from mcore.tensor.multi_tensor.norms import norms_of_pieces, norms_of_tensors
+from mcore.tensor.multi_tensor.scaling import moved, scaled_copy
 
 __all__ = [
     "local_multi_tensor_applier",
@@ -76,20 +76,20 @@ def local_multi_tensor_l2_norm(
     Squares are summed in float32, those of float64 tensors in float64. Non-finite data, and finite
     data whose sum of squares overflows, give a non-finite norm and set the flag. The norm is that
     of the local tensors: no collective is performed, so callers that hold shards add up
-    `norm ** 2` over their group.
+    ``norm ** 2`` over their group.
 
     Args:
         chunk_size: Accepted for the calling form and ignored.
         noop_flag: An integer tensor with one element, set to 1 if the norm is not finite; or
-            `None`. One on another device than the norm costs a copy.
+            None. One on another device than the norm costs a copy.
         tensor_lists: Lists of plain tensors, which are taken together as one list.
-        per_tensor: Whether to return the norm of each tensor too; `None` means no.
+        per_tensor: Whether to return the norm of each tensor too; None means no.
         *args: Ignored.
 
     Returns:
-        The norm, float32 of shape `[1]`, and the norms of the `n` tensors in their order, float32
-        of shape `[n]`, or `[0]` where they are not asked for; both on the device of the first
-        tensor, or where there is none on that of the flag, else the CPU.
+        The norm, float32 of shape ``[1]``, and the norms of the ``n`` tensors in their order,
+        float32 of shape ``[n]``, or ``[0]`` where they are not asked for; both on the device of the
+        first tensor, or where there is none on that of the flag, else the CPU.
 
     Raises:
         TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or the
@@ -131,18 +131,18 @@ def local_multi_tensor_scale(
     Args:
         chunk_size: Accepted for the calling form and ignored.
         noop_flag: An integer tensor with one element, set to 1 if a source is not finite; or
-            `None`. One on another device than the destinations costs a copy.
-        tensor_lists: `[sources, destinations]`: plain tensors, as many of one as of the other, with
-            as many elements each. A tensor may be its own destination. Where the shapes of a pair
-            differ, elements go in the order of `reshape(-1)`. The result is undefined where
+            None. One on another device than the destinations costs a copy.
+        tensor_lists: ``[sources, destinations]``: plain tensors, as many of one as of the other,
+            with as many elements each. A tensor may be its own destination. Where the shapes of a
+            pair differ, elements go in the order of ``reshape(-1)``. The result is undefined where
             different tensors overlap, or one pair writes what another reads.
         scale: A number, or a tensor with one element, which is used without reading it on the host.
 
     Raises:
         ValueError: Not exactly two lists, or their lengths differ, or a pair differs in the number
-            of elements, or the flag or `scale` has not exactly one element. Nothing is written.
-        TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or `scale`
-            is no real number; or the flag is no integer tensor. Nothing is written.
+            of elements, or the flag or ``scale`` has not exactly one element. Nothing is written.
+        TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or
+            ``scale`` is no real number; or the flag is no integer tensor. Nothing is written.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -173,17 +173,13 @@ def _device_of_result(tensors: list[Tensor], flag: Tensor | None) -> torch.devic
     return torch.device("cpu") if flag is None else flag.device
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
-    return tensor.to(device, non_blocking=device.type != "cpu")
-
-
 def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
     """The root of the sum of all squares as float32 of shape [1]; one scalar per device moves."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
         by_device.setdefault(part.device, []).append(part.square().sum())
     sums = [
-        _moved(squares[0] if len(squares) == 1 else _sum(squares), device)
+        moved(squares[0] if len(squares) == 1 else _sum(squares), device)
         for squares in by_device.values()
     ]
     if not sums:
@@ -201,11 +197,11 @@ def _in_order(
     parts: list[Tensor], groups: list[list[int]], num_tensors: int, device: torch.device
 ) -> Tensor:
     """The norms of groups of tensors as float32 in the order of the tensors; others get zero."""
-    moved = [_moved(part.to(torch.float32), device) for part in parts]
-    if len(moved) == 1 and len(groups[0]) == num_tensors:
-        return moved[0]
+    here = [moved(part.to(torch.float32), device) for part in parts]
+    if len(here) == 1 and len(groups[0]) == num_tensors:
+        return here[0]
     norms = [torch.zeros((), dtype=torch.float32, device=device)] * num_tensors
-    for part, group in zip(moved, groups, strict=True):
+    for part, group in zip(here, groups, strict=True):
         for index, norm in zip(group, part.unbind(), strict=True):
             norms[index] = norm
     return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float32, device=device)

@@ -1,4 +1,4 @@
-"""What can show named ranges: the nvtx package, torch's NVTX calls, the torch profiler."""
+"""Backends that show named ranges: the nvtx package, torch's NVTX calls, the torch profiler."""
 
 from __future__ import annotations
 
@@ -9,15 +9,6 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
-__all__ = [
-    "BACKENDS",
-    "NoBackend",
-    "Pins",
-    "RangeBackend",
-    "check_backend_name",
-    "select_backend",
-]
-
 logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
@@ -25,18 +16,9 @@ _Value = TypeVar("_Value")
 
 
 class Pins(dict[_Key, _Value]):
-    """Keeps what is made of a bounded number of keys alive for the whole process.
+    """Keeps what is made of up to ``limit`` keys alive for the whole process.
 
     A CUDA graph that recorded a range keeps a pointer to the range's name.
-
-    Args:
-        make: Makes the value of a key when ``pins[key]`` is first asked for.
-        limit: Values that are kept. Over it they are made each time, with one WARNING.
-
-    Example:
-        >>> pins = Pins(lambda name: [name])
-        >>> pins["a"] is pins["a"]
-        True
     """
 
     def __init__(self, make: Callable[[_Key], _Value], limit: int = 65536) -> None:
@@ -93,11 +75,7 @@ class NoBackend:
 
 
 class NvtxPackageBackend:
-    """The ``nvtx`` package: a domain of our own and colours.
-
-    Raises:
-        RuntimeError: The package is missing or unusable.
-    """
+    """The ``nvtx`` package: a domain of our own and colours."""
 
     name = "nvtx"
 
@@ -144,11 +122,7 @@ class NvtxPackageBackend:
 
 
 class TorchNvtxBackend:
-    """The NVTX calls of torch's CUDA builds; colours are ignored.
-
-    Raises:
-        RuntimeError: This build of torch has none.
-    """
+    """The NVTX calls of torch's CUDA builds; colours are ignored."""
 
     name = "torch.cuda.nvtx"
 
@@ -211,23 +185,7 @@ def check_backend_name(name: str) -> None:
 
 
 def select_backend(name: str) -> RangeBackend:
-    """Make the backend of a name.
-
-    Args:
-        name: A key of ``BACKENDS``; or ``"auto"``: the ``nvtx`` package where it is installed,
-            else torch's NVTX calls where there is a CUDA device, else the torch profiler.
-
-    Returns:
-        A backend that works in this process.
-
-    Raises:
-        ValueError: No such backend.
-        RuntimeError: The named backend cannot work here.
-
-    Example:
-        >>> select_backend("record").name
-        'record'
-    """
+    """Make the backend of a name; ``"auto"`` takes the first that works and can be seen."""
     check_backend_name(name)
     if name != "auto":
         return BACKENDS[name]()
@@ -243,7 +201,7 @@ def select_backend(name: str) -> RangeBackend:
 
 @functools.cache
 def _torch_nvtx_problem() -> str | None:
-    """Why torch's NVTX calls cannot be used, asked once of this build."""
+    """Why torch's NVTX calls cannot be used, found out once for this build."""
     nvtx: Any = torch.cuda.nvtx
     try:
         nvtx.range_push("mcore.observe")

@@ -13,9 +13,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from mcore.tensor.scratch import Scratch
-
-__all__ = ["norms_of_pieces", "norms_of_tensors"]
+from mcore.tensor.multi_tensor.scaling import Scratch
 
 _SMALL = 1 << 12  # elements up to which packing a tensor costs less than an operation on it
 _SMALL_NARROW = 1 << 15  # the same for 16-bit tensors, which have to be widened as well
@@ -27,22 +25,7 @@ _MANY = 4  # small tensors of one length from which they are worth packing
 
 
 def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-    """Return norms of disjoint pieces that together are all the tensors, in no order.
-
-    Args:
-        tensors: At least one tensor, none of them empty, on one device and of one dtype: float16,
-            bfloat16, float32 or float64.
-        lengths: The number of elements of each.
-
-    Returns:
-        A one-dimensional tensor on that device; float64 for float64, else float32. The root of the
-        sum of its squares is the norm of all the tensors.
-
-    Example:
-        >>> pieces = norms_of_pieces([torch.tensor([3.0]), torch.tensor([4.0])], [1, 1])
-        >>> pieces.square().sum().sqrt()
-        tensor(5.)
-    """
+    """Return norms, float32 or wider, of disjoint pieces that together are all the tensors."""
     if tensors[0].device.type != "cpu":
         return _norms_of_each(tensors)
     workspace = _Workspace(tensors[0].dtype, sum(lengths))
@@ -74,21 +57,7 @@ def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
 
 
 def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-    """Return the norm of each tensor.
-
-    Args:
-        tensors: At least one tensor, none of them empty, on one device and of one dtype: float16,
-            bfloat16, float32 or float64.
-        lengths: The number of elements of each.
-
-    Returns:
-        The norms in the order of the tensors, one-dimensional, on that device; float64 for float64,
-        else float32.
-
-    Example:
-        >>> norms_of_tensors([torch.tensor([3.0, 4.0]), torch.ones(2, 2)], [2, 4])
-        tensor([5., 2.])
-    """
+    """Return the norm of each tensor in their order, float32 or wider."""
     if tensors[0].device.type != "cpu":
         return _norms_of_each(tensors)
     workspace = _Workspace(tensors[0].dtype, sum(lengths))

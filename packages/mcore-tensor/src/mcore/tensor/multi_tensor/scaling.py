@@ -12,10 +12,6 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from mcore.tensor.scratch import Scratch
-
-__all__ = ["scaled_copy"]
-
 _SMALL = 1 << 16  # elements up to which packing a tensor costs less than operations on it
 _TOGETHER = 1 << 17  # elements of small tensors copied before they are multiplied
 _PACK = 1 << 19  # elements of small tensors packed
@@ -24,31 +20,14 @@ _ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a na
 
 
 def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float | Tensor) -> Tensor:
-    """Write `source * scale` into each destination and check the sources.
+    """Write ``source * scale`` into each destination; return, on the device, if sources are finite.
 
-    The product is computed in float64 if sources or destinations are float64, else in float32, and
-    rounded once.
-
-    Args:
-        sources: At least one tensor, none of them empty, on one device and of one dtype.
-        destinations: As many tensors of the same shapes, on one device and of one dtype. Either all
-            are the sources themselves or none is.
-        scale: A number, or a real tensor with one element, which is moved to the destinations.
-
-    Returns:
-        A boolean tensor with one element, on the device of the destinations: whether all elements
-        of the sources are finite.
-
-    Example:
-        >>> destination = torch.empty(1)
-        >>> scaled_copy([torch.tensor([60000.0]).half()], [destination], 2.0)
-        tensor(True)
-        >>> destination
-        tensor([120000.])
+    The sources share a dtype and have elements; the destinations too, which all are or aren't the
+    sources. The product is rounded once, from float64 if either is float64, else from float32.
     """
     device, dtype = destinations[0].device, destinations[0].dtype
     if sources[0].device != device:
-        sources = [_moved(source, device) for source in sources]
+        sources = [moved(source, device) for source in sources]
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, dtype), torch.float32)
     length = sum(source.numel() for source in sources)
     multiply = _CheckedMultiply(scale, wide, device, length)
@@ -63,13 +42,13 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
     return multiply.all_finite()
 
 
-def _moved(tensor: Tensor, device: torch.device) -> Tensor:
+def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def _factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(scale, Tensor):
-        return _moved(scale.reshape(()), device).to(dtype)
+        return moved(scale.reshape(()), device).to(dtype)
     if abs(scale) > torch.finfo(dtype).max:
         scale = math.copysign(math.inf, scale)  # torch.full refuses a finite number that overflows
     return torch.full((), scale, dtype=dtype, device=device)
@@ -183,7 +162,7 @@ def _scale_batch(
 
 
 def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
-    """Slices of the list with at most `limit` elements, or with one tensor."""
+    """Slices of the list with at most ``limit`` elements, or with one tensor."""
     start = batched = 0
     for index, tensor in enumerate(tensors):
         length = tensor.numel()
@@ -198,7 +177,7 @@ def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
 def _cut(
     sources: list[Tensor], destinations: list[Tensor], limit: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The same pairs, with those of more than `limit` elements in parts."""
+    """The same pairs, with those of more than ``limit`` elements in parts."""
     if all(source.numel() <= limit for source in sources):
         return sources, destinations
     source_parts: list[Tensor] = []
@@ -210,3 +189,22 @@ def _cut(
         source_parts += torch.split(source, num_rows)
         destination_parts += torch.split(destination, num_rows)
     return source_parts, destination_parts
+
+
+class Scratch:
+    """Uninitialised CPU memory for one call in one thread, one piece per dtype.
+
+    Fresh memory for every step is mapped page by page, which costs more than the step itself.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self._capacity = capacity
+        self._memory: dict[torch.dtype, Tensor] = {}
+
+    def take(self, length: int, dtype: torch.dtype) -> Tensor:
+        """Return a one-dimensional tensor; what an earlier request of the dtype got is void."""
+        memory = self._memory.get(dtype)
+        if memory is None or memory.numel() < length:
+            memory = torch.empty(max(length, self._capacity), dtype=dtype, device="cpu")
+            self._memory[dtype] = memory
+        return memory[:length]

@@ -6,20 +6,21 @@ Everything here is off until :func:`configure_nvtx_profiling` switches it on.
 from __future__ import annotations
 
 import functools
+import threading
+import weakref
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from sys import _getframe
 from types import TracebackType
-from typing import Any, NoReturn, TypeVar, cast
+from typing import Any, NoReturn, TypeAlias, TypeVar, cast
 
-from mcore.observe.lifetimes import kind_of, wrap_lifetime
-from mcore.observe.nvtx_backends import (
+from mcore.observe.async_tasks import kind_of, wrap_lifetime
+from mcore.observe.nvtx.backends import (
     NoBackend,
     RangeBackend,
     check_backend_name,
     select_backend,
 )
-from mcore.observe.nvtx_stacks import LivingStacks, OpenRange, ThreadStack
 
 __all__ = [
     "configure_nvtx_profiling",
@@ -30,15 +31,57 @@ __all__ = [
 ]
 
 _Func = TypeVar("_Func", bound=Callable[..., Any])
+# What opened a range and has to close it, with what its `push` returned.
+_OpenRange: TypeAlias = "tuple[RangeBackend, Any]"
 
 _nvtx_enabled: bool = False
 # True while some thread may have an open range: after a switch-off those still have to be closed.
 _may_be_open: bool = False
 _backend: RangeBackend = NoBackend()
-_living = LivingStacks()
-_thread = ThreadStack(_living)
 _NO_MODULE = "<unknown>"
 _NO_RANGE: AbstractContextManager[None] = nullcontext()
+
+
+class _RangeStack:
+    """The names of one thread's open ranges, always in the same list, and the ranges themselves."""
+
+    __slots__ = ("__weakref__", "messages", "opened")
+
+    def __init__(self) -> None:
+        self.messages: list[str] = []
+        self.opened: list[_OpenRange] = []
+
+    def close(self, message: str) -> bool:
+        """Close the innermost range by the backend that opened it; False if it has another name."""
+        messages = self.messages
+        if not messages or messages[-1] != message:
+            return False
+        messages.pop()
+        backend, handle = self.opened.pop()
+        backend.pop(handle)
+        return True
+
+    def close_down_to(self, depth: int, opened: _OpenRange) -> None:
+        """Close a range, which is inside ``depth`` others, after those inside it; once only."""
+        if depth < len(self.opened) and self.opened[depth] is opened:
+            while len(self.messages) > depth:
+                self.close(self.messages[-1])
+
+
+_living: weakref.WeakSet[_RangeStack] = weakref.WeakSet()
+_living_lock = threading.Lock()
+
+
+class _Thread(threading.local):
+    """Holds the stack of the current thread, made when the thread first asks for it."""
+
+    def __init__(self) -> None:
+        self.stack = _RangeStack()
+        with _living_lock:
+            _living.add(self.stack)
+
+
+_thread = _Thread()
 
 
 def __getattr__(name: str) -> list[str]:
@@ -228,7 +271,7 @@ def _nvtx_decorator_get_func_path(func: Callable[..., Any]) -> str:
     return f"{getattr(owner, '__module__', None) or _NO_MODULE}.{owner.__name__}"
 
 
-def _open(message: str, color: str | None) -> OpenRange:
+def _open(message: str, color: str | None) -> _OpenRange:
     global _may_be_open
     backend = _backend
     opened = backend, backend.push(message, color)
@@ -255,8 +298,9 @@ def _note_open_ranges() -> None:
     """Let pops do nothing once no thread has an open range."""
     global _may_be_open
     _may_be_open = False  # first: a push meanwhile sets it again
-    if _living.any_open():
-        _may_be_open = True
+    with _living_lock:
+        if any(stack.messages for stack in _living):
+            _may_be_open = True
 
 
 class _StackedRange:

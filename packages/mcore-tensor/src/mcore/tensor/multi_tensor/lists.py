@@ -9,8 +9,6 @@ from torch import Tensor
 
 from mcore.tensor.dtensor import is_dtensor
 
-__all__ = ["TensorLists", "checked_noop_flag", "checked_tensor_lists", "indices_by_kind"]
-
 TensorLists = Sequence[Sequence[Tensor]]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
@@ -33,21 +31,7 @@ def _check_tensor(tensor: object, where: str) -> None:
 
 
 def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
-    """Return the lists as lists, after a check of every tensor.
-
-    Args:
-        tensor_lists: Lists of plain tensors of dtype float16, bfloat16, float32 or float64.
-
-    Returns:
-        The same tensors.
-
-    Raises:
-        TypeError: One is a DTensor, no tensor, or of another dtype; the text has its indices.
-
-    Example:
-        >>> checked_tensor_lists([(torch.ones(1),), []])
-        [[tensor([1.])], []]
-    """
+    """Return the lists as lists, after a check that they hold plain tensors of a float dtype."""
     if isinstance(tensor_lists, Tensor):
         raise TypeError("tensor_lists must be a list of lists of tensors, got a tensor")
     lists = []
@@ -67,22 +51,7 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
 
 
 def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
-    """Return the flag, after a check that it is one integer in a tensor.
-
-    Args:
-        noop_flag: An integer tensor with one element, of any shape, or `None`.
-
-    Returns:
-        The same flag.
-
-    Raises:
-        TypeError: It is no tensor, or not of an integer dtype.
-        ValueError: It has not exactly one element.
-
-    Example:
-        >>> checked_noop_flag(torch.zeros(1, dtype=torch.int))
-        tensor([0], dtype=torch.int32)
-    """
+    """Return the flag, after a check that it is one integer in a tensor."""
     if noop_flag is None:
         return None
     if not isinstance(noop_flag, Tensor):
@@ -104,18 +73,7 @@ def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
 
 
 def indices_by_kind(*columns: list[Tensor]) -> list[list[int]]:
-    """Return the indices of items whose tensors agree in device and dtype, group by group.
-
-    Args:
-        *columns: Lists of one length; an item has one tensor in each of them.
-
-    Returns:
-        The groups in the order in which they come up first; none if there is no item.
-
-    Example:
-        >>> indices_by_kind([torch.ones(1), torch.ones(1).half(), torch.ones(2)])
-        [[0, 2], [1]]
-    """
+    """Return the indices of items whose tensors agree in device and dtype, group by group."""
     if not columns[0]:
         return []
     if all(_is_uniform(column) for column in columns):

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import json
+import platform
 import sys
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
@@ -17,50 +19,38 @@ from packaging.tags import Tag, parse_tag, sys_tags
 from packaging.utils import canonicalize_name
 from packaging.version import InvalidVersion, Version
 
-NOT_INSTALLED = "not installed"
-UNUSABLE = "present but unusable"
+_LIBRARIES = (
+    ("torch", "torch"),
+    ("transformer_engine", "transformer-engine"),
+    ("flash_attn", "flash-attn"),
+    ("mamba_ssm", "mamba-ssm"),
+    ("causal_conv1d", "causal-conv1d"),
+)
+_OWN = ("versioning", "tensor", "parallel", "modules", "observe")
+_NOT_INSTALLED = "not installed"
+_UNUSABLE = "present but unusable"
 _MODULE_SUFFIXES = (".py", ".so", ".pyd")
 _FILES_WITH_VERSION = ("__init__.py", "_version.py", "version.py", "__version__.py")
 
 
 class PackageState(NamedTuple):
-    """What was found out about one package.
-
-    Attributes:
-        name: The name of the distribution.
-        version: Its version, if it is installed and nothing speaks against its working.
-        reason: Why it can't work here, or not be identified, although something of it is present.
-    """
+    """What was found out about one distribution; a reason says why it can't work here."""
 
     name: str
     version: str | None = None
     reason: str | None = None
 
     def __str__(self) -> str:
-        """The version, `not installed`, or `present but unusable: <reason>`."""
+        """The version, ``not installed``, or ``present but unusable: <reason>``."""
         if self.reason is not None:
-            return f"{UNUSABLE}: {self.reason}"
-        return self.version or NOT_INSTALLED
+            return f"{_UNUSABLE}: {self.reason}"
+        return self.version or _NOT_INSTALLED
 
 
 def package_state(module: str, name: str, watched: Iterable[str] | None = None) -> PackageState:
     """Find out whether a package is installed and can work here, without importing it.
 
-    A reason against it is given only where the installation itself proves it: metadata without a
-    readable version or without the module, a module of that name elsewhere that Python finds
-    first, a Python version that the package excludes, wheels built for another platform, and
-    requirements that are missing or have the wrong version.
-
-    Args:
-        module: The name to import.
-        name: The name of the distribution.
-        watched: The distributions to check among the requirements; all of them by default.
-
-    Example:
-        >>> package_state("packaging", "packaging").reason is None
-        True
-        >>> str(package_state("no_such_module", "no-such-module"))
-        'not installed'
+    A reason against it is given only where the installation itself proves it.
     """
     spec = _find_spec(module)
     try:
@@ -109,11 +99,7 @@ def _state_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> 
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """What `import` would find, whatever is loaded already.
-
-    `importlib.util.find_spec` would answer from `sys.modules`, and import the parent of a
-    submodule.
-    """
+    """What ``import`` would find, whatever is loaded already; imports no parent either."""
     parent, _, _ = module.rpartition(".")
     path = None
     if parent:
@@ -228,7 +214,7 @@ def _is_version(text: str) -> bool:
 
 
 def _version_in_source(spec: ModuleSpec) -> str | None:
-    """A literal `__version__` in the file of the module or in the usual files beside it."""
+    """A literal ``__version__`` in the file of the module or in the usual files beside it."""
     origin = Path(_location(spec))
     is_package = spec.submodule_search_locations is not None
     files = [origin.with_name(name) for name in _FILES_WITH_VERSION] if is_package else [origin]
@@ -248,3 +234,50 @@ def _literal_version(file: Path) -> str | None:
             text = value.value
             return text if isinstance(text, str) and _is_version(text) else None
     return None
+
+
+class EnvironmentReport(NamedTuple):
+    """What a bug report needs to say about where it happened."""
+
+    python: str
+    platform: str
+    packages: tuple[PackageState, ...]
+
+    def as_text(self) -> str:
+        """One aligned line for each item."""
+        lines = [("Python", self.python), ("platform", self.platform)]
+        lines += [(package.name, str(package)) for package in self.packages]
+        width = max(len(label) for label, _ in lines)
+        return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
+
+    def as_json(self) -> str:
+        """A JSON object; every package has a name, a status, a version and a reason."""
+        packages = [
+            {
+                "name": package.name,
+                "status": _status(package),
+                "version": package.version,
+                "reason": package.reason,
+            }
+            for package in self.packages
+        ]
+        content = {"python": self.python, "platform": self.platform, "packages": packages}
+        return json.dumps(content, indent=2)
+
+
+def environment_report() -> EnvironmentReport:
+    """Collect the report, without importing any of the packages.
+
+    Of a library only the requirements on packages of the report are checked.
+    """
+    watched = tuple(name for _, name in _LIBRARIES)
+    states = [package_state(module, name, watched) for module, name in _LIBRARIES]
+    states += [package_state(f"mcore.{part}", f"mcore-{part}") for part in _OWN]
+    python = f"{platform.python_implementation()} {platform.python_version()}"
+    return EnvironmentReport(python, platform.platform(), tuple(states))
+
+
+def _status(package: PackageState) -> str:
+    if package.reason is not None:
+        return _UNUSABLE
+    return _NOT_INSTALLED if package.version is None else "installed"

@@ -1,10 +1,8 @@
-"""The text that shows timers of all ranks."""
+"""Texts that show the timers of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-
-__all__ = ["OPTIONS", "format_times", "longest_times"]
 
 _NAME_WIDTH = 48
 
@@ -12,22 +10,7 @@ _NAME_WIDTH = 48
 def format_times(
     names: Sequence[str], rows: Sequence[Sequence[float]], option: str, normalizer: float = 1.0
 ) -> str | None:
-    """Format the times of all ranks in milliseconds.
-
-    Args:
-        names: Names of the timers.
-        rows: Seconds, ``rows[rank][i]`` for ``names[i]``; 0 means not timed on that rank.
-        option: ``"max"``, ``"minmax"`` or ``"all"`` ranks.
-        normalizer: Divides the times; usually the number of iterations they cover.
-
-    Returns:
-        The text, or None when no rank timed anything.
-
-    Example:
-        >>> print(format_times(["forward"], [[0.001], [0.002]], "max"))
-        max time across ranks (ms):
-            forward ........................................: 2.00
-    """
+    """Format ``rows[rank][i]`` seconds for ``names[i]`` in ms; None when no rank timed anything."""
     header, format_one = OPTIONS[option]
     scale = 1e3 / normalizer
     lines = [
@@ -41,20 +24,7 @@ def format_times(
 def longest_times(
     names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
 ) -> dict[str, float]:
-    """Return the longest time over the ranks for each timer that ran.
-
-    Args:
-        names: Names of the timers.
-        rows: Seconds, as for :func:`format_times`.
-        normalizer: Divides the times.
-
-    Returns:
-        ``{"<name>-time": seconds}`` in the order of ``names``.
-
-    Example:
-        >>> longest_times(["forward", "backward"], [[4.0, 0.0], [6.0, 0.0]], 2)
-        {'forward-time': 3.0}
-    """
+    """Return ``{"<name>-time": seconds}``, the longest over the ranks, for timers that ran."""
     longest = {name: max(row[i] for row in rows) for i, name in enumerate(names)}
     return {f"{name}-time": seconds / normalizer for name, seconds in longest.items() if seconds}
 

@@ -1,15 +1,18 @@
-"""One named stopwatch that counts device work as well as host time."""
+"""One named stopwatch, and the clocks of the host and of the accelerator that it reads."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import time
+from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
-from mcore.observe.timer_clocks import Clock, default_clock
 from mcore.parallel.torch_compat import is_distributed
+from mcore.tensor.device import current_device
 
-__all__ = ["DisabledTimer", "Timer", "TimerLike"]
+# Beyond this many unread pairs, those that the device has passed are summed up and reused.
+_MAX_OPEN_PAIRS = 256
 
 
 class TimerLike(Protocol):
@@ -112,14 +115,11 @@ class Timer:
         self._running = False
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return the seconds since the last reset; a running timer goes on running.
+        """Return this rank's seconds since the last reset; a running timer goes on running.
 
         Args:
             reset: Start again from zero.
             barrier: A running timer first waits for the other ranks, as in :meth:`start`.
-
-        Returns:
-            Seconds on this rank.
 
         Example:
             >>> Timer("forward").elapsed()
@@ -137,10 +137,7 @@ class Timer:
         return seconds
 
     def active_time(self) -> float:
-        """Return the seconds of all closed ranges since the timer was made, resets or not.
-
-        Returns:
-            Seconds on this rank.
+        """Return this rank's seconds of all ranges since the timer was made, resets or not.
 
         Example:
             >>> Timer("forward").active_time()
@@ -150,10 +147,7 @@ class Timer:
         return self._active
 
     def set_elapsed(self, value: float) -> None:
-        """Replace the elapsed time.
-
-        Args:
-            value: Seconds.
+        """Replace the elapsed time by some seconds.
 
         Example:
             >>> timer = Timer("forward")
@@ -165,10 +159,7 @@ class Timer:
         self._elapsed = float(value)
 
     def set_barrier_group(self, barrier_group: dist.ProcessGroup | None) -> None:
-        """Choose the ranks that ``barrier=True`` waits for.
-
-        Args:
-            barrier_group: The group; None, as at first, is the world group.
+        """Choose the ranks that ``barrier=True`` waits for; None, as at first, is the world group.
 
         Example:
             >>> Timer("forward").set_barrier_group(None)
@@ -186,13 +177,7 @@ class Timer:
 
 
 class DisabledTimer:
-    """A timer finer than the level that is measured: starting and stopping it does nothing.
-
-    Example:
-        >>> timer = DisabledTimer()
-        >>> timer.start()
-        >>> timer.stop()
-    """
+    """A timer finer than the level that is measured: starting and stopping it does nothing."""
 
     def start(self, barrier: bool = False) -> None:
         """Do nothing."""
@@ -216,3 +201,86 @@ class DisabledTimer:
     def active_time(self) -> float:
         """Raise RuntimeError: nothing was measured."""
         return self.elapsed()
+
+
+class Clock(Protocol):
+    """Measures ranges and hands over the seconds of those that ended."""
+
+    def start(self) -> None: ...
+    def stop(self) -> None: ...
+    def take(self) -> float: ...
+
+
+class HostClock:
+    """The host's clock, which on request waits for the accelerator at both ends of a range."""
+
+    def __init__(self, *, sync: bool) -> None:
+        self._sync = sync and torch.accelerator.is_available()
+        self._began = 0.0
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Open a range."""
+        self._began = self._now()
+
+    def stop(self) -> None:
+        """Close the range."""
+        self._seconds += self._now() - self._began
+
+    def take(self) -> float:
+        """Return the seconds of the ranges closed since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _now(self) -> float:
+        if self._sync:
+            torch.accelerator.synchronize()
+        return time.perf_counter()
+
+
+class DeviceClock:
+    """Pairs of events on the current stream; it waits only when it is read."""
+
+    def __init__(self, make_event: Any) -> None:
+        self._make_event = make_event
+        self._free: list[Any] = []
+        self._begin: Any = None
+        self._pairs: list[tuple[Any, Any]] = []
+        self._seconds = 0.0
+
+    def start(self) -> None:
+        """Open a range: record an event."""
+        self._begin = self._recorded_event()
+
+    def stop(self) -> None:
+        """Close the range: record an event, without waiting for it."""
+        self._pairs.append((self._begin, self._recorded_event()))
+        if len(self._pairs) >= _MAX_OPEN_PAIRS:
+            self._fold([pair for pair in self._pairs if pair[1].query()])
+
+    def take(self) -> float:
+        """Wait for the last range and return the seconds of those closed since the last call."""
+        if self._pairs:
+            self._pairs[-1][1].synchronize()
+            self._fold(self._pairs)
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def _recorded_event(self) -> Any:
+        event = self._free.pop() if self._free else self._make_event()
+        event.record()
+        return event
+
+    def _fold(self, finished: list[tuple[Any, Any]]) -> None:
+        for begin, end in finished:
+            self._seconds += begin.elapsed_time(end) / 1e3
+            self._free += [begin, end]
+        done = {id(end) for _, end in finished}
+        self._pairs = [pair for pair in self._pairs if id(pair[1]) not in done]
+
+
+def default_clock(sync: bool) -> Clock:
+    """The host's clock to synchronise, or without an accelerator; else the device's."""
+    if sync or not torch.accelerator.is_available():
+        return HostClock(sync=sync)
+    return DeviceClock(lambda: torch.Event(current_device(), enable_timing=True))

@@ -1,0 +1,300 @@
+"""Warnings about deprecated functions, classes and arguments."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping
+from functools import wraps
+from types import CodeType, FrameType, FunctionType
+from typing import Any, NamedTuple, TypeVar
+
+from mcore.versioning.signatures import (
+    accepts_parameter,
+    display_name,
+    mark_if_coroutine_function,
+    through_descriptor,
+)
+
+Context = TypeVar("Context")
+Params = TypeVar("Params")
+F = TypeVar("F", bound="Callable[..., Any]")
+
+NOTICE_ATTRIBUTE = "_deprecation_notice"
+_MACHINERY_MODULES = ("abc", "typing")
+
+
+class Notice(NamedTuple):
+    """What to warn with; a category of None means never, ``stacklevel`` 1 blames the caller."""
+
+    message: str
+    category: type[Warning] | None
+    stacklevel: int
+
+
+def deprecate_args(
+    *names: str,
+    message: str = "Argument '{name}' has been deprecated and should not be used.",
+) -> Callable[[F], F]:
+    """Refuse calls that pass one of the named arguments, by keyword or by position.
+
+    Args:
+        *names: Parameters of the decorated function, or any names if it takes ``**kwargs``.
+        message: The text of the error, with ``{name}`` in the place of the argument.
+
+    Returns:
+        A decorator that keeps the signature.
+
+    Raises:
+        TypeError: At a call: an argument of that name is given; the one that comes first in
+            ``names`` is reported. At decoration: ``names`` holds something other than names.
+        ValueError: At decoration: no names, or one that the function can't be given.
+
+    Example:
+        >>> @deprecate_args("eps", message="{name} has moved to the optimizer")
+        ... def step(lr, eps=None):
+        ...     return lr
+        >>> step(0.1)
+        0.1
+        >>> step(0.1, eps=1e-8)
+        Traceback (most recent call last):
+            ...
+        TypeError: eps has moved to the optimizer
+    """
+    if not all(isinstance(name, str) for name in names):
+        raise TypeError(f"the arguments of @deprecate_args are names in quotes, not {names!r}")
+    if not names:
+        raise ValueError('@deprecate_args needs the names of the arguments, as in ("eps",)')
+    texts = {name: message.format(name=name) for name in names}
+
+    def refuse_arguments(func: Callable[..., Any]) -> Callable[..., Any]:
+        positions = _positions(func, texts)
+        inner = blaming_one_further(func)
+
+        @wraps(func)
+        def refusing(*args: Any, **kwargs: Any) -> Any:
+            for name, text in texts.items():
+                if name in kwargs or positions.get(name, len(args)) < len(args):
+                    raise TypeError(text)
+            return inner(*args, **kwargs)
+
+        mark_if_coroutine_function(refusing, func)
+        return refusing
+
+    return lambda target: through_descriptor(target, refuse_arguments)
+
+
+def deprecate_inference_params(
+    inference_context: Context | None, inference_params: Params | None
+) -> Context | Params | None:
+    """Choose between an argument and its deprecated former name, and warn about the latter.
+
+    Only None means "not given": an empty list and 0 count as given.
+
+    Args:
+        inference_context: The value of the argument under its present name.
+        inference_params: The value of the argument under its deprecated name.
+
+    Returns:
+        ``inference_context``, or ``inference_params`` where the former is None.
+
+    Warns:
+        FutureWarning: ``inference_params`` was given; blamed on the line that calls this
+            function.
+
+    Example:
+        >>> deprecate_inference_params("context", None)
+        'context'
+        >>> import warnings
+        >>> with warnings.catch_warnings(record=True) as caught:
+        ...     warnings.simplefilter("always")
+        ...     deprecate_inference_params(None, "params")
+        'params'
+        >>> print(caught[0].message)
+        `inference_params` is deprecated; pass `inference_context` instead.
+    """
+    if inference_params is None:
+        return inference_context
+    if inference_context is None:
+        warnings.warn(
+            "`inference_params` is deprecated; pass `inference_context` instead.",
+            FutureWarning,
+            stacklevel=2,
+        )
+        return inference_params
+    warnings.warn(
+        "`inference_params` is deprecated and ignored, since `inference_context` is given too; "
+        "pass `inference_context` alone.",
+        FutureWarning,
+        stacklevel=2,
+    )
+    return inference_context
+
+
+def _positions(func: Callable[..., Any], names: Mapping[str, str]) -> dict[str, int]:
+    """Where each name stands among the positional parameters, for those that have a place."""
+    import inspect
+
+    unknown = [name for name in names if not accepts_parameter(func, name)]
+    if unknown:
+        raise ValueError(
+            f"{display_name(func)} has no parameter {', '.join(unknown)} and takes no **kwargs; "
+            "name parameters that a call could pass"
+        )
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    parameters = inspect.signature(func).parameters.values()
+    order = [p.name for p in parameters if p.kind in by_position]
+    return {name: order.index(name) for name in names if name in order}
+
+
+def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
+    """A plain function that warns at each call, also of a coroutine function, and calls ``func``.
+
+    A wrapper made here is replaced rather than wrapped again, so that a call warns once.
+    """
+    warned: Callable[..., Any] = func.__wrapped__ if _warns(func) else func  # type: ignore[attr-defined]
+    wrapper = wraps(func)(_warning_wrapper(warned, notice))
+    wrapper.__wrapped__ = warned
+    if not hasattr(func, "__name__"):
+        wrapper.__name__ = wrapper.__qualname__ = display_name(func)
+    setattr(wrapper, NOTICE_ATTRIBUTE, notice)
+    mark_if_coroutine_function(wrapper, warned)
+    return wrapper
+
+
+def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
+    """What a wrapper of :func:`warn_on_call` wraps, with its attributes; else ``func`` itself."""
+    if not _warns(func):
+        return func
+    bare: Callable[..., Any] = func.__wrapped__  # type: ignore[attr-defined]
+    for name, value in vars(func).items():
+        if name != "__wrapped__":
+            setattr(bare, name, value)
+    return bare
+
+
+def blaming_one_further(func: Callable[..., Any]) -> Callable[..., Any]:
+    """``func``, prepared for a wrapper of this package that stands between it and its callers."""
+    if not _warns(func):
+        return func
+    notice: Notice = getattr(func, NOTICE_ATTRIBUTE)
+    return warn_on_call(func, notice._replace(stacklevel=notice.stacklevel + 1))
+
+
+def _warning_wrapper(warned: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
+    message, category, stacklevel = notice.message, notice.category, notice.stacklevel + 1
+
+    def warning_wrapper(*args: Any, **kwargs: Any) -> Any:
+        warnings.warn(message, category, stacklevel)
+        return warned(*args, **kwargs)
+
+    return warning_wrapper
+
+
+# Wrappers are recognised by their code, since other decorators copy attributes to their own.
+_WRAPPER_CODE = getattr(_warning_wrapper(repr, Notice("", None, 1)), "__code__")  # noqa: B009
+
+
+def _warns(func: Any) -> bool:
+    return getattr(func, "__code__", None) is _WRAPPER_CODE
+
+
+def warn_on_use(cls: type[Any], notice: Notice) -> None:
+    """Make a class warn, in place, when it is instantiated or subclassed directly.
+
+    The hooks are silent for subclasses, and once the class carries another notice.
+    """
+    _hook_into_instantiation(cls, notice)
+    _hook_into_subclassing(cls, notice)
+
+
+def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
+    """Hook into ``__init__``, since ``__new__`` also runs when an instance is unpickled."""
+    own = vars(cls).get("__init__")
+    signature = _signature_with_self(cls) if own is None else None
+    call_own = own if isinstance(own, FunctionType) else None
+
+    def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        used = type(self)
+        if vars(used).get(NOTICE_ATTRIBUTE) is notice:
+            # A metaclass other than type may have a __call__ that stands between us and the user.
+            _warn_user(notice, () if type(used) is type else _code(type(used), "__call__"))
+        if call_own is not None:
+            return call_own(self, *args, **kwargs)
+        if own is None:
+            return _initialise_as_inherited(cls, self, args, kwargs)
+        return own.__get__(self, used)(*args, **kwargs)
+
+    hook: Any = wraps(own or cls.__init__)(initialise)
+    if signature is not None:
+        hook.__signature__ = signature
+    type.__setattr__(cls, "__init__", hook)
+
+
+def _hook_into_subclassing(cls: type[Any], notice: Notice) -> None:
+    own = vars(cls).get("__init_subclass__")
+
+    def notice_subclass(subclass: type[Any], /, **kwargs: Any) -> None:
+        if any(vars(base).get(NOTICE_ATTRIBUTE) is notice for base in subclass.__bases__):
+            makers = (*_code(type(subclass), "__new__"), *_code(subclass, "__init_subclass__"))
+            _warn_user(notice, makers)
+        if own is None:
+            super(cls, subclass).__init_subclass__(**kwargs)
+        else:
+            own.__get__(None, subclass)(**kwargs)
+
+    hook = wraps(getattr(own, "__func__", cls.__init_subclass__))(notice_subclass)
+    type.__setattr__(cls, "__init_subclass__", classmethod(hook))
+
+
+def _initialise_as_inherited(
+    cls: type[Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Do what would happen if ``cls`` had no ``__init__`` of its own."""
+    inherited = super(cls, instance).__init__
+    if getattr(inherited, "__objclass__", None) is not object:
+        return inherited(*args, **kwargs)
+    # object.__init__ refuses arguments that belong to __new__, now that there is an __init__.
+    own_constructor: object = type(instance).__new__
+    if (args or kwargs) and own_constructor is object.__new__:
+        hint = "; put @deprecated above @dataclass" if "__dataclass_fields__" in vars(cls) else ""
+        raise TypeError(f"{type(instance).__name__}() takes no arguments{hint}")
+    return None
+
+
+def _signature_with_self(cls: type[Any]) -> Any:
+    """The signature of the class as that of an ``__init__``; None where it has none."""
+    import inspect
+
+    try:
+        signature = inspect.signature(cls)
+    except (ValueError, TypeError):
+        return None
+    receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)
+    return signature.replace(parameters=[receiver, *signature.parameters.values()])
+
+
+def _warn_user(notice: Notice, machinery: Collection[CodeType]) -> None:
+    """Warn, and blame the nearest frame that is not part of making a class or an instance."""
+    frame: FrameType | None = sys._getframe(2)
+    stacklevel = 2 + notice.stacklevel
+    while frame is not None and _is_machinery(frame, machinery):
+        frame = frame.f_back
+        stacklevel += 1
+    warnings.warn(notice.message, notice.category, stacklevel)
+
+
+def _is_machinery(frame: FrameType, machinery: Collection[CodeType]) -> bool:
+    module: str = frame.f_globals.get("__name__", "")
+    return (
+        module in _MACHINERY_MODULES
+        or module.startswith("mcore.versioning.")
+        or frame.f_code in machinery
+    )
+
+
+def _code(cls: type[Any], name: str) -> Collection[CodeType]:
+    """The code of a method, and of the methods that it may call with super()."""
+    methods = (vars(owner).get(name) for owner in cls.__mro__)
+    functions = (getattr(method, "__func__", method) for method in methods)
+    return [function.__code__ for function in functions if isinstance(function, FunctionType)]
