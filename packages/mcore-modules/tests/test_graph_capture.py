@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import (
+from mcore.modules import Float16Module, GraphableMegatronModule, GraphStateError
+from mcore.modules.graphs import (
     EagerGraphRunner,
-    Float16Module,
-    GraphableMegatronModule,
-    GraphStateError,
     capture_graphs,
     delete_graphs,
     is_graph_capturing,

@@ -2,7 +2,7 @@ import threading
 
 import pytest
 
-from mcore.modules import graph_capturing, is_graph_capturing
+from mcore.modules.graphs import graph_capturing, is_graph_capturing
 
 
 def test_flag_is_on_inside_the_block_only():

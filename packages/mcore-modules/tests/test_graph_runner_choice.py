@@ -6,8 +6,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import resolve_graph_runner
-from mcore.modules.graphs import resolve
+from mcore.modules.graphs import resolve, resolve_graph_runner
 
 CPU = torch.device("cpu")
 
@@ -39,7 +38,7 @@ def test_runners_are_built_and_chosen_without_touching_a_device():
     script = (
         "import torch\n"
         "from types import SimpleNamespace\n"
-        "from mcore.modules import TEGraphRunner, TorchGraphRunner, resolve_graph_runner\n"
+        "from mcore.modules.graphs import TEGraphRunner, TorchGraphRunner, resolve_graph_runner\n"
         "for device in (torch.device('cpu'), torch.device('cuda', 0), torch.device('xpu')):\n"
         "    for impl in ('none', 'local', 'transformer_engine'):\n"
         "        resolve_graph_runner(SimpleNamespace(cuda_graph_impl=impl, fp8='e4m3'), device)\n"

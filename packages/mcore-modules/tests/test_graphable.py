@@ -7,12 +7,14 @@ import torch
 
 from mcore.modules import (
     ConfigFieldError,
-    EagerGraphRunner,
     GraphableMegatronModule,
     GraphInputMismatch,
     GraphStateError,
-    LocalGraphManager,
     MegatronModule,
+)
+from mcore.modules.graphs import (
+    EagerGraphRunner,
+    LocalGraphManager,
     capture_graphs,
     graph_capturing,
 )

@@ -9,13 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import (
-    EagerGraphRunner,
-    GraphStateError,
-    LocalGraphManager,
-    graph_capturing,
-)
-from mcore.modules.graphs import local_manager
+from mcore.modules import GraphStateError
+from mcore.modules.graphs import EagerGraphRunner, LocalGraphManager, graph_capturing, local
 from mcore.modules.testing import RecordingRunner
 
 
@@ -42,7 +37,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture
 def fresh_log(caplog):
-    local_manager._log_eager.cache_clear()
+    local._log_eager.cache_clear()
     caplog.set_level(logging.WARNING, logger="mcore.modules")
     return caplog
 

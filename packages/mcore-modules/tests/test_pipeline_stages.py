@@ -1,6 +1,6 @@
 import pytest
 
-from mcore.modules.pipeline_stages import stage_flags
+from mcore.modules.float16 import stage_flags
 
 
 @pytest.mark.parametrize("pp_size", [1, 2, 4])

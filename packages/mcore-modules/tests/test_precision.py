@@ -11,12 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mcore.modules import (
-    conversion_helper,
-    float16_to_fp32,
-    fp32_to_float16,
-    mark_keep_in_fp32,
-)
+from mcore.modules import conversion_helper, float16_to_fp32, fp32_to_float16, mark_keep_in_fp32
 from mcore.modules.precision import _BF16_TYPES, _FLOAT_TYPES, _HALF_TYPES
 from mcore.tensor import WrappedTensor
 

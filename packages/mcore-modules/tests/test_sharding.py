@@ -2,16 +2,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.modules import (
-    MegatronModule,
+from mcore.modules import MegatronModule, sharded_state_dict_of
+from mcore.parallel import checkpoint
+from mcore.parallel.checkpoint import (
+    ShardedObject,
+    ShardedTensor,
     ensure_metadata_has_dp_cp_group,
     make_sharded_object_for_checkpoint,
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
-    sharded_state_dict_of,
 )
-from mcore.parallel import checkpoint
-from mcore.parallel.checkpoint import ShardedObject, ShardedTensor
 from mcore.parallel.process_groups import ProcessGroups, use_process_groups
 from rank_testing import run_ranks
 

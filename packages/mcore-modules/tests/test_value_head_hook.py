@@ -11,7 +11,7 @@ from mcore.modules import (
     get_module_parallelism,
     make_value_model,
 )
-from mcore.modules.model_list import _ensure_model_list, ensure_model_list
+from mcore.modules.wrappers import _ensure_model_list, ensure_model_list
 from rank_testing import run_ranks
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from mcore.modules.wrapped_keys import add_wrapper_to_keys, without_wrapper_in_keys
+from mcore.modules.float16 import add_wrapper_to_keys, without_wrapper_in_keys
 
 OWN = {"weight", "bias"}
 OWN_WITH_MODULE = {"module.weight", "weight"}

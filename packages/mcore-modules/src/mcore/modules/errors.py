@@ -16,7 +16,8 @@ class ConfigFieldError(AttributeError, ValueError):
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from mcore.modules import ConfigFieldError, read_field
+        >>> from mcore.modules import ConfigFieldError
+        >>> from mcore.modules.config import read_field
         >>> try:
         ...     read_field(SimpleNamespace(), "hidden_size")
         ... except ConfigFieldError as error:

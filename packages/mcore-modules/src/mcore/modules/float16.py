@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 
-from mcore.modules.config_fields import is_switched_on, read_field
+from mcore.modules.config import is_switched_on, read_field
 from mcore.modules.errors import ConfigFieldError
 from mcore.modules.fp32_marks import (
     convert_module_to_dtype_except_fp32_marked,
@@ -16,16 +17,12 @@ from mcore.modules.fp32_marks import (
     restore_precision,
     stamp_fp32_marks,
 )
-from mcore.modules.inspection import find_in_wrapped_models
 from mcore.modules.module import MegatronModule
-from mcore.modules.pipeline_stages import stage_flags
 from mcore.modules.precision import float16_to_fp32, fp32_to_float16
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.wrapped_keys import add_wrapper_to_keys, without_wrapper_in_keys
+from mcore.modules.wrappers import find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
-
-__all__ = ["Float16Module"]
 
 
 class Float16Module(MegatronModule):
@@ -318,3 +315,126 @@ def _restore_assigned(module: Float16Module, _: Any) -> None:
     if module._assigned:
         module._assigned = False
         restore_precision(module.module, module._dtype)
+
+
+_CHILD = "module."
+
+
+def add_wrapper_to_keys(
+    state_dict: MutableMapping[str, Any], prefix: str, own_keys: Callable[[], Collection[str]]
+) -> None:
+    """Turn keys ``prefix + X`` into ``prefix + "module." + X``, in place, unless they are so.
+
+    Args:
+        state_dict: The state dict, with entries of other modules perhaps.
+        prefix: The wrapper's prefix, with its trailing dot.
+        own_keys: Gives the state-dict keys of the wrapped module; called only in doubt.
+
+    Example:
+        >>> state = {"child.weight": 1, "other": 2}
+        >>> add_wrapper_to_keys(state, "child.", lambda: {"weight"})
+        >>> state
+        {'other': 2, 'child.module.weight': 1}
+    """
+    keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+    if _have_wrapper(keys, own_keys):
+        return
+    moved = {prefix + _CHILD + key: state_dict.pop(prefix + key) for key in keys}
+    state_dict.update(moved)
+
+
+def without_wrapper_in_keys(
+    state_dict: Mapping[str, Any], own_keys: Callable[[], Collection[str]]
+) -> Mapping[str, Any]:
+    """Return a state dict for the wrapped module, without ``module.`` before the keys.
+
+    Args:
+        state_dict: The state dict; not changed.
+        own_keys: Gives the state-dict keys of the wrapped module; called only in doubt.
+
+    Returns:
+        ``state_dict`` itself if its keys are those of the wrapped module, else a new one with the
+        versions of the modules in ``_metadata`` renamed too.
+
+    Example:
+        >>> dict(without_wrapper_in_keys({"module.weight": 1}, lambda: {"weight"}))
+        {'weight': 1}
+    """
+    if not _have_wrapper(list(state_dict), own_keys):
+        return state_dict
+    renamed: OrderedDict[str, Any] = OrderedDict(
+        (key.removeprefix(_CHILD), value) for key, value in state_dict.items()
+    )
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        renamed._metadata = {  # type: ignore[attr-defined]
+            f"{key}.".removeprefix(_CHILD).removesuffix("."): value
+            for key, value in metadata.items()
+        }
+    return renamed
+
+
+def _have_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
+    """Count matches: the wrapped module may have a child called ``module`` itself."""
+    if not any(key.startswith(_CHILD) for key in keys):
+        return False
+    own = own_keys()
+    without = sum(key in own for key in keys)
+    with_wrapper = sum(key.startswith(_CHILD) and key[len(_CHILD) :] in own for key in keys)
+    if without or with_wrapper:
+        return with_wrapper > without
+    return all(key.startswith(_CHILD) for key in keys)
+
+
+class StageFlags(NamedTuple):
+    """Whether a model chunk gets the model's inputs, and whether it gives the model's outputs.
+
+    Example:
+        >>> StageFlags(is_first=True, is_last=False).is_first
+        True
+    """
+
+    is_first: bool
+    is_last: bool
+
+
+def stage_flags(
+    pp_rank: int, pp_size: int, vp_stage: int | None, vp_size: int | None
+) -> StageFlags:
+    """Say whether a model chunk is the first and whether it is the last of the pipeline.
+
+    With interleaved stages the first chunk of all lies on the first pipeline rank and the last on
+    the last one.
+
+    Args:
+        pp_rank: Rank in the pipeline group.
+        pp_size: Size of the pipeline group.
+        vp_stage: Number of this chunk among those of its pipeline rank; None for the only one.
+        vp_size: Number of chunks of each pipeline rank; None for one.
+
+    Returns:
+        The two flags.
+
+    Raises:
+        ValueError: ``vp_stage`` does not fit ``vp_size``.
+
+    Example:
+        >>> stage_flags(0, 2, 0, 2), stage_flags(1, 2, 1, 2).is_last
+        (StageFlags(is_first=True, is_last=False), True)
+    """
+    chunks = 1 if vp_size is None else vp_size
+    if chunks > 1 and vp_stage is None:
+        raise ValueError(
+            f"vp_stage is None with {vp_size} virtual stages; give 0 to {chunks - 1}, the number "
+            "of this model chunk"
+        )
+    chunk = vp_stage or 0
+    if not 0 <= chunk < max(chunks, 1):
+        raise ValueError(
+            f"vp_stage is {vp_stage} with vp_size {vp_size}; "
+            + (f"give 0 to {chunks - 1}" if chunks > 1 else "give None or 0, or a vp_size")
+        )
+    return StageFlags(
+        is_first=pp_rank == 0 and chunk == 0,
+        is_last=pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1,
+    )

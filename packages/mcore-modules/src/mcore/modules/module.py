@@ -7,11 +7,9 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from mcore.modules.config import SymmetricAllReduce
-from mcore.modules.config_fields import is_switched_on, read_field
-from mcore.modules.copies import copy_sharing_groups
+from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.traversal import has_attribute, iter_modules
+from mcore.modules.traversal import copy_sharing_groups, has_attribute, iter_modules
 
 __all__ = ["MegatronModule"]
 

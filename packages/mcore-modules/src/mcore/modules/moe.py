@@ -8,9 +8,14 @@ from typing import Any
 
 import torch
 
-from mcore.modules.model_list import ModelList, ensure_model_list
 from mcore.modules.traversal import iter_modules
-from mcore.modules.wrappers import is_data_parallel_wrapper, iter_wrapped_models, unwrap_model
+from mcore.modules.wrappers import (
+    ModelList,
+    ensure_model_list,
+    is_data_parallel_wrapper,
+    iter_wrapped_models,
+    unwrap_model,
+)
 from mcore.versioning import internal_api
 
 __all__ = ["freeze_moe_router"]

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mcore.modules.graphs.checked import CheckedGraph, Replay
-from mcore.modules.graphs.contract import GraphedCallable, GraphSpec
+from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
 
 __all__ = ["RecordingRunner"]
 
@@ -26,7 +26,7 @@ class RecordingRunner:
 
     Example:
         >>> import torch
-        >>> from mcore.modules import GraphSpec
+        >>> from mcore.modules.graphs import GraphSpec
         >>> layer = torch.nn.Linear(2, 2)
         >>> runner = RecordingRunner()
         >>> [graph] = runner.capture([GraphSpec(layer, layer.forward, (torch.ones(1, 2),))])

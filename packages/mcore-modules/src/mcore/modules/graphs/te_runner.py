@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from mcore.modules.graphs.checked import CheckedGraph, Replay
-from mcore.modules.graphs.contract import GraphedCallable, GraphSpec
+from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
 from mcore.modules.graphs.torch_runner import TorchGraphRunner, by_slot
 from mcore.versioning import experimental_api
 

@@ -8,25 +8,17 @@ from typing import Any
 
 import torch
 
-from mcore.modules.config_fields import read_field
+from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphable import GraphableMegatronModule
-from mcore.modules.graphs.capturing import graph_capturing
-from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpec
-from mcore.modules.graphs.local_manager import LocalGraphManager
+from mcore.modules.graphs.graphable import GraphableMegatronModule
+from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.preserved import preserved_state
 from mcore.modules.graphs.resolve import resolve_graph_runner
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, GraphSpec, graph_capturing
 from mcore.modules.traversal import iter_modules
 from mcore.modules.wrappers import unwrap_model
 
-__all__ = [
-    "capture_graphs",
-    "delete_graphs",
-    "num_graphs_needed",
-    "set_current_microbatch",
-]
-
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 SampleInputs = Sequence[Mapping[str, "torch.Tensor | None"]]
 
 
@@ -68,7 +60,8 @@ def capture_graphs(
 
     Example:
         >>> import torch
-        >>> from mcore.modules import EagerGraphRunner, TransformerConfig
+        >>> from mcore.modules import TransformerConfig
+        >>> from mcore.modules.graphs import EagerGraphRunner
         >>> class Layer(GraphableMegatronModule):
         ...     def __init__(self, config):
         ...         super().__init__(config)
@@ -230,7 +223,7 @@ def _checked_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatron
 def _log_if_never_replayed(config: object) -> None:
     impl = read_field(config, "cuda_graph_impl", "none")
     if impl != "transformer_engine":
-        _logger.warning(
+        logger.warning(
             "graphs are captured, but cuda_graph_impl is %r: they are replayed only while it is "
             "'transformer_engine'",
             impl,

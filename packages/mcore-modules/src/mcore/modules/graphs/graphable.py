@@ -7,16 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config_fields import is_switched_on, read_field
+from mcore.modules.config import is_switched_on, read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.capturing import is_graph_capturing
-from mcore.modules.graphs.contract import GraphedCallable, GraphRunner
-from mcore.modules.graphs.local_manager import LocalGraphManager
+from mcore.modules.graphs.local import LocalGraphManager
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, is_graph_capturing
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import iter_modules
 from mcore.tensor.device import current_device
-
-__all__ = ["GraphableMegatronModule"]
 
 Hook = Callable[..., Any]
 _Self = TypeVar("_Self", bound="GraphableMegatronModule")
