@@ -1,4 +1,4 @@
-"""The configuration of a transformer."""
+"""The configuration of a transformer, and reading the fields of any other one."""
 
 from __future__ import annotations
 

@@ -2,14 +2,6 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AttributeNotFoundError",
-    "ConfigFieldError",
-    "GraphInputMismatch",
-    "GraphStateError",
-    "ModelListError",
-]
-
 
 class ConfigFieldError(AttributeError, ValueError):
     """A configuration object lacks a field that is needed and has no default.
@@ -54,18 +46,8 @@ class ModelListError(RuntimeError, TypeError):
 
 
 class GraphStateError(RuntimeError):
-    """A graph is asked for something that its state does not allow, such as a replay too early.
-
-    Example:
-        >>> issubclass(GraphStateError, RuntimeError)
-        True
-    """
+    """A graph is asked for something that its state does not allow, such as a replay too early."""
 
 
 class GraphInputMismatch(ValueError):  # noqa: N818 - a documented name
-    """A graph is called with inputs that differ from those it was captured with.
-
-    Example:
-        >>> issubclass(GraphInputMismatch, ValueError)
-        True
-    """
+    """A graph is called with inputs that differ from those it was captured with."""

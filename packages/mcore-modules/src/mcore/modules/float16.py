@@ -108,7 +108,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_stage(self) -> int | None:
-        """Number of this chunk of the model; setting it decides anew which inputs are cast."""
+        """Number of this chunk of the model; setting it decides again which inputs are cast."""
         return self._vp_stage
 
     @vp_stage.setter
@@ -117,7 +117,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_size(self) -> int | None:
-        """Chunks per pipeline rank; setting it decides anew which outputs are cast."""
+        """Chunks per pipeline rank; setting it decides again which outputs are cast."""
         return self._vp_size
 
     @vp_size.setter
@@ -323,19 +323,7 @@ _CHILD = "module."
 def add_wrapper_to_keys(
     state_dict: MutableMapping[str, Any], prefix: str, own_keys: Callable[[], Collection[str]]
 ) -> None:
-    """Turn keys ``prefix + X`` into ``prefix + "module." + X``, in place, unless they are so.
-
-    Args:
-        state_dict: The state dict, with entries of other modules perhaps.
-        prefix: The wrapper's prefix, with its trailing dot.
-        own_keys: Gives the state-dict keys of the wrapped module; called only in doubt.
-
-    Example:
-        >>> state = {"child.weight": 1, "other": 2}
-        >>> add_wrapper_to_keys(state, "child.", lambda: {"weight"})
-        >>> state
-        {'other': 2, 'child.module.weight': 1}
-    """
+    """Put ``module.`` behind the prefix of keys, in place; ``own_keys`` is called only in doubt."""
     keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
     if _have_wrapper(keys, own_keys):
         return
@@ -346,20 +334,7 @@ def add_wrapper_to_keys(
 def without_wrapper_in_keys(
     state_dict: Mapping[str, Any], own_keys: Callable[[], Collection[str]]
 ) -> Mapping[str, Any]:
-    """Return a state dict for the wrapped module, without ``module.`` before the keys.
-
-    Args:
-        state_dict: The state dict; not changed.
-        own_keys: Gives the state-dict keys of the wrapped module; called only in doubt.
-
-    Returns:
-        ``state_dict`` itself if its keys are those of the wrapped module, else a new one with the
-        versions of the modules in ``_metadata`` renamed too.
-
-    Example:
-        >>> dict(without_wrapper_in_keys({"module.weight": 1}, lambda: {"weight"}))
-        {'weight': 1}
-    """
+    """Return a state dict for the wrapped module, without ``module.`` before keys and versions."""
     if not _have_wrapper(list(state_dict), own_keys):
         return state_dict
     renamed: OrderedDict[str, Any] = OrderedDict(
@@ -387,12 +362,7 @@ def _have_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]
 
 
 class StageFlags(NamedTuple):
-    """Whether a model chunk gets the model's inputs, and whether it gives the model's outputs.
-
-    Example:
-        >>> StageFlags(is_first=True, is_last=False).is_first
-        True
-    """
+    """Whether a model chunk gets the model's inputs, and whether it gives the model's outputs."""
 
     is_first: bool
     is_last: bool
@@ -401,26 +371,10 @@ class StageFlags(NamedTuple):
 def stage_flags(
     pp_rank: int, pp_size: int, vp_stage: int | None, vp_size: int | None
 ) -> StageFlags:
-    """Say whether a model chunk is the first and whether it is the last of the pipeline.
+    """Return whether a model chunk is the first and the last of the pipeline; ValueError if unfit.
 
     With interleaved stages the first chunk of all lies on the first pipeline rank and the last on
     the last one.
-
-    Args:
-        pp_rank: Rank in the pipeline group.
-        pp_size: Size of the pipeline group.
-        vp_stage: Number of this chunk among those of its pipeline rank; None for the only one.
-        vp_size: Number of chunks of each pipeline rank; None for one.
-
-    Returns:
-        The two flags.
-
-    Raises:
-        ValueError: ``vp_stage`` does not fit ``vp_size``.
-
-    Example:
-        >>> stage_flags(0, 2, 0, 2), stage_flags(1, 2, 1, 2).is_last
-        (StageFlags(is_first=True, is_last=False), True)
     """
     chunks = 1 if vp_size is None else vp_size
     if chunks > 1 and vp_stage is None:
@@ -434,7 +388,5 @@ def stage_flags(
             f"vp_stage is {vp_stage} with vp_size {vp_size}; "
             + (f"give 0 to {chunks - 1}" if chunks > 1 else "give None or 0, or a vp_size")
         )
-    return StageFlags(
-        is_first=pp_rank == 0 and chunk == 0,
-        is_last=pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1,
-    )
+    is_last = pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1
+    return StageFlags(is_first=pp_rank == 0 and chunk == 0, is_last=is_last)

@@ -10,8 +10,6 @@ import torch
 from mcore.modules.config import read_field
 from mcore.modules.wrappers import find_in_wrapped_models
 
-__all__ = ["MambaInferenceStateConfig", "get_mamba_inference_state_config_from_model"]
-
 _MAMBA_SYMBOL = "M"
 
 

@@ -9,9 +9,7 @@ import torch
 
 from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.traversal import copy_sharing_groups, has_attribute, iter_modules
-
-__all__ = ["MegatronModule"]
+from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
 
 _Self = TypeVar("_Self", bound="MegatronModule")
 _QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
@@ -82,8 +80,9 @@ class MegatronModule(torch.nn.Module):
         Groups are resolved by the outermost module and handed down in a copy of ``metadata``.
         Tensor-parallel: ``self.tp_group``, ``self.pg_collection.tp``, ``metadata["tp_group"]``, the
         default ProcessGroups, none. Data-parallel with context-parallel:
-        ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, the
-        world if tensor parallelism is 1, one rank if tensor parallelism spans the world.
+        ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, one
+        rank if the other groups fill the world, the world if nothing splits the model. The
+        pipeline is that of ``self.pg_collection``, of the default, or the configuration's size.
 
         Args:
             prefix: Put before each key, with its trailing dot.
@@ -97,8 +96,8 @@ class MegatronModule(torch.nn.Module):
 
         Raises:
             TypeError: ``metadata`` is no dict.
-            ValueError: Bad offsets, two entries with one key, or the data-parallel group is
-                unknown, so that two ranks would both write a tensor.
+            ValueError: Bad offsets, two entries with one key, or a group is unknown, so that a
+                tensor might be written twice or never (this one is a RuntimeError too).
 
         Example:
             >>> import torch
@@ -130,7 +129,7 @@ class MegatronModule(torch.nn.Module):
             # nn.Module.__setattr__ is slow, and right only for what is no plain attribute yet.
             if "is_first_microbatch" in module.__dict__:
                 module.__dict__["is_first_microbatch"] = True
-            elif has_attribute(module, "is_first_microbatch"):
+            elif has_plain_attribute(module, "is_first_microbatch"):
                 module.is_first_microbatch = True  # type: ignore[assignment]
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
@@ -156,7 +155,7 @@ class MegatronModule(torch.nn.Module):
         if set_to not in _SYMMETRIC_AR_CHOICES:
             raise ValueError(f"set_to={set_to!r} is unknown; choose {list(_SYMMETRIC_AR_CHOICES)}")
         for module in iter_modules(self):
-            if has_attribute(module, "symmetric_ar_type"):
+            if has_plain_attribute(module, "symmetric_ar_type"):
                 module._symmetric_ar_cache = set_to  # type: ignore[assignment]
                 module.symmetric_ar_type = set_to  # type: ignore[assignment]
 

@@ -18,8 +18,6 @@ from mcore.modules.wrappers import (
 )
 from mcore.versioning import internal_api
 
-__all__ = ["freeze_moe_router"]
-
 logger = logging.getLogger(__name__)
 
 # Below a layer: the module and the parameters that decide where tokens go.
@@ -88,17 +86,14 @@ def _freeze_layer(layer: Any) -> int:
             module = getattr(module, part, None)
         for name in names:
             _freeze_parameter_if_present(module, name)
-            count += getattr(module, name, None) is not None
+            if getattr(module, name, None) is not None:
+                count += 1
     return count
 
 
 @internal_api
 def _freeze_parameter_if_present(module: object, name: str) -> None:
-    """Stop the training of a module's parameter; do nothing if it is absent or None.
-
-    Raises:
-        TypeError: The attribute is no tensor.
-    """
+    """Stop the training of a module's parameter, if present; TypeError if it is no tensor."""
     parameter = getattr(module, name, None)
     if parameter is None:
         return

@@ -11,12 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "conversion_helper",
-    "float16_to_fp32",
-    "fp32_to_float16",
-]
-
 # Names of this module are found faster than attributes of torch, once for each of many leaves.
 _Tensor = torch.Tensor
 _FP32_DTYPES = frozenset({torch.float32})
@@ -85,7 +79,6 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.
         >>> fp32_to_float16({"x": torch.ones(1), "n": 3}, torch.Tensor.half)
         {'x': tensor([1.], dtype=torch.float16), 'n': 3}
     """
-
     return _Conversion(float16_convertor, _FP32_DTYPES, "keep_in_fp32").each((val,))[0]
 
 
@@ -113,12 +106,9 @@ def float16_to_fp32(val: Any) -> Any:
 
 
 class _Conversion:
-    """One conversion of nested containers: what is converted, and which containers it is inside.
+    """One conversion of nested containers, of tensors of some dtypes (None: of all leaves).
 
-    Args:
-        conversion: Converts a leaf.
-        dtypes: Only tensors of these are converted; None converts all leaves.
-        exempting: Tensors on which this attribute is true are left as well.
+    Tensors on which the attribute ``exempting`` is true are left as well.
     """
 
     __slots__ = ("_conversion", "_converted", "_dtypes", "_exempting", "_inside")

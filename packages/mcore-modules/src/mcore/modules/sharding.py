@@ -48,7 +48,8 @@ def sharded_state_dict_of(
 
     Raises:
         TypeError: ``metadata`` is no dict, or an offset is no triple of ints.
-        ValueError: Bad offsets, two entries with one key, or an unknown data-parallel group.
+        ValueError: Bad offsets, two entries with one key, or an unknown group (which is a
+            RuntimeError too).
 
     Example:
         >>> import torch

@@ -1,9 +1,10 @@
-"""LinearForLastLayer, a replicated projection for value and reward heads."""
+"""Value heads: a replicated projection, and hooks that put it into a model's last stage."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from numbers import Integral
 from typing import Any, Literal, TypeAlias, get_args
 
@@ -253,7 +254,9 @@ def create_value_head_hook(
         _refuse_data_parallel(chunks)
         for chunk in _last_chunks(chunks, pp_group, pg_collection, vp_size):
             group = _group_of("tp", chunk, tp_group, pg_collection, get_default_process_groups())
-            make = _head_maker(hidden_size, output_size, sequence_parallel, group)
+            make = partial(
+                LinearForLastLayer, hidden_size, output_size, sequence_parallel, tp_group=group
+            )
             _replace_layer(unwrap_model(chunk), output_layer_path, make, broadcast_init)
         return chunks
 
@@ -288,12 +291,11 @@ def _refuse_data_parallel(chunks: ModelList) -> None:
                 )
 
 
-def _group_of(name: str, chunk: Any, given: Any, *collections: Any) -> Any:
+def _group_of(name: str, chunk: Any, given: Any, pg_collection: Any, default: Any = None) -> Any:
     """The group that is given, else that of the first collection which has it."""
     own = find_in_wrapped_models(chunk, "pg_collection")
-    sources = (collections[0], own, *collections[1:])
-    candidates = (given, *(getattr(source, name, None) for source in sources))
-    return next((group for group in candidates if group is not None), None)
+    found = (getattr(source, name, None) for source in (pg_collection, own, default))
+    return next((group for group in (given, *found) if group is not None), None)
 
 
 def _last_chunks(
@@ -313,30 +315,13 @@ def _last_chunks(
     return chunks[-1:] if get_pg_rank(group) == pp_size - 1 else []
 
 
-_Make = Callable[..., LinearForLastLayer]
-
-
-def _head_maker(
-    hidden_size: int, output_size: int, sequence_parallel: bool, tp_group: Any
-) -> _Make:
-    def make(device: torch.device | None, dtype: torch.dtype | None) -> LinearForLastLayer:
-        return LinearForLastLayer(
-            hidden_size,
-            output_size,
-            sequence_parallel,
-            tp_group=tp_group,
-            device=device,
-            dtype=dtype,
-        )
-
-    return make
-
-
-def _replace_layer(chunk: Any, path: str, make: _Make, broadcast: bool) -> None:
+def _replace_layer(
+    chunk: Any, path: str, make: Callable[..., LinearForLastLayer], broadcast: bool
+) -> None:
     owner, name = _owner_of(chunk, path)
     replaced = getattr(owner, name, None)
     like = _tensor_like(replaced, chunk)
-    head = make(None, None) if like is None else make(like.device, like.dtype)
+    head = make() if like is None else make(device=like.device, dtype=like.dtype)
     head.train(getattr(replaced, "training", getattr(chunk, "training", True)))
     if broadcast:
         _broadcast(head)
@@ -381,7 +366,7 @@ _kinds: dict[str, ModuleParallelism] = {}
 
 
 def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> None:
-    """Say how modules of a class, or of its subclasses, are distributed.
+    """Register how modules of a class, or of its subclasses, are distributed.
 
     Args:
         class_name: The class's name, without its module.

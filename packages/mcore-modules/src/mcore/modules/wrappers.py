@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import enum
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import torch
 
 from mcore.modules.errors import AttributeNotFoundError, ModelListError
 from mcore.modules.module import MegatronModule
-from mcore.modules.traversal import iter_modules
+from mcore.modules.traversal import has_own_attribute, iter_modules
 
 # Where the usual wrappers live, with the attribute that holds the model. A module that is not
 # imported has no instances, so none is imported for the question.
@@ -87,23 +87,7 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
 
 
 def iter_wrapped_models(model: Any) -> Iterator[Any]:
-    """Yield a model, the model inside it, and so on.
-
-    Args:
-        model: One model, wrapped or not.
-
-    Yields:
-        The model, then what its ``module`` (``_orig_mod`` for a model of torch.compile) is.
-
-    Raises:
-        RuntimeError: A wrapper contains itself.
-
-    Example:
-        >>> import torch
-        >>> inner = torch.nn.Linear(3, 1)
-        >>> list(iter_wrapped_models(torch.nn.DataParallel(inner)))[-1] is inner
-        True
-    """
+    """Yield a model, the model inside it, and so on; RuntimeError where one contains itself."""
     visited: dict[int, Any] = {}
     while model is not None:
         if id(model) in visited:
@@ -117,43 +101,8 @@ def iter_wrapped_models(model: Any) -> Iterator[Any]:
 
 
 def is_data_parallel_wrapper(model: object) -> bool:
-    """Return whether a model is wrapped for data parallelism, by torch or by Megatron-LM.
-
-    Decided by the names of the classes, so that none has to be imported.
-
-    Args:
-        model: A model.
-
-    Returns:
-        True or False.
-
-    Example:
-        >>> import torch
-        >>> is_data_parallel_wrapper(torch.nn.DataParallel(torch.nn.Identity()))
-        True
-    """
+    """Return whether torch or Megatron-LM wraps a model, by class names: none is imported."""
     return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
-
-
-def has_itself(owner: Any, attr: str) -> bool:
-    """Return whether an object has an attribute without asking a ``__getattr__`` of its own.
-
-    Args:
-        owner: A module, or any other object, which is asked as usual.
-        attr: The attribute's name; parameters, buffers and children count.
-
-    Returns:
-        True or False.
-
-    Example:
-        >>> import torch
-        >>> has_itself(torch.nn.Linear(2, 1), "weight")
-        True
-    """
-    if not isinstance(owner, torch.nn.Module):
-        return hasattr(owner, attr)
-    places = (vars(owner), owner._parameters, owner._buffers, owner._modules)
-    return any(attr in place for place in places) or hasattr(type(owner), attr)
 
 
 def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
@@ -178,7 +127,7 @@ def _default_wrappers() -> dict[type, str]:
 
 def _inner_model(model: Any) -> Any:
     for attr in ("module", "_orig_mod"):
-        if has_itself(model, attr):
+        if has_own_attribute(model, attr):
             return getattr(model, attr)
     return None
 
@@ -236,7 +185,7 @@ def get_attr_wrapped_model(
     visited = []
     for owner in iter_wrapped_models(model):
         visited.append(type(owner).__name__)
-        if _has(owner, attr):
+        if has_own_attribute(owner, attr) or (not _hands_on(owner) and hasattr(owner, attr)):
             value = getattr(owner, attr)
             if allow_none or value is not None:
                 return owner if return_model_obj else value
@@ -247,20 +196,7 @@ def get_attr_wrapped_model(
 
 
 def find_in_wrapped_models(model: Any, attr: str) -> Any:
-    """Return the first value of an attribute that is not None in a model and its wrappers.
-
-    Args:
-        model: One model, wrapped or not.
-        attr: The attribute's name.
-
-    Returns:
-        The value, or None if there is none.
-
-    Example:
-        >>> import torch
-        >>> find_in_wrapped_models(torch.nn.Identity(), "vp_stage") is None
-        True
-    """
+    """Return the first value that is not None of an attribute of a model and those inside it."""
     try:
         return get_attr_wrapped_model(model, attr, allow_none=False)
     except AttributeNotFoundError:
@@ -357,26 +293,16 @@ def is_submodule(
     return any(module is below for below in iter_modules(parent_module))
 
 
-def _has(owner: Any, attr: str) -> bool:
-    if has_itself(owner, attr):
-        return True
-    # These hand on every attribute that they lack, so the owner is the model inside.
-    hands_on = isinstance(owner, torch.nn.Module) and not _HANDING_ON.isdisjoint(owner._modules)
-    return not hands_on and hasattr(owner, attr)
+def _hands_on(owner: Any) -> bool:
+    """Whether a wrapper hands on what it lacks, so that the owner is the model inside."""
+    return isinstance(owner, torch.nn.Module) and not _HANDING_ON.isdisjoint(owner._modules)
 
 
 ModelList: TypeAlias = list[MegatronModule]
-ModelHook: TypeAlias = Callable[[ModelList], "ModelList | None"]
 
 
 def ensure_model_list(model: Any) -> ModelList:
-    """Return a model or several as a list.
-
-    Args:
-        model: A model, or a list or tuple of models.
-
-    Returns:
-        The same list for a list, a new one otherwise.
+    """Return a model, or a list or tuple of models, as a list; the same list for a list.
 
     Raises:
         TypeError: ``model`` is None.

@@ -17,6 +17,7 @@ from mcore.modules.graphs.resolve import resolve_graph_runner
 from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, GraphSpec, graph_capturing
 from mcore.modules.traversal import iter_modules
 from mcore.modules.wrappers import unwrap_model
+from mcore.tensor.device import device_of
 
 logger = logging.getLogger(__name__)
 SampleInputs = Sequence[Mapping[str, "torch.Tensor | None"]]
@@ -88,7 +89,7 @@ def capture_graphs(
         )
     if not checked:
         return
-    device = _device_of(checked[0])
+    device = device_of(checked[0].parameters())
     config = checked[0].config
     runner = runner or checked[0].graph_runner or resolve_graph_runner(config, device)
     if num_warmup_iters is None:
@@ -228,13 +229,6 @@ def _log_if_never_replayed(config: object) -> None:
             "'transformer_engine'",
             impl,
         )
-
-
-def _device_of(layer: torch.nn.Module) -> torch.device:
-    parameter = next(layer.parameters(), None)
-    if parameter is not None:
-        return parameter.device
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _inputs_of(

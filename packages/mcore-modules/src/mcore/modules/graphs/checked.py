@@ -64,7 +64,7 @@ class CheckedGraph:
     ) -> Any:
         """Check the inputs, run the graph and watch its outputs."""
         if self._replay is None:
-            raise GraphStateError(f"{self._place} was reset; capture it anew")
+            raise GraphStateError(f"{self._place} was reset; capture it again")
         tensors = _present(kwargs)
         self._signature.check(args, tensors, with_requires_grad=self._strict)
         if self._strict and self._flight.is_busy:
@@ -96,13 +96,7 @@ def _present(named: dict[str, Any]) -> dict[str, Any]:
 
 
 class TensorSignature(NamedTuple):
-    """What must be the same in every call of a graph.
-
-    Example:
-        >>> import torch
-        >>> signature_of(torch.ones(2, 3)).shape
-        (2, 3)
-    """
+    """What must be the same in every call of a graph."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -111,31 +105,12 @@ class TensorSignature(NamedTuple):
 
 
 def signature_of(tensor: torch.Tensor) -> TensorSignature:
-    """Return the signature of a tensor.
-
-    Example:
-        >>> import torch
-        >>> signature_of(torch.ones(2)).requires_grad
-        False
-    """
+    """Return the signature of a tensor."""
     return TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
 
 
 class InputSignature:
-    """The signatures of a graph's positional and keyword inputs.
-
-    Args:
-        args: Sample positional inputs.
-        kwargs: Sample keyword inputs, none of them None.
-
-    Example:
-        >>> import torch
-        >>> try:
-        ...     InputSignature((torch.ones(2),), {}).check((torch.ones(3),), {})
-        ... except GraphInputMismatch as error:
-        ...     print(str(error).split("; ")[-1])
-        give inputs alike or capture anew: input 0: shape is (3,), captured with (2,)
-    """
+    """The signatures of a graph's positional and keyword inputs, none of which is None."""
 
     def __init__(self, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, torch.Tensor]) -> None:
         self._expected = _signatures(args, kwargs)
@@ -147,16 +122,7 @@ class InputSignature:
         *,
         with_requires_grad: bool = True,
     ) -> None:
-        """Raise GraphInputMismatch with every difference of these inputs from the sample.
-
-        Args:
-            args: Positional inputs.
-            kwargs: Keyword inputs, none of them None.
-            with_requires_grad: Compare ``requires_grad`` too.
-
-        Raises:
-            GraphInputMismatch: The inputs differ.
-        """
+        """Raise GraphInputMismatch with every difference of these inputs from the sample."""
         given = _signatures(args, kwargs)
         # The usual case, decided without building messages.
         if given == self._expected:
@@ -164,7 +130,7 @@ class InputSignature:
         differences = list(_differences(self._expected, given, with_requires_grad))
         if differences:
             raise GraphInputMismatch(
-                "the inputs differ from those of the capture; give inputs alike or capture anew: "
+                "the inputs differ from those of the capture; give the same kind or capture again: "
                 + "; ".join(differences)
             )
 
@@ -219,18 +185,7 @@ class _Watch(torch.autograd.Function):
 class InFlight:
     """Whether outputs of a graph wait for their backward.
 
-    Outputs that are dropped, in an evaluation or after an exception, no longer wait: their autograd
-    graph held the only reference to the token.
-
-    Example:
-        >>> import torch
-        >>> flight = InFlight()
-        >>> out = flight.watch(torch.ones(1, requires_grad=True) * 2)
-        >>> flight.is_busy
-        True
-        >>> out.backward()
-        >>> flight.is_busy
-        False
+    Dropped outputs no longer wait: their autograd graph held the only reference to the token.
     """
 
     def __init__(self) -> None:
@@ -243,14 +198,7 @@ class InFlight:
         return token is not None and not token.backward_ran
 
     def watch(self, outputs: Any) -> Any:
-        """Return the outputs, the first that requires grad replaced by a watched identity of it.
-
-        Args:
-            outputs: A tensor or nested containers of tensors.
-
-        Returns:
-            The same structure; the same object if no output requires grad.
-        """
+        """Return the outputs, the first that requires grad replaced by a watched identity of it."""
         token = _Token()
         watched = False
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import enum
 import functools
 import logging
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -25,6 +26,7 @@ from mcore.modules.graphs.runner import (
     is_graph_capturing,
 )
 from mcore.modules.precision import conversion_helper
+from mcore.tensor.device import device_of
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +122,7 @@ class LocalGraphManager:
         return outputs if is_tracked else conversion_helper(outputs, _own_memory)
 
     def reset(self) -> None:
-        """Free all graphs and start anew, with warm-up calls; does nothing without graphs."""
+        """Free all graphs and start again with warm-up calls; does nothing without graphs."""
         for records in self._records.values():
             for record in records.values():
                 for graph in record.graphs:
@@ -128,7 +130,7 @@ class LocalGraphManager:
         self._records.clear()
 
     def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
-        device = _device_of(module, call)
+        device = device_of(call.tensors_and(module))
         is_autocast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
         records = self._records.setdefault(module, {})
@@ -140,7 +142,7 @@ class LocalGraphManager:
                 f"all {slot} graphs of {type(module).__name__} for these inputs wait for their "
                 "backward; run backward, drop outputs, or raise max_graphs_per_key"
             )
-        device = _device_of(module, call)
+        device = device_of(call.tensors_and(module))
         if self.runner is None:
             self.runner = resolve_graph_runner(self.config, device)
         spec = GraphSpec(
@@ -180,11 +182,6 @@ def _log_eager(module: str, reason: str) -> None:
     logger.warning("%s runs without a graph: %s", module, reason)
 
 
-def _device_of(module: torch.nn.Module, call: LocalCall) -> torch.device:
-    tensors = (*call.tensors, *call.named_tensors.values(), *module.parameters())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
-
-
 def _own_memory(leaf: Any) -> Any:
     is_constant = isinstance(leaf, torch.Tensor) and not leaf.requires_grad
     return leaf.clone() if is_constant else leaf
@@ -210,21 +207,9 @@ _CONSTANTS = (
 
 
 class LocalCall:
-    """The arguments of one call.
+    """The arguments of one call, split into tensors and the constants that a graph bakes in.
 
-    Args:
-        args: Positional arguments: tensors and constants.
-        kwargs: Keyword arguments: tensors and constants.
-
-    Raises:
-        TypeError: An argument is neither a tensor nor a constant, which is None, a number, a
-            string, a dtype, a device, a shape, an enum member, or a tuple of these.
-
-    Example:
-        >>> import torch
-        >>> call = LocalCall((torch.ones(2), 3), {"scale": 2.0})
-        >>> len(call.tensors), call.key == LocalCall((torch.zeros(2), 3), {"scale": 2.0}).key
-        (1, True)
+    TypeError for another argument. Calls with one ``key`` may share a graph.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -238,6 +223,10 @@ class LocalCall:
             tuple(_key_of(f"argument {index}", value) for index, value in enumerate(args)),
             tuple((name, _key_of(f"argument {name!r}", kwargs[name])) for name in sorted(kwargs)),
         )
+
+    def tensors_and(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
+        """Yield the tensors of this call, then the parameters of a module."""
+        return chain(self.tensors, self.named_tensors.values(), module.parameters())
 
     def bound_to(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``function`` with the constants of this call in it, taking the tensors only."""
@@ -266,11 +255,16 @@ def _key_of(place: str, value: Any) -> Hashable:
     if isinstance(value, _CONSTANTS):
         return type(value), value
     if type(value) is tuple:
-        return tuple(_key_of(place, item) for item in value if _refuse_tensor(place, item))
+        return _key_of_tuple(place, value)
     raise TypeError(f"{place} is a {type(value).__name__}, neither a tensor nor a constant")
 
 
-def _refuse_tensor(place: str, item: Any) -> bool:
-    if isinstance(item, torch.Tensor):
-        raise TypeError(f"{place} is a tuple with a tensor in it; only plain tensors are captured")
-    return True
+def _key_of_tuple(place: str, items: tuple[Any, ...]) -> Hashable:
+    keys = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            raise TypeError(
+                f"{place} is a tuple with a tensor in it; only plain tensors are captured"
+            )
+        keys.append(_key_of(place, item))
+    return tuple(keys)

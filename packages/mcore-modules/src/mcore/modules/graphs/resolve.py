@@ -1,4 +1,4 @@
-"""The choice of a graph runner for a configuration and a device."""
+"""The choice of a graph runner, and the eager one for devices without graphs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a graph runner takes and gives: the interface between layers and ways of capturing."""
+"""What a graph runner takes and gives, and the flag that is on while it captures."""
 
 from __future__ import annotations
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ import torch
 from mcore.modules.graphs.checked import CheckedGraph, Replay
 from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
 from mcore.modules.precision import conversion_helper
+from mcore.tensor.device import device_of
 from mcore.versioning import experimental_api
 
 Tensors = tuple[torch.Tensor, ...]
@@ -71,7 +73,7 @@ class TorchGraphRunner:
         captured: dict[int, GraphedCallable] = {}
         for slot in by_slot(specs):
             layers = [_FunctionalLayer(spec, clone=self.clone_param_grads) for spec in slot]
-            device = _device_of(slot[0])
+            device = device_of(_tensors_of(slot[0]))
             make = self._make_graphed_callables or _device_function(device)
             if make is None:
                 raise RuntimeError(
@@ -90,12 +92,7 @@ class TorchGraphRunner:
 
 
 def by_slot(specs: Sequence[GraphSpec]) -> list[list[GraphSpec]]:
-    """Group specs by microbatch slot, in order of appearance.
-
-    Example:
-        >>> by_slot([])
-        []
-    """
+    """Group specs by microbatch slot, in order of appearance."""
     slots: dict[int, list[GraphSpec]] = {}
     for spec in specs:
         slots.setdefault(spec.microbatch, []).append(spec)
@@ -192,16 +189,15 @@ def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return sample
 
 
-def _device_of(spec: GraphSpec) -> torch.device:
-    tensors = (*spec.args, *spec.kwargs.values(), *spec.module.parameters())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+def _tensors_of(spec: GraphSpec) -> Iterator[torch.Tensor]:
+    return chain(spec.args, spec.kwargs.values(), spec.module.parameters())
 
 
 def _device_function(device: torch.device) -> Callable[..., Any] | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != device.type:
-        return None
-    return getattr(torch.get_device_module(device), "make_graphed_callables", None)
+    """What captures graphs on a device, found without initialising it; None if nothing does."""
+    module = getattr(torch, device.type, None)
+    function: Callable[..., Any] | None = getattr(module, "make_graphed_callables", None)
+    return function if module is not None and function and module.is_available() else None
 
 
 @contextlib.contextmanager
@@ -225,30 +221,13 @@ class _Place:
 
 
 class OutputTemplate:
-    """The structure of a layer's outputs, with what is no tensor in it, such as None.
-
-    Graphs give tensors only, while layers also return, say, ``(hidden_states, None)``.
-
-    Example:
-        >>> import torch
-        >>> template = OutputTemplate()
-        >>> tensors = template.flatten((torch.ones(1), {"context": None}))
-        >>> template.unflatten(tensors)
-        (tensor([1.]), {'context': None})
-    """
+    """The structure of a layer's outputs, with what is no tensor in it, such as None."""
 
     def __init__(self) -> None:
         self._template: Any = None
 
     def flatten(self, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """Return the distinct tensors of the outputs and remember the rest.
-
-        Args:
-            outputs: A tensor or nested containers, see ``conversion_helper``.
-
-        Returns:
-            The tensors, in order of appearance.
-        """
+        """Return the distinct tensors of the outputs, by first appearance; remember the rest."""
         tensors: list[torch.Tensor] = []
 
         def replace(leaf: Any) -> Any:
@@ -261,14 +240,7 @@ class OutputTemplate:
         return tuple(tensors)
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return outputs like the last that were flattened, with other tensors.
-
-        Args:
-            tensors: As many as :meth:`flatten` returned.
-
-        Returns:
-            The nested outputs.
-        """
+        """Return outputs like the last that were flattened, with other tensors."""
         return conversion_helper(
             self._template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
         )
