@@ -1,12 +1,13 @@
 import logging
 import subprocess
 import sys
+import threading
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from mcore.modules.graphs import resolve, resolve_graph_runner
+from mcore.modules.graphs import graph_capturing, is_graph_capturing, resolve, resolve_graph_runner
 
 CPU = torch.device("cpu")
 
@@ -48,3 +49,28 @@ def test_runners_are_built_and_chosen_without_touching_a_device():
     no_numpy = "ignore:Failed to initialize NumPy"  # torch says so where numpy is not installed
     command = [sys.executable, "-W", "error", "-W", no_numpy, "-c", script]
     subprocess.run(command, check=True, timeout=120)
+
+
+def test_flag_is_on_inside_the_block_only():
+    assert is_graph_capturing() is False
+    with graph_capturing():
+        assert is_graph_capturing() is True
+        with graph_capturing():
+            assert is_graph_capturing() is True
+        assert is_graph_capturing() is True
+    assert is_graph_capturing() is False
+
+
+def test_an_exception_ends_the_capture():
+    with pytest.raises(ArithmeticError), graph_capturing():
+        raise ArithmeticError
+    assert is_graph_capturing() is False
+
+
+def test_other_threads_do_not_capture():
+    seen = []
+    with graph_capturing():
+        thread = threading.Thread(target=lambda: seen.append(is_graph_capturing()))
+        thread.start()
+        thread.join()
+    assert seen == [False]
