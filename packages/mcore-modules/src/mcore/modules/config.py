@@ -26,6 +26,16 @@ GraphImpl = Literal["none", "local", "transformer_engine", "full_iteration"]
 SymmetricAllReduce = Literal["two_shot", "one_shot", "multimem_all_reduce"]
 
 
+class _Missing:
+    """The type of MISSING, with a readable repr for signatures."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
+
+
 @dataclass
 class TransformerConfig:
     """Sizes, precision, parallelism and graph settings of a transformer.
@@ -137,10 +147,10 @@ class TransformerConfig:
         """Check all fields as they are now.
 
         Raises:
-            ValueError: Names field and value: a size below 1 or no int, fp16 with bf16, fp8 with
-                fp4, sequence parallelism without tensor parallelism, virtual stages without a
-                pipeline, heads that do not divide the hidden size, an unknown choice, a
-                ``params_dtype`` that is no floating dtype, a negative number of warm-up steps.
+            ValueError: Names the field and its value: a size below 1 or not an int, fp16 with
+                bf16, fp8 with fp4, sequence parallelism without tensor parallelism, virtual stages
+                without a pipeline, heads that do not divide the hidden size, an unknown choice, a
+                ``params_dtype`` that is not a floating dtype, a negative number of warm-up steps.
 
         Example:
             >>> config = TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
@@ -169,7 +179,7 @@ class TransformerConfig:
                 raise ValueError(f"{name}={value!r} is unknown; choose from {list(choices)}")
         dtype = self.params_dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"params_dtype={dtype!r} is no floating torch.dtype")
+            raise ValueError(f"params_dtype={dtype!r} is not a floating torch.dtype")
 
     def _validate_combinations(self) -> None:
         for first, second in (("fp16", "bf16"), ("fp8", "fp4")):
@@ -197,39 +207,6 @@ class TransformerConfig:
                 f"hidden_size={self.hidden_size} is not divisible by "
                 f"num_attention_heads={self.num_attention_heads}"
             )
-
-
-_OPTIONAL_SIZES = ("ffn_hidden_size", "virtual_pipeline_model_parallel_size")
-_SIZES = (
-    "num_layers",
-    "hidden_size",
-    "num_attention_heads",
-    "tensor_model_parallel_size",
-    "pipeline_model_parallel_size",
-    "context_parallel_size",
-    *_OPTIONAL_SIZES,
-)
-_CHOICES: dict[str, tuple[str | None, ...]] = {
-    "fp8": ("e4m3", "hybrid", None),
-    "fp4": ("e2m1", None),
-    "symmetric_ar_type": (*get_args(SymmetricAllReduce), None),
-    "cuda_graph_impl": get_args(GraphImpl),
-}
-
-
-def _require_int(name: str, value: object, *, least: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} is no whole number >= {least}")
-
-
-class _Missing:
-    """The type of MISSING, with a readable repr for signatures."""
-
-    def __repr__(self) -> str:
-        return "MISSING"
-
-
-MISSING = _Missing()
 
 
 def read_field(config: object, name: str, default: Any = MISSING) -> Any:
@@ -293,3 +270,26 @@ class GraphConfigLike(Protocol):
 
     hidden_size: int
     cuda_graph_impl: str
+
+
+_OPTIONAL_SIZES = ("ffn_hidden_size", "virtual_pipeline_model_parallel_size")
+_SIZES = (
+    "num_layers",
+    "hidden_size",
+    "num_attention_heads",
+    "tensor_model_parallel_size",
+    "pipeline_model_parallel_size",
+    "context_parallel_size",
+    *_OPTIONAL_SIZES,
+)
+_CHOICES: dict[str, tuple[str | None, ...]] = {
+    "fp8": ("e4m3", "hybrid", None),
+    "fp4": ("e2m1", None),
+    "symmetric_ar_type": (*get_args(SymmetricAllReduce), None),
+    "cuda_graph_impl": get_args(GraphImpl),
+}
+
+
+def _require_int(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ValueError(f"{name}={value!r} is not a whole number >= {least}")

@@ -50,7 +50,7 @@ class Float16Module(MegatronModule):
         ValueError: Not exactly one of fp16 and bf16 is on, the stage does not fit, there is no
             pipeline group for a configuration with a pipeline, or this rank is not in it.
         ConfigFieldError: The configuration has neither ``fp16`` nor ``bf16``.
-        TypeError: ``module`` is no module, or ``no_cast_kwargs`` is a string.
+        TypeError: ``module`` is not a module, or ``no_cast_kwargs`` is a string.
 
     Example:
         >>> import torch
@@ -146,8 +146,8 @@ class Float16Module(MegatronModule):
         Args:
             *inputs: Its positional inputs. On the first stage float32 tensors in them, also in
                 nested containers, are cast; containers arrive as copies.
-            fp32_output: Cast 16-bit outputs to float32 on the last stage; not handed on.
-            **kwargs: Its keyword inputs, cast alike except ``no_cast_kwargs``.
+            fp32_output: Cast 16-bit outputs to float32 on the last stage; not passed on.
+            **kwargs: Its keyword inputs, cast too except ``no_cast_kwargs``.
 
         Returns:
             Its outputs, in float32 on the last stage unless ``fp32_output`` is false.
@@ -228,7 +228,7 @@ class Float16Module(MegatronModule):
         Args:
             state_dict: The state dict.
             strict: Raise if keys are missing or unexpected.
-            assign: Put the given tensors in the place of those of the module, then cast them.
+            assign: Put the given tensors in place of those of the module, then cast them.
 
         Returns:
             A named tuple with ``missing_keys`` and ``unexpected_keys``.
@@ -371,7 +371,7 @@ class StageFlags(NamedTuple):
 def stage_flags(
     pp_rank: int, pp_size: int, vp_stage: int | None, vp_size: int | None
 ) -> StageFlags:
-    """Return whether a model chunk is the first and the last of the pipeline; ValueError if unfit.
+    """Return whether a model chunk is the pipeline's first and its last; ValueError if unfit.
 
     With interleaved stages the first chunk of all lies on the first pipeline rank and the last on
     the last one.

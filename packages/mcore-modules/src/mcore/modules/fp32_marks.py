@@ -25,8 +25,8 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 def mark_keep_in_fp32(tensor: _TensorT) -> _TensorT:
     """Mark a tensor to stay in float32 when what holds it is cast to 16 bits.
 
-    The mark is an attribute of this tensor object; a parameter's or buffer's mark becomes lasting
-    once a Float16Module wraps its module. Use :func:`keep_in_fp32` to make it lasting at once.
+    The mark is an attribute of this tensor object; a parameter's or buffer's mark becomes permanent
+    once a Float16Module wraps its module. Use :func:`keep_in_fp32` to make it permanent at once.
 
     Args:
         tensor: A parameter, buffer or input; its dtype is not changed.
@@ -44,7 +44,7 @@ def mark_keep_in_fp32(tensor: _TensorT) -> _TensorT:
 
 
 def keep_in_fp32(module: _ModuleT, *names: str) -> _ModuleT:
-    """Mark parameters and buffers of a module to stay in float32, lastingly.
+    """Mark parameters and buffers of a module to stay in float32 for good.
 
     The names are stored on the modules that own the tensors; they survive moves, copies, pickling
     and loading, all of which may replace the tensors.
@@ -102,7 +102,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
         ``module``.
 
     Raises:
-        ValueError: ``dtype`` is no floating dtype.
+        ValueError: ``dtype`` is not a floating dtype.
 
     Example:
         >>> import torch

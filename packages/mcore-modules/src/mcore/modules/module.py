@@ -77,7 +77,7 @@ class MegatronModule(torch.nn.Module):
         sync: meta tensors work too. A state-dict hook of this module sees its own entries, without
         the prefix and without those of its children.
 
-        Groups are resolved by the outermost module and handed down in a copy of ``metadata``.
+        Groups are resolved by the outermost module and passed down in a copy of ``metadata``.
         Tensor-parallel: ``self.tp_group``, ``self.pg_collection.tp``, ``metadata["tp_group"]``, the
         default ProcessGroups, none. Data-parallel with context-parallel:
         ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, one
@@ -88,14 +88,14 @@ class MegatronModule(torch.nn.Module):
             prefix: Put before each key, with its trailing dot.
             sharded_offsets: ``(axis, index, count)`` for each leading axis that this module's
                 tensors get in the checkpoint, such as the layer's number; axes 0, 1, ...
-            metadata: Handed to all modules below; not changed.
+            metadata: Passed to all modules below; not changed.
 
         Returns:
             A ShardedTensor (or ShardedObject for extra state) for each key; its ``data`` is the
             live parameter or buffer.
 
         Raises:
-            TypeError: ``metadata`` is no dict.
+            TypeError: ``metadata`` is not a dict.
             ValueError: Bad offsets, two entries with one key, or a group is unknown, so that a
                 tensor might be written twice or never (this one is a RuntimeError too).
 
@@ -126,7 +126,7 @@ class MegatronModule(torch.nn.Module):
         if not any(is_switched_on(read_field(self.config, n, None)) for n in _QUANTISATION_FIELDS):
             return
         for module in iter_modules(self):
-            # nn.Module.__setattr__ is slow, and right only for what is no plain attribute yet.
+            # nn.Module.__setattr__ is slow, and needed only for what is not yet a plain attribute.
             if "is_first_microbatch" in module.__dict__:
                 module.__dict__["is_first_microbatch"] = True
             elif has_plain_attribute(module, "is_first_microbatch"):

@@ -43,7 +43,7 @@ def freeze_moe_router(model: Any) -> ModelList:
         The list of the given chunks.
 
     Raises:
-        TypeError: ``model`` is None, or one of those names is no tensor.
+        TypeError: ``model`` is None, or one of those names is not a tensor.
 
     Example:
         >>> import torch
@@ -93,13 +93,13 @@ def _freeze_layer(layer: Any) -> int:
 
 @internal_api
 def _freeze_parameter_if_present(module: object, name: str) -> None:
-    """Stop the training of a module's parameter, if present; TypeError if it is no tensor."""
+    """Stop the training of a module's parameter, if present; TypeError if it is not a tensor."""
     parameter = getattr(module, name, None)
     if parameter is None:
         return
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(
-            f"{name} of {type(module).__name__} is a {type(parameter).__name__}, no parameter"
+            f"{name} of {type(module).__name__} is a {type(parameter).__name__}, not a parameter"
         )
     parameter.requires_grad_(False)
 

@@ -69,7 +69,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.
         float16_convertor: The cast, such as ``torch.Tensor.bfloat16``.
 
     Returns:
-        The same structure with 16-bit tensors in the place of float32 tensors.
+        The same structure with 16-bit tensors in place of float32 tensors.
 
     Raises:
         ValueError: A container contains itself.
@@ -92,7 +92,7 @@ def float16_to_fp32(val: Any) -> Any:
         val: A leaf or nested containers.
 
     Returns:
-        The same structure with float32 tensors in the place of 16-bit tensors.
+        The same structure with float32 tensors in place of 16-bit tensors.
 
     Raises:
         ValueError: A container contains itself.

@@ -40,14 +40,14 @@ def sharded_state_dict_of(
         prefix: Put before each key, with its trailing dot.
         sharded_offsets: ``(axis, index, count)`` for each leading axis to put before those of the
             tensors; axes 0, 1, ...
-        metadata: Handed to all modules below in a copy that holds the groups.
+        metadata: Passed to all modules below in a copy that holds the groups.
         tp_group: The tensor-parallel group, before any that ``module`` has.
 
     Returns:
         A ShardedTensor or ShardedObject for each key.
 
     Raises:
-        TypeError: ``metadata`` is no dict, or an offset is no triple of ints.
+        TypeError: ``metadata`` is not a dict, or an offset is not a triple of ints.
         ValueError: Bad offsets, two entries with one key, or an unknown group (which is a
             RuntimeError too).
 

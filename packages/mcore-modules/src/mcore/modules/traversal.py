@@ -50,7 +50,7 @@ def has_own_attribute(owner: Any, name: str) -> bool:
 
 
 def attribute_or_none(module: object, name: str) -> Any:
-    """Return a plain attribute, or what a ``__getattr__`` of the module's class hands on, or None.
+    """Return a plain attribute, or what the module's own ``__getattr__`` forwards, or None.
 
     Much faster than ``getattr`` with a default where torch's own ``__getattr__`` would raise.
     """

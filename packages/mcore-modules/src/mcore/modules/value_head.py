@@ -37,7 +37,7 @@ from mcore.versioning import internal_api
 
 
 class LinearForLastLayer(torch.nn.Linear):
-    """A linear projection in the place of a language model's output layer.
+    """A linear projection in place of a language model's output layer.
 
     Every tensor-parallel rank has the whole weight. With sequence parallelism each rank projects
     its slice of the sequence, then the few output columns are gathered. All ranks compute the same
@@ -235,7 +235,7 @@ def create_value_head_hook(
         ValueError where the number of chunks does not fit or the path leads nowhere.
 
     Raises:
-        ValueError: A size is no whole number >= 1.
+        ValueError: A size is not a whole number >= 1.
 
     Example:
         >>> from types import SimpleNamespace

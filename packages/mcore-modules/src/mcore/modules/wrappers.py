@@ -27,6 +27,21 @@ _registered_wrappers: dict[type, str] = {}
 _DATA_PARALLEL_NAMES = frozenset(
     {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 )
+# Children of wrappers that forward every attribute that they lack.
+_FORWARDING = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
+
+ModelList: TypeAlias = list[MegatronModule]
+
+
+class ModelType(enum.Enum):
+    """The kind of a model, its attribute ``model_type``.
+
+    Example:
+        >>> ModelType.encoder_or_decoder.value
+        1
+    """
+
+    encoder_or_decoder = 1
 
 
 def register_model_wrapper(cls: type, attr: str = "module") -> None:
@@ -37,7 +52,7 @@ def register_model_wrapper(cls: type, attr: str = "module") -> None:
         attr: The attribute of its instances that holds the model.
 
     Raises:
-        TypeError: ``cls`` is no class.
+        TypeError: ``cls`` is not a class.
         ValueError: It is registered with another attribute already.
 
     Example:
@@ -86,67 +101,6 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
     return _unwrap(model, classes, wrappers)
 
 
-def iter_wrapped_models(model: Any) -> Iterator[Any]:
-    """Yield a model, the model inside it, and so on; RuntimeError where one contains itself."""
-    visited: dict[int, Any] = {}
-    while model is not None:
-        if id(model) in visited:
-            raise RuntimeError(
-                f"a {type(model).__name__} contains itself through its attribute 'module'; remove "
-                "the cycle"
-            )
-        visited[id(model)] = model
-        yield model
-        model = _inner_model(model)
-
-
-def is_data_parallel_wrapper(model: object) -> bool:
-    """Return whether torch or Megatron-LM wraps a model, by class names: none is imported."""
-    return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
-
-
-def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
-    visited = set()
-    while isinstance(model, classes):
-        if id(model) in visited:
-            raise RuntimeError(f"a {type(model).__name__} wraps itself; it holds no model")
-        visited.add(id(model))
-        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
-        model = getattr(model, attr)
-    return model
-
-
-def _default_wrappers() -> dict[type, str]:
-    known = {
-        getattr(sys.modules[module], name): attr
-        for module, name, attr in _KNOWN_WRAPPERS
-        if hasattr(sys.modules.get(module), name)
-    }
-    return known | _registered_wrappers
-
-
-def _inner_model(model: Any) -> Any:
-    for attr in ("module", "_orig_mod"):
-        if has_own_attribute(model, attr):
-            return getattr(model, attr)
-    return None
-
-
-# Children of wrappers that hand on every attribute that they lack.
-_HANDING_ON = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
-
-
-class ModelType(enum.Enum):
-    """The kind of a model, its attribute ``model_type``.
-
-    Example:
-        >>> ModelType.encoder_or_decoder.value
-        1
-    """
-
-    encoder_or_decoder = 1
-
-
 def get_attr_wrapped_model(
     model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False
 ) -> Any:
@@ -185,7 +139,7 @@ def get_attr_wrapped_model(
     visited = []
     for owner in iter_wrapped_models(model):
         visited.append(type(owner).__name__)
-        if has_own_attribute(owner, attr) or (not _hands_on(owner) and hasattr(owner, attr)):
+        if has_own_attribute(owner, attr) or (not _forwards(owner) and hasattr(owner, attr)):
             value = getattr(owner, attr)
             if allow_none or value is not None:
                 return owner if return_model_obj else value
@@ -193,14 +147,6 @@ def get_attr_wrapped_model(
         f"no {'' if allow_none else 'non-None '}attribute {attr!r} in {' -> '.join(visited)}; "
         "set it on the model"
     )
-
-
-def find_in_wrapped_models(model: Any, attr: str) -> Any:
-    """Return the first value that is not None of an attribute of a model and those inside it."""
-    try:
-        return get_attr_wrapped_model(model, attr, allow_none=False)
-    except AttributeNotFoundError:
-        return None
 
 
 def get_model_type(model: Any) -> Any:
@@ -225,7 +171,7 @@ def get_model_type(model: Any) -> Any:
 
 
 def get_model_xattn(model: Any) -> Any:
-    """Return the attribute ``xattn_needed`` of a model, wrapped or not: has it cross-attention?
+    """Return whether a model, wrapped or not, has cross-attention: its ``xattn_needed``.
 
     Args:
         model: One model.
@@ -277,10 +223,7 @@ def is_submodule(
     Args:
         module: The module to look for.
         parent_module: The module to look in.
-        strict: Whether a module is no submodule of itself.
-
-    Returns:
-        True or False.
+        strict: Whether a module is not a submodule of itself.
 
     Example:
         >>> import torch
@@ -291,14 +234,6 @@ def is_submodule(
     if module is parent_module:
         return not strict
     return any(module is below for below in iter_modules(parent_module))
-
-
-def _hands_on(owner: Any) -> bool:
-    """Whether a wrapper hands on what it lacks, so that the owner is the model inside."""
-    return isinstance(owner, torch.nn.Module) and not _HANDING_ON.isdisjoint(owner._modules)
-
-
-ModelList: TypeAlias = list[MegatronModule]
 
 
 def ensure_model_list(model: Any) -> ModelList:
@@ -320,3 +255,62 @@ def ensure_model_list(model: Any) -> ModelList:
 
 # The documented name.
 _ensure_model_list = ensure_model_list
+
+
+def iter_wrapped_models(model: Any) -> Iterator[Any]:
+    """Yield a model, the model inside it, and so on; RuntimeError where one contains itself."""
+    visited: dict[int, Any] = {}
+    while model is not None:
+        if id(model) in visited:
+            raise RuntimeError(
+                f"a {type(model).__name__} contains itself through its attribute 'module'; remove "
+                "the cycle"
+            )
+        visited[id(model)] = model
+        yield model
+        model = _inner_model(model)
+
+
+def is_data_parallel_wrapper(model: object) -> bool:
+    """Return whether torch or Megatron-LM wraps a model, by class names: none is imported."""
+    return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
+
+
+def find_in_wrapped_models(model: Any, attr: str) -> Any:
+    """Return the first value that is not None of an attribute of a model and those inside it."""
+    try:
+        return get_attr_wrapped_model(model, attr, allow_none=False)
+    except AttributeNotFoundError:
+        return None
+
+
+def _forwards(owner: Any) -> bool:
+    """Whether a wrapper forwards what it lacks, so that the owner is the model inside."""
+    return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
+
+
+def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
+    visited = set()
+    while isinstance(model, classes):
+        if id(model) in visited:
+            raise RuntimeError(f"a {type(model).__name__} wraps itself; it holds no model")
+        visited.add(id(model))
+        attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
+        model = getattr(model, attr)
+    return model
+
+
+def _default_wrappers() -> dict[type, str]:
+    known = {
+        getattr(sys.modules[module], name): attr
+        for module, name, attr in _KNOWN_WRAPPERS
+        if hasattr(sys.modules.get(module), name)
+    }
+    return known | _registered_wrappers
+
+
+def _inner_model(model: Any) -> Any:
+    for attr in ("module", "_orig_mod"):
+        if has_own_attribute(model, attr):
+            return getattr(model, attr)
+    return None

@@ -54,7 +54,7 @@ def capture_graphs(
             ``cuda_graph_warmup_steps``, else 3.
 
     Raises:
-        TypeError: A layer is no GraphableMegatronModule.
+        TypeError: A layer is not a GraphableMegatronModule.
         GraphStateError: A layer is in evaluation mode, has graphs, or has hooks that a graph would
             leave out.
         ValueError: ``num_graphs`` is below 1, or ``sample_inputs`` is not one mapping per layer.
@@ -115,7 +115,7 @@ def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
         layers: Layers.
 
     Raises:
-        TypeError: A layer is no GraphableMegatronModule.
+        TypeError: A layer is not a GraphableMegatronModule.
 
     Example:
         >>> layer = GraphableMegatronModule(None)

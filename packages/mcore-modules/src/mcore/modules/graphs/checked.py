@@ -127,7 +127,7 @@ class InputSignature:
         # The usual case, decided without building messages.
         if given == self._expected:
             return
-        differences = list(_differences(self._expected, given, with_requires_grad))
+        differences = _differences(self._expected, given, with_requires_grad)
         if differences:
             raise GraphInputMismatch(
                 "the inputs differ from those of the capture; give the same kind or capture again: "
@@ -148,7 +148,7 @@ def _signatures(args: tuple[torch.Tensor, ...], kwargs: Mapping[str, torch.Tenso
 def _differences(expected: _Signatures, given: _Signatures, with_requires_grad: bool) -> list[str]:
     differences = [f"input {name!r} is missing" for name in expected if name not in given]
     differences += [f"input {name!r} is unexpected" for name in given if name not in expected]
-    for name in expected.keys() & given.keys():
+    for name in [name for name in expected if name in given]:
         for field in TensorSignature._fields:
             is_compared = with_requires_grad or field != "requires_grad"
             wanted, got = getattr(expected[name], field), getattr(given[name], field)

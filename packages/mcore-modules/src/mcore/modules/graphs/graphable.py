@@ -28,8 +28,8 @@ class GraphableMegatronModule(MegatronModule):
     :func:`~mcore.modules.capture_graphs` has filled ``cuda_graphs``, from the graph of the
     microbatch; without the module's hooks, after its manual hooks.
 
-    Copies and pickles have no graphs, manual hooks or manager state; in the place of a manager they
-    have a new one, made as if none had been given.
+    Copies and pickles have no graphs, manual hooks or manager state; a manager is replaced by a new
+    one, made as if none had been given.
 
     Args:
         config: Any configuration object.
@@ -66,7 +66,7 @@ class GraphableMegatronModule(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.vp_stage = vp_stage
-        # Past nn.Module: a runner or manager that is a module is no part of the model.
+        # Past nn.Module: a runner or manager that is a module is not part of the model.
         object.__setattr__(self, "graph_runner", graph_runner)
         self._start_without_graphs()
         if read_field(config, "cuda_graph_impl", "none") == "local":
@@ -143,7 +143,7 @@ class GraphableMegatronModule(MegatronModule):
         return torch.float32 if dtype is None else dtype
 
     def setup_manual_hooks(self, make_hook_func: Callable[[], Hook]) -> None:
-        """Set the hooks that run before each replay, in the place of forward pre-hooks.
+        """Set the hooks that run before each replay, in place of forward pre-hooks.
 
         One for each distinct module that is covered by the graphs and owns parameters directly.
 

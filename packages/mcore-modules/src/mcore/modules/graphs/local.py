@@ -54,7 +54,7 @@ class LocalGraphManager:
     Args:
         config: ``cuda_graph_warmup_steps`` is read from it at each call, 3 if it is missing.
         runner: Captures the graphs; None chooses by device at the first capture.
-        max_graphs_per_key: Most graphs for calls that are alike.
+        max_graphs_per_key: Maximum number of graphs for calls that are alike.
 
     Example:
         >>> import torch
@@ -117,7 +117,7 @@ class LocalGraphManager:
             record.graphs.append(graph)
         named_tensors: dict[str, Any] = call.named_tensors
         outputs = graph(*call.tensors, **named_tensors)
-        # Without a gradient nothing says when the outputs may be overwritten.
+        # Without a gradient nothing tells when the outputs may be overwritten.
         is_tracked = getattr(graph, "is_busy", False)
         return outputs if is_tracked else conversion_helper(outputs, _own_memory)
 

@@ -34,7 +34,7 @@ class TorchGraphRunner:
     Args:
         clone_param_grads: Copy parameter gradients. False saves the copies where a hook adds each
             gradient to a ``main_grad`` at once and drops it.
-        make_graphed_callables: Captures in the place of the device's own function, with the same
+        make_graphed_callables: Captures in place of the device's own function, with the same
             arguments.
 
     Example:
@@ -162,7 +162,7 @@ class _Shell(torch.nn.Module):
 
 
 class _CloneGrad(torch.autograd.Function):
-    """Identity whose backward gives the gradient memory of its own."""
+    """Identity whose backward copies the gradient into memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -221,7 +221,7 @@ class _Place:
 
 
 class OutputTemplate:
-    """The structure of a layer's outputs, with what is no tensor in it, such as None."""
+    """The structure of a layer's outputs, including what is not a tensor, such as None."""
 
     def __init__(self) -> None:
         self._template: Any = None
