@@ -24,6 +24,8 @@ from mcore.modules.wrappers import find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
 
+_CHILD = "module."  # what a wrapper puts before the keys of the module inside
+
 
 class Float16Module(MegatronModule):
     """A model in 16-bit floats that takes float32 inputs and gives float32 outputs.
@@ -315,9 +317,6 @@ def _restore_assigned(module: Float16Module, _: Any) -> None:
     if module._assigned:
         module._assigned = False
         restore_precision(module.module, module._dtype)
-
-
-_CHILD = "module."
 
 
 def add_wrapper_to_keys(
