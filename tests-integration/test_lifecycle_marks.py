@@ -14,7 +14,7 @@ INTERNAL = (
     "mcore.parallel.rng_state._get_cuda_rng_state",
     "mcore.parallel.rng_state._set_cuda_rng_state",
     "mcore.modules.moe._freeze_parameter_if_present",
-    "mcore.modules.module_parallelism._register_linear_for_last_layer_mapping",
+    "mcore.modules.value_head._register_linear_for_last_layer_mapping",
     "mcore.observe.moe_fanout._MoeMetricFanoutWriter",
     "mcore.observe.moe_fanout._build_moe_metric_writer",
 )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from mcore.modules import GraphableMegatronModule, LocalGraphManager
+from mcore.modules import GraphableMegatronModule
+from mcore.modules.graphs import LocalGraphManager
 
 
 def describe_graphs(model: torch.nn.Module) -> str:

@@ -9,14 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from mcore.modules import (
-    ConfigFieldError,
-    GraphConfigLike,
-    ModuleConfigLike,
-    TransformerConfig,
-    is_switched_on,
-    read_field,
-)
+from mcore.modules import ConfigFieldError, TransformerConfig
+from mcore.modules.config import GraphConfigLike, ModuleConfigLike, is_switched_on, read_field
 
 
 def make(**fields):

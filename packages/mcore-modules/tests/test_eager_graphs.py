@@ -3,13 +3,8 @@ import gc
 import pytest
 import torch
 
-from mcore.modules import (
-    EagerGraphRunner,
-    GraphInputMismatch,
-    GraphRunner,
-    GraphSpec,
-    GraphStateError,
-)
+from mcore.modules import GraphInputMismatch, GraphStateError
+from mcore.modules.graphs import EagerGraphRunner, GraphRunner, GraphSpec
 from mcore.tensor import assert_viewless_tensor
 
 

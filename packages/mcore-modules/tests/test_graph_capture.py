@@ -5,18 +5,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import (
+from mcore.modules import Float16Module, GraphableMegatronModule, GraphStateError
+from mcore.modules.graphs import (
     EagerGraphRunner,
-    Float16Module,
-    GraphableMegatronModule,
-    GraphStateError,
     capture_graphs,
     delete_graphs,
     is_graph_capturing,
     num_graphs_needed,
     set_current_microbatch,
 )
-from mcore.modules.testing import RecordingRunner
 from mcore.parallel.rng import get_cuda_rng_tracker, initialize_rng_tracker
 
 CONFIG = SimpleNamespace(hidden_size=4, cuda_graph_impl="transformer_engine")
@@ -46,8 +43,8 @@ def capture(layers, **options):
     return capture_graphs(layers, 2, 1, **options)
 
 
-def test_layers_are_captured_in_order_slot_by_slot_without_hooks():
-    layers, runner = [Layer(), Layer()], RecordingRunner()
+def test_layers_are_captured_in_order_slot_by_slot_without_hooks(runner):
+    layers = [Layer(), Layer()]
     for layer in layers:
         layer.setup_manual_hooks(lambda: pytest.fail)
         layer.register_forward_pre_hook(lambda module, args: pytest.fail("hook"))
@@ -98,8 +95,7 @@ def test_warm_ups_come_from_the_argument_or_the_config(given, expected):
     assert seen == [(expected, True, True)]
 
 
-def test_the_runner_comes_from_the_layer_or_the_device():
-    runner = RecordingRunner()
+def test_the_runner_comes_from_the_layer_or_the_device(runner):
     layer = Layer()
     object.__setattr__(layer, "graph_runner", runner)
     capture([layer])
@@ -204,10 +200,9 @@ def test_a_runner_that_loses_graphs_is_refused():
         (lambda layer: layer.register_forward_pre_hook(print), "setup_manual_hooks"),
     ],
 )
-def test_layers_that_cannot_be_captured_are_named(spoil, text):
+def test_layers_that_cannot_be_captured_are_named(spoil, text, runner):
     layers = [Layer(), Layer()]
     spoil(layers[1])
-    runner = RecordingRunner()
     with pytest.raises(GraphStateError, match=rf"layer 1 \(Layer\).*{text}"):
         capture(layers, runner=runner)
     assert runner.events == []
@@ -228,20 +223,20 @@ def test_only_graphable_layers_are_captured():
         ({"sample_inputs": [{"mask": torch.ones(4)}]}, "hidden_states"),
     ],
 )
-def test_bad_arguments_are_refused(options, text):
+def test_bad_arguments_are_refused(options, text, runner):
     with pytest.raises(ValueError, match=text):
-        capture([Layer()], runner=RecordingRunner(), **options)
+        capture([Layer()], runner=runner, **options)
 
 
-def test_graphs_that_no_config_replays_are_warned_about(caplog):
+def test_graphs_that_no_config_replays_are_warned_about(caplog, runner):
     caplog.set_level(logging.WARNING, logger="mcore.modules")
-    capture([Layer(SimpleNamespace(hidden_size=4))], runner=RecordingRunner())
+    capture([Layer(SimpleNamespace(hidden_size=4))], runner=runner)
     assert "cuda_graph_impl is 'none'" in caplog.text
 
 
-def test_delete_frees_graphs_and_hooks_and_may_be_repeated():
+def test_delete_frees_graphs_and_hooks_and_may_be_repeated(runner):
     layer = Layer()
-    capture([layer], num_graphs=2, runner=RecordingRunner())
+    capture([layer], num_graphs=2, runner=runner)
     layer.setup_manual_hooks(lambda: print)
     graphs = list(layer.cuda_graphs)
     for _ in range(2):
@@ -250,7 +245,7 @@ def test_delete_frees_graphs_and_hooks_and_may_be_repeated():
     for graph in graphs:
         with pytest.raises(GraphStateError, match="reset"):
             graph(torch.ones(2, 1, 4))
-    capture([layer], runner=RecordingRunner())
+    capture([layer], runner=runner)
 
 
 def test_delete_frees_graphs_of_local_managers():

@@ -4,8 +4,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import mcore.modules
-import mcore.tensor
 from mcore.modules import MegatronModule
 from mcore.modules.traversal import iter_modules
 
@@ -28,10 +26,6 @@ def test_config_is_stored_as_it_is():
     config = object()
     assert MegatronModule(config).config is config
     assert MegatronModule(None).config is None
-
-
-def test_param_is_not_shared_is_that_of_mcore_tensor():
-    assert mcore.modules.param_is_not_shared is mcore.tensor.param_is_not_shared
 
 
 def test_state_dict_for_save_checkpoint_is_the_state_dict():

@@ -8,15 +8,10 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.modules import (
-    conversion_helper,
-    float16_to_fp32,
-    fp32_to_float16,
-    mark_keep_in_fp32,
-)
+from mcore.modules import conversion_helper, float16_to_fp32, fp32_to_float16, mark_keep_in_fp32
 from mcore.modules.precision import _BF16_TYPES, _FLOAT_TYPES, _HALF_TYPES
 from mcore.tensor import WrappedTensor
 
@@ -307,6 +302,7 @@ structures = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(structures)
 def test_identity_conversion_gives_an_equal_structure(structure):
     before = copy.deepcopy(structure)

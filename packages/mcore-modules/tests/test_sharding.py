@@ -1,17 +1,17 @@
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.modules import (
-    MegatronModule,
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_object_for_checkpoint,
+from mcore.modules import MegatronModule, sharded_state_dict_of
+from mcore.parallel.checkpoint import (
+    ShardedObject,
+    ShardedTensor,
+    load_sharded_state_dict,
     make_sharded_tensors_for_checkpoint,
-    sharded_state_dict_default,
-    sharded_state_dict_of,
+    save_sharded_state_dict,
 )
-from mcore.parallel import checkpoint
-from mcore.parallel.checkpoint import ShardedObject, ShardedTensor
 from mcore.parallel.process_groups import ProcessGroups, use_process_groups
 from rank_testing import run_ranks
 
@@ -236,16 +236,6 @@ def test_bad_offsets_are_refused(offsets, error):
         WithEverything().sharded_state_dict(sharded_offsets=offsets)
 
 
-def test_builders_are_those_of_mcore_parallel():
-    assert make_sharded_tensors_for_checkpoint is checkpoint.make_sharded_tensors_for_checkpoint
-    assert make_sharded_object_for_checkpoint is checkpoint.make_sharded_object_for_checkpoint
-    assert sharded_state_dict_default is checkpoint.sharded_state_dict_default
-    assert ensure_metadata_has_dp_cp_group is checkpoint.ensure_metadata_has_dp_cp_group
-
-
-# Two ranks
-
-
 def model(tp_group=None):
     root = MegatronModule(None)
     root.own = torch.nn.Parameter(torch.zeros(5))
@@ -283,6 +273,46 @@ def describe_data_parallel():
 def test_two_data_parallel_ranks_without_groups_have_one_writer():
     for rank, entries in enumerate(run_ranks(describe_data_parallel, 2)):
         assert {replica for _, _, replica in entries.values()} == {(0, 0, rank)}
+
+
+def save_and_load_without_groups(folder):
+    saved = model()
+    torch.nn.init.constant_(saved.own, 1.0 + dist.get_rank())
+    save_sharded_state_dict(saved.sharded_state_dict(), folder)
+    loaded = model()
+    state = load_sharded_state_dict(loaded.sharded_state_dict(), folder)
+    loaded.load_state_dict(state)
+    return loaded.own.tolist()
+
+
+def test_a_job_of_replicas_saves_and_loads_without_groups(tmp_path):
+    assert run_ranks(save_and_load_without_groups, 2, str(tmp_path / "saved")) == [[1.0] * 5] * 2
+
+
+def describe_split_by_configuration(**sizes):
+    root = MegatronModule(SimpleNamespace(**sizes))
+    root.own = torch.nn.Parameter(torch.zeros(5))
+    try:
+        return places(root.sharded_state_dict())
+    except RuntimeError as error:
+        return str(error)
+
+
+def describe_split_by_configurations():
+    return [
+        describe_split_by_configuration(tensor_model_parallel_size=2),
+        describe_split_by_configuration(pipeline_model_parallel_size=2),
+        describe_split_by_configuration(tensor_model_parallel_size=1),
+    ]
+
+
+def test_a_configuration_that_splits_the_model_needs_the_group():
+    for rank, (tensor, pipeline, unsplit) in enumerate(
+        run_ranks(describe_split_by_configurations, 2)
+    ):
+        assert "tp_group is not given" in tensor
+        assert pipeline == {"own": ((5,), (0,), (0, 0, 0))}  # a stage on each rank
+        assert unsplit == {"own": ((5,), (0,), (0, 0, rank))}
 
 
 def describe_four(how):

@@ -4,7 +4,8 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import GraphInputMismatch, GraphSpec, TEGraphRunner
+from mcore.modules import GraphInputMismatch
+from mcore.modules.graphs import GraphSpec, TEGraphRunner
 
 
 def sample(*shape):

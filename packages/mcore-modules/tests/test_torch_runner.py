@@ -5,13 +5,15 @@ import torch
 from torch.utils import _pytree as pytree
 
 from mcore.modules import (
-    EagerGraphRunner,
     GraphableMegatronModule,
     GraphInputMismatch,
-    GraphSpec,
     GraphStateError,
-    TorchGraphRunner,
     TransformerConfig,
+)
+from mcore.modules.graphs import (
+    EagerGraphRunner,
+    GraphSpec,
+    TorchGraphRunner,
     capture_graphs,
     resolve_graph_runner,
     set_current_microbatch,

@@ -141,8 +141,6 @@ def test_sequence_parallel_in_one_process_gathers_nothing():
     assert head(torch.ones(3, 1, 2))[0].shape == (3, 1, 1)
 
 
-# Two ranks
-
 WEIGHT = torch.tensor([[1.0, 2.0, 3.0]])
 SCALE = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(4, 1, 1)
 

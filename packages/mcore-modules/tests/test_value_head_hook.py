@@ -1,3 +1,4 @@
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,11 +8,12 @@ import torch.distributed as dist
 from mcore.modules import (
     Float16Module,
     LinearForLastLayer,
+    _register_linear_for_last_layer_mapping,
     create_value_head_hook,
     get_module_parallelism,
     make_value_model,
+    register_module_parallelism,
 )
-from mcore.modules.model_list import _ensure_model_list, ensure_model_list
 from rank_testing import run_ranks
 
 
@@ -109,18 +111,6 @@ def test_the_head_is_registered_as_replicated():
     assert get_module_parallelism("LinearForLastLayer") == "replicated"
 
 
-def test_lists_of_models():
-    chunks = [1, 2]
-    assert _ensure_model_list is ensure_model_list
-    assert ensure_model_list(chunks) is chunks
-    assert ensure_model_list((1, 2)) == [1, 2]
-    with pytest.raises(TypeError, match="None"):
-        ensure_model_list(None)
-
-
-# Ranks
-
-
 def heads(how, vp_size):
     world = dist.group.WORLD
     collection = SimpleNamespace(pp=world, tp=None)
@@ -192,3 +182,44 @@ def meta_head(broadcast):
 def test_a_build_on_the_meta_device_must_not_broadcast():
     assert run_ranks(meta_head, 2, False) == [True, True]
     assert all("broadcast_init=False" in text for text in run_ranks(meta_head, 2, True))
+
+
+def test_subclasses_count():
+    class ColumnThing(torch.nn.Module):
+        pass
+
+    class Special(ColumnThing):
+        pass
+
+    register_module_parallelism("ColumnThing", "column")
+    register_module_parallelism("ColumnThing", "column")
+    assert get_module_parallelism(Special()) == get_module_parallelism("ColumnThing") == "column"
+    assert get_module_parallelism("Special") is None
+    register_module_parallelism("Special", "row")
+    assert get_module_parallelism(Special()) == "row"
+
+
+def test_conflicts_and_unknown_kinds_are_refused():
+    register_module_parallelism("Fixed", "row")
+    with pytest.raises(ValueError, match="'row', not 'column'"):
+        register_module_parallelism("Fixed", "column")
+    with pytest.raises(ValueError, match="'diagonal'"):
+        register_module_parallelism("Other", "diagonal")
+    assert get_module_parallelism("Other") is None
+
+
+def test_the_value_head_is_replicated():
+    _register_linear_for_last_layer_mapping()
+    _register_linear_for_last_layer_mapping()
+    assert get_module_parallelism(LinearForLastLayer(2, 1, False)) == "replicated"
+
+
+def test_an_imported_bridge_is_told_too(monkeypatch):
+    told = []
+    mapping = SimpleNamespace(register_module_type=lambda *arguments: told.append(arguments))
+    name = "megatron.bridge.models.conversion.param_mapping"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(AutoMapping=mapping))
+    _register_linear_for_last_layer_mapping()
+    assert told == [("LinearForLastLayer", "replicated")]
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    _register_linear_for_last_layer_mapping()

@@ -1,22 +1,39 @@
-"""The configuration of a transformer."""
+"""The configuration of a transformer, and reading the fields of any other one."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal, get_args
+from typing import Any, Literal, Protocol, get_args, runtime_checkable
 
 import torch
 
-from mcore.modules.config_fields import is_switched_on
+from mcore.modules.errors import ConfigFieldError
 from mcore.modules.init_methods import init_method_normal, scaled_init_method_normal
+from mcore.parallel.settings import is_switched_on
 
-__all__ = ["TransformerConfig"]
+__all__ = [
+    "GraphConfigLike",
+    "ModuleConfigLike",
+    "TransformerConfig",
+    "is_switched_on",
+    "read_field",
+]
 
 InitMethod = Callable[[torch.Tensor], Any]
 GraphImpl = Literal["none", "local", "transformer_engine", "full_iteration"]
 SymmetricAllReduce = Literal["two_shot", "one_shot", "multimem_all_reduce"]
+
+
+class _Missing:
+    """The type of MISSING, with a readable repr for signatures."""
+
+    def __repr__(self) -> str:
+        return "MISSING"
+
+
+MISSING = _Missing()
 
 
 @dataclass
@@ -130,10 +147,10 @@ class TransformerConfig:
         """Check all fields as they are now.
 
         Raises:
-            ValueError: Names field and value: a size below 1 or no int, fp16 with bf16, fp8 with
-                fp4, sequence parallelism without tensor parallelism, virtual stages without a
-                pipeline, heads that do not divide the hidden size, an unknown choice, a
-                ``params_dtype`` that is no floating dtype, a negative number of warm-up steps.
+            ValueError: Names the field and its value: a size below 1 or not an int, fp16 with
+                bf16, fp8 with fp4, sequence parallelism without tensor parallelism, virtual stages
+                without a pipeline, heads that do not divide the hidden size, an unknown choice, a
+                ``params_dtype`` that is not a floating dtype, a negative number of warm-up steps.
 
         Example:
             >>> config = TransformerConfig(num_layers=2, hidden_size=12, num_attention_heads=4)
@@ -162,7 +179,7 @@ class TransformerConfig:
                 raise ValueError(f"{name}={value!r} is unknown; choose from {list(choices)}")
         dtype = self.params_dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-            raise ValueError(f"params_dtype={dtype!r} is no floating torch.dtype")
+            raise ValueError(f"params_dtype={dtype!r} is not a floating torch.dtype")
 
     def _validate_combinations(self) -> None:
         for first, second in (("fp16", "bf16"), ("fp8", "fp4")):
@@ -192,6 +209,69 @@ class TransformerConfig:
             )
 
 
+def read_field(config: object, name: str, default: Any = MISSING) -> Any:
+    """Return a field of any configuration object, or a default.
+
+    Works on a :class:`TransformerConfig`, a namespace, a frozen dataclass, a configuration of
+    Megatron-LM or None. Nothing is cached: configurations may change after a model is built.
+
+    Args:
+        config: The configuration.
+        name: The field, an attribute of ``config``.
+        default: What to return when the field is not there.
+
+    Returns:
+        The value as stored.
+
+    Raises:
+        ConfigFieldError: The field is not there and no default is given. It is both an
+            AttributeError and a ValueError.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> read_field(SimpleNamespace(bf16=True), "bf16")
+        True
+        >>> read_field(None, "bf16", False)
+        False
+    """
+    value = getattr(config, name, MISSING)
+    if value is not MISSING:
+        return value
+    if default is MISSING:
+        raise ConfigFieldError(
+            f"{type(config).__name__} has no field {name!r}, and there is no default for it; set it"
+        )
+    return default
+
+
+@runtime_checkable
+class ModuleConfigLike(Protocol):
+    """What Float16Module reads from a configuration, for type checkers.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> isinstance(SimpleNamespace(fp16=False, bf16=True), ModuleConfigLike)
+        True
+    """
+
+    fp16: bool
+    bf16: bool
+
+
+@runtime_checkable
+class GraphConfigLike(Protocol):
+    """What GraphableMegatronModule reads from a configuration, for type checkers.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> isinstance(SimpleNamespace(hidden_size=8, cuda_graph_impl="none"), GraphConfigLike)
+        True
+    """
+
+    hidden_size: int
+    cuda_graph_impl: str
+
+
 _OPTIONAL_SIZES = ("ffn_hidden_size", "virtual_pipeline_model_parallel_size")
 _SIZES = (
     "num_layers",
@@ -212,4 +292,4 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 
 def _require_int(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
-        raise ValueError(f"{name}={value!r} is no whole number >= {least}")
+        raise ValueError(f"{name}={value!r} is not a whole number >= {least}")

@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = [
-    "AttributeNotFoundError",
-    "ConfigFieldError",
-    "GraphInputMismatch",
-    "GraphStateError",
-    "ModelListError",
-]
-
 
 class ConfigFieldError(AttributeError, ValueError):
     """A configuration object lacks a field that is needed and has no default.
 
     Example:
         >>> from types import SimpleNamespace
-        >>> from mcore.modules import ConfigFieldError, read_field
+        >>> from mcore.modules import ConfigFieldError
+        >>> from mcore.modules.config import read_field
         >>> try:
         ...     read_field(SimpleNamespace(), "hidden_size")
         ... except ConfigFieldError as error:
@@ -53,18 +46,8 @@ class ModelListError(RuntimeError, TypeError):
 
 
 class GraphStateError(RuntimeError):
-    """A graph is asked for something that its state does not allow, such as a replay too early.
-
-    Example:
-        >>> issubclass(GraphStateError, RuntimeError)
-        True
-    """
+    """A graph is asked for something that its state does not allow, such as a replay too early."""
 
 
 class GraphInputMismatch(ValueError):  # noqa: N818 - a documented name
-    """A graph is called with inputs that differ from those it was captured with.
-
-    Example:
-        >>> issubclass(GraphInputMismatch, ValueError)
-        True
-    """
+    """A graph is called with inputs that differ from those it was captured with."""

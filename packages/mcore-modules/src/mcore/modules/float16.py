@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping, MutableMapping
+from typing import Any, NamedTuple
 
 import torch
 
-from mcore.modules.config_fields import is_switched_on, read_field
+from mcore.modules.config import is_switched_on, read_field
 from mcore.modules.errors import ConfigFieldError
 from mcore.modules.fp32_marks import (
     convert_module_to_dtype_except_fp32_marked,
@@ -16,16 +17,14 @@ from mcore.modules.fp32_marks import (
     restore_precision,
     stamp_fp32_marks,
 )
-from mcore.modules.inspection import find_in_wrapped_models
 from mcore.modules.module import MegatronModule
-from mcore.modules.pipeline_stages import stage_flags
 from mcore.modules.precision import float16_to_fp32, fp32_to_float16
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.wrapped_keys import add_wrapper_to_keys, without_wrapper_in_keys
+from mcore.modules.wrappers import find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
 
-__all__ = ["Float16Module"]
+_CHILD = "module."  # what a wrapper puts before the keys of the module inside
 
 
 class Float16Module(MegatronModule):
@@ -53,7 +52,7 @@ class Float16Module(MegatronModule):
         ValueError: Not exactly one of fp16 and bf16 is on, the stage does not fit, there is no
             pipeline group for a configuration with a pipeline, or this rank is not in it.
         ConfigFieldError: The configuration has neither ``fp16`` nor ``bf16``.
-        TypeError: ``module`` is no module, or ``no_cast_kwargs`` is a string.
+        TypeError: ``module`` is not a module, or ``no_cast_kwargs`` is a string.
 
     Example:
         >>> import torch
@@ -111,7 +110,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_stage(self) -> int | None:
-        """Number of this chunk of the model; setting it decides anew which inputs are cast."""
+        """Number of this chunk of the model; setting it decides again which inputs are cast."""
         return self._vp_stage
 
     @vp_stage.setter
@@ -120,7 +119,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_size(self) -> int | None:
-        """Chunks per pipeline rank; setting it decides anew which outputs are cast."""
+        """Chunks per pipeline rank; setting it decides again which outputs are cast."""
         return self._vp_size
 
     @vp_size.setter
@@ -149,8 +148,8 @@ class Float16Module(MegatronModule):
         Args:
             *inputs: Its positional inputs. On the first stage float32 tensors in them, also in
                 nested containers, are cast; containers arrive as copies.
-            fp32_output: Cast 16-bit outputs to float32 on the last stage; not handed on.
-            **kwargs: Its keyword inputs, cast alike except ``no_cast_kwargs``.
+            fp32_output: Cast 16-bit outputs to float32 on the last stage; not passed on.
+            **kwargs: Its keyword inputs, cast too except ``no_cast_kwargs``.
 
         Returns:
             Its outputs, in float32 on the last stage unless ``fp32_output`` is false.
@@ -231,7 +230,7 @@ class Float16Module(MegatronModule):
         Args:
             state_dict: The state dict.
             strict: Raise if keys are missing or unexpected.
-            assign: Put the given tensors in the place of those of the module, then cast them.
+            assign: Put the given tensors in place of those of the module, then cast them.
 
         Returns:
             A named tuple with ``missing_keys`` and ``unexpected_keys``.
@@ -318,3 +317,75 @@ def _restore_assigned(module: Float16Module, _: Any) -> None:
     if module._assigned:
         module._assigned = False
         restore_precision(module.module, module._dtype)
+
+
+def add_wrapper_to_keys(
+    state_dict: MutableMapping[str, Any], prefix: str, own_keys: Callable[[], Collection[str]]
+) -> None:
+    """Put ``module.`` behind the prefix of keys, in place; ``own_keys`` is called only in doubt."""
+    keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
+    if _have_wrapper(keys, own_keys):
+        return
+    moved = {prefix + _CHILD + key: state_dict.pop(prefix + key) for key in keys}
+    state_dict.update(moved)
+
+
+def without_wrapper_in_keys(
+    state_dict: Mapping[str, Any], own_keys: Callable[[], Collection[str]]
+) -> Mapping[str, Any]:
+    """Return a state dict for the wrapped module, without ``module.`` before keys and versions."""
+    if not _have_wrapper(list(state_dict), own_keys):
+        return state_dict
+    renamed: OrderedDict[str, Any] = OrderedDict(
+        (key.removeprefix(_CHILD), value) for key, value in state_dict.items()
+    )
+    metadata = getattr(state_dict, "_metadata", None)
+    if metadata is not None:
+        renamed._metadata = {  # type: ignore[attr-defined]
+            f"{key}.".removeprefix(_CHILD).removesuffix("."): value
+            for key, value in metadata.items()
+        }
+    return renamed
+
+
+def _have_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
+    """Count matches: the wrapped module may have a child called ``module`` itself."""
+    if not any(key.startswith(_CHILD) for key in keys):
+        return False
+    own = own_keys()
+    without = sum(key in own for key in keys)
+    with_wrapper = sum(key.startswith(_CHILD) and key[len(_CHILD) :] in own for key in keys)
+    if without or with_wrapper:
+        return with_wrapper > without
+    return all(key.startswith(_CHILD) for key in keys)
+
+
+class StageFlags(NamedTuple):
+    """Whether a model chunk gets the model's inputs, and whether it gives the model's outputs."""
+
+    is_first: bool
+    is_last: bool
+
+
+def stage_flags(
+    pp_rank: int, pp_size: int, vp_stage: int | None, vp_size: int | None
+) -> StageFlags:
+    """Return whether a model chunk is the pipeline's first and its last; ValueError if unfit.
+
+    With interleaved stages the first chunk of all lies on the first pipeline rank and the last on
+    the last one.
+    """
+    chunks = 1 if vp_size is None else vp_size
+    if chunks > 1 and vp_stage is None:
+        raise ValueError(
+            f"vp_stage is None with {vp_size} virtual stages; give 0 to {chunks - 1}, the number "
+            "of this model chunk"
+        )
+    chunk = vp_stage or 0
+    if not 0 <= chunk < max(chunks, 1):
+        raise ValueError(
+            f"vp_stage is {vp_stage} with vp_size {vp_size}; "
+            + (f"give 0 to {chunks - 1}" if chunks > 1 else "give None or 0, or a vp_size")
+        )
+    is_last = pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1
+    return StageFlags(is_first=pp_rank == 0 and chunk == 0, is_last=is_last)

@@ -1,7 +1,7 @@
 """Tensors that stay in float32 when their module is cast to another floating dtype.
 
 Attributes of tensors get lost when torch replaces the tensor, so the names of kept tensors are
-stored on the module that owns them and the attribute is stamped anew from there.
+stored on the module that owns them and the attribute is set again from there.
 """
 
 from __future__ import annotations
@@ -12,16 +12,6 @@ from typing import TypeVar
 import torch
 
 from mcore.modules.traversal import iter_modules
-
-__all__ = [
-    "convert_module_to_dtype_except_fp32_marked",
-    "keep_in_fp32",
-    "keeping_dtype_of_marked",
-    "mark_keep_in_fp32",
-    "record_fp32_marks",
-    "restore_precision",
-    "stamp_fp32_marks",
-]
 
 _ModuleT = TypeVar("_ModuleT", bound=torch.nn.Module)
 _TensorT = TypeVar("_TensorT", bound=torch.Tensor)
@@ -35,8 +25,8 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 def mark_keep_in_fp32(tensor: _TensorT) -> _TensorT:
     """Mark a tensor to stay in float32 when what holds it is cast to 16 bits.
 
-    The mark is an attribute of this tensor object; a parameter's or buffer's mark becomes lasting
-    once a Float16Module wraps its module. Use :func:`keep_in_fp32` to make it lasting at once.
+    The mark is an attribute of this tensor object; a parameter's or buffer's mark becomes permanent
+    once a Float16Module wraps its module. Use :func:`keep_in_fp32` to make it permanent at once.
 
     Args:
         tensor: A parameter, buffer or input; its dtype is not changed.
@@ -54,7 +44,7 @@ def mark_keep_in_fp32(tensor: _TensorT) -> _TensorT:
 
 
 def keep_in_fp32(module: _ModuleT, *names: str) -> _ModuleT:
-    """Mark parameters and buffers of a module to stay in float32, lastingly.
+    """Mark parameters and buffers of a module to stay in float32 for good.
 
     The names are stored on the modules that own the tensors; they survive moves, copies, pickling
     and loading, all of which may replace the tensors.
@@ -112,7 +102,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
         ``module``.
 
     Raises:
-        ValueError: ``dtype`` is no floating dtype.
+        ValueError: ``dtype`` is not a floating dtype.
 
     Example:
         >>> import torch
@@ -134,19 +124,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
 
 
 def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Bring tensors that were replaced back to their dtypes: kept ones to float32, others to dtype.
-
-    Args:
-        module: A module whose names of kept tensors are stored already.
-        dtype: The dtype of all other floating parameters and buffers.
-
-    Example:
-        >>> import torch
-        >>> linear = keep_in_fp32(torch.nn.Linear(2, 1), "bias").half()
-        >>> restore_precision(linear, torch.bfloat16)
-        >>> linear.bias.dtype, linear.weight.dtype
-        (torch.float32, torch.bfloat16)
-    """
+    """Cast tensors that something replaced: kept ones to float32, other floating ones to dtype."""
     stamp_fp32_marks(module)
     kept = _kept_ids(module)
 
@@ -159,21 +137,7 @@ def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def keeping_dtype_of_marked(module: torch.nn.Module, fn: Cast) -> Cast:
-    """Wrap a function for ``nn.Module._apply`` so that marked tensors follow its device only.
-
-    Args:
-        module: Its kept tensors, their gradients and all float8 tensors keep their dtypes.
-        fn: Maps a tensor to its replacement.
-
-    Returns:
-        A function to give to ``_apply`` in the place of ``fn``.
-
-    Example:
-        >>> import torch
-        >>> linear = keep_in_fp32(torch.nn.Linear(2, 1), "bias")
-        >>> keeping_dtype_of_marked(linear, torch.Tensor.half)(linear.bias).dtype
-        torch.float32
-    """
+    """Wrap a function for ``_apply``: marked and float8 tensors follow its device only."""
     kept = _kept_ids(module)
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -187,19 +151,7 @@ def keeping_dtype_of_marked(module: torch.nn.Module, fn: Cast) -> Cast:
 
 
 def record_fp32_marks(module: torch.nn.Module) -> None:
-    """Store the names of marked tensors on the modules that own them.
-
-    Args:
-        module: Searched with everything below it.
-
-    Example:
-        >>> import torch
-        >>> linear = torch.nn.Linear(2, 1)
-        >>> _ = mark_keep_in_fp32(linear.bias)
-        >>> record_fp32_marks(linear)
-        >>> sorted(linear._keep_in_fp32_names)
-        ['bias']
-    """
+    """Store the names of marked tensors on the modules that own them, below ``module`` too."""
     for owner in iter_modules(module):
         for tensors in (owner._parameters, owner._buffers):
             for name, tensor in tensors.items():
@@ -208,20 +160,7 @@ def record_fp32_marks(module: torch.nn.Module) -> None:
 
 
 def stamp_fp32_marks(module: torch.nn.Module) -> None:
-    """Mark the tensors whose names are stored, after something replaced them.
-
-    Args:
-        module: Searched with everything below it.
-
-    Example:
-        >>> import copy, torch
-        >>> linear = copy.deepcopy(keep_in_fp32(torch.nn.Linear(2, 1), "bias"))
-        >>> hasattr(linear.bias, "keep_in_fp32")
-        False
-        >>> stamp_fp32_marks(linear)
-        >>> linear.bias.keep_in_fp32
-        True
-    """
+    """Mark the tensors whose names are stored, after something replaced them."""
     for tensor in _kept_tensors(module):
         mark_keep_in_fp32(tensor)
 

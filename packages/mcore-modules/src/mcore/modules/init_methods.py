@@ -9,12 +9,6 @@ from numbers import Integral, Real
 
 import torch
 
-__all__ = [
-    "init_method_normal",
-    "mup_scaled_init_method_normal",
-    "scaled_init_method_normal",
-]
-
 
 def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that fills a tensor from N(0, sigma).

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from mcore.modules.config_fields import read_field
-from mcore.modules.inspection import find_in_wrapped_models
-
-__all__ = ["MambaInferenceStateConfig", "get_mamba_inference_state_config_from_model"]
+from mcore.modules.config import read_field
+from mcore.modules.wrappers import find_in_wrapped_models
 
 _MAMBA_SYMBOL = "M"
 

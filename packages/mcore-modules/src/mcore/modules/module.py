@@ -7,13 +7,9 @@ from typing import Any, TypeVar, get_args
 
 import torch
 
-from mcore.modules.config import SymmetricAllReduce
-from mcore.modules.config_fields import is_switched_on, read_field
-from mcore.modules.copies import copy_sharing_groups
+from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
 from mcore.modules.sharding import sharded_state_dict_of
-from mcore.modules.traversal import has_attribute, iter_modules
-
-__all__ = ["MegatronModule"]
+from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
 
 _Self = TypeVar("_Self", bound="MegatronModule")
 _QUANTISATION_FIELDS = ("fp8", "fp4", "use_kitchen", "quant_recipe")
@@ -81,26 +77,27 @@ class MegatronModule(torch.nn.Module):
         sync: meta tensors work too. A state-dict hook of this module sees its own entries, without
         the prefix and without those of its children.
 
-        Groups are resolved by the outermost module and handed down in a copy of ``metadata``.
+        Groups are resolved by the outermost module and passed down in a copy of ``metadata``.
         Tensor-parallel: ``self.tp_group``, ``self.pg_collection.tp``, ``metadata["tp_group"]``, the
         default ProcessGroups, none. Data-parallel with context-parallel:
-        ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, the
-        world if tensor parallelism is 1, one rank if tensor parallelism spans the world.
+        ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, one
+        rank if the other groups fill the world, the world if nothing splits the model. The
+        pipeline is that of ``self.pg_collection``, of the default, or the configuration's size.
 
         Args:
             prefix: Put before each key, with its trailing dot.
             sharded_offsets: ``(axis, index, count)`` for each leading axis that this module's
                 tensors get in the checkpoint, such as the layer's number; axes 0, 1, ...
-            metadata: Handed to all modules below; not changed.
+            metadata: Passed to all modules below; not changed.
 
         Returns:
             A ShardedTensor (or ShardedObject for extra state) for each key; its ``data`` is the
             live parameter or buffer.
 
         Raises:
-            TypeError: ``metadata`` is no dict.
-            ValueError: Bad offsets, two entries with one key, or the data-parallel group is
-                unknown, so that two ranks would both write a tensor.
+            TypeError: ``metadata`` is not a dict.
+            ValueError: Bad offsets, two entries with one key, or a group is unknown, so that a
+                tensor might be written twice or never (this one is a RuntimeError too).
 
         Example:
             >>> import torch
@@ -129,10 +126,10 @@ class MegatronModule(torch.nn.Module):
         if not any(is_switched_on(read_field(self.config, n, None)) for n in _QUANTISATION_FIELDS):
             return
         for module in iter_modules(self):
-            # nn.Module.__setattr__ is slow, and right only for what is no plain attribute yet.
+            # nn.Module.__setattr__ is slow, and needed only for what is not yet a plain attribute.
             if "is_first_microbatch" in module.__dict__:
                 module.__dict__["is_first_microbatch"] = True
-            elif has_attribute(module, "is_first_microbatch"):
+            elif has_plain_attribute(module, "is_first_microbatch"):
                 module.is_first_microbatch = True  # type: ignore[assignment]
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
@@ -158,7 +155,7 @@ class MegatronModule(torch.nn.Module):
         if set_to not in _SYMMETRIC_AR_CHOICES:
             raise ValueError(f"set_to={set_to!r} is unknown; choose {list(_SYMMETRIC_AR_CHOICES)}")
         for module in iter_modules(self):
-            if has_attribute(module, "symmetric_ar_type"):
+            if has_plain_attribute(module, "symmetric_ar_type"):
                 module._symmetric_ar_cache = set_to  # type: ignore[assignment]
                 module.symmetric_ar_type = set_to  # type: ignore[assignment]
 

@@ -8,12 +8,15 @@ from typing import Any
 
 import torch
 
-from mcore.modules.model_list import ModelList, ensure_model_list
 from mcore.modules.traversal import iter_modules
-from mcore.modules.wrappers import is_data_parallel_wrapper, iter_wrapped_models, unwrap_model
+from mcore.modules.wrappers import (
+    ModelList,
+    ensure_model_list,
+    is_data_parallel_wrapper,
+    iter_wrapped_models,
+    unwrap_model,
+)
 from mcore.versioning import internal_api
-
-__all__ = ["freeze_moe_router"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,7 +43,7 @@ def freeze_moe_router(model: Any) -> ModelList:
         The list of the given chunks.
 
     Raises:
-        TypeError: ``model`` is None, or one of those names is no tensor.
+        TypeError: ``model`` is None, or one of those names is not a tensor.
 
     Example:
         >>> import torch
@@ -83,23 +86,20 @@ def _freeze_layer(layer: Any) -> int:
             module = getattr(module, part, None)
         for name in names:
             _freeze_parameter_if_present(module, name)
-            count += getattr(module, name, None) is not None
+            if getattr(module, name, None) is not None:
+                count += 1
     return count
 
 
 @internal_api
 def _freeze_parameter_if_present(module: object, name: str) -> None:
-    """Stop the training of a module's parameter; do nothing if it is absent or None.
-
-    Raises:
-        TypeError: The attribute is no tensor.
-    """
+    """Stop the training of a module's parameter, if present; TypeError if it is not a tensor."""
     parameter = getattr(module, name, None)
     if parameter is None:
         return
     if not isinstance(parameter, torch.Tensor):
         raise TypeError(
-            f"{name} of {type(module).__name__} is a {type(parameter).__name__}, no parameter"
+            f"{name} of {type(module).__name__} is a {type(parameter).__name__}, not a parameter"
         )
     parameter.requires_grad_(False)
 

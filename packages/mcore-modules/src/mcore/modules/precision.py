@@ -11,12 +11,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "conversion_helper",
-    "float16_to_fp32",
-    "fp32_to_float16",
-]
-
 # Names of this module are found faster than attributes of torch, once for each of many leaves.
 _Tensor = torch.Tensor
 _FP32_DTYPES = frozenset({torch.float32})
@@ -75,7 +69,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.
         float16_convertor: The cast, such as ``torch.Tensor.bfloat16``.
 
     Returns:
-        The same structure with 16-bit tensors in the place of float32 tensors.
+        The same structure with 16-bit tensors in place of float32 tensors.
 
     Raises:
         ValueError: A container contains itself.
@@ -85,7 +79,6 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.
         >>> fp32_to_float16({"x": torch.ones(1), "n": 3}, torch.Tensor.half)
         {'x': tensor([1.], dtype=torch.float16), 'n': 3}
     """
-
     return _Conversion(float16_convertor, _FP32_DTYPES, "keep_in_fp32").each((val,))[0]
 
 
@@ -99,7 +92,7 @@ def float16_to_fp32(val: Any) -> Any:
         val: A leaf or nested containers.
 
     Returns:
-        The same structure with float32 tensors in the place of 16-bit tensors.
+        The same structure with float32 tensors in place of 16-bit tensors.
 
     Raises:
         ValueError: A container contains itself.
@@ -113,12 +106,9 @@ def float16_to_fp32(val: Any) -> Any:
 
 
 class _Conversion:
-    """One conversion of nested containers: what is converted, and which containers it is inside.
+    """One conversion of nested containers, of tensors of some dtypes (None: of all leaves).
 
-    Args:
-        conversion: Converts a leaf.
-        dtypes: Only tensors of these are converted; None converts all leaves.
-        exempting: Tensors on which this attribute is true are left as well.
+    Tensors on which the attribute ``exempting`` is true are left as well.
     """
 
     __slots__ = ("_conversion", "_converted", "_dtypes", "_exempting", "_inside")

@@ -7,39 +7,17 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
-import torch.distributed as dist
 
+from mcore.modules.config import read_field
 from mcore.modules.traversal import attribute_or_none, iter_modules
 from mcore.parallel.checkpoint import (
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
-from mcore.parallel.groups import get_pg_size
-from mcore.parallel.process_groups import get_default_process_groups
-
-__all__ = ["sharded_state_dict_of", "with_resolved_groups"]
+from mcore.parallel.checkpoint.ranks import resolve_groups
 
 Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"
 Entries: TypeAlias = "dict[str, Any]"
-
-
-class _OneRank:
-    """Stands for a group of this rank alone, which torch makes only with communication.
-
-    An explicit "one rank", where None would make a builder look for a group on its own.
-    """
-
-    def size(self) -> int:
-        return 1
-
-    def rank(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:
-        return "one rank"
-
-
-_ONE_RANK = _OneRank()
 
 
 def sharded_state_dict_of(
@@ -62,15 +40,16 @@ def sharded_state_dict_of(
         prefix: Put before each key, with its trailing dot.
         sharded_offsets: ``(axis, index, count)`` for each leading axis to put before those of the
             tensors; axes 0, 1, ...
-        metadata: Handed to all modules below in a copy that holds the groups.
+        metadata: Passed to all modules below in a copy that holds the groups.
         tp_group: The tensor-parallel group, before any that ``module`` has.
 
     Returns:
         A ShardedTensor or ShardedObject for each key.
 
     Raises:
-        TypeError: ``metadata`` is no dict, or an offset is no triple of ints.
-        ValueError: Bad offsets, two entries with one key, or an unknown data-parallel group.
+        TypeError: ``metadata`` is not a dict, or an offset is not a triple of ints.
+        ValueError: Bad offsets, two entries with one key, or an unknown group (which is a
+            RuntimeError too).
 
     Example:
         >>> import torch
@@ -79,51 +58,29 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _checked_offsets(sharded_offsets)
-    return _entries(module, prefix, offsets, with_resolved_groups(module, metadata, tp_group))
+    return _entries(module, prefix, offsets, _with_resolved_groups(module, metadata, tp_group))
 
 
-def with_resolved_groups(
-    module: object, metadata: dict[str, Any] | None, tp_group: Any = None
+def _with_resolved_groups(
+    module: object, metadata: dict[str, Any] | None, tp_group: Any
 ) -> dict[str, Any]:
-    """Return a copy of ``metadata`` with the groups ``tp_group`` and ``dp_cp_group`` in it.
-
-    No communication. Where there is no group, an object of size 1 and rank 0 stands for it, so that
-    modules below neither search again nor find another.
-
-    Args:
-        module: Asked for ``tp_group`` and ``pg_collection``.
-        metadata: What the caller of ``sharded_state_dict`` gave, or None.
-        tp_group: The tensor-parallel group, before any other.
-
-    Returns:
-        A new dict.
-
-    Raises:
-        TypeError: ``metadata`` is no dict.
-        ValueError: The data-parallel group is unknown.
-
-    Example:
-        >>> import torch
-        >>> with_resolved_groups(torch.nn.Identity(), {"note": 1})
-        {'note': 1, 'tp_group': one rank, 'dp_cp_group': one rank}
-    """
+    """A copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
     if metadata is not None and not isinstance(metadata, dict):
         raise TypeError(f"metadata is a {type(metadata).__name__}; give a dict or None")
     resolved = dict(metadata or {})
-    default = get_default_process_groups()
     own = attribute_or_none(module, "pg_collection")
     tp = _first_group(
         tp_group,
         attribute_or_none(module, "tp_group"),
         getattr(own, "tp", None),
         resolved.get("tp_group"),
-        getattr(default, "tp", None),
     )
-    dp_cp = _first_group(
-        resolved.get("dp_cp_group"), getattr(own, "dp_cp", None), getattr(default, "dp_cp", None)
-    )
-    resolved["tp_group"] = _ONE_RANK if tp is None else tp
-    resolved["dp_cp_group"] = _data_parallel_group_beside(tp) if dp_cp is None else dp_cp
+    dp_cp = _first_group(resolved.get("dp_cp_group"), getattr(own, "dp_cp", None))
+    if tp is None or dp_cp is None:
+        sizes = _model_sizes(attribute_or_none(module, "config"))
+        pp_group = getattr(own, "pp", None)
+        tp, dp_cp = resolve_groups(tp, dp_cp, pp_group=pp_group, model_sizes=sizes)
+    resolved["tp_group"], resolved["dp_cp_group"] = tp, dp_cp
     return resolved
 
 
@@ -134,19 +91,10 @@ def _first_group(*candidates: Any) -> Any:
     return None
 
 
-def _data_parallel_group_beside(tp_group: Any) -> Any:
-    if not (dist.is_available() and dist.is_initialized()):
-        return _ONE_RANK
-    tp_size = get_pg_size(tp_group)
-    if tp_size == 1:
-        return dist.group.WORLD
-    if tp_size == dist.get_world_size():
-        return _ONE_RANK
-    raise ValueError(
-        f"with {tp_size} of {dist.get_world_size()} ranks tensor-parallel and no data-parallel "
-        "group given, two ranks would both write a tensor; give metadata['dp_cp_group'] or a "
-        "pg_collection with dp_cp"
-    )
+def _model_sizes(config: object) -> tuple[int, int]:
+    names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
+    tp_size, pp_size = (read_field(config, name, None) or 1 for name in names)
+    return tp_size, pp_size
 
 
 def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:

@@ -1,30 +1,43 @@
-"""LinearForLastLayer, a replicated projection for value and reward heads."""
+"""Value heads: a replicated projection, and hooks that put it into a model's last stage."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from numbers import Integral
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from mcore.modules.copies import copy_sharing_groups
+from mcore.modules.traversal import copy_sharing_groups
+from mcore.modules.wrappers import (
+    ModelList,
+    ensure_model_list,
+    find_in_wrapped_models,
+    is_data_parallel_wrapper,
+    iter_wrapped_models,
+    unwrap_model,
+)
 from mcore.parallel.groups import (
     comm_device,
+    get_pg_rank,
     get_pg_size,
+    get_pg_src_rank,
     get_tensor_model_parallel_group_if_none,
     is_distributed,
 )
+from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.regions import (
     gather_from_sequence_parallel_region as _gather_from_sequence_parallel_region,
 )
-
-__all__ = ["LinearForLastLayer"]
+from mcore.versioning import internal_api
 
 
 class LinearForLastLayer(torch.nn.Linear):
-    """A linear projection in the place of a language model's output layer.
+    """A linear projection in place of a language model's output layer.
 
     Every tensor-parallel rank has the whole weight. With sequence parallelism each rank projects
     its slice of the sequence, then the few output columns are gathered. All ranks compute the same
@@ -181,3 +194,226 @@ def _check_equal_lengths(logits: torch.Tensor, group: Any) -> None:
             f"this rank has a sequence slice of length {length}, the ranks of the group have from "
             f"{shortest} to {longest}; pad them to one length"
         )
+
+
+def create_value_head_hook(
+    hidden_size: int,
+    sequence_parallel: bool,
+    output_size: int = 1,
+    *,
+    pp_group: Any = None,
+    vp_size: int | None = None,
+    tp_group: Any = None,
+    pg_collection: Any = None,
+    output_layer_path: str = "output_layer",
+    broadcast_init: bool = True,
+) -> Callable[[Any], ModelList]:
+    """Return a hook that replaces the output layer of the last pipeline stage by a value head.
+
+    The hook must run before the model is wrapped for data parallelism. The head lies on the device
+    and has the dtype of the layer it replaces, else of the model's first parameter. All
+    tensor-parallel ranks of the last stage must call the hook: with ``broadcast_init`` it
+    broadcasts the head from the group's first rank, since random numbers may differ between them.
+
+    Args:
+        hidden_size: Width of the last hidden states.
+        sequence_parallel: They are split along the sequence over the tensor-parallel group.
+        output_size: Number of outputs.
+        pp_group: The pipeline group. Default: that of ``pg_collection``, else of the chunk's.
+            Without one, a chunk's boolean ``post_process`` decides, else it is the last.
+        vp_size: Chunks per pipeline rank; None for one.
+        tp_group: The head's tensor-parallel group. Default: that of ``pg_collection``, of the
+            chunk's, else of the default ProcessGroups.
+        pg_collection: The process groups of this rank.
+        output_layer_path: Dotted path of the output layer below a chunk.
+        broadcast_init: Make the head equal on all tensor-parallel ranks. False for a build on the
+            meta device.
+
+    Returns:
+        ``hook(model)``, which takes a model or a list of chunks, changes it in place and returns
+        the list. It raises TypeError for a chunk that is wrapped for data parallelism, and
+        ValueError where the number of chunks does not fit or the path leads nowhere.
+
+    Raises:
+        ValueError: A size is not a whole number >= 1.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> model = SimpleNamespace(output_layer=None)
+        >>> hook = create_value_head_hook(4, sequence_parallel=False)
+        >>> hook(model) == [model], model.output_layer.out_features
+        (True, 1)
+    """
+    for name, size in (("hidden_size", hidden_size), ("output_size", output_size)):
+        if not isinstance(size, Integral) or size < 1:
+            raise ValueError(f"{name} is {size!r}; give a whole number >= 1")
+    _register_linear_for_last_layer_mapping()
+
+    def hook(model: Any) -> ModelList:
+        chunks = ensure_model_list(model)
+        _refuse_data_parallel(chunks)
+        for chunk in _last_chunks(chunks, pp_group, pg_collection, vp_size):
+            group = _group_of("tp", chunk, tp_group, pg_collection, get_default_process_groups())
+            make = partial(
+                LinearForLastLayer, hidden_size, output_size, sequence_parallel, tp_group=group
+            )
+            _replace_layer(unwrap_model(chunk), output_layer_path, make, broadcast_init)
+        return chunks
+
+    return hook
+
+
+def make_value_model(hidden_size: int, sequence_parallel: bool) -> Callable[[Any], ModelList]:
+    """Return :func:`create_value_head_hook` for one output.
+
+    Args:
+        hidden_size: Width of the last hidden states.
+        sequence_parallel: They are split along the sequence over the tensor-parallel group.
+
+    Returns:
+        The hook.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> make_value_model(4, False)(SimpleNamespace())[0].output_layer.out_features
+        1
+    """
+    return create_value_head_hook(hidden_size, sequence_parallel)
+
+
+def _refuse_data_parallel(chunks: ModelList) -> None:
+    for chunk in chunks:
+        for model in iter_wrapped_models(chunk):
+            if is_data_parallel_wrapper(model):
+                raise TypeError(
+                    f"a chunk is wrapped in {type(model).__name__}, which would not know the "
+                    "head's parameters; run the hook before wrapping"
+                )
+
+
+def _group_of(name: str, chunk: Any, given: Any, pg_collection: Any, default: Any = None) -> Any:
+    """The group that is given, else that of the first collection which has it."""
+    own = find_in_wrapped_models(chunk, "pg_collection")
+    found = (getattr(source, name, None) for source in (pg_collection, own, default))
+    return next((group for group in (given, *found) if group is not None), None)
+
+
+def _last_chunks(
+    chunks: ModelList, pp_group: Any, pg_collection: Any, vp_size: int | None
+) -> ModelList:
+    group = _group_of("pp", chunks[0], pp_group, pg_collection) if chunks else pp_group
+    pp_size = get_pg_size(group)
+    expected = vp_size if pp_size > 1 and vp_size is not None else 1
+    if len(chunks) != expected:
+        raise ValueError(
+            f"Model list length is {len(chunks)}, but {expected} expected with {pp_size} pipeline "
+            f"ranks and vp_size {vp_size}"
+        )
+    if group is None:
+        is_last = find_in_wrapped_models(chunks[0], "post_process")
+        return chunks if is_last is not False else []
+    return chunks[-1:] if get_pg_rank(group) == pp_size - 1 else []
+
+
+def _replace_layer(
+    chunk: Any, path: str, make: Callable[..., LinearForLastLayer], broadcast: bool
+) -> None:
+    owner, name = _owner_of(chunk, path)
+    replaced = getattr(owner, name, None)
+    like = _tensor_like(replaced, chunk)
+    head = make() if like is None else make(device=like.device, dtype=like.dtype)
+    head.train(getattr(replaced, "training", getattr(chunk, "training", True)))
+    if broadcast:
+        _broadcast(head)
+    setattr(owner, name, head)
+
+
+def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
+    *parents, name = path.split(".")
+    owner = chunk
+    for parent in parents:
+        owner = getattr(owner, parent, None)
+        if owner is None:
+            raise ValueError(
+                f"output_layer_path {path!r} leads nowhere at {parent!r} of {type(chunk).__name__}"
+            )
+    return owner, name
+
+
+def _tensor_like(replaced: Any, chunk: Any) -> torch.Tensor | None:
+    """A tensor with the device and dtype for the head."""
+    weight = getattr(replaced, "weight", None)
+    if isinstance(weight, torch.Tensor):
+        return weight
+    return next(chunk.parameters(), None) if isinstance(chunk, torch.nn.Module) else None
+
+
+def _broadcast(head: LinearForLastLayer) -> None:
+    if get_pg_size(head.tp_group) == 1:
+        return
+    if head.weight.is_meta:
+        raise ValueError(
+            "a head on the meta device has no values to broadcast; give broadcast_init=False"
+        )
+    source = get_pg_src_rank(head.tp_group)
+    for parameter in head.parameters():
+        dist.broadcast(parameter.detach(), src=source, group=head.tp_group)
+
+
+ModuleParallelism: TypeAlias = Literal["column", "row", "replicated"]
+
+_kinds: dict[str, ModuleParallelism] = {}
+
+
+def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> None:
+    """Register how modules of a class, or of its subclasses, are distributed.
+
+    Args:
+        class_name: The class's name, without its module.
+        kind: ``"column"``, ``"row"`` or ``"replicated"``.
+
+    Raises:
+        ValueError: Another kind, or the class is registered with another one.
+
+    Example:
+        >>> register_module_parallelism("RowLinear", "row")
+        >>> get_module_parallelism("RowLinear")
+        'row'
+    """
+    if kind not in get_args(ModuleParallelism):
+        raise ValueError(f"kind={kind!r} is unknown; choose {list(get_args(ModuleParallelism))}")
+    registered = _kinds.setdefault(class_name, kind)
+    if registered != kind:
+        raise ValueError(
+            f"{class_name} is registered as {registered!r}, not {kind!r}; register it once"
+        )
+
+
+def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
+    """Return how a module is distributed, by its class or the nearest of its base classes.
+
+    Args:
+        module_or_name: A module or the name of a class.
+
+    Returns:
+        The kind that was registered, or None.
+
+    Example:
+        >>> import torch
+        >>> get_module_parallelism(torch.nn.Identity()) is None
+        True
+    """
+    if isinstance(module_or_name, str):
+        return _kinds.get(module_or_name)
+    names = (cls.__name__ for cls in type(module_or_name).__mro__)
+    return next((_kinds[name] for name in names if name in _kinds), None)
+
+
+@internal_api
+def _register_linear_for_last_layer_mapping() -> None:
+    """Register LinearForLastLayer as replicated, with Megatron Bridge too where it is imported."""
+    register_module_parallelism("LinearForLastLayer", "replicated")
+    bridge = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
+    register = getattr(getattr(bridge, "AutoMapping", None), "register_module_type", None)
+    if callable(register):
+        register("LinearForLastLayer", "replicated")

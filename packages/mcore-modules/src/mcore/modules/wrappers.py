@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
+import enum
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-__all__ = [
-    "has_itself",
-    "is_data_parallel_wrapper",
-    "iter_wrapped_models",
-    "register_model_wrapper",
-    "unwrap_model",
-]
+from mcore.modules.errors import AttributeNotFoundError, ModelListError
+from mcore.modules.module import MegatronModule
+from mcore.modules.traversal import has_own_attribute, iter_modules
 
 # Where the usual wrappers live, with the attribute that holds the model. A module that is not
 # imported has no instances, so none is imported for the question.
@@ -30,6 +27,21 @@ _registered_wrappers: dict[type, str] = {}
 _DATA_PARALLEL_NAMES = frozenset(
     {"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"}
 )
+# Children of wrappers that forward every attribute that they lack.
+_FORWARDING = frozenset({"_orig_mod", "_fsdp_wrapped_module"})
+
+ModelList: TypeAlias = list[MegatronModule]
+
+
+class ModelType(enum.Enum):
+    """The kind of a model, its attribute ``model_type``.
+
+    Example:
+        >>> ModelType.encoder_or_decoder.value
+        1
+    """
+
+    encoder_or_decoder = 1
 
 
 def register_model_wrapper(cls: type, attr: str = "module") -> None:
@@ -40,7 +52,7 @@ def register_model_wrapper(cls: type, attr: str = "module") -> None:
         attr: The attribute of its instances that holds the model.
 
     Raises:
-        TypeError: ``cls`` is no class.
+        TypeError: ``cls`` is not a class.
         ValueError: It is registered with another attribute already.
 
     Example:
@@ -89,24 +101,164 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
     return _unwrap(model, classes, wrappers)
 
 
-def iter_wrapped_models(model: Any) -> Iterator[Any]:
-    """Yield a model, the model inside it, and so on.
+def get_attr_wrapped_model(
+    model: Any, attr: str, allow_none: bool = True, return_model_obj: bool = False
+) -> Any:
+    """Return an attribute of a model or of the model inside its wrappers.
+
+    Walks from ``model`` to its ``module`` (``_orig_mod`` for a model of torch.compile), and so on,
+    and stops at the first object that has the attribute.
 
     Args:
         model: One model, wrapped or not.
+        attr: The attribute's name.
+        allow_none: Stop at an attribute that is None; otherwise walk on to the first that is not.
+        return_model_obj: Return the object that has the attribute instead of its value.
 
-    Yields:
-        The model, then what its ``module`` (``_orig_mod`` for a model of torch.compile) is.
+    Returns:
+        The value or its owner.
 
     Raises:
+        AttributeNotFoundError: No object on the way has the attribute.
+        ModelListError: ``model`` is a list or tuple.
         RuntimeError: A wrapper contains itself.
 
     Example:
         >>> import torch
         >>> inner = torch.nn.Linear(3, 1)
-        >>> list(iter_wrapped_models(torch.nn.DataParallel(inner)))[-1] is inner
-        True
+        >>> get_attr_wrapped_model(torch.nn.DataParallel(inner), "in_features")
+        3
     """
+    if isinstance(model, (list, tuple)):
+        raise ModelListError(
+            f"got a {type(model).__name__} of {len(model)} where one model is expected, to find "
+            f"{attr!r}; give its elements one by one"
+        )
+    if model is None:
+        raise AttributeNotFoundError(f"the model is None and has no attribute {attr!r}; give one")
+    visited = []
+    for owner in iter_wrapped_models(model):
+        visited.append(type(owner).__name__)
+        if has_own_attribute(owner, attr) or (not _forwards(owner) and hasattr(owner, attr)):
+            value = getattr(owner, attr)
+            if allow_none or value is not None:
+                return owner if return_model_obj else value
+    raise AttributeNotFoundError(
+        f"no {'' if allow_none else 'non-None '}attribute {attr!r} in {' -> '.join(visited)}; "
+        "set it on the model"
+    )
+
+
+def get_model_type(model: Any) -> Any:
+    """Return the attribute ``model_type`` of a model, wrapped or not.
+
+    Args:
+        model: One model.
+
+    Returns:
+        The value, usually a :class:`ModelType`.
+
+    Raises:
+        AttributeNotFoundError: There is none.
+        ModelListError: ``model`` is a list or tuple.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> get_model_type(SimpleNamespace(model_type=ModelType.encoder_or_decoder)).name
+        'encoder_or_decoder'
+    """
+    return get_attr_wrapped_model(model, "model_type")
+
+
+def get_model_xattn(model: Any) -> Any:
+    """Return whether a model, wrapped or not, has cross-attention: its ``xattn_needed``.
+
+    Args:
+        model: One model.
+
+    Returns:
+        The value as stored, False if there is none.
+
+    Raises:
+        ModelListError: ``model`` is a list or tuple.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> get_model_xattn(SimpleNamespace())
+        False
+    """
+    try:
+        return get_attr_wrapped_model(model, "xattn_needed")
+    except AttributeNotFoundError:
+        return False
+
+
+def get_model_config(model: Any) -> Any:
+    """Return the configuration of a model, wrapped or not.
+
+    Args:
+        model: One model.
+
+    Returns:
+        The first ``config`` that is not None, from the outermost wrapper inwards.
+
+    Raises:
+        AttributeNotFoundError: There is none.
+        ModelListError: ``model`` is a list or tuple.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> wrapper = SimpleNamespace(config=None, module=SimpleNamespace(config="inner"))
+        >>> get_model_config(wrapper)
+        'inner'
+    """
+    return get_attr_wrapped_model(model, "config", allow_none=False)
+
+
+def is_submodule(
+    module: torch.nn.Module, parent_module: torch.nn.Module, strict: bool = True
+) -> bool:
+    """Return whether a module is one of those below another, by identity.
+
+    Args:
+        module: The module to look for.
+        parent_module: The module to look in.
+        strict: Whether a module is not a submodule of itself.
+
+    Example:
+        >>> import torch
+        >>> parent = torch.nn.Sequential(torch.nn.Identity())
+        >>> is_submodule(parent[0], parent), is_submodule(parent, parent)
+        (True, False)
+    """
+    if module is parent_module:
+        return not strict
+    return any(module is below for below in iter_modules(parent_module))
+
+
+def ensure_model_list(model: Any) -> ModelList:
+    """Return a model, or a list or tuple of models, as a list; the same list for a list.
+
+    Raises:
+        TypeError: ``model`` is None.
+
+    Example:
+        >>> ensure_model_list("model"), ensure_model_list(("a", "b"))
+        (['model'], ['a', 'b'])
+    """
+    if model is None:
+        raise TypeError("model is None; give a model or a list of models")
+    if isinstance(model, list):
+        return model
+    return list(model) if isinstance(model, tuple) else [model]
+
+
+# The documented name.
+_ensure_model_list = ensure_model_list
+
+
+def iter_wrapped_models(model: Any) -> Iterator[Any]:
+    """Yield a model, the model inside it, and so on; RuntimeError where one contains itself."""
     visited: dict[int, Any] = {}
     while model is not None:
         if id(model) in visited:
@@ -120,43 +272,21 @@ def iter_wrapped_models(model: Any) -> Iterator[Any]:
 
 
 def is_data_parallel_wrapper(model: object) -> bool:
-    """Return whether a model is wrapped for data parallelism, by torch or by Megatron-LM.
-
-    Decided by the names of the classes, so that none has to be imported.
-
-    Args:
-        model: A model.
-
-    Returns:
-        True or False.
-
-    Example:
-        >>> import torch
-        >>> is_data_parallel_wrapper(torch.nn.DataParallel(torch.nn.Identity()))
-        True
-    """
+    """Return whether torch or Megatron-LM wraps a model, by class names: none is imported."""
     return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
 
 
-def has_itself(owner: Any, attr: str) -> bool:
-    """Return whether an object has an attribute without asking a ``__getattr__`` of its own.
+def find_in_wrapped_models(model: Any, attr: str) -> Any:
+    """Return the first value that is not None of an attribute of a model and those inside it."""
+    try:
+        return get_attr_wrapped_model(model, attr, allow_none=False)
+    except AttributeNotFoundError:
+        return None
 
-    Args:
-        owner: A module, or any other object, which is asked as usual.
-        attr: The attribute's name; parameters, buffers and children count.
 
-    Returns:
-        True or False.
-
-    Example:
-        >>> import torch
-        >>> has_itself(torch.nn.Linear(2, 1), "weight")
-        True
-    """
-    if not isinstance(owner, torch.nn.Module):
-        return hasattr(owner, attr)
-    places = (vars(owner), owner._parameters, owner._buffers, owner._modules)
-    return any(attr in place for place in places) or hasattr(type(owner), attr)
+def _forwards(owner: Any) -> bool:
+    """Whether a wrapper forwards what it lacks, so that the owner is the model inside."""
+    return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
 
 
 def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
@@ -181,6 +311,6 @@ def _default_wrappers() -> dict[type, str]:
 
 def _inner_model(model: Any) -> Any:
     for attr in ("module", "_orig_mod"):
-        if has_itself(model, attr):
+        if has_own_attribute(model, attr):
             return getattr(model, attr)
     return None

@@ -1,11 +1,21 @@
-"""Capturing layers in graphs: the interface, its implementations and the choice among them."""
+"""Capturing layers in graphs: specs, runners, the choice among them, and captures of all layers."""
 
-from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing
+from mcore.modules.graphs.capture import (
+    capture_graphs,
+    delete_graphs,
+    num_graphs_needed,
+    set_current_microbatch,
+)
 from mcore.modules.graphs.checked import CheckedGraph
-from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpec
-from mcore.modules.graphs.eager import EagerGraphRunner
-from mcore.modules.graphs.local_manager import LocalGraphManager
-from mcore.modules.graphs.resolve import resolve_graph_runner
+from mcore.modules.graphs.local import LocalGraphManager
+from mcore.modules.graphs.resolve import EagerGraphRunner, resolve_graph_runner
+from mcore.modules.graphs.runner import (
+    GraphedCallable,
+    GraphRunner,
+    GraphSpec,
+    graph_capturing,
+    is_graph_capturing,
+)
 from mcore.modules.graphs.te_runner import TEGraphRunner
 from mcore.modules.graphs.torch_runner import TorchGraphRunner
 
@@ -18,7 +28,11 @@ __all__ = [
     "LocalGraphManager",
     "TEGraphRunner",
     "TorchGraphRunner",
+    "capture_graphs",
+    "delete_graphs",
     "graph_capturing",
     "is_graph_capturing",
+    "num_graphs_needed",
     "resolve_graph_runner",
+    "set_current_microbatch",
 ]

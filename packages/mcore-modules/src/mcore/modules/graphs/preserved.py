@@ -8,27 +8,12 @@ from typing import Any
 
 import torch
 
-__all__ = ["preserved_state"]
-
 
 @contextmanager
 def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore buffers and random states after the ``with`` block, also after an exception.
+    """Restore buffers and random states (the CPU's, the device's, the tracker's) after the block.
 
-    Buffers of the modules are restored in place, since captured graphs hold their memory. Restored
-    random states: the CPU's, the device's and those of the model-parallel tracker.
-
-    Args:
-        modules: What runs inside the block.
-        device: Where it runs.
-
-    Example:
-        >>> import torch
-        >>> before = torch.get_rng_state()
-        >>> with preserved_state([], torch.device("cpu")):
-        ...     _ = torch.rand(1)
-        >>> bool((torch.get_rng_state() == before).all())
-        True
+    Also after an exception. Buffers are restored in place, since captured graphs hold their memory.
     """
     buffers = _buffers(modules)
     saved = [buffer.detach().clone() for buffer in buffers]

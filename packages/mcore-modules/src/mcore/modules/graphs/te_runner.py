@@ -12,11 +12,9 @@ from typing import Any
 import torch
 
 from mcore.modules.graphs.checked import CheckedGraph, Replay
-from mcore.modules.graphs.contract import GraphedCallable, GraphSpec
+from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
 from mcore.modules.graphs.torch_runner import TorchGraphRunner, by_slot
 from mcore.versioning import experimental_api
-
-__all__ = ["TEGraphRunner"]
 
 # Options of this runner with the names that TransformerEngine has given them, newest first.
 _RENAMED_OPTIONS = {
@@ -42,7 +40,7 @@ class TEGraphRunner:
         fp8_enabled: Run in 8-bit floating point.
         fp8_recipe: TransformerEngine's recipe object.
         fp8_group: Process group over which maxima are reduced.
-        fp8_weight_caching: Quantise weights in the first microbatch only; calls must say
+        fp8_weight_caching: Quantise weights in the first microbatch only; calls must give
             ``is_first_microbatch`` then.
         retain_graph_in_backward: Keep the autograd graph during backward capture.
         reuse_graph_input_output_buffers: Share input and output memory between graphs.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 from typing import Any
 
 import torch
 
 from mcore.modules.graphs.checked import CheckedGraph, Replay
-from mcore.modules.graphs.contract import GraphedCallable, GraphSpec
-from mcore.modules.graphs.output_template import OutputTemplate
+from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
+from mcore.modules.precision import conversion_helper
+from mcore.tensor.device import device_of
 from mcore.versioning import experimental_api
-
-__all__ = ["TorchGraphRunner", "by_slot"]
 
 Tensors = tuple[torch.Tensor, ...]
 
@@ -34,7 +34,7 @@ class TorchGraphRunner:
     Args:
         clone_param_grads: Copy parameter gradients. False saves the copies where a hook adds each
             gradient to a ``main_grad`` at once and drops it.
-        make_graphed_callables: Captures in the place of the device's own function, with the same
+        make_graphed_callables: Captures in place of the device's own function, with the same
             arguments.
 
     Example:
@@ -73,7 +73,7 @@ class TorchGraphRunner:
         captured: dict[int, GraphedCallable] = {}
         for slot in by_slot(specs):
             layers = [_FunctionalLayer(spec, clone=self.clone_param_grads) for spec in slot]
-            device = _device_of(slot[0])
+            device = device_of(_tensors_of(slot[0]))
             make = self._make_graphed_callables or _device_function(device)
             if make is None:
                 raise RuntimeError(
@@ -92,12 +92,7 @@ class TorchGraphRunner:
 
 
 def by_slot(specs: Sequence[GraphSpec]) -> list[list[GraphSpec]]:
-    """Group specs by microbatch slot, in order of appearance.
-
-    Example:
-        >>> by_slot([])
-        []
-    """
+    """Group specs by microbatch slot, in order of appearance."""
     slots: dict[int, list[GraphSpec]] = {}
     for spec in specs:
         slots.setdefault(spec.microbatch, []).append(spec)
@@ -167,7 +162,7 @@ class _Shell(torch.nn.Module):
 
 
 class _CloneGrad(torch.autograd.Function):
-    """Identity whose backward gives the gradient memory of its own."""
+    """Identity whose backward copies the gradient into memory of its own."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -194,16 +189,15 @@ def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return sample
 
 
-def _device_of(spec: GraphSpec) -> torch.device:
-    tensors = (*spec.args, *spec.kwargs.values(), *spec.module.parameters())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+def _tensors_of(spec: GraphSpec) -> Iterator[torch.Tensor]:
+    return chain(spec.args, spec.kwargs.values(), spec.module.parameters())
 
 
 def _device_function(device: torch.device) -> Callable[..., Any] | None:
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    if accelerator is None or accelerator.type != device.type:
-        return None
-    return getattr(torch.get_device_module(device), "make_graphed_callables", None)
+    """What captures graphs on a device, found without initialising it; None if nothing does."""
+    module = getattr(torch, device.type, None)
+    function: Callable[..., Any] | None = getattr(module, "make_graphed_callables", None)
+    return function if module is not None and function and module.is_available() else None
 
 
 @contextlib.contextmanager
@@ -215,3 +209,38 @@ def _autocast_without_cache(device: torch.device) -> Iterator[None]:
     dtype = torch.get_autocast_dtype(device.type)
     with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
         yield
+
+
+class _Place:
+    """Stands for a tensor in a template."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+class OutputTemplate:
+    """The structure of a layer's outputs, including what is not a tensor, such as None."""
+
+    def __init__(self) -> None:
+        self._template: Any = None
+
+    def flatten(self, outputs: Any) -> tuple[torch.Tensor, ...]:
+        """Return the distinct tensors of the outputs, by first appearance; remember the rest."""
+        tensors: list[torch.Tensor] = []
+
+        def replace(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            tensors.append(leaf)
+            return _Place(len(tensors) - 1)
+
+        self._template = conversion_helper(outputs, replace)
+        return tuple(tensors)
+
+    def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Return outputs like the last that were flattened, with other tensors."""
+        return conversion_helper(
+            self._template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
+        )

@@ -1,106 +1,123 @@
-"""This rank's place among tensor-parallel parts and data-parallel copies."""
+"""The groups of a sharded state dict, and this rank's place in them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.groups import GroupLike, as_process_group, get_pg_size, group_ranks
+from mcore.parallel.groups import (
+    GroupLike,
+    as_process_group,
+    get_pg_size,
+    group_ranks,
+    world_size,
+)
 from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.torch_compat import is_distributed
 
-__all__ = [
-    "CheckpointRanks",
-    "ensure_metadata_has_dp_cp_group",
-    "mesh_has_group",
-    "mesh_spans_world",
-    "resolve_ranks",
-]
+
+class UnknownGroupError(RuntimeError, ValueError):
+    """A group is neither given nor implied: a guess would write tensors twice or not at all."""
+
+
+class _OneRank:
+    """A group of this rank alone, which torch makes only with communication."""
+
+    def size(self) -> int:
+        return 1
+
+    def rank(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "one rank"
+
+
+ONE_RANK = _OneRank()
 
 
 class CheckpointRanks(NamedTuple):
-    """Which part and which copy of a parameter this rank holds.
+    """Which part of a parameter and which replica of it this rank holds."""
 
-    Attributes:
-        tp_group: The tensor-parallel group; None stands for one of size 1.
-        tp_size: Its size.
-        tp_rank: This rank in it.
-        dp_cp_rank: This rank among the data- and context-parallel copies.
-        copy_id: The replica id of what every rank of both groups has a copy of.
-    """
-
-    tp_group: GroupLike | None
+    tp_group: GroupLike
     tp_size: int
     tp_rank: int
     dp_cp_rank: int
 
     @property
     def copy_id(self) -> tuple[int, int, int]:
+        """The replica id of what every rank of both groups holds."""
         return (0, self.tp_rank, self.dp_cp_rank)
 
 
 def resolve_ranks(
+    tp_group: GroupLike | None, dp_cp_group: GroupLike | None, *, need_dp_cp: bool = True
+) -> CheckpointRanks:
+    """Return this rank's place in the groups of a single tensor, see :func:`resolve_groups`."""
+    tp_group, dp_cp_group = resolve_groups(tp_group, dp_cp_group, need_dp_cp=need_dp_cp)
+    tp_size, tp_rank = _size_and_rank(tp_group)
+    return CheckpointRanks(tp_group, tp_size, tp_rank, _size_and_rank(dp_cp_group)[1])
+
+
+def resolve_groups(
     tp_group: GroupLike | None,
     dp_cp_group: GroupLike | None,
     *,
+    pp_group: GroupLike | None = None,
+    model_sizes: tuple[int, int] | None = None,
     need_dp_cp: bool = True,
-) -> CheckpointRanks:
-    """Find both groups, each on its own: argument, else default ProcessGroups, else size 1.
+) -> tuple[GroupLike, GroupLike]:
+    """Return both groups: those given, else the default ProcessGroups', else what is certain.
 
-    Size 1 is taken only where it is certain: torch.distributed is not initialised, the world has
-    one rank, or the other group (times pipeline stages) fills the world. No communication.
-
-    Args:
-        tp_group: The tensor-parallel group, or None.
-        dp_cp_group: The data- and context-parallel group, or None.
-        need_dp_cp: Raise when the data-parallel group cannot be found.
-
-    Returns:
-        Sizes and ranks.
-
-    Raises:
-        RuntimeError: A group that is needed is neither given nor implied: a guess would make
-            several ranks write the same tensor.
-        ValueError: This rank is not a member of a given group.
+    ``model_sizes`` are a whole model's tp and pp sizes: where they are 1, a group that it does
+    not name does not exist, while a single tensor's silence (None) says nothing. No communication.
     """
-    default = get_default_process_groups()
+    default = get_default_process_groups() if tp_group is None or dp_cp_group is None else None
     if default is not None:
         tp_group = default.tp if tp_group is None else tp_group
         dp_cp_group = default.dp_cp if dp_cp_group is None else dp_cp_group
-    tp_size, tp_rank = _size_and_rank(tp_group)
-    dp_cp_size, dp_cp_rank = _size_and_rank(dp_cp_group)
-    if tp_group is None or (dp_cp_group is None and need_dp_cp):
-        world = dist.get_world_size() if is_distributed() else 1
-        stages = 1 if default is None else get_pg_size(default.pp)
-        if world > 1 and tp_size * dp_cp_size * stages != world:
-            raise _unknown_group("tp_group" if tp_group is None else "dp_cp_group", world)
-    return CheckpointRanks(tp_group, tp_size, tp_rank, dp_cp_rank)
+        pp_group = default.pp if pp_group is None else pp_group
+    if tp_group is not None and dp_cp_group is not None:
+        return tp_group, dp_cp_group
+    world = world_size()
+    stages = model_sizes[1] if pp_group is None and model_sizes else get_pg_size(pp_group)
+    model_ranks = get_pg_size(tp_group) * stages
+    fills_world = world == 1 or model_ranks * get_pg_size(dp_cp_group) == world
+    if tp_group is None:
+        if not fills_world and (model_sizes is None or model_sizes[0] > 1):
+            raise _unknown_group("tp_group", "tp", world)
+        tp_group = ONE_RANK
+    if dp_cp_group is not None or fills_world or not need_dp_cp:
+        return tp_group, ONE_RANK if dp_cp_group is None else dp_cp_group
+    if model_sizes is None or model_ranks > 1:
+        raise _unknown_group("dp_cp_group", "dp_cp", world)
+    return tp_group, cast("dist.ProcessGroup", dist.group.WORLD)
 
 
-def _size_and_rank(group: GroupLike | None) -> tuple[int, int]:
+def _size_and_rank(group: GroupLike) -> tuple[int, int]:
     member = as_process_group(group)
     return (1, 0) if member is None else (member.size(), member.rank())
 
 
-def _unknown_group(name: str, world: int) -> RuntimeError:
-    field = "tp" if name == "tp_group" else "dp_cp"
-    return RuntimeError(
+def _unknown_group(name: str, field: str, world: int) -> UnknownGroupError:
+    return UnknownGroupError(
         f"{name} is not given, there is no default ProcessGroups with a {field} group, and the "
-        f"groups that are known do not fill the world of {world} ranks; pass {name}=..., or call "
-        "set_default_process_groups(ProcessGroups.from_sizes(...))"
+        f"groups that are known do not fill the world of {world} ranks, so that a tensor might be "
+        f"written twice or never; pass {name}=..., metadata[{name!r}] or a pg_collection with "
+        f"{field}, or call set_default_process_groups(ProcessGroups.from_sizes(...))"
     )
 
 
 def mesh_spans_world(mesh: DeviceMesh) -> bool:
-    """Say whether a mesh has all ranks, so that its placements settle every parallelism."""
+    """Return whether a mesh has all ranks, so that its placements settle every parallelism."""
     return is_distributed() and mesh.size() == dist.get_world_size()
 
 
 def mesh_has_group(mesh: DeviceMesh, group: GroupLike | None) -> bool:
-    """Say whether all ranks of a group lie in a mesh, so that its placements cover the group."""
+    """Return whether all ranks of a group lie in a mesh, so that its placements cover the group."""
     if mesh_spans_world(mesh) or "tp" in (mesh.mesh_dim_names or ()):
         return True
     member = as_process_group(group)

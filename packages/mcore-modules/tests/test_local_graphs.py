@@ -9,14 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import (
-    EagerGraphRunner,
-    GraphStateError,
-    LocalGraphManager,
-    graph_capturing,
-)
-from mcore.modules.graphs import local_manager
-from mcore.modules.testing import RecordingRunner
+from mcore.modules import GraphStateError
+from mcore.modules.graphs import EagerGraphRunner, LocalGraphManager, graph_capturing, local
 
 
 class Mode(enum.Enum):
@@ -42,7 +36,7 @@ class Layer(torch.nn.Module):
 
 @pytest.fixture
 def fresh_log(caplog):
-    local_manager._log_eager.cache_clear()
+    local._log_eager.cache_clear()
     caplog.set_level(logging.WARNING, logger="mcore.modules")
     return caplog
 
@@ -55,8 +49,8 @@ def x(*shape):
     return torch.ones(shape or (2, 4))
 
 
-def test_warm_ups_run_eagerly_then_one_graph_serves_all_calls():
-    runner, layer = RecordingRunner(), Layer()
+def test_warm_ups_run_eagerly_then_one_graph_serves_all_calls(runner):
+    layer = Layer()
     manager = manager_of(runner)
     expected = layer.linear(x())
     for call in range(5):
@@ -88,14 +82,14 @@ def test_default_number_of_warm_ups_is_three():
         ((x(), True), {}),
     ],
 )
-def test_calls_that_differ_have_graphs_of_their_own(args, kwargs):
+def test_calls_that_differ_have_graphs_of_their_own(args, kwargs, runner):
     layer = Layer()
     if args[0].dtype is torch.float64:
         layer = layer.double()
         first = (x().double()[:1],)
     else:
         first = (x(),)
-    manager = manager_of(RecordingRunner(), warmups=0)
+    manager = manager_of(runner, warmups=0)
     manager(layer, first, {})
     expected = layer.forward(*args, **kwargs)
     assert torch.equal(manager(layer, args, kwargs), expected)
@@ -105,8 +99,8 @@ def test_calls_that_differ_have_graphs_of_their_own(args, kwargs):
     assert manager.num_graphs == 2
 
 
-def test_equal_constants_of_different_types_differ():
-    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+def test_equal_constants_of_different_types_differ(runner):
+    manager, layer = manager_of(runner, warmups=0), Layer()
     for scale in (1, 1.0, True):
         manager(layer, (x(), scale), {})
     assert manager.num_graphs == 3
@@ -116,34 +110,34 @@ def test_equal_constants_of_different_types_differ():
     ("scales", "graphs"),
     [((0.0, -0.0), 2), ((float("nan"), float("nan")), 1), ((1j, 1j), 1)],
 )
-def test_floats_are_compared_by_their_bits(scales, graphs):
-    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+def test_floats_are_compared_by_their_bits(scales, graphs, runner):
+    manager, layer = manager_of(runner, warmups=0), Layer()
     for scale in scales:
         manager(layer, (x(), scale), {})
     assert manager.num_graphs == graphs
 
 
-def test_tuples_are_compared_by_their_items():
+def test_tuples_are_compared_by_their_items(runner):
     class Padding(Layer):
         def forward(self, x, sizes):
             return torch.nn.functional.pad(x, sizes)
 
-    manager, layer = manager_of(RecordingRunner(), warmups=0), Padding()
+    manager, layer = manager_of(runner, warmups=0), Padding()
     widths = [manager(layer, (x(), (0, size)), {}).shape[1] for size in (1, 3, 1)]
     assert widths == [5, 7, 5]
     assert manager.num_graphs == 2
 
 
-def test_autocast_has_a_graph_of_its_own():
-    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+def test_autocast_has_a_graph_of_its_own(runner):
+    manager, layer = manager_of(runner, warmups=0), Layer()
     manager(layer, (x(),), {})
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert manager(layer, (x(),), {}).dtype is torch.bfloat16
     assert manager.num_graphs == 2
 
 
-def test_modules_have_graphs_of_their_own():
-    manager = manager_of(RecordingRunner(), warmups=0)
+def test_modules_have_graphs_of_their_own(runner):
+    manager = manager_of(runner, warmups=0)
     layers = [Layer(), Layer()]
     for layer in layers:
         assert torch.equal(manager(layer, (x(),), {}), layer.linear(x()))
@@ -177,8 +171,8 @@ def test_gradients_are_those_of_the_plain_layer():
 
 
 @pytest.mark.parametrize("how", ["no_grad", "eval", "capturing"])
-def test_calls_outside_of_training_run_eagerly(how):
-    runner, layer = RecordingRunner(), Layer()
+def test_calls_outside_of_training_run_eagerly(how, runner):
+    layer = Layer()
     manager = manager_of(runner, warmups=0)
     if how == "eval":
         layer.eval()
@@ -193,12 +187,12 @@ def test_calls_outside_of_training_run_eagerly(how):
 @pytest.mark.parametrize(
     "argument", [[1], object(), (x(),), {"a": 1}], ids=lambda a: type(a).__name__
 )
-def test_other_arguments_run_eagerly_with_one_warning(fresh_log, argument):
+def test_other_arguments_run_eagerly_with_one_warning(fresh_log, argument, runner):
     class Takes(Layer):
         def forward(self, data, other):
             return super().forward(data)
 
-    runner, layer = RecordingRunner(), Takes()
+    layer = Takes()
     manager = manager_of(runner, warmups=0)
     for _ in range(2):
         assert torch.equal(manager(layer, (x(), argument), {}), layer.linear(x()))
@@ -208,8 +202,8 @@ def test_other_arguments_run_eagerly_with_one_warning(fresh_log, argument):
 
 
 @pytest.mark.parametrize("register", ["full_backward_hook", "full_backward_pre_hook"])
-def test_layers_with_backward_hooks_run_eagerly_with_one_warning(fresh_log, register):
-    runner, layer, calls = RecordingRunner(), Layer(), []
+def test_layers_with_backward_hooks_run_eagerly_with_one_warning(fresh_log, register, runner):
+    layer, calls = Layer(), []
     manager = manager_of(runner, warmups=0)
     getattr(layer, f"register_{register}")(lambda *_: calls.append(1))
     for _ in range(2):
@@ -220,8 +214,8 @@ def test_layers_with_backward_hooks_run_eagerly_with_one_warning(fresh_log, regi
     assert len(fresh_log.records) == 1
 
 
-def test_layers_with_forward_hooks_run_eagerly_with_one_warning(fresh_log):
-    runner, layer = RecordingRunner(), Layer()
+def test_layers_with_forward_hooks_run_eagerly_with_one_warning(fresh_log, runner):
+    layer = Layer()
     manager = manager_of(runner, warmups=0)
     layer.register_forward_hook(lambda module, args, out: out + 1)
     for _ in range(2):
@@ -288,8 +282,8 @@ def test_outputs_of_graphs_that_cannot_be_watched_survive_the_next_call():
     assert (second == 2).all()
 
 
-def test_reset_starts_anew():
-    runner, layer = RecordingRunner(), Layer()
+def test_reset_starts_again_with_warm_ups(runner):
+    layer = Layer()
     manager = manager_of(runner, warmups=1)
     for _ in range(2):
         manager(layer, (x(),), {})
@@ -313,8 +307,8 @@ def test_the_runner_is_chosen_at_the_first_capture():
     assert manager.runner.name == "eager"
 
 
-def test_a_graph_does_not_keep_the_first_inputs_alive():
-    manager, layer = manager_of(RecordingRunner(), warmups=0), Layer()
+def test_a_graph_does_not_keep_the_first_inputs_alive(runner):
+    manager, layer = manager_of(runner, warmups=0), Layer()
     first = x()
     reference = weakref.ref(first)
     manager(layer, (first,), {"mode": Mode.FAST})

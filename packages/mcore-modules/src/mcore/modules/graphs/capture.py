@@ -8,25 +8,18 @@ from typing import Any
 
 import torch
 
-from mcore.modules.config_fields import read_field
+from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphable import GraphableMegatronModule
-from mcore.modules.graphs.capturing import graph_capturing
-from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpec
-from mcore.modules.graphs.local_manager import LocalGraphManager
+from mcore.modules.graphs.graphable import GraphableMegatronModule
+from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.preserved import preserved_state
 from mcore.modules.graphs.resolve import resolve_graph_runner
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, GraphSpec, graph_capturing
 from mcore.modules.traversal import iter_modules
 from mcore.modules.wrappers import unwrap_model
+from mcore.tensor.device import device_of
 
-__all__ = [
-    "capture_graphs",
-    "delete_graphs",
-    "num_graphs_needed",
-    "set_current_microbatch",
-]
-
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 SampleInputs = Sequence[Mapping[str, "torch.Tensor | None"]]
 
 
@@ -61,14 +54,15 @@ def capture_graphs(
             ``cuda_graph_warmup_steps``, else 3.
 
     Raises:
-        TypeError: A layer is no GraphableMegatronModule.
+        TypeError: A layer is not a GraphableMegatronModule.
         GraphStateError: A layer is in evaluation mode, has graphs, or has hooks that a graph would
             leave out.
         ValueError: ``num_graphs`` is below 1, or ``sample_inputs`` is not one mapping per layer.
 
     Example:
         >>> import torch
-        >>> from mcore.modules import EagerGraphRunner, TransformerConfig
+        >>> from mcore.modules import TransformerConfig
+        >>> from mcore.modules.graphs import EagerGraphRunner
         >>> class Layer(GraphableMegatronModule):
         ...     def __init__(self, config):
         ...         super().__init__(config)
@@ -95,7 +89,7 @@ def capture_graphs(
         )
     if not checked:
         return
-    device = _device_of(checked[0])
+    device = device_of(checked[0].parameters())
     config = checked[0].config
     runner = runner or checked[0].graph_runner or resolve_graph_runner(config, device)
     if num_warmup_iters is None:
@@ -121,7 +115,7 @@ def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
         layers: Layers.
 
     Raises:
-        TypeError: A layer is no GraphableMegatronModule.
+        TypeError: A layer is not a GraphableMegatronModule.
 
     Example:
         >>> layer = GraphableMegatronModule(None)
@@ -230,18 +224,11 @@ def _checked_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatron
 def _log_if_never_replayed(config: object) -> None:
     impl = read_field(config, "cuda_graph_impl", "none")
     if impl != "transformer_engine":
-        _logger.warning(
+        logger.warning(
             "graphs are captured, but cuda_graph_impl is %r: they are replayed only while it is "
             "'transformer_engine'",
             impl,
         )
-
-
-def _device_of(layer: torch.nn.Module) -> torch.device:
-    parameter = next(layer.parameters(), None)
-    if parameter is not None:
-        return parameter.device
-    return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
 def _inputs_of(

@@ -12,6 +12,7 @@ from mcore.modules import (
     Float16Module,
     ModelListError,
     ModelType,
+    _ensure_model_list,
     get_attr_wrapped_model,
     get_model_config,
     get_model_type,
@@ -247,3 +248,11 @@ def test_submodules_are_compared_by_identity():
     assert is_submodule(parent, parent, strict=False) is True
     assert is_submodule(copy.deepcopy(parent[0]), parent) is False
     assert is_submodule(parent, parent[1]) is False
+
+
+def test_lists_of_models():
+    chunks = [1, 2]
+    assert _ensure_model_list(chunks) is chunks
+    assert _ensure_model_list((1, 2)) == [1, 2]
+    with pytest.raises(TypeError, match="None"):
+        _ensure_model_list(None)

@@ -2,27 +2,33 @@
 
 from __future__ import annotations
 
+import enum
 import functools
 import logging
-from collections.abc import Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
-from mcore.modules.config_fields import read_field
+from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing
-from mcore.modules.graphs.contract import GraphedCallable, GraphRunner, GraphSpec
-from mcore.modules.graphs.local_calls import LocalCall
+from mcore.modules.graphs.checked import signature_of
 from mcore.modules.graphs.preserved import preserved_state
 from mcore.modules.graphs.resolve import resolve_graph_runner
+from mcore.modules.graphs.runner import (
+    GraphedCallable,
+    GraphRunner,
+    GraphSpec,
+    graph_capturing,
+    is_graph_capturing,
+)
 from mcore.modules.precision import conversion_helper
+from mcore.tensor.device import device_of
 
-__all__ = ["LocalGraphManager"]
-
-_logger = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -48,7 +54,7 @@ class LocalGraphManager:
     Args:
         config: ``cuda_graph_warmup_steps`` is read from it at each call, 3 if it is missing.
         runner: Captures the graphs; None chooses by device at the first capture.
-        max_graphs_per_key: Most graphs for calls that are alike.
+        max_graphs_per_key: Maximum number of graphs for calls that are alike.
 
     Example:
         >>> import torch
@@ -111,12 +117,12 @@ class LocalGraphManager:
             record.graphs.append(graph)
         named_tensors: dict[str, Any] = call.named_tensors
         outputs = graph(*call.tensors, **named_tensors)
-        # Without a gradient nothing says when the outputs may be overwritten.
+        # Without a gradient nothing tells when the outputs may be overwritten.
         is_tracked = getattr(graph, "is_busy", False)
         return outputs if is_tracked else conversion_helper(outputs, _own_memory)
 
     def reset(self) -> None:
-        """Free all graphs and start anew, with warm-up calls; does nothing without graphs."""
+        """Free all graphs and start again with warm-up calls; does nothing without graphs."""
         for records in self._records.values():
             for record in records.values():
                 for graph in record.graphs:
@@ -124,7 +130,7 @@ class LocalGraphManager:
         self._records.clear()
 
     def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
-        device = _device_of(module, call)
+        device = device_of(call.tensors_and(module))
         is_autocast = torch.is_autocast_enabled(device.type)
         autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
         records = self._records.setdefault(module, {})
@@ -136,7 +142,7 @@ class LocalGraphManager:
                 f"all {slot} graphs of {type(module).__name__} for these inputs wait for their "
                 "backward; run backward, drop outputs, or raise max_graphs_per_key"
             )
-        device = _device_of(module, call)
+        device = device_of(call.tensors_and(module))
         if self.runner is None:
             self.runner = resolve_graph_runner(self.config, device)
         spec = GraphSpec(
@@ -173,12 +179,7 @@ def _graphable_call(
 
 @functools.cache
 def _log_eager(module: str, reason: str) -> None:
-    _logger.warning("%s runs without a graph: %s", module, reason)
-
-
-def _device_of(module: torch.nn.Module, call: LocalCall) -> torch.device:
-    tensors = (*call.tensors, *call.named_tensors.values(), *module.parameters())
-    return next((tensor.device for tensor in tensors), torch.device("cpu"))
+    logger.warning("%s runs without a graph: %s", module, reason)
 
 
 def _own_memory(leaf: Any) -> Any:
@@ -188,3 +189,82 @@ def _own_memory(leaf: Any) -> Any:
 
 def _sample_of(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+_CONSTANTS = (
+    type(None),
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    torch.dtype,
+    torch.device,
+    torch.Size,
+    enum.Enum,
+)
+
+
+class LocalCall:
+    """The arguments of one call, split into tensors and the constants that a graph bakes in.
+
+    TypeError for another argument. Calls with one ``key`` may share a graph.
+    """
+
+    def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        self._args = args
+        self._kwargs = kwargs
+        self.tensors = tuple(value for value in args if isinstance(value, torch.Tensor))
+        self.named_tensors = {
+            name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)
+        }
+        self.key: Hashable = (
+            tuple(_key_of(f"argument {index}", value) for index, value in enumerate(args)),
+            tuple((name, _key_of(f"argument {name!r}", kwargs[name])) for name in sorted(kwargs)),
+        )
+
+    def tensors_and(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
+        """Yield the tensors of this call, then the parameters of a module."""
+        return chain(self.tensors, self.named_tensors.values(), module.parameters())
+
+    def bound_to(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``function`` with the constants of this call in it, taking the tensors only."""
+        # Without the tensors of this call, which a graph would keep alive.
+        slots = [_SLOT if isinstance(value, torch.Tensor) else value for value in self._args]
+        constants = {
+            name: value for name, value in self._kwargs.items() if name not in self.named_tensors
+        }
+
+        def bound(*tensors: torch.Tensor, **named_tensors: torch.Tensor) -> Any:
+            remaining = iter(tensors)
+            args = [next(remaining) if value is _SLOT else value for value in slots]
+            return function(*args, **constants, **named_tensors)
+
+        return bound
+
+
+_SLOT = object()
+
+
+def _key_of(place: str, value: Any) -> Hashable:
+    if isinstance(value, torch.Tensor):
+        return signature_of(value)
+    if isinstance(value, (float, complex)):
+        return type(value), repr(value)  # 0.0 equals -0.0, and nan not even itself
+    if isinstance(value, _CONSTANTS):
+        return type(value), value
+    if type(value) is tuple:
+        return _key_of_tuple(place, value)
+    raise TypeError(f"{place} is a {type(value).__name__}, neither a tensor nor a constant")
+
+
+def _key_of_tuple(place: str, items: tuple[Any, ...]) -> Hashable:
+    keys = []
+    for item in items:
+        if isinstance(item, torch.Tensor):
+            raise TypeError(
+                f"{place} is a tuple with a tensor in it; only plain tensors are captured"
+            )
+        keys.append(_key_of(place, item))
+    return tuple(keys)

@@ -1,14 +1,14 @@
-"""What a graph runner takes and gives: the interface between layers and ways of capturing."""
+"""What a graph runner takes and gives, and the flag that is on while it captures."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
-
-__all__ = ["GraphRunner", "GraphSpec", "GraphedCallable"]
 
 
 @dataclass(frozen=True)
@@ -84,3 +84,34 @@ class GraphRunner(Protocol):
         Returns:
             The graphs.
         """
+
+
+_capturing: ContextVar[bool] = ContextVar("mcore_modules_graph_capturing", default=False)
+
+
+def is_graph_capturing() -> bool:
+    """Return whether this thread is inside :func:`graph_capturing`.
+
+    Example:
+        >>> is_graph_capturing()
+        False
+    """
+    return _capturing.get()
+
+
+@contextmanager
+def graph_capturing() -> Iterator[None]:
+    """Tell layers inside the ``with`` block to run what goes into their graphs.
+
+    Ends with the block, whatever is raised in it; may be nested.
+
+    Example:
+        >>> with graph_capturing():
+        ...     is_graph_capturing()
+        True
+    """
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)

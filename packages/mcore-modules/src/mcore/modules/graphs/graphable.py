@@ -7,16 +7,13 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config_fields import is_switched_on, read_field
+from mcore.modules.config import is_switched_on, read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.capturing import is_graph_capturing
-from mcore.modules.graphs.contract import GraphedCallable, GraphRunner
-from mcore.modules.graphs.local_manager import LocalGraphManager
+from mcore.modules.graphs.local import LocalGraphManager
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, is_graph_capturing
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import iter_modules
-from mcore.tensor.device import current_device
-
-__all__ = ["GraphableMegatronModule"]
+from mcore.tensor.device import device_of
 
 Hook = Callable[..., Any]
 _Self = TypeVar("_Self", bound="GraphableMegatronModule")
@@ -31,8 +28,8 @@ class GraphableMegatronModule(MegatronModule):
     :func:`~mcore.modules.capture_graphs` has filled ``cuda_graphs``, from the graph of the
     microbatch; without the module's hooks, after its manual hooks.
 
-    Copies and pickles have no graphs, manual hooks or manager state; in the place of a manager they
-    have a new one, made as if none had been given.
+    Copies and pickles have no graphs, manual hooks or manager state; a manager is replaced by a new
+    one, made as if none had been given.
 
     Args:
         config: Any configuration object.
@@ -69,7 +66,7 @@ class GraphableMegatronModule(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.vp_stage = vp_stage
-        # Past nn.Module: a runner or manager that is a module is no part of the model.
+        # Past nn.Module: a runner or manager that is a module is not part of the model.
         object.__setattr__(self, "graph_runner", graph_runner)
         self._start_without_graphs()
         if read_field(config, "cuda_graph_impl", "none") == "local":
@@ -117,11 +114,10 @@ class GraphableMegatronModule(MegatronModule):
         local_length = self._local_sequence_length(seq_length)
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}; give at least 1")
-        parameter = next(self.parameters(), None)
         hidden_states = torch.ones(
             (local_length, micro_batch_size, read_field(self.config, "hidden_size")),
             dtype=self._activation_dtype(),
-            device=current_device() if parameter is None else parameter.device,
+            device=device_of(self.parameters()),
             requires_grad=True,
         )
         return {"hidden_states": hidden_states}
@@ -147,7 +143,7 @@ class GraphableMegatronModule(MegatronModule):
         return torch.float32 if dtype is None else dtype
 
     def setup_manual_hooks(self, make_hook_func: Callable[[], Hook]) -> None:
-        """Set the hooks that run before each replay, in the place of forward pre-hooks.
+        """Set the hooks that run before each replay, in place of forward pre-hooks.
 
         One for each distinct module that is covered by the graphs and owns parameters directly.
 
@@ -186,9 +182,7 @@ class GraphableMegatronModule(MegatronModule):
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
         """Run the manual hooks, then the graph of the current microbatch.
 
-        Raises:
-            TypeError: An argument is no tensor, or ``hidden_states`` is missing or given twice.
-            GraphStateError: There are no graphs.
+        TypeError for bad arguments, GraphStateError without graphs.
         """
         _check_tensors(args, kwargs)
         if not self.cuda_graphs:
@@ -204,19 +198,13 @@ class GraphableMegatronModule(MegatronModule):
     def _get_te_cuda_graph_replay_args(
         self, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the graph: ``hidden_states`` first, the others by name.
-
-        Raises:
-            TypeError: ``hidden_states`` is missing or given twice.
-            GraphStateError: Offloading is on without a stream and event to hand over.
-        """
+        """Return the arguments for the graph: ``hidden_states`` first, the others by name."""
         graph_kwargs = dict(kwargs)
         has_keyword = graph_kwargs.get("hidden_states") is not None
-        if bool(args) == has_keyword:
-            raise TypeError(
-                "hidden_states is "
-                + ("given twice; give it by position or by name" if args else "missing; give it")
-            )
+        if args and has_keyword:
+            raise TypeError("hidden_states is given twice; give it by position or by name")
+        if not args and not has_keyword:
+            raise TypeError("hidden_states is missing; give it")
         hidden_states = graph_kwargs.pop("hidden_states", None)
         graph_args = args or (hidden_states,)
         graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0

@@ -1,0 +1,82 @@
+"""What mcore.modules exports, what importing it leaves alone, and the README's example."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mcore.modules
+import mcore.modules.graphs
+import mcore.tensor
+
+README = Path(__file__).parent.parent / "README.md"
+
+
+@pytest.mark.parametrize("path", ["mcore.modules", "mcore.modules.graphs"])
+def test_all_is_complete(path):
+    package = importlib.import_module(path)
+    exported = package.__all__
+    assert len(exported) == len(set(exported))
+    assert all(hasattr(package, name) for name in exported)
+    public = {
+        name
+        for name, value in vars(package).items()
+        if not name.startswith("_") and getattr(value, "__module__", "").startswith("mcore.")
+    }
+    assert public <= set(exported)
+
+
+def test_names_of_configurations_have_a_module_of_their_own():
+    assert {
+        "GraphConfigLike",
+        "ModuleConfigLike",
+        "TransformerConfig",
+        "is_switched_on",
+        "read_field",
+    } == set(mcore.modules.config.__all__)
+
+
+def test_documented_names_with_an_underscore_are_exported():
+    assert {
+        "_BF16_TYPES",
+        "_FLOAT_TYPES",
+        "_HALF_TYPES",
+        "_ensure_model_list",
+        "_freeze_parameter_if_present",
+        "_register_linear_for_last_layer_mapping",
+    } <= set(mcore.modules.__all__)
+
+
+def test_param_is_not_shared_is_that_of_mcore_tensor():
+    assert mcore.modules.param_is_not_shared is mcore.tensor.param_is_not_shared
+
+
+def test_import_initialises_nothing():
+    script = (
+        "import sys, threading, torch\n"
+        "import mcore.modules\n"
+        "assert not torch.cuda.is_initialized()\n"
+        "assert not torch.distributed.is_initialized()\n"
+        "assert threading.active_count() == 1\n"
+        "assert 'transformer_engine' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)
+
+
+def test_the_readme_example_runs(capsys):
+    text = README.read_text()
+    [example], [printed] = (
+        re.findall(rf"```{kind}\n(.*?)```", text, flags=re.DOTALL) for kind in ("python", "text")
+    )
+    exec(compile(example, str(README), "exec"), {"__name__": "readme"})
+    assert capsys.readouterr().out == printed
+
+
+def test_readme_names_exist():
+    table = README.read_text().split("## What is in it")[1].split("\n## ")[0]
+    places = (mcore.modules, mcore.modules.config, mcore.modules.graphs)
+    for name in re.findall(r"`(\w+)`", table):
+        assert any(hasattr(place, name) for place in places), name
