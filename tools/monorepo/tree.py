@@ -10,6 +10,7 @@ import tokenize
 from collections.abc import Iterator, Mapping, Sequence
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import grimp
 
@@ -27,40 +28,47 @@ _LAYOUT = {
 }
 
 
+class Root(NamedTuple):
+    """An importable package: the folder to put on the path, and the modules that users import."""
+
+    source: Path
+    public: set[str]
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is wrong with the tree of each package and tool; returns 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m monorepo.tree", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     root = parser.parse_args(arguments).root
     roots = import_roots(root)
-    found = [
-        problem
-        for name, (folder, public) in roots.items()
-        for problem in problems(name, folder, public)
-    ]
+    found = list(problems(roots))
     print("\n".join(found) or f"the trees of {len(roots)} packages and tools are in order")
     return 1 if found else 0
 
 
-def import_roots(root: Path) -> dict[str, tuple[Path, set[str]]]:
-    """The importable packages of the repository: source folder and modules that users import."""
+def import_roots(root: Path) -> dict[str, Root]:
+    """The importable packages of the repository, tools included."""
     found = {}
     for package in load_workspace(root).distributions.values():
         table = read_toml(package.folder / "pyproject.toml")["tool"].get("mcore", {})
         public = {f"{package.module}.{name}" for name in table.get("public-modules", ())}
-        found[package.module] = (package.source, public)
+        found[package.module] = Root(package.source, public)
     for folder in sorted((root / "tools").glob("*/__init__.py")):
-        found[folder.parent.name] = (folder.parents[1], set())
+        found[folder.parent.name] = Root(folder.parents[1], set())
     return found
 
 
-def problems(name: str, source: Path, public: set[str]) -> Iterator[str]:
-    """What is wrong with one package, in a line each."""
-    files = module_files(name, source)
-    imports = imported_modules(name, source, files)
+def problems(roots: Mapping[str, Root]) -> Iterator[str]:
+    """What is wrong with the packages, in a line each."""
+    files = {name: module_files(name, root.source) for name, root in roots.items()}
+    every = {module: file for modules in files.values() for module, file in modules.items()}
+    imports = imported_modules(roots, every)
     yield from _circle(imports)
-    yield from _small_modules(files, imports, public)
-    yield from _equal_names(files)
+    yield from _small_modules(
+        every, imports, {one for root in roots.values() for one in root.public}
+    )
+    for modules in files.values():
+        yield from _equal_names(modules)
 
 
 def module_files(name: str, source: Path) -> dict[str, Path]:
@@ -73,14 +81,14 @@ def module_files(name: str, source: Path) -> dict[str, Path]:
     return found
 
 
-def imported_modules(name: str, source: Path, files: Mapping[str, Path]) -> dict[str, set[str]]:
-    """The modules of the package that each of them imports, anywhere in its text."""
-    sys.path.insert(0, str(source))
+def imported_modules(roots: Mapping[str, Root], files: Mapping[str, Path]) -> dict[str, set[str]]:
+    """The modules of the roots that each of them imports, anywhere in its text."""
+    sources = sorted({str(root.source) for root in roots.values()})
+    sys.path[:0] = sources
     try:
-        graph = grimp.build_graph(name, cache_dir=None)
+        below = grimp.build_graph(*roots, cache_dir=None).find_modules_directly_imported_by
     finally:
-        sys.path.remove(str(source))
-    below = graph.find_modules_directly_imported_by
+        del sys.path[: len(sources)]
     return {module: below(module) & set(files) for module in files}
 
 

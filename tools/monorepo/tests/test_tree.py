@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.tree import code_lines, main, module_files, problems
+from monorepo.tree import Root, code_lines, main, module_files, problems
 from monorepo.workspace import REPOSITORY
 
 LONG = "\n".join(f"x{number} = {number}" for number in range(40)) + "\n"
@@ -26,7 +26,8 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Tree:
             file.parent.mkdir(parents=True, exist_ok=True)
             (file.parent / "__init__.py").touch()
             file.write_text(text.replace("HERE", name))
-        found = problems(name, tmp_path, {f"{name}.{each}" for each in public})
+        root = Root(tmp_path, {f"{name}.{each}" for each in public})
+        found = problems({name: root})
         return [line.replace(f"{name}.", "").replace(name, "HERE") for line in found]
 
     return check
