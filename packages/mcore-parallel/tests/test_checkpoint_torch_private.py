@@ -13,8 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mcore.parallel.checkpoint.file_slice import FileSlice
-from mcore.parallel.checkpoint.tensor_bytes import bytes_of
-from mcore.parallel.checkpoint.torch_private import (
+from mcore.parallel.tensor_memory import bytes_of
+from mcore.parallel.torch_compat import (
     METADATA_FILE,
     METADATA_GLOBALS,
     dtensor_chunk,

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from mcore.parallel import (
     FSDPDistributedIndex,
     ProcessGroups,
-    comm_device,
+    check_param_hashes_across_dp_replicas,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_batch_on_this_cp_rank,
@@ -42,7 +42,7 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
     validate_sharding_integrity,
 )
-from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
+from mcore.parallel.groups import comm_device
 from rank_testing import RankFailure, run_ranks
 
 VICTIM = 1

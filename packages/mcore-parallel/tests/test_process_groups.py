@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from mcore.parallel.process_groups import ProcessGroupCollection, ProcessGroups
+from mcore.parallel import ProcessGroupCollection, ProcessGroups
 from rank_testing import run_ranks
 
 EXAMPLE = {"tp": 2, "cp": 2, "pp": 2, "ep": 4, "expt_tp": 1}

@@ -92,7 +92,7 @@ del torch._C._c10d_init, torch.distributed  # what a build without distributed l
 import mcore.parallel as mp
 assert not torch.distributed.is_available()
 assert (mp.get_pg_size(), mp.get_pg_rank(), mp.get_pg_src_rank()) == (1, 0, 0)
-assert mp.comm_device() == torch.device("cpu")
+assert mp.groups.comm_device() == torch.device("cpu")
 assert str(mp.ProcessGroups.from_sizes()) == "ProcessGroups(empty)"
 assert mp.reduce_step_stats({"a": 2}, {"b": 1}, None) == ({"a": 2.0}, {"b": True})
 tokens = torch.zeros(1, 3)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore.parallel.rng_state import (
+from mcore.parallel.rng.state import (
     _get_cuda_rng_state,
     _set_cuda_rng_state,
     convert_cuda_rng_state,

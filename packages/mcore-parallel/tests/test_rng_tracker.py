@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.rng_state import convert_cuda_rng_state
-from mcore.parallel.rng_tracker import (
+from mcore.parallel.rng.state import convert_cuda_rng_state
+from mcore.parallel.rng.tracker import (
     _DATA_PARALLEL_RNG_TRACKER_NAME,
     _EXPERT_PARALLEL_RNG_TRACKER_NAME,
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
@@ -117,6 +117,7 @@ def walks(draw_value: st.DrawFn) -> list[tuple[str, str]]:
 
 
 @BOTH_MODES
+@settings(deadline=None)
 @given(steps=walks())
 def test_any_nesting_gives_each_stream_its_own_sequence(
     graph_safe: bool, steps: list[tuple[str, str]]

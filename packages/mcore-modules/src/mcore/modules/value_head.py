@@ -10,15 +10,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from mcore.modules.copies import copy_sharing_groups
-from mcore.parallel.groups import (
-    comm_device,
-    get_pg_size,
-    get_tensor_model_parallel_group_if_none,
-    is_distributed,
-)
+from mcore.parallel.groups import comm_device, get_pg_size
+from mcore.parallel.process_groups import get_tensor_model_parallel_group_if_none
 from mcore.parallel.regions import (
     gather_from_sequence_parallel_region as _gather_from_sequence_parallel_region,
 )
+from mcore.parallel.torch_compat import is_distributed
 
 __all__ = ["LinearForLastLayer"]
 

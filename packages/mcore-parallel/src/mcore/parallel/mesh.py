@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.torch_compat import flattened_meshes, join_meshes, root_mesh
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["contains_submesh", "get_mesh_names", "resolve_submesh"]
 
 
 def get_mesh_names(

@@ -1,42 +1,27 @@
 """Maxima and agreements of a few numbers over model-parallel ranks, one small collective each.
 
-Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss.
+Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss. A double is
+encoded as its bits ``b`` when ``b >= 0``, else as ``b ^ 0x7fffffffffffffff``, which keeps the order
+of all doubles, infinities included. "No value" is the lowest int64 and NaN the highest, so that a
+NaN on any rank reaches every rank, which a floating-point MAX does not promise.
 
-A value that cannot be encoded does not keep its rank from the collective: the rank says so in the
-message, and every rank of the group raises an error of the same kind.
+A value that cannot be encoded does not keep its rank from the collective: the message carries the
+failure, and every rank of the group raises an error of the same kind.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import max_or_raise, text_digest
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.double_encoding import (
-    NO_VALUE,
-    decode_double,
-    encode_double,
-    encode_double_tensor,
-    require_one_real,
-)
-from mcore.parallel.groups import as_process_group, comm_device, get_pg_size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = [
-    "logical_and_across_model_parallel_group",
-    "reduce_max_memory_across_pp_group",
-    "reduce_max_stat_across_model_parallel_group",
-    "reduce_step_stats",
-    "sum_over_group",
-]
+from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
+from mcore.parallel.process_groups import get_default_process_groups
 
 Stat = float | torch.Tensor | None
 
@@ -320,3 +305,66 @@ def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> 
     dist.all_reduce(packed, group=as_process_group(group))
     back = packed.to(vectors[0].device)
     return list(torch.split(back, [vector.numel() for vector in vectors]))
+
+
+NO_VALUE = -(2**63)
+_NAN = 2**63 - 1
+_MAGNITUDE = 2**63 - 1
+
+
+def encode_double(value: float | None) -> int:
+    """Map a double, NaN or None to an int64 with the order None < -inf < ... < inf < NaN.
+
+    Example:
+        >>> encode_double(None) < encode_double(-1.5) < encode_double(0.1) < encode_double(1e300)
+        True
+    """
+    if value is None:
+        return NO_VALUE
+    if math.isnan(value):
+        return _NAN
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits if bits >= 0 else bits ^ _MAGNITUDE
+
+
+def decode_double(code: int) -> float | None:
+    """Give back what :func:`encode_double` encoded.
+
+    Example:
+        >>> decode_double(encode_double(-0.1))
+        -0.1
+    """
+    if code == NO_VALUE:
+        return None
+    if code == _NAN:
+        return math.nan
+    bits = code if code >= 0 else code ^ _MAGNITUDE
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+def encode_double_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Encode a real tensor of one element like :func:`encode_double`, where it lies.
+
+    Does not wait for the device.
+
+    Returns:
+        An int64 tensor of shape ``[]`` on the same device.
+
+    Example:
+        >>> encode_double_tensor(torch.tensor(-0.5)).item() == encode_double(-0.5)
+        True
+    """
+    double = require_one_real(value).detach().reshape(()).to(torch.float64)
+    bits = double.view(torch.int64)
+    ordered = torch.where(bits >= 0, bits, bits ^ _MAGNITUDE)
+    return torch.where(double.isnan(), _NAN, ordered)
+
+
+def require_one_real(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if it has one element that is no complex number, else raise TypeError."""
+    if value.numel() != 1 or value.is_complex():
+        raise TypeError(
+            f"expected a real tensor of one element, got {value.dtype} {tuple(value.shape)}"
+        )
+    return value

@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.groups import get_pg_rank
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = [
-    "copy_tensor_model_parallel_attributes",
-    "get_mcore_tensor_parallel_partition_dim",
-    "is_mcore_tensor_model_parallel",
-    "is_mcore_tensor_parallel_duplicated",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_tensor_model_parallel_attributes",
-]
+from mcore.parallel.groups import GroupLike, get_pg_rank
+from mcore.parallel.process_groups import get_default_process_groups
 
 logger = logging.getLogger(__name__)
 

@@ -2,27 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
 
+import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "all_gather_single",
-    "flatten_mesh",
-    "flatten_mesh_dims",
-    "flattened_meshes",
-    "is_distributed",
-    "join_meshes",
-    "mesh_from_groups",
-    "reduce_scatter_single",
-    "root_mesh",
-]
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
 
 
 def is_distributed() -> bool:
@@ -203,8 +192,6 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         RuntimeError: The meshes overlap or have different roots (from torch), or this torch
             cannot join meshes.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     join: Any = getattr(DeviceMesh, "_concatenate", None)
     if join is None:
         raise RuntimeError("this version of torch cannot join meshes")
@@ -229,8 +216,48 @@ def mesh_from_groups(
     Returns:
         The mesh.
     """
-    from torch.distributed.device_mesh import DeviceMesh
-
     return DeviceMesh.from_group(
         list(groups), device_type, mesh=mesh, mesh_dim_names=tuple(dim_names)
     )
+
+
+METADATA_FILE = ".metadata"
+
+_METADATA_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+METADATA_GLOBALS = frozenset(
+    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES}
+    | {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""Module and name of everything a ``.metadata`` file may refer to, besides dtypes and paths."""
+
+
+def dtensor_chunk(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Return offset and shape of this rank's part of a DTensor, as torch's checkpoints see it."""
+    [chunk] = cast("Any", tensor).__create_chunk_list__()
+    return tuple(chunk.offsets), tuple(chunk.sizes)
+
+
+def split_factor(placement: Placement) -> int | None:
+    """Return the split factor of a strided shard (FSDP2 over tensor parallelism), else None."""
+    return cast("int | None", getattr(placement, "split_factor", None))
+
+
+def file_part(name: str, offset: int, length: int) -> Any:
+    """Return how an index says in which bytes of which file something is."""
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    return _StorageInfo(name, offset, length)

@@ -9,8 +9,7 @@ from typing import Any
 
 import torch
 
-from mcore.parallel.checkpoint.tensor_bytes import row_major_on_cpu
-from mcore.parallel.tensor_memory import memory_of
+from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
 
 __all__ = ["digest_of"]
 

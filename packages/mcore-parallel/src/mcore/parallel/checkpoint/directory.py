@@ -16,7 +16,7 @@ from mcore.parallel.checkpoint.durable_files import (
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.manifest import read_manifest, size_problem
 from mcore.parallel.checkpoint.metadata_file import needed_sizes, read_metadata
-from mcore.parallel.checkpoint.torch_private import METADATA_FILE
+from mcore.parallel.torch_compat import METADATA_FILE
 
 __all__ = [
     "is_complete_checkpoint",

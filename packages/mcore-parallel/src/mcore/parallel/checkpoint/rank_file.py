@@ -18,7 +18,7 @@ from mcore.parallel.checkpoint.checksums import checksum_of_part
 from mcore.parallel.checkpoint.durable_files import new_large_file
 from mcore.parallel.checkpoint.manifest import FileRecord, Part
 from mcore.parallel.checkpoint.raw_reads import Scratch
-from mcore.parallel.checkpoint.torch_private import file_part
+from mcore.parallel.torch_compat import file_part
 
 __all__ = ["RankFile"]
 

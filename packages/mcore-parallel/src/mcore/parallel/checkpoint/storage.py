@@ -23,7 +23,7 @@ from mcore.parallel.checkpoint.manifest import (
     write_manifest,
 )
 from mcore.parallel.checkpoint.rank_file import RankFile
-from mcore.parallel.checkpoint.torch_private import METADATA_FILE
+from mcore.parallel.torch_compat import METADATA_FILE
 
 __all__ = ["DurableWriter", "RankWrites"]
 

@@ -1,31 +1,13 @@
-"""Which ranks form which group: arithmetic on rank numbers, without any process group."""
+"""The layout of ranks: which of them form which group, as arithmetic without process groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-__all__ = [
-    "DENSE_FIELDS",
-    "EMBEDDING_FIELDS",
-    "EXPERT_FIELDS",
-    "EXPERT_NAMES",
-    "GROUP_FIELDS",
-    "ORDER_TOKENS",
-    "Layout",
-    "ParallelSizes",
-    "embedding_lists",
-    "hierarchical_lists",
-    "layouts_of_sizes",
-    "require_equal_pipelines",
-]
 
 # The axes that each group is flattened from.
 DENSE_FIELDS: dict[str, tuple[str, ...]] = {

@@ -8,30 +8,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mcore.parallel.rng_tracker import (
-    CudaRNGStatesTracker,
-    RNGStatesTracker,
-    RngTracker,
-    UnknownRngStreamError,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-)
-from mcore.parallel.rng_transformer_engine import is_te_tracker, make_te_tracker
-
-__all__ = [
-    "CudaRNGStatesTracker",
-    "RNGStatesTracker",
-    "RngTracker",
-    "TrackerFlags",
-    "UnknownRngStreamError",
-    "ensure_tracker",
-    "get_all_rng_states",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "initialize_rng_tracker",
-    "is_graph_safe_cuda_rng_tracker",
-]
+from mcore.parallel.rng.tracker import CudaRNGStatesTracker, RngTracker
+from mcore.parallel.rng.transformer_engine import is_te_tracker, make_te_tracker
 
 logger = logging.getLogger(__name__)
 

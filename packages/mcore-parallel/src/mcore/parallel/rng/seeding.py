@@ -7,18 +7,16 @@ from itertools import combinations
 
 import torch
 
-from mcore.parallel.default_groups import get_default_process_groups
 from mcore.parallel.groups import get_pg_rank
-from mcore.parallel.rng import TrackerFlags, ensure_tracker
-from mcore.parallel.rng_state import default_generator, resolve_rng_device
-from mcore.parallel.rng_tracker import (
+from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.rng.shared import TrackerFlags, ensure_tracker
+from mcore.parallel.rng.state import default_generator, resolve_rng_device
+from mcore.parallel.rng.tracker import (
     _DATA_PARALLEL_RNG_TRACKER_NAME,
     _EXPERT_PARALLEL_RNG_TRACKER_NAME,
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     CudaRNGStatesTracker,
 )
-
-__all__ = ["model_parallel_cuda_manual_seed", "rng_stream_seeds"]
 
 # Megatron-LM's offsets: e after the point, 2 ** 10, and room for a hundred expert tensor ranks.
 MODEL_OFFSET = 2718

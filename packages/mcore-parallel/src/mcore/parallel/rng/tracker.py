@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
-from mcore.parallel.rng_state import (
+from mcore.parallel.rng.state import (
     RngState,
     clone_rng_state,
     default_generator,
@@ -17,20 +18,6 @@ from mcore.parallel.rng_state import (
     resolve_rng_device,
     write_rng_state,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
-
-__all__ = [
-    "CudaRNGStatesTracker",
-    "RNGStatesTracker",
-    "RngTracker",
-    "UnknownRngStreamError",
-    "check_new_stream",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-]
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"

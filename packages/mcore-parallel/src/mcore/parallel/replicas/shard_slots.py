@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-__all__ = ["ShardSlotFinder", "ShardSlots"]
 
 
 class ShardSlots(NamedTuple):

@@ -5,20 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mcore.parallel.tensor_bytes import BytePieces, Part, plain_parts, stored_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-__all__ = ["NamedParam", "hash_params", "named_params", "param_hashes"]
+from mcore.parallel.tensor_memory import BytePieces, Part, plain_parts, stored_bytes
 
 _STAGING_BYTES = 256 << 20  # of each of the two staging buffers, shared out among the threads
 _MIN_STAGING_BYTES = 4096

@@ -2,50 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.default_groups import (
-    clear_default_process_groups,
-    get_default_process_groups,
-    set_default_process_groups,
-    use_process_groups,
-)
-from mcore.parallel.groups import (
-    as_process_group,
-    get_pg_rank,
-    get_pg_size,
-    group_ranks,
-    is_distributed,
-)
-from mcore.parallel.groups_from_mesh import groups_from_mesh
-from mcore.parallel.groups_from_sizes import (
+from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, group_ranks
+from mcore.parallel.process_groups.from_mesh import groups_from_mesh
+from mcore.parallel.process_groups.from_sizes import (
     groups_of_plan,
     plan_groups,
     require_equal_plans,
 )
-from mcore.parallel.rank_layout import (
+from mcore.parallel.process_groups.layout import (
     GROUP_FIELDS,
     ParallelSizes,
     hierarchical_lists,
     layouts_of_sizes,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "ProcessGroupCollection",
-    "ProcessGroups",
-    "clear_default_process_groups",
-    "get_default_process_groups",
-    "set_default_process_groups",
-    "use_process_groups",
-]
+from mcore.parallel.torch_compat import is_distributed
 
 _NEEDS_INIT = (
     "needs torch.distributed, which is not initialised; "

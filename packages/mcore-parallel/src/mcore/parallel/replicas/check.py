@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from mcore.parallel.agreement import max_or_raise
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.groups import as_process_group, group_ranks, is_distributed
-from mcore.parallel.hash_exchange import (
+from mcore.parallel.groups import GroupLike, as_process_group, group_ranks
+from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.replicas.comparison import (
+    HashTable,
     agree_on_all_ranks,
+    describe_param,
     differing_from_first,
     hash_table,
+    raise_difference,
+    structure_digest,
 )
-from mcore.parallel.param_hashing import NamedParam, hash_params, named_params
-from mcore.parallel.param_structure import describe_param, raise_difference, structure_digest
-from mcore.parallel.shard_slots import ShardSlotFinder, ShardSlots
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from mcore.parallel.groups import GroupLike
-    from mcore.parallel.hash_exchange import HashTable
-
-__all__ = ["check_param_hashes_across_dp_replicas"]
+from mcore.parallel.replicas.hashing import NamedParam, hash_params, named_params
+from mcore.parallel.replicas.shard_slots import ShardSlotFinder, ShardSlots
+from mcore.parallel.torch_compat import is_distributed
 
 logger = logging.getLogger(__name__)
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.group_creation import GroupMaker
-from mcore.parallel.rank_layout import (
+from mcore.parallel.process_groups.from_sizes import GroupMaker
+from mcore.parallel.process_groups.layout import (
     DENSE_FIELDS,
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -18,13 +20,6 @@ from mcore.parallel.rank_layout import (
     require_equal_pipelines,
 )
 from mcore.parallel.torch_compat import flatten_mesh_dims
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["groups_from_mesh"]
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_ONLY_AXES = ("ep", "expt_dp", "expt_tp")
@@ -117,8 +112,6 @@ def _views(
 
 
 def _dimension_names(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    from torch.distributed.device_mesh import DeviceMesh
-
     if mesh is None:
         return ()
     if not isinstance(mesh, DeviceMesh):

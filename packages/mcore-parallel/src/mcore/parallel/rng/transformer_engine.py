@@ -5,21 +5,17 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mcore.parallel.rng_state import clone_rng_state
-from mcore.parallel.rng_tracker import (
+from mcore.parallel.rng.state import clone_rng_state
+from mcore.parallel.rng.tracker import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     RngTracker,
     check_new_stream,
 )
 from mcore.versioning import get_te_version, is_te_min_version
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["is_te_tracker", "make_te_tracker"]
 
 TE_MODULE = "transformer_engine.pytorch.distributed"
 MIN_TE_VERSION = "1.5.0"

@@ -17,17 +17,6 @@ from torch import Tensor
 from mcore.tensor.device import current_device
 from mcore.versioning import internal_api
 
-__all__ = [
-    "RngState",
-    "clone_rng_state",
-    "convert_cuda_rng_state",
-    "default_generator",
-    "read_rng_state",
-    "require_graph_safe_generators",
-    "resolve_rng_device",
-    "write_rng_state",
-]
-
 RngState: TypeAlias = "Tensor | torch.Generator"
 
 # The one device type that is named here: the documented default argument, and the type whose

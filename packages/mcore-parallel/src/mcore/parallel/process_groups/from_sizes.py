@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.agreement import max_or_raise, text_digest
-from mcore.parallel.group_creation import GroupMaker
-from mcore.parallel.rank_layout import (
+from mcore.parallel.process_groups.layout import (
     DENSE_FIELDS,
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -22,20 +22,7 @@ from mcore.parallel.rank_layout import (
     layouts_of_sizes,
 )
 from mcore.parallel.torch_compat import mesh_from_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "GroupPlan",
-    "default_device_type",
-    "groups_of_plan",
-    "plan_groups",
-    "rank_table",
-    "require_equal_plans",
-]
+from mcore.tensor.device import available_accelerator
 
 SIZE_NAMES = ("tp", "cp", "pp", "ep", "expt_tp")
 
@@ -201,9 +188,52 @@ def _mesh(layout: Layout, made: Mapping[str, Any], device_type: str) -> DeviceMe
 
 def default_device_type() -> str:
     """Return the accelerator's type where the world group serves it natively, else ``"cpu"``."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = available_accelerator()
     if accelerator is None:
         return "cpu"
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
     backend = {kind: name for kind, _, name in pairs}.get(accelerator.type, "gloo")
     return "cpu" if backend == "gloo" else accelerator.type
+
+
+class GroupMaker:
+    """Creates groups and hands out the existing one when a set of ranks comes again.
+
+    On an accelerator every communicator costs memory and start-up time, and many parallelisms of
+    size 1 or of full size have the same ranks. The world group serves the set of all ranks. All
+    ranks of the world must make the same calls in the same order.
+    """
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank()
+        everyone = tuple(range(dist.get_world_size()))
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
+
+    def adopt(self, rank_lists: Iterable[Sequence[int]], group: dist.ProcessGroup | None) -> None:
+        """Remember groups that exist; ``group`` is the one of this rank, if it is in any."""
+        for ranks in rank_lists:
+            self._made.setdefault(tuple(ranks), group if self._rank in ranks else None)
+
+    def knows(self, rank_lists: Iterable[Sequence[int]]) -> bool:
+        """Say whether every one of the lists has its group."""
+        return all(tuple(ranks) in self._made for ranks in rank_lists)
+
+    def group_of(
+        self, rank_lists: Sequence[Sequence[int]], description: str
+    ) -> dist.ProcessGroup | None:
+        """Return this rank's group among disjoint lists, creating those that do not exist.
+
+        Args:
+            rank_lists: Ascending global ranks of each group, the same on every rank of the world.
+            description: The name of the groups in torch's logs.
+
+        Returns:
+            The group whose list has this rank, or None.
+        """
+        missing = [list(ranks) for ranks in rank_lists if tuple(ranks) not in self._made]
+        if missing:
+            enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch leaves it untyped
+            mine, _ = enumerate_groups(missing, group_desc=description)
+            self.adopt(missing, mine)
+        own = next((tuple(ranks) for ranks in rank_lists if self._rank in ranks), None)
+        return None if own is None else self._made[own]
