@@ -316,22 +316,7 @@ def _dims_to_split(
 
 
 def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
-    """Return the borders of packed documents as int64 `[n]` on the CPU.
-
-    Args:
-        cu_seqlens: `[n]` or `[1, n]` integers that start at 0 and do not decrease; document i is
-            `[cu_seqlens[i], cu_seqlens[i + 1])`. On an accelerator it is copied with a host sync.
-
-    Returns:
-        The borders; no communication.
-
-    Raises:
-        ValueError: It is anything else.
-
-    Example:
-        >>> read_borders([[0, 4, 16]])
-        tensor([ 0,  4, 16])
-    """
+    """Return the borders of packed documents, ``[n]`` or ``[1, n]``, as int64 on the CPU."""
     borders = torch.as_tensor(cu_seqlens)
     shape = tuple(borders.shape)
     if len(shape) == 2 and shape[0] > 1:
@@ -352,27 +337,14 @@ def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
 
 
 def check_length(borders: Tensor, length: int, what: str) -> None:
-    """Raise ValueError unless the documents fill a sequence of this length.
-
-    Example:
-        >>> check_length(torch.tensor([0, 4]), 5, "tokens")
-        Traceback (most recent call last):
-        ValueError: cu_seqlens ends at 4, expected 5, the length of tokens
-    """
+    """Raise ValueError unless the documents fill a sequence of this length."""
     end = int(borders[-1])
     if end != length:
         raise ValueError(f"cu_seqlens ends at {end}, expected {length}, the length of {what}")
 
 
 def check_divisible(borders: Tensor, cp_size: int) -> None:
-    """Raise ValueError unless every document can be cut into `2 * cp_size` equal chunks.
-
-    Example:
-        >>> check_divisible(torch.tensor([0, 8, 14]), 2)
-        Traceback (most recent call last):
-        ValueError: document 1 [8, 14) has length 6, not divisible by 4 (2 * context-parallel size \
-2): pad it; 1 of 2 documents are like that
-    """
+    """Raise ValueError unless every document can be cut into ``2 * cp_size`` equal chunks."""
     uneven = (borders.diff() % (2 * cp_size)).nonzero().flatten().tolist()
     if uneven:
         start, end = borders[uneven[0] : uneven[0] + 2].tolist()
@@ -384,22 +356,7 @@ def check_divisible(borders: Tensor, cp_size: int) -> None:
 
 
 def zigzag_positions(borders: Tensor, cp_size: int, cp_rank: int) -> Tensor:
-    """Return the positions of one context-parallel rank: of every document, two chunks.
-
-    Args:
-        borders: int64 `[n]` on the CPU, as from `read_borders`, with lengths divisible by
-            `2 * cp_size`.
-        cp_size: Number of context-parallel ranks, cp.
-        cp_rank: The rank asked for, 0 to cp - 1.
-
-    Returns:
-        int64 `[total / cp]` on the CPU: documents in order, each as chunk r, then
-        `2 * cp - 1 - r`.
-
-    Example:
-        >>> zigzag_positions(torch.tensor([0, 8, 16]), 2, 0).tolist()
-        [0, 1, 6, 7, 8, 9, 14, 15]
-    """
+    """Return the positions of one rank: the chunks r and ``2 * cp - 1 - r`` of every document."""
     starts, chunks = borders[:-1], borders.diff() // (2 * cp_size)
     firsts = starts + cp_rank * chunks
     seconds = starts + (2 * cp_size - 1 - cp_rank) * chunks

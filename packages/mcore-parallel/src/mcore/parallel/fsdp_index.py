@@ -310,16 +310,7 @@ class FSDPDistributedIndex:
 
 @dataclass(frozen=True)
 class FSDPView:
-    """The submeshes and groups of one mesh.
-
-    Attributes:
-        mesh: The mesh.
-        submeshes: The registered submeshes by dimension names.
-        shard_group: The group of the shard dimension.
-        outer_group: The group of the outer dimension, or None where the mesh has none.
-        hybrid_group: The group of both, or None.
-        gather_group: A second group with the ranks of ``shard_group``, or None.
-    """
+    """The submeshes, by dimension names, and the groups of one mesh; None where there is none."""
 
     mesh: DeviceMesh
     submeshes: dict[tuple[str, ...], DeviceMesh]
@@ -332,7 +323,7 @@ class FSDPView:
 def dense_view(
     mesh: DeviceMesh, dims: FSDPDims, hybrid_group: GroupLike | None, gather_group: GroupLike | None
 ) -> FSDPView:
-    """Slice the dense mesh and hold the given groups against it; no communication."""
+    """Slice the dense mesh and check the given groups against it; no communication."""
     submeshes = register_submeshes(mesh, dims)
     shard_group = submeshes[(dims.shard,)].get_group()
     hybrid = member_of("hybrid_fsdp_group", hybrid_group)
@@ -352,8 +343,7 @@ def expert_view(
     hybrid_group: GroupLike | None,
     gather_group: GroupLike | None,
 ) -> FSDPView:
-    """Slice the expert mesh and hold the given groups against it.
-
+    """Slice the expert mesh and check the given groups against it.
     Collective on the world group where a hybrid group is missing and no group has its ranks.
     """
     dims = expert_dims(mesh, dense_dims)
@@ -386,10 +376,7 @@ class FSDPDims:
 
 
 def dense_dims(mesh: DeviceMesh, shard: str | None, outer: str | None, tp: str | None) -> FSDPDims:
-    """Return the dimensions of the dense mesh, or raise ValueError for one that it lacks.
-
-    No communication; every rank of the mesh comes to the same answer.
-    """
+    """Return the dimensions of the dense mesh, or raise ValueError for one that it lacks."""
     _check_mesh("device_mesh", mesh)
     if shard is None:
         raise ValueError(
@@ -407,14 +394,7 @@ def dense_dims(mesh: DeviceMesh, shard: str | None, outer: str | None, tp: str |
 
 
 def expert_dims(mesh: DeviceMesh, dense: FSDPDims) -> FSDPDims:
-    """Return those of the dense dimensions that the expert mesh has; it needs ``shard``.
-
-    No communication.
-
-    Raises:
-        ValueError: The mesh lacks ``shard``, or this rank is not in it.
-        TypeError: It is no DeviceMesh.
-    """
+    """Return those of the dense dimensions that the expert mesh has; it needs ``shard``."""
     _check_mesh("expt_device_mesh", mesh)
     _check_dim("dp_shard_dim", dense.shard, "expt_device_mesh", mesh)
     _check_this_rank("expt_device_mesh", mesh)
@@ -427,21 +407,7 @@ def expert_dims(mesh: DeviceMesh, dense: FSDPDims) -> FSDPDims:
 
 
 def register_submeshes(mesh: DeviceMesh, dims: FSDPDims) -> dict[tuple[str, ...], DeviceMesh]:
-    """Slice every submesh that an index hands out.
-
-    No communication, no new group.
-
-    Args:
-        mesh: A mesh that has the dimensions.
-        dims: The dimensions.
-
-    Returns:
-        The submeshes by their dimension names: ``(tp)``, ``(outer, shard, tp)``, ``(shard, tp)``,
-        ``(outer, shard)``, ``(shard)``, those whose dimensions are not None.
-
-    Raises:
-        ValueError: The dimensions overlap.
-    """
+    """Slice every submesh that an index hands out, by its dimension names."""
     wanted = (
         (dims.tp,),
         (dims.outer, dims.shard, dims.tp),
@@ -502,14 +468,7 @@ _HOW_TO_MAKE = (
 
 
 def member_of(argument: str, group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Return what was given for an argument as a process group that this rank is in.
-
-    No communication.
-
-    Raises:
-        ValueError: This rank is not a member.
-        TypeError: It is no group.
-    """
+    """Return what was given for an argument as a process group that this rank is in."""
     try:
         return as_process_group(group)
     except (ValueError, TypeError) as error:
@@ -517,15 +476,7 @@ def member_of(argument: str, group: GroupLike | None) -> dist.ProcessGroup | Non
 
 
 def check_hybrid_group(argument: str, group: dist.ProcessGroup | None, hybrid: DeviceMesh) -> None:
-    """Raise ValueError unless a group has the ranks of ``(outer, shard)``, in outer-major order.
-
-    No communication.
-
-    Args:
-        argument: What the group was given as.
-        group: The group, or None where it was not given.
-        hybrid: The mesh of the two dimensions, outer first.
-    """
+    """Raise ValueError unless a group has the ranks of ``(outer, shard)``, in outer-major order."""
     outer, shard = hybrid.mesh_dim_names or ("", "")
     how = _HOW_TO_MAKE.format(outer=outer, shard=shard)
     if group is None:
@@ -542,10 +493,8 @@ def check_hybrid_group(argument: str, group: dist.ProcessGroup | None, hybrid: D
 def check_rows_of_hybrid_group(
     group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup
 ) -> None:
-    """Raise ValueError unless the shards' group of this rank is a row of the expert hybrid group.
-
-    That is what can be said of an outer-major group where the expert mesh lacks the outer
-    dimension. No communication.
+    """Raise ValueError unless the group of this rank's shards is a row of the expert hybrid group.
+    That is all that can be checked where the expert mesh lacks the outer dimension.
     """
     if group is None:
         raise ValueError(
@@ -565,10 +514,7 @@ def check_rows_of_hybrid_group(
 def check_all_gather_group(
     argument: str, group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup
 ) -> None:
-    """Raise ValueError unless a group, where given, has the ranks of the shards' group in order.
-
-    No communication.
-    """
+    """Raise ValueError unless a group, where given, has the ranks of the shards' group in order."""
     if group is None:
         return
     found, expected = group_ranks(group), group_ranks(shard_group)
@@ -583,17 +529,7 @@ def expert_hybrid_group(
     given: dist.ProcessGroup | None, hybrid: DeviceMesh, dense: dist.ProcessGroup | None
 ) -> dist.ProcessGroup:
     """Return a group over ``(outer, shard)`` of the expert mesh: given, of the dense mesh, or new.
-
     Collective on the world group when a new one is needed for the first time.
-
-    Args:
-        given: What the caller gave, or None; it is checked.
-        hybrid: The mesh of the two dimensions, outer first.
-        dense: The hybrid group of the dense mesh, which serves where the ranks are the same.
-
-    Raises:
-        ValueError: The given group has other ranks; or none was given, and the mesh is over a part
-            of the world or torch cannot flatten it.
     """
     argument = "hybrid_fsdp_expt_group"
     if given is not None:

@@ -23,26 +23,7 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | SizedGroup"
 
 
 def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Turn what a caller may pass as a group into a process group that this rank belongs to.
-
-    No communication.
-
-    Args:
-        group: A process group, a 1-D DeviceMesh, None, or any object with callable ``size()`` and
-            ``rank()``.
-
-    Returns:
-        None when torch.distributed is not initialised or ``group`` is None, the mesh's group for
-        a mesh, else ``group`` itself.
-
-    Raises:
-        ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
-
-    Example:
-        >>> as_process_group(None) is None
-        True
-    """
+    """Return a group, or a 1-D mesh's, that this rank is in; None where nobody else takes part."""
     if group is None or not is_distributed():
         return None
     if isinstance(group, dist.ProcessGroup):
@@ -170,27 +151,8 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
 
 
 def comm_device(group: GroupLike | None = None) -> torch.device:
-    """Return the device on which small tensors for a collective over ``group`` must live.
-
-    The group's backends decide, not the presence of an accelerator: the CPU when the group can
-    communicate CPU tensors (gloo, or a mix such as ``cpu:gloo,cuda:nccl``, where the CPU saves a
-    device sync), else the current device of the kind the group serves (nccl). No communication.
-
-    Args:
-        group: A process group, a 1-D DeviceMesh, or None for the world group, which is what a
-            collective of torch.distributed takes None for.
-
-    Returns:
-        The device; the CPU when torch.distributed is not initialised or the object is only a
-        stand-in for a group.
-
-    Raises:
-        ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
-
-    Example:
-        >>> comm_device(None)
-        device(type='cpu')
+    """Return the device of small tensors for a collective over ``group``; None is the world.
+    The group's backends decide: the CPU where one serves it, for that saves a wait for the device.
     """
     if not is_distributed():
         return torch.device("cpu")

@@ -152,7 +152,7 @@ def _one_dimension(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def _is_inside(flat: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Say whether all ranks of a flattened mesh are ranks of a mesh of the same root."""
+    """Return whether all ranks of a flattened mesh are ranks of a mesh of the same root."""
     if mesh is root_mesh(mesh):
         return True
     try:

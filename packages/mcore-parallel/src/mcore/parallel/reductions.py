@@ -283,21 +283,8 @@ def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:
 
 
 def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> list[torch.Tensor]:
-    """Sum vectors over a group, packed into one all-reduce.
-
-    All ranks of the group call it with vectors of the same sizes and types, and get the result.
-    No collective for a group of one rank, None, no vectors, or without torch.distributed.
-
-    Args:
-        vectors: 1-D tensors of one dtype and device.
-        group: The group; None is one rank, not the world.
-
-    Returns:
-        The sums, in the same order, sizes and devices; the given tensors if nothing was summed.
-
-    Example:
-        >>> sum_over_group([torch.tensor([1.0, 2.0])], None)
-        [tensor([1., 2.])]
+    """Sum 1-D tensors of one dtype and device over a group, packed into one all-reduce.
+    No collective, and the tensors as given, for one rank, None, no vectors, or without torch.
     """
     if not vectors or get_pg_size(group) == 1:
         return list(vectors)
@@ -313,12 +300,7 @@ _MAGNITUDE = 2**63 - 1
 
 
 def encode_double(value: float | None) -> int:
-    """Map a double, NaN or None to an int64 with the order None < -inf < ... < inf < NaN.
-
-    Example:
-        >>> encode_double(None) < encode_double(-1.5) < encode_double(0.1) < encode_double(1e300)
-        True
-    """
+    """Map a double, NaN or None to an int64 with the order None < -inf < ... < inf < NaN."""
     if value is None:
         return NO_VALUE
     if math.isnan(value):
@@ -328,12 +310,7 @@ def encode_double(value: float | None) -> int:
 
 
 def decode_double(code: int) -> float | None:
-    """Give back what :func:`encode_double` encoded.
-
-    Example:
-        >>> decode_double(encode_double(-0.1))
-        -0.1
-    """
+    """Give back what :func:`encode_double` encoded."""
     if code == NO_VALUE:
         return None
     if code == _NAN:
@@ -344,17 +321,7 @@ def decode_double(code: int) -> float | None:
 
 
 def encode_double_tensor(value: torch.Tensor) -> torch.Tensor:
-    """Encode a real tensor of one element like :func:`encode_double`, where it lies.
-
-    Does not wait for the device.
-
-    Returns:
-        An int64 tensor of shape ``[]`` on the same device.
-
-    Example:
-        >>> encode_double_tensor(torch.tensor(-0.5)).item() == encode_double(-0.5)
-        True
-    """
+    """Encode a real tensor of one element on its device, without waiting for it."""
     double = require_one_real(value).detach().reshape(()).to(torch.float64)
     bits = double.view(torch.int64)
     ordered = torch.where(bits >= 0, bits, bits ^ _MAGNITUDE)

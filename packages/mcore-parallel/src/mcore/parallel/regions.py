@@ -256,7 +256,7 @@ LAST_DIM = -1
 def apply_function(
     function: type[torch.autograd.Function], input_: Tensor, group: dist.ProcessGroup, *dim: int
 ) -> Tensor:
-    """Apply one of these functions to a tensor; `dim` only for `Scatter` and `Gather`."""
+    """Apply one of the functions below to a tensor; ``dim`` only for ``Scatter`` and ``Gather``."""
     output: Tensor = function.apply(input_, group, *dim)  # type: ignore[no-untyped-call]
     return output
 

@@ -13,20 +13,7 @@ from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, without a copy.
-
-    Args:
-        tensor: A contiguous tensor on the CPU, of any dtype.
-
-    Returns:
-        Its bytes, in row-major order of the elements; writing to them changes the tensor. They
-        keep the tensor alive.
-
-    Example:
-        >>> import torch
-        >>> memory_of(torch.tensor([1, 256], dtype=torch.int16)).tolist()
-        [1, 0, 0, 1]
-    """
+    """Return the memory of a contiguous CPU tensor, without a copy; it keeps the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -35,15 +22,7 @@ def memory_of(tensor: torch.Tensor) -> memoryview:
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """Return a tensor's elements in row-major order as bytes.
-
-    Args:
-        tensor: Of any device, strides and dtype, but not on the meta device.
-
-    Example:
-        >>> bytes_of(torch.tensor([[1, 2], [3, 4]], dtype=torch.uint8).T)
-        b'\\x01\\x03\\x02\\x04'
-    """
+    """Return a tensor's elements in row-major order as bytes, from any device and layout."""
     return bytes(memory_of(row_major_on_cpu(tensor)))
 
 
@@ -63,26 +42,8 @@ class Part(NamedTuple):
 
 
 def plain_parts(tensor: torch.Tensor) -> list[Part]:
-    """Return the plain tensors that hold a tensor's values on this rank.
-
-    No communication, no copy. A DTensor is its local shard. A wrapper subclass (quantised or fp8)
-    is the tensors inside it, as its ``__tensor_flatten__`` lists them.
-
-    Args:
-        tensor: Any tensor.
-
-    Returns:
-        Detached strided tensors, each with the attributes that lead to it (empty for a plain
-        tensor).
-
-    Raises:
-        ValueError: There are no bytes to read: a meta or uninitialised parameter, a sparse tensor,
-            or a subclass that does not tell what is inside.
-
-    Example:
-        >>> [part] = plain_parts(torch.nn.Parameter(torch.ones(2)))
-        >>> part.path, part.tensor.requires_grad
-        ('', False)
+    """Return the plain detached tensors that hold a tensor's values on this rank, without a copy.
+    Of a DTensor its local shard, of a wrapper subclass what ``__tensor_flatten__`` lists.
     """
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError("it is not initialised: run a forward pass first")
@@ -112,26 +73,13 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bytes(tensor: torch.Tensor, *, as_float32: bool) -> int:
-    """Return how many bytes :class:`BytePieces` gives for a plain tensor.
-
-    Example:
-        >>> stored_bytes(torch.ones(3, dtype=torch.float16), as_float32=True)
-        12
-    """
+    """Return how many bytes :class:`BytePieces` gives for a plain tensor."""
     return tensor.numel() * (4 if as_float32 else tensor.element_size())
 
 
 class BytePieces:
     """Reads plain tensors piece by piece; made for one thread and used for many tensors.
-
-    A tensor on the CPU is read where it is. One on an accelerator goes through two page-locked
-    buffers: while the caller works on one piece, the next is on its way.
-
-    Args:
-        staging_bytes: The size of each of the two buffers, at least 16; they are made when the
-            first tensor on an accelerator comes.
-        as_float32: Give the values converted to float32 (of complex numbers the real part) instead
-            of the raw bytes.
+    One on an accelerator goes through two page-locked buffers, the next piece under way meanwhile.
     """
 
     def __init__(self, staging_bytes: int, *, as_float32: bool) -> None:
@@ -141,15 +89,7 @@ class BytePieces:
         self._scratch: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in logical (row-major) order.
-
-        Args:
-            tensor: A plain strided tensor on any device, its values already computed: other
-                streams of the accelerator are not waited for.
-
-        Yields:
-            Views of memory, not to be written, each valid until the next one is asked for.
-        """
+        """Yield a tensor's bytes in row-major order, each view valid until the next one."""
         values = tensor.real if self._as_float32 and tensor.is_complex() else tensor
         flat = values.contiguous().reshape(-1)
         if flat.device.type == "cpu":

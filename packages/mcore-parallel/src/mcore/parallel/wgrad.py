@@ -325,15 +325,7 @@ _CAST_BYTES = 128 << 20  # of converted rows at a time
 
 
 def check_main_grad(main_grad: object) -> torch.Tensor:
-    """Return a weight's accumulator if gradients can be added to it.
-
-    Raises:
-        RuntimeError: There is none, or its dtype is not float16, bfloat16, float32 or float64.
-
-    Example:
-        >>> check_main_grad(torch.zeros(2, 3)).shape
-        torch.Size([2, 3])
-    """
+    """Return a weight's accumulator if gradients can be added to it, else raise RuntimeError."""
     if not isinstance(main_grad, torch.Tensor):
         raise RuntimeError(
             f"the weight's main_grad is {main_grad!r}; allocate it, with the shape of the weight, "
@@ -350,28 +342,7 @@ def check_main_grad(main_grad: object) -> torch.Tensor:
 def accumulate_wgrad(
     main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor, *, use_fused: bool
 ) -> None:
-    """Add ``grad_output^T @ input_`` to ``main_grad`` in place.
-
-    A product of half-precision inputs is summed in the precision of ``main_grad``: it is never
-    rounded to half precision on the way. No communication.
-
-    Args:
-        main_grad: ``[v, h]``, of a dtype that :func:`check_main_grad` takes.
-        grad_output: ``[n, v]``.
-        input_: ``[n, h]``.
-        use_fused: Take the CUDA extension ``fused_weight_gradient_mlp_cuda`` where it is installed
-            and the tensors are on a CUDA device.
-
-    Raises:
-        ValueError: The shapes do not fit.
-
-    Example:
-        >>> total = torch.zeros(1, 2)
-        >>> ones = torch.ones(3, 1, dtype=torch.bfloat16)
-        >>> accumulate_wgrad(total, ones, torch.ones(3, 2, dtype=torch.bfloat16), use_fused=False)
-        >>> total
-        tensor([[3., 3.]])
-    """
+    """Add ``grad_output^T @ input_`` to ``main_grad`` in place, in its own precision."""
     expected = (grad_output.shape[1], input_.shape[1])
     if tuple(main_grad.shape) != expected or grad_output.shape[0] != input_.shape[0]:
         raise ValueError(
@@ -410,7 +381,7 @@ def _fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
 def _mixed_gemm_exists(
     main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
 ) -> bool:
-    """Say whether the device multiplies half-precision matrices into a float32 sum."""
+    """Return whether the device multiplies half-precision matrices into a float32 sum."""
     return (
         main_grad.is_cuda
         and main_grad.dtype == torch.float32

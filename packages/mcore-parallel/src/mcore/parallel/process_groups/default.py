@@ -51,7 +51,7 @@ def _swap(new: _Slot) -> _Slot:
 
 
 def _drop(stale: _Slot) -> bool:
-    """Empty the slot unless another thread has filled it since; say whether this call did."""
+    """Empty the slot unless another thread has filled it since; return whether this call did."""
     global _slot
     with _lock:
         if _slot is not stale:
@@ -187,7 +187,7 @@ def get_tensor_model_parallel_group_if_none(
 
 
 def _is_new(filename: str, line: int) -> bool:
-    """Say once for each source line and world group that a warning is due."""
+    """Return whether a source line has not been warned in this world group, and remember it."""
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     sites = _warned.setdefault(world, set())
     known = (filename, line) in sites

@@ -50,23 +50,7 @@ def groups_from_mesh(
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
 ) -> dict[str, Any]:
     """Take the groups of the meshes' dimensions and create the wanted composites of them.
-
     Collective on the world group; all ranks give the same arguments.
-
-    Args:
-        mesh: The dense mesh with dimension names.
-        expert_mesh: The expert mesh with dimension names, or None.
-        names: The dimension that stands for a field, where it has another name.
-        wanted: Names of fields.
-        choices: For ``embd`` and ``pos_embd`` which ranks of a pipeline belong to it.
-
-    Returns:
-        The value of each field that is wanted and exists in the meshes.
-
-    Raises:
-        TypeError: What is no DeviceMesh was given.
-        ValueError: Dimensions without names, a name that is no dimension, different pipeline
-            groups in the two meshes, or this rank is in no mesh (after all groups were made).
     """
     dense, expert = _views(mesh, expert_mesh, names or {})
     if expert is not None:

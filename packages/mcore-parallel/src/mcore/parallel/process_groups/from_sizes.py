@@ -29,17 +29,7 @@ SIZE_NAMES = ("tp", "cp", "pp", "ep", "expt_tp")
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which ranks form which group, worked out alike on every rank before any group is made.
-
-    Attributes:
-        sizes: The sizes of the parallelisms.
-        dense: The layout of the dense view.
-        expert: The layout of the expert view.
-        table: For each field the ranks of all its groups.
-        hcp_levels: For each level of hierarchical context parallelism the ranks of all groups.
-        device_type: The device type of the meshes.
-        digest: A number that stands for everything but the sizes.
-    """
+    """The ranks of every group, worked out alike on every rank before any group is made."""
 
     sizes: ParallelSizes
     dense: Layout
@@ -58,22 +48,7 @@ def plan_groups(
     hcp_sizes: Sequence[int] | None,
     device_type: str | None,
 ) -> GroupPlan:
-    """Work out the wanted groups and check the arguments; no communication.
-
-    Args:
-        sizes: The sizes of the parallelisms.
-        order: The order of the axes, fastest first.
-        wanted: Names of fields, in the order of creation.
-        choices: For ``embd`` and ``pos_embd`` which ranks of a pipeline belong to it.
-        hcp_sizes: Factors of the context-parallel size, or None.
-        device_type: The device type of the meshes; None lets the backend decide.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: The world cannot be divided so, or an argument is malformed.
-    """
+    """Work out the wanted groups and check the arguments; no communication."""
     dense, expert = layouts_of_sizes(sizes, dist.get_world_size(), order)
     hcp_levels = [] if hcp_sizes is None else hierarchical_lists(dense.lists(["cp"]), hcp_sizes)
     table = rank_table(dense, expert, wanted, choices)
@@ -87,12 +62,7 @@ def plan_groups(
 
 def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
     """Return the plan if all ranks have the same and none has an error, else raise on all ranks.
-
     Collective on the world group: one all-reduce (MAX of 13 int64); none in a world of one rank.
-
-    Raises:
-        ValueError: The plans differ, with the sizes that do; or the error of the first rank that
-            has one.
     """
     if dist.get_world_size() == 1:
         return _own_plan(plan, error)
@@ -129,11 +99,7 @@ def _own_plan(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
 
 def groups_of_plan(plan: GroupPlan) -> dict[str, Any]:
     """Create the groups of a plan and, where all their axes are wanted, the two meshes.
-
     Collective on the world group; all ranks give the same plan.
-
-    Returns:
-        The value of each field that was created.
     """
     maker = GroupMaker()
     made: dict[str, Any] = {
@@ -155,17 +121,7 @@ def rank_table(
     wanted: Sequence[str],
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
 ) -> dict[str, list[list[int]]]:
-    """List the ranks of every group of each wanted field, in the order of the fields.
-
-    Args:
-        dense: The layout of the dense view.
-        expert: The layout of the expert view.
-        wanted: Names of fields; ``hcp`` is left to :func:`hierarchical_lists`.
-        choices: For ``embd`` and ``pos_embd`` which ranks of a pipeline belong to it.
-
-    Returns:
-        For each field disjoint ascending lists of global ranks.
-    """
+    """List the ranks of every group of each wanted field, in the order of the fields."""
     table = {}
     for name in GROUP_FIELDS:
         if name not in wanted:
@@ -197,11 +153,8 @@ def default_device_type() -> str:
 
 
 class GroupMaker:
-    """Creates groups and hands out the existing one when a set of ranks comes again.
-
-    On an accelerator every communicator costs memory and start-up time, and many parallelisms of
-    size 1 or of full size have the same ranks. The world group serves the set of all ranks. All
-    ranks of the world must make the same calls in the same order.
+    """Creator of process groups that hands out the existing one when a set of ranks comes again.
+    Each communicator costs an accelerator memory. All ranks make the same calls in the same order.
     """
 
     def __init__(self) -> None:
@@ -215,21 +168,13 @@ class GroupMaker:
             self._made.setdefault(tuple(ranks), group if self._rank in ranks else None)
 
     def knows(self, rank_lists: Iterable[Sequence[int]]) -> bool:
-        """Say whether every one of the lists has its group."""
+        """Return whether every one of the lists has its group."""
         return all(tuple(ranks) in self._made for ranks in rank_lists)
 
     def group_of(
         self, rank_lists: Sequence[Sequence[int]], description: str
     ) -> dist.ProcessGroup | None:
-        """Return this rank's group among disjoint lists, creating those that do not exist.
-
-        Args:
-            rank_lists: Ascending global ranks of each group, the same on every rank of the world.
-            description: The name of the groups in torch's logs.
-
-        Returns:
-            The group whose list has this rank, or None.
-        """
+        """Return this rank's group among disjoint lists, creating those that do not exist."""
         missing = [list(ranks) for ranks in rank_lists if tuple(ranks) not in self._made]
         if missing:
             enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch leaves it untyped

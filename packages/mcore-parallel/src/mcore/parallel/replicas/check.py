@@ -38,13 +38,7 @@ class _Settings(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """What this rank holds of the parameters that one group replicates.
-
-    Attributes:
-        descriptions: The settings and all parameters, which must be equal on all ranks.
-        compared: The parameters with a digest in `table`, in its order.
-        table: Their digests.
-    """
+    """What this rank holds of the parameters that one group replicates, with their digests."""
 
     descriptions: list[str]
     compared: list[NamedParam]
@@ -156,7 +150,7 @@ def _params_by_field(model: nn.Module | Sequence[nn.Module]) -> dict[str, list[N
 def _warn_of_unchecked(
     params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, GroupLike | None]
 ) -> None:
-    """Say so when parameters go unchecked because nobody named their group."""
+    """Warn when parameters go unchecked because nobody named their group."""
     if not is_distributed() or get_default_process_groups() is not None:
         return
     arguments = {"expt_dp": "expert_dp_group", "dp": "dp_group"}

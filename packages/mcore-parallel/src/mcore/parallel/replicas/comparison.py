@@ -16,13 +16,7 @@ from mcore.tensor.dtensor import is_dtensor
 
 
 def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
-    """Return what has to be equal on two ranks for the bytes of a parameter to be comparable.
-
-    Args:
-        named: The parameter.
-        layout: How its shards lie in the group, empty for a tensor that is no DTensor.
-        with_dtype: Whether copies of another dtype count as different.
-    """
+    """Return what has to be equal on two ranks for the bytes of a parameter to be comparable."""
     param = named.param
     words = [f"{named.name!r} of model chunk {named.chunk}", f"shape {tuple(param.shape)}"]
     words += [str(param.dtype)] * with_dtype
@@ -36,26 +30,13 @@ def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
 
 
 def structure_digest(descriptions: Sequence[str]) -> bytes:
-    """Return a 20-byte digest of a list of texts.
-
-    Example:
-        >>> structure_digest(["a", "b"]) == structure_digest(["ab"])
-        False
-    """
+    """Return a 20-byte digest of a list of texts."""
     return _digest(repr(list(descriptions)))
 
 
 def raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raise on every rank of a group whose lists differ, and say where the first difference is.
-
-    Two all-reduces over ``group``: MAX of two int64, and MAX of 40 uint8 for each entry that all
-    ranks have. Every rank of it calls this.
-
-    Args:
-        descriptions: The call's settings, then one text for each parameter.
-
-    Raises:
-        ValueError: Always.
+    """Raise ValueError on every rank of a group whose lists differ, naming the first difference.
+    Two all-reduces: MAX of two int64, and MAX of 40 uint8 for each entry that all ranks have.
     """
     counts = torch.tensor([len(descriptions), -len(descriptions)]).to(comm_device(group))
     dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
@@ -78,14 +59,7 @@ DIGEST_BYTES = 20  # of SHA-1
 
 
 class HashTable(NamedTuple):
-    """This rank's digests as rows of a table that all ranks of a group have in common.
-
-    Attributes:
-        rows: The row of each digest, int64 ``[n]``.
-        digests: uint8 ``[n, 20]``.
-        num_rows: The rows of the whole table, n or more; the same on all ranks.
-        is_full: Whether every rank holds a digest for every row; the same on all ranks.
-    """
+    """This rank's digests as rows of a table that all ranks of a group have in common."""
 
     rows: torch.Tensor
     digests: torch.Tensor
@@ -96,12 +70,7 @@ class HashTable(NamedTuple):
 def hash_table(
     rows: Sequence[int], digests: Sequence[bytes], num_rows: int, *, is_full: bool
 ) -> HashTable:
-    """Pack digests, each of 20 bytes, into a table.
-
-    Example:
-        >>> hash_table([2], [bytes(20)], 4, is_full=False).digests.shape
-        torch.Size([1, 20])
-    """
+    """Pack digests, each of 20 bytes, into a table."""
     packed = torch.zeros(len(digests), DIGEST_BYTES, dtype=torch.uint8)
     if digests:
         packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
@@ -111,12 +80,8 @@ def hash_table(
 
 
 def agree_on_all_ranks(table: HashTable, group: dist.ProcessGroup) -> bool:
-    """Say whether, in every row, all ranks that hold a digest hold the same; one holds one.
-
-    One all-reduce (MAX of uint8, 40 bytes for each row) over ``group``; every rank of it calls
-    this and gets the same answer. A digest ``h`` travels with ``255 - h``: the maximum of the first
-    and that of the second still add up to 255 only if all digests of the row were equal. Zeros of
-    ranks that hold none change neither.
+    """Return whether, in every row, all ranks that hold a digest hold the same.
+    One all-reduce (MAX of uint8, 40 bytes a row); zeros of ranks that hold none change nothing.
     """
     both = torch.zeros(2, table.num_rows, DIGEST_BYTES, dtype=torch.uint8)
     both[0, table.rows] = table.digests
@@ -127,13 +92,7 @@ def agree_on_all_ranks(table: HashTable, group: dist.ProcessGroup) -> bool:
 
 def differing_from_first(table: HashTable, group: dist.ProcessGroup) -> list[int]:
     """List which of this rank's digests differ from those of the first rank that holds the row.
-
-    Every rank of ``group`` calls this. A full table costs one broadcast from the group's first rank
-    (20 bytes for each row), another one all-reduce (MAX of int64) to find the first holders and one
-    (MAX of uint8) to hear from them.
-
-    Returns:
-        Indices into the table's digests, ascending; another list on each rank.
+    A full table costs one broadcast of 20 bytes a row, another one two all-reduces (MAX).
     """
     if table.is_full:
         reference = table.digests.to(comm_device(group))

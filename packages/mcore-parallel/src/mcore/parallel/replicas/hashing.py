@@ -113,18 +113,7 @@ def _named(chunk: int, name: str, param: nn.Parameter) -> NamedParam:
 def hash_params(
     params: Sequence[NamedParam], *, num_threads: int | None, bit_exact: bool
 ) -> list[bytes]:
-    """Return the 20-byte SHA-1 of each parameter's bytes on this rank.
-
-    A parameter that occurs twice is read once. Waits for the accelerators that hold parameters.
-
-    Args:
-        params: The parameters.
-        num_threads: As for :func:`param_hashes`.
-        bit_exact: As for :func:`param_hashes`.
-
-    Raises:
-        ValueError: ``num_threads`` is below 1.
-    """
+    """Return the SHA-1 of each parameter's bytes on this rank; one that is there twice is read once."""
     threads = _default_threads() if num_threads is None else num_threads
     if threads < 1:
         raise ValueError(f"num_threads is {num_threads}; at least 1 is needed")

@@ -87,34 +87,7 @@ def model_parallel_cuda_manual_seed(
 def rng_stream_seeds(
     seed: int, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
 ) -> dict[str, int]:
-    """Return the seed of each stream of a rank, by Megatron-LM's formula.
-
-    - `data-parallel-rng`: `seed`
-    - `model-parallel-rng`: `seed + 2718 + tp_rank`
-    - `expert-parallel-rng`: `seed + 1024 + 100 * ep_rank + etp_rank`
-
-    The three seeds of one rank are checked against each other. Between ranks, seeds can be equal,
-    and with them the numbers: model and expert streams cannot meet while
-    `100 * ep_rank + etp_rank < 1694`, expert streams not while `etp_rank < 100`. A pipeline offset
-    of 100 for each stage is as wide as the step between expert-parallel ranks, so that `ep_rank` 1
-    of one stage shares its expert stream with `ep_rank` 0 of the next.
-
-    Args:
-        seed: Seed of the job, an int >= 0.
-        tp_rank: Tensor-parallel rank.
-        ep_rank: Expert-parallel rank.
-        etp_rank: Expert-tensor-parallel rank.
-
-    Returns:
-        Seed by stream name: data, model, expert.
-
-    Raises:
-        ValueError: An argument is negative or no int, a seed exceeds 64 bits, or two are equal.
-
-    Example:
-        >>> list(rng_stream_seeds(1234, tp_rank=1, ep_rank=1).values())
-        [1234, 3953, 2358]
-    """
+    """Return the seed of a rank's data, model and expert stream; ValueError if two are equal."""
     numbers = {"seed": seed, "tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
     seed, tp_rank, ep_rank, etp_rank = (_natural(*item) for item in numbers.items())
     seeds = {

@@ -128,17 +128,7 @@ def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
 
 
 def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> RngTracker:
-    """Return the shared tracker, made if need be; warn once about flags that are not its own.
-
-    Args:
-        flags: What is asked for.
-        force_reset: Make a new tracker in any case.
-        stacklevel: Whose line the warning shows, as for `warnings.warn` called here.
-
-    Example:
-        >>> ensure_tracker(TrackerFlags(False, False, False), False, 2) is get_cuda_rng_tracker()
-        True
-    """
+    """Return the shared tracker, made if need be; warn once about flags that are not its own."""
     global _shared
     with _lock:
         shared = _shared

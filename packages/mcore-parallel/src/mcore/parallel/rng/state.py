@@ -115,21 +115,7 @@ def convert_cuda_rng_state(
 
 
 def resolve_rng_device(device: int | str | torch.device) -> torch.device:
-    """Return the device meant by an argument of this module, with the index of an accelerator.
-
-    Args:
-        device: As for `_get_cuda_rng_state`.
-
-    Returns:
-        A device that exists.
-
-    Raises:
-        RuntimeError: It was named explicitly and does not exist.
-
-    Example:
-        >>> resolve_rng_device("cpu")
-        device(type='cpu')
-    """
+    """Return the device meant by an argument of this module, with the index of an accelerator."""
     current = current_device()
     if device == CURRENT_INDEX:
         return current
@@ -150,21 +136,7 @@ def resolve_rng_device(device: int | str | torch.device) -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that draws on a device use when they are given none.
-
-    Args:
-        device: A device with an index, or the CPU. Its runtime is initialised.
-
-    Returns:
-        The generator itself, not a copy.
-
-    Raises:
-        RuntimeError: torch gives no access to the device's generators.
-
-    Example:
-        >>> default_generator(torch.device("cpu")) is torch.default_generator
-        True
-    """
+    """Return the generator, not a copy, that draws on a device use when they are given none."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -180,12 +152,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
-    """Return a generator's plain state, or a handle that shares its state where it can be shared.
-
-    Example:
-        >>> read_rng_state(torch.Generator(), graph_safe=False).dtype
-        torch.uint8
-    """
+    """Return a generator's plain state, or a handle that shares its state where it can."""
     if not graph_safe:
         return generator.get_state()
     if _shares_state(generator.device.type):
@@ -194,17 +161,7 @@ def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
 
 
 def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: bool) -> None:
-    """Make a generator go on from a plain state, or share the state of a handle where it can.
-
-    Raises:
-        TypeError: `state` is not of the kind that `graph_safe` asks for.
-
-    Example:
-        >>> generator = torch.Generator()
-        >>> write_rng_state(generator, torch.Generator().manual_seed(1), graph_safe=True)
-        >>> generator.initial_seed()
-        1
-    """
+    """Make a generator go on from a plain state, or share the state of a handle where it can."""
     expected = torch.Generator if graph_safe else Tensor
     if not isinstance(state, expected):
         raise TypeError(
@@ -221,7 +178,7 @@ def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: boo
 
 @functools.cache
 def _shares_state(device_type: str) -> bool:
-    """Say whether generators of a device type can share one state, asked once of torch."""
+    """Return whether generators of a device type can share one state, asked once of torch."""
     try:
         torch.Generator(device_type).graphsafe_get_state()
     except NotImplementedError:
@@ -241,13 +198,7 @@ def clone_rng_state(state: RngState) -> RngState:
 
 
 def require_graph_safe_generators(device: torch.device) -> None:
-    """Raise RuntimeError if graphs on this device cannot register generators.
-
-    Devices without graphs pass: there a copy of the generator stands for the handle.
-
-    Example:
-        >>> require_graph_safe_generators(torch.device("cpu"))
-    """
+    """Raise RuntimeError if graphs on this device cannot register generators; a CPU has none."""
     if device.type == CUDA and not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
         raise RuntimeError(
             "use_cudagraphable_rng needs torch.cuda.CUDAGraph.register_generator_state, which "

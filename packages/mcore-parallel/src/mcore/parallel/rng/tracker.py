@@ -325,13 +325,7 @@ RNGStatesTracker = CudaRNGStatesTracker
 
 
 def check_new_stream(name: str, seed: int, states: Mapping[str, Any], seeds: set[int]) -> None:
-    """Raise ValueError if a seed or a stream's name is in use.
-
-    Example:
-        >>> check_new_stream("b", 1, {"a": ...}, {1})
-        Traceback (most recent call last):
-        ValueError: seed 1 already exists
-    """
+    """Raise ValueError if a seed or a stream's name is in use."""
     if seed in seeds:
         raise ValueError(f"seed {seed} already exists")
     if name in states:

@@ -22,25 +22,7 @@ MIN_TE_VERSION = "1.5.0"
 
 
 def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None:
-    """Make a tracker on top of TransformerEngine's, with the interface of this package.
-
-    TransformerEngine is imported here. Its tracker can be captured in CUDA graphs and serves
-    layers in FP8; it exchanges the states of the current CUDA device.
-
-    Args:
-        is_inference_rng_tracker: As for `CudaRNGStatesTracker`.
-
-    Returns:
-        The tracker, an instance of TransformerEngine's class, or None without TransformerEngine.
-
-    Raises:
-        RuntimeError: TransformerEngine is older than 1.5.0 or cannot be imported.
-
-    Example:
-        >>> tracker = make_te_tracker()
-        >>> tracker is None or is_te_tracker(tracker)
-        True
-    """
+    """Make a tracker on top of TransformerEngine's; None where that is not installed."""
     if not is_te_min_version("0.0.0"):
         return None
     if not is_te_min_version(MIN_TE_VERSION):
@@ -61,12 +43,7 @@ def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None
 
 
 def is_te_tracker(tracker: object) -> bool:
-    """Say whether a tracker is one of TransformerEngine's; imports nothing.
-
-    Example:
-        >>> is_te_tracker(None)
-        False
-    """
+    """Return whether a tracker is one of TransformerEngine's; imports nothing."""
     base = getattr(sys.modules.get(TE_MODULE), "CudaRNGStatesTracker", None)
     return base is not None and isinstance(tracker, base)
 
