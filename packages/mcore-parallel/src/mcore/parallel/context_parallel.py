@@ -1,8 +1,8 @@
 """Slices of a batch for the ranks of a context-parallel group, balanced for causal attention.
 
-A sequence is cut into `2 * cp` equal chunks and rank r takes the chunks r and `2 * cp - 1 - r`, one
-from each end. A causal query at position p attends to p + 1 keys, so the two chunks together cost
-the same on every rank. The scheme is the one of Megatron-LM's context parallelism.
+A sequence is cut into ``2 * cp`` equal chunks and rank r takes the chunks r and ``2 * cp - 1 - r``,
+one from each end. A causal query at position p attends to p + 1 keys, so the two chunks together
+cost the same on every rank. The scheme is the one of Megatron-LM's context parallelism.
 """
 
 from __future__ import annotations
@@ -38,41 +38,42 @@ def get_batch_on_this_cp_rank(
 
     No communication. Three ways to split, all by the two-chunk scheme of this module:
 
-    - per sequence, when the batch has no `cu_seqlens` or with `use_per_sequence_balancing`: each
-      tensor along its sequence dim;
-    - packed, when it has `cu_seqlens`: inside every document, so that each stays balanced, for
-      the keys `tokens`, `labels`, `loss_mask`, `position_ids` and those in `seq_dims`;
-    - hybrid, with `is_hybrid_cp` where the batch has `cu_seqlens` or `local_cp_size`: per sequence
-      over a group chosen for this batch, which the result holds as `hybrid_cp_group`.
+    - per sequence, when the batch has no ``cu_seqlens`` or with ``use_per_sequence_balancing``:
+      each tensor along its sequence dim;
+    - packed, when it has ``cu_seqlens``: inside every document, so that each stays balanced, for
+      the keys ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and those in ``seq_dims``;
+    - hybrid, with ``is_hybrid_cp`` where the batch has ``cu_seqlens`` or ``local_cp_size``: per
+      sequence over a group chosen for this batch, which the result holds as ``hybrid_cp_group``.
 
-    Tensors that are split are checked before any is copied. `None`, values that are no tensors
-    and the keys `cu_seqlens`, `cu_seqlens_padded`, `max_seqlen`, `local_cp_size` and
-    `hybrid_cp_group` pass through; lengths in them stay those of the whole sequence.
+    Tensors that are split are checked before any is copied. ``None``, values that are no tensors
+    and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``, ``local_cp_size`` and
+    ``hybrid_cp_group`` pass through; lengths in them stay those of the whole sequence.
 
     Args:
-        batch: Tensors by name, `[b, s]` or `[b, s, ...]`; an `attention_mask` is `[b, 1, sq, sk]`,
-            of which the query dim is split, or `[b, s]`. Packed batches have `cu_seqlens` `[n]` or
-            `[1, n]`, the borders of the documents; `cu_seqlens_padded` is used instead where
-            present. Hybrid batches have `local_cp_size`, an int or a tensor of one element. A
-            `cu_seqlens` or `local_cp_size` on an accelerator is read with one host sync.
-        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default `cp` of the
-            default `ProcessGroups`, else one rank.
-        is_hybrid_cp: The batch says itself, by `local_cp_size`, how many ranks share it.
-        hybrid_cp_group_func: Called as `hybrid_cp_group_func(group_size=n)` for the group of the
+        batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``; an ``attention_mask`` is
+            ``[b, 1, sq, sk]``, of which the query dim is split, or ``[b, s]``. Packed batches have
+            ``cu_seqlens`` ``[n]`` or ``[1, n]``, the borders of the documents;
+            ``cu_seqlens_padded`` is used instead where present. Hybrid batches have
+            ``local_cp_size``, an int or a tensor of one element. A ``cu_seqlens`` or
+            ``local_cp_size`` on an accelerator is read with one host sync.
+        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default ``cp`` of the
+            default ``ProcessGroups``, else one rank.
+        is_hybrid_cp: The batch says itself, by ``local_cp_size``, how many ranks share it.
+        hybrid_cp_group_func: Called as ``hybrid_cp_group_func(group_size=n)`` for the group of the
             n ranks that share a hybrid batch; needed when n > 1.
-        use_per_sequence_balancing: Split per sequence even if there is a `cu_seqlens`.
-        seq_dims: Sequence dim by key where it is not dim 1 (dim 2 for an `attention_mask` with
-            three or more dims); `None` lets the key pass through.
+        use_per_sequence_balancing: Split per sequence even if there is a ``cu_seqlens``.
+        seq_dims: Sequence dim by key where it is not dim 1 (dim 2 for an ``attention_mask`` with
+            three or more dims); ``None`` lets the key pass through.
 
     Returns:
-        A new dict with the same keys. Split tensors are new, contiguous, `1 / cp` as long in the
-        sequence dim and differentiable. With one rank, with a `local_cp_size` of 1, and where
+        A new dict with the same keys. Split tensors are new, contiguous, ``1 / cp`` as long in the
+        sequence dim and differentiable. With one rank, with a ``local_cp_size`` of 1, and where
         torch.distributed is not initialised: a shallow copy.
 
     Raises:
-        TypeError: `cp_group` is a bool, or a tensor to split is a DTensor.
-        ValueError: A length is not divisible by `2 * cp`, a tensor lacks its sequence dim,
-            `cu_seqlens` does not describe the sequence, a packed batch has an attention mask, a
+        TypeError: ``cp_group`` is a bool, or a tensor to split is a DTensor.
+        ValueError: A length is not divisible by ``2 * cp``, a tensor lacks its sequence dim,
+            ``cu_seqlens`` does not describe the sequence, a packed batch has an attention mask, a
             hybrid one lacks what it needs, or this rank is not in the group.
 
     Example:
@@ -117,17 +118,18 @@ def cp_zigzag_index(
         seq_len: Length of the whole sequence.
         cp_size: Number of context-parallel ranks, cp.
         cp_rank: The rank asked for, 0 to cp - 1.
-        cu_seqlens: Borders of the documents packed into the sequence, `[n]` or `[1, n]`, from 0 to
-            `seq_len`; each document is then balanced on its own. On an accelerator it is read
+        cu_seqlens: Borders of the documents packed into the sequence, ``[n]`` or ``[1, n]``, from 0
+            to ``seq_len``; each document is then balanced on its own. On an accelerator it is read
             with one host sync.
         device: Where the result goes; default the CPU.
 
     Returns:
-        int64 tensor `[seq_len / cp]`.
+        int64 tensor ``[seq_len / cp]``.
 
     Raises:
-        ValueError: `cp_rank` is not below `cp_size`, the sequence or a document is not divisible
-            by `2 * cp`, or `cu_seqlens` does not describe the sequence. One rank takes any length.
+        ValueError: ``cp_rank`` is not below ``cp_size``, the sequence or a document is not
+            divisible by ``2 * cp``, or ``cu_seqlens`` does not describe the sequence. One rank
+            takes any length.
 
     Example:
         >>> cp_zigzag_index(16, 2, 0).tolist()
@@ -151,17 +153,17 @@ def cp_unzigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
     """Put the shards of all context-parallel ranks back into the order of the sequence.
 
     The inverse of the per-sequence split; no communication. Differentiable, e.g. after gathering
-    keys along dim 0: `cp_unzigzag(gathered.chunk(cp), dim=0)`.
+    keys along dim 0: ``cp_unzigzag(gathered.chunk(cp), dim=0)``.
 
     Args:
         shards: One tensor for each rank, in rank order, of equal shape.
         dim: The sequence dim of the shards.
 
     Returns:
-        A new tensor, cp times as long in `dim`; a single shard is returned as it is.
+        A new tensor, cp times as long in ``dim``; a single shard is returned as it is.
 
     Raises:
-        ValueError: No shards, shards of different shapes, without `dim`, or of odd length.
+        ValueError: No shards, shards of different shapes, without ``dim``, or of odd length.
 
     Example:
         >>> shards = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]

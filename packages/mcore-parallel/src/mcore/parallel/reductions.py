@@ -62,7 +62,7 @@ def reduce_max_stat_across_model_parallel_group(
 def logical_and_across_model_parallel_group(
     input: bool | torch.Tensor, mp_group: GroupLike | None
 ) -> bool:
-    """Say whether a condition holds on every rank of a group.
+    """Return whether a condition holds on every rank of a group.
 
     One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
     same answer. A tensor on the device of the group's collectives is not waited for before them.
@@ -162,8 +162,8 @@ def reduce_step_stats(
     device instead of one for each entry.
 
     Args:
-        stats: What :func:`reduce_max_stat_across_model_parallel_group` takes, by name.
-        flags: What :func:`logical_and_across_model_parallel_group` takes, by name.
+        stats: What :func:``reduce_max_stat_across_model_parallel_group`` takes, by name.
+        flags: What :func:``logical_and_across_model_parallel_group`` takes, by name.
         group: The group; None means ``mp`` of the default ProcessGroups.
 
     Returns:
@@ -310,7 +310,7 @@ def encode_double(value: float | None) -> int:
 
 
 def decode_double(code: int) -> float | None:
-    """Give back what :func:`encode_double` encoded."""
+    """Return what :func:``encode_double`` encoded."""
     if code == NO_VALUE:
         return None
     if code == _NAN:

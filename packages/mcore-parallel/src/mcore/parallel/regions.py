@@ -2,33 +2,34 @@
 
 Each function runs one collective in the forward pass and its counterpart in the backward pass, so
 that a layer sharded over a tensor-parallel group gives the outputs and gradients of the unsharded
-layer. With `n` ranks in the group, `r` this rank, and dim 0 the sequence:
+layer. With ``n`` ranks in the group, ``r`` this rank, and dim 0 the sequence:
 
-| function                                     | forward               | backward              |
-|----------------------------------------------|-----------------------|-----------------------|
-| `copy_to_tensor_model_parallel_region`       | identity              | all-reduce (sum)      |
-| `reduce_from_tensor_model_parallel_region`   | all-reduce (sum)      | identity              |
-| `scatter_to_tensor_model_parallel_region`    | slice r of last dim   | all-gather, last dim  |
-| `gather_from_tensor_model_parallel_region`   | all-gather, last dim  | slice r of last dim   |
-| `scatter_to_sequence_parallel_region`        | slice r of dim 0      | all-gather, dim 0     |
-| `gather_from_sequence_parallel_region` (*)   | all-gather, dim 0     | reduce-scatter, dim 0 |
-|                                              |                       | or slice r of dim 0   |
-| `reduce_scatter_to_sequence_parallel_region` | reduce-scatter, dim 0 | all-gather, dim 0     |
+==========================================  =====================  ================================
+function                                    forward                backward
+==========================================  =====================  ================================
+copy_to_tensor_model_parallel_region        identity               all-reduce (sum)
+reduce_from_tensor_model_parallel_region    all-reduce (sum)       identity
+scatter_to_tensor_model_parallel_region     slice r of last dim    all-gather, last dim
+gather_from_tensor_model_parallel_region    all-gather, last dim   slice r of last dim
+scatter_to_sequence_parallel_region         slice r of dim 0       all-gather, dim 0
+gather_from_sequence_parallel_region (*)    all-gather, dim 0      reduce-scatter or slice r, dim 0
+reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0  all-gather, dim 0
+==========================================  =====================  ================================
 
 (*) The reduce-scatter sums what the ranks hold, which is right when the consumer of the gathered
 tensor is itself tensor-parallel: each rank then has a part of the gradient. When all ranks run the
-same computation on the gathered tensor (`tensor_parallel_output_grad=False`), each already holds
+same computation on the gathered tensor (``tensor_parallel_output_grad=False``), each already holds
 the whole gradient and takes its own slice.
 
 What holds for all of them:
 
-- The group is the argument, else `tp` of the default `ProcessGroups`, else none. Without a group,
-  with a group of one rank, and where torch.distributed is not initialised, the input itself is
-  returned and nothing is sent.
+- The group is the argument, else ``tp`` of the default ``ProcessGroups``, else none. Without a
+  group, with a group of one rank, and where torch.distributed is not initialised, the input
+  itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
   same order, and must run the backward pass alike. Unequal shapes are not detected.
 - The input is never modified. Results of a collective and slices own their memory; only
-  `copy_to_tensor_model_parallel_region` returns an alias of its input, on which autograd refuses
+  ``copy_to_tensor_model_parallel_region`` returns an alias of its input, on which autograd refuses
   in-place changes.
 - Inputs and gradients may have any strides and any dtype that the group's backend reduces;
   gradients of gradients work, since every backward pass is one of these functions again.
@@ -56,14 +57,15 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
 
     Args:
         input_: Tensor of any shape, equal on all ranks of the group.
-        group: Tensor-parallel group or 1-D DeviceMesh; default `tp` of the default `ProcessGroups`.
+        group: Tensor-parallel group or 1-D DeviceMesh; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        The same values on every rank, sharing memory with `input_`. The gradient of `input_` is
-        the all-reduced sum of the ranks' gradients, on every rank. Without a group, `input_`.
+        The same values on every rank, sharing memory with ``input_``. The gradient of ``input_`` is
+        the all-reduced sum of the ranks' gradients, on every rank. Without a group, ``input_``.
 
     Raises:
-        ValueError: This rank is not a member of `group`.
+        ValueError: This rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -82,14 +84,15 @@ def reduce_from_tensor_model_parallel_region(
 
     Args:
         input_: Tensor of any shape, this rank's summand.
-        group: Tensor-parallel group or 1-D DeviceMesh; default `tp` of the default `ProcessGroups`.
+        group: Tensor-parallel group or 1-D DeviceMesh; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
         A new tensor of the same shape: the all-reduced sum, on every rank. Without a group,
-        `input_`.
+        ``input_``.
 
     Raises:
-        ValueError: This rank is not a member of `group`.
+        ValueError: This rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -106,17 +109,17 @@ def scatter_to_tensor_model_parallel_region(
     """Keep this rank's slice of the last dim; backward all-gathers it.
 
     Args:
-        input_: Tensor `[..., h]`, equal on all ranks of the group.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[..., h]``, equal on all ranks of the group.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[..., h / n]`: slice r of the last dim on rank r. The forward pass sends
-        nothing. Without a group, `input_`.
+        A new tensor ``[..., h / n]``: slice r of the last dim on rank r. The forward pass sends
+        nothing. Without a group, ``input_``.
 
     Raises:
-        ValueError: n does not divide h, `input_` has no dims, or this rank is not a member of
-            `group`.
+        ValueError: n does not divide h, ``input_`` has no dims, or this rank is not a member of
+            ``group``.
 
     Example:
         >>> import torch
@@ -133,16 +136,16 @@ def gather_from_tensor_model_parallel_region(
     """Concatenate the ranks' tensors along the last dim; backward takes this rank's slice.
 
     Args:
-        input_: Tensor `[..., h / n]`, this rank's slice.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[..., h / n]``, this rank's slice.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[..., h]`, all-gathered in rank order, on every rank. Without a group,
-        `input_`.
+        A new tensor ``[..., h]``, all-gathered in rank order, on every rank. Without a group,
+        ``input_``.
 
     Raises:
-        ValueError: `input_` has no dims, or this rank is not a member of `group`.
+        ValueError: ``input_`` has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -157,17 +160,17 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None 
     """Keep this rank's slice of dim 0, the sequence; backward all-gathers it.
 
     Args:
-        input_: Tensor `[s, ...]`, equal on all ranks of the group.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[s, ...]``, equal on all ranks of the group.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[s / n, ...]`: slice r of dim 0 on rank r. The forward pass sends nothing.
-        Without a group, `input_`.
+        A new tensor ``[s / n, ...]``: slice r of dim 0 on rank r. The forward pass sends nothing.
+        Without a group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, `input_` has no dims, or this rank is not a member of
-            `group`.
+        ValueError: n does not divide s, ``input_`` has no dims, or this rank is not a member of
+            ``group``.
 
     Example:
         >>> import torch
@@ -186,19 +189,19 @@ def gather_from_sequence_parallel_region(
     """Concatenate the ranks' tensors along dim 0, the sequence.
 
     Args:
-        input_: Tensor `[s / n, ...]`, this rank's slice of the sequence.
+        input_: Tensor ``[s / n, ...]``, this rank's slice of the sequence.
         tensor_parallel_output_grad: True when each rank uses the result for another part of the
             computation, so that backward reduce-scatters the ranks' gradients (a sum). False when
             all ranks compute the same from it, so that backward takes this rank's own slice.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[s, ...]`, all-gathered in rank order, on every rank. Without a group,
-        `input_`.
+        A new tensor ``[s, ...]``, all-gathered in rank order, on every rank. Without a group,
+        ``input_``.
 
     Raises:
-        ValueError: `input_` has no dims, or this rank is not a member of `group`.
+        ValueError: ``input_`` has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -219,17 +222,17 @@ def reduce_scatter_to_sequence_parallel_region(
     """Sum the ranks' tensors and keep this rank's slice of dim 0; backward all-gathers.
 
     Args:
-        input_: Tensor `[s, ...]`, this rank's summand.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[s, ...]``, this rank's summand.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[s / n, ...]`: slice r of the reduce-scattered sum on rank r. Without a
-        group, `input_`.
+        A new tensor ``[s / n, ...]``: slice r of the reduce-scattered sum on rank r. Without a
+        group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, `input_` has no dims, or this rank is not a member of
-            `group`.
+        ValueError: n does not divide s, ``input_`` has no dims, or this rank is not a member of
+            ``group``.
 
     Example:
         >>> import torch

@@ -73,7 +73,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bytes(tensor: torch.Tensor, *, as_float32: bool) -> int:
-    """Return how many bytes :class:`BytePieces` gives for a plain tensor."""
+    """Return how many bytes :class:``BytePieces`` gives for a plain tensor."""
     return tensor.numel() * (4 if as_float32 else tensor.element_size())
 
 

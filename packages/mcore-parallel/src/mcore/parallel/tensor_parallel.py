@@ -70,10 +70,10 @@ def _marked_dim(param: object) -> int | None:
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
-    """Say whether a parameter is split over the tensor-parallel ranks.
+    """Return whether a parameter is split over the tensor-parallel ranks.
 
     Args:
-        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
+        param: As for :func:``get_mcore_tensor_parallel_partition_dim``; no communication.
 
     Returns:
         True when it has a partition dimension.
@@ -87,12 +87,12 @@ def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
 
 
 def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
-    """Say whether every tensor-parallel rank holds the whole parameter.
+    """Return whether every tensor-parallel rank holds the whole parameter.
 
     Also True for a plain parameter that carries no tensor-parallel attribute at all.
 
     Args:
-        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
+        param: As for :func:``get_mcore_tensor_parallel_partition_dim``; no communication.
 
     Returns:
         True when it has no partition dimension.
@@ -110,7 +110,7 @@ def param_is_not_tensor_parallel_duplicate(
     tp_group: GroupLike | None = None,
     expert_tp_group: GroupLike | None = None,
 ) -> bool:
-    """Say whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
+    """Return whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
 
     A parameter marked ``tensor_model_parallel`` counts on every rank, for each holds another part.
     Any other counts on rank 0 of its group only. No communication.

@@ -53,7 +53,7 @@ def _collective(name: str, old_name: str) -> Any:
 
 
 def flatten_mesh_dims(mesh: DeviceMesh, dims: Sequence[str], name: str) -> DeviceMesh | None:
-    """Flatten two or more dimensions of a mesh, in mesh order, as :func:`flatten_mesh` does."""
+    """Flatten two or more dimensions of a mesh, in mesh order, as :func:``flatten_mesh`` does."""
     return flatten_mesh(mesh[tuple(dims)], name)
 
 

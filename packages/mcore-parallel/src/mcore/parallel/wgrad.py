@@ -59,13 +59,13 @@ def validate_wgrad_deferral(config: object) -> None:
 
 
 def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
-    """Say whether a layer has to leave the weight gradient of its next micro-batch for later.
+    """Return whether a layer has to leave the weight gradient of its next micro-batch for later.
 
     A layer that gets True appends its activation and its output gradient to its buffers; one that
     gets False computes the weight gradient at once.
 
     Args:
-        config: Any object, as for :func:`validate_wgrad_deferral`.
+        config: Any object, as for :func:``validate_wgrad_deferral``.
         num_deferred: The micro-batches that the layer's buffers hold already.
 
     Returns:

@@ -54,7 +54,7 @@ def check_param_hashes_across_dp_replicas(
     num_threads: int | None = None,
     bit_exact: bool = True,
 ) -> bool:
-    """Say whether the data-parallel copies of all parameters are equal, by their SHA-1.
+    """Return whether the data-parallel copies of all parameters are equal, by their SHA-1.
 
     Every rank of a group calls this. Parameters whose attribute ``allreduce`` is False (experts)
     are compared over ``expert_dp_group``, all others over ``dp_group``; the group of the experts
@@ -169,7 +169,7 @@ def _prepare(
     settings: _Settings,
     num_threads: int | None,
 ) -> dict[str, _Copies]:
-    """Describe and hash what is compared, all at once for the sake of the threads."""
+    """Describe and hash what is compared, all at once, which keeps the threads busy."""
     placed = {field: _with_slots(params[field], group) for field, group in groups.items()}
     compared = [named for pairs in placed.values() for named, slots in pairs if slots.has_replicas]
     digests = hash_params(compared, num_threads=num_threads, bit_exact=settings.bit_exact)

@@ -19,13 +19,18 @@ def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
     """Return what has to be equal on two ranks for the bytes of a parameter to be comparable."""
     param = named.param
     words = [f"{named.name!r} of model chunk {named.chunk}", f"shape {tuple(param.shape)}"]
-    words += [str(param.dtype)] * with_dtype
-    words += [layout] * bool(layout)
+    if with_dtype:
+        words.append(str(param.dtype))
+    if layout:
+        words.append(layout)
     for path, tensor in named.parts:
-        if path:
-            words.append(path.rstrip("."))
-            words += [f"shape {tuple(tensor.shape)}"] * (not is_dtensor(param))  # uneven shards
-            words += [str(tensor.dtype)] * with_dtype
+        if not path:
+            continue
+        words.append(path.rstrip("."))
+        if not is_dtensor(param):  # whose shards may be uneven
+            words.append(f"shape {tuple(tensor.shape)}")
+        if with_dtype:
+            words.append(str(tensor.dtype))
     return ", ".join(words)
 
 
@@ -61,10 +66,10 @@ DIGEST_BYTES = 20  # of SHA-1
 class HashTable(NamedTuple):
     """This rank's digests as rows of a table that all ranks of a group have in common."""
 
-    rows: torch.Tensor
-    digests: torch.Tensor
-    num_rows: int
-    is_full: bool
+    rows: torch.Tensor  # of each digest, int64 [n]
+    digests: torch.Tensor  # uint8 [n, 20]
+    num_rows: int  # of the whole table, the same on all ranks
+    is_full: bool  # whether every rank holds a digest for every row, the same on all ranks
 
 
 def hash_table(
@@ -83,6 +88,7 @@ def agree_on_all_ranks(table: HashTable, group: dist.ProcessGroup) -> bool:
     """Return whether, in every row, all ranks that hold a digest hold the same.
     One all-reduce (MAX of uint8, 40 bytes a row); zeros of ranks that hold none change nothing.
     """
+    # The maxima of ``h`` and of ``255 - h`` add up to 255 only if all digests of the row are equal.
     both = torch.zeros(2, table.num_rows, DIGEST_BYTES, dtype=torch.uint8)
     both[0, table.rows] = table.digests
     both[1, table.rows] = 255 - table.digests

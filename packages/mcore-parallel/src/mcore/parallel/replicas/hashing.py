@@ -113,7 +113,7 @@ def _named(chunk: int, name: str, param: nn.Parameter) -> NamedParam:
 def hash_params(
     params: Sequence[NamedParam], *, num_threads: int | None, bit_exact: bool
 ) -> list[bytes]:
-    """Return the SHA-1 of each parameter's bytes on this rank; one that is there twice is read once."""
+    """Return the 20-byte SHA-1 of each parameter, each of which is read only once."""
     threads = _default_threads() if num_threads is None else num_threads
     if threads < 1:
         raise ValueError(f"num_threads is {num_threads}; at least 1 is needed")
@@ -180,5 +180,5 @@ def _sha1(parts: list[Part], pieces: BytePieces) -> bytes:
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make an accelerator current in this thread, lest another one is initialised."""
+    """Make an accelerator current in this thread, so that no other one is initialised."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

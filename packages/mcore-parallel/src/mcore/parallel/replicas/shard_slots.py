@@ -20,9 +20,9 @@ class ShardSlots(NamedTuple):
     """The different shards of a tensor in a group, as places that are compared one by one."""
 
     num_shards: int = 1
-    own: int | None = 0
+    own: int | None = 0  # the place of this rank's shard; None where it holds none
     has_replicas: bool = True
-    layout: str = ""
+    layout: str = ""  # equal on ranks with equal places; empty for what all ranks hold whole
 
 
 _WHOLE = ShardSlots()

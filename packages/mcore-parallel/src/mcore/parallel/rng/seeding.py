@@ -39,25 +39,34 @@ def model_parallel_cuda_manual_seed(
 ) -> None:
     """Seed a device's default random numbers and the shared tracker's three streams.
 
-    Local to the process; no communication. The tracker is reset first, then gets the streams of
-    `rng_stream_seeds`, in that order; the default random numbers get the seed of the first. For
-    pipeline stages that must differ pass `seed + 100 * pp_rank`.
+    Local to the process; no communication. The tracker is reset first, then gets the streams
+
+    - ``data-parallel-rng``: ``seed``, which the default random numbers get too
+    - ``model-parallel-rng``: ``seed + 2718 + tp_rank``
+    - ``expert-parallel-rng``: ``seed + 1024 + 100 * ep_rank + etp_rank``
+
+    by Megatron-LM's formula. For pipeline stages that must differ pass ``seed + 100 * pp_rank``;
+    that is as wide as the step between expert-parallel ranks, so that ``ep_rank`` 1 of one stage
+    shares its expert stream with ``ep_rank`` 0 of the next. Model and expert streams of two ranks
+    cannot meet while ``100 * ep_rank + etp_rank < 1694``, expert streams not while
+    ``etp_rank < 100``.
 
     Args:
         seed: Seed of the job, an int >= 0, equal on all ranks that share data-parallel numbers.
-        te_rng_tracker: As `use_te_rng_tracker` of `initialize_rng_tracker`.
-        inference_rng_tracker: As for `initialize_rng_tracker`.
-        use_cudagraphable_rng: As for `initialize_rng_tracker`.
-        tp_rank: Tensor-parallel rank; default that in `tp` of the default `ProcessGroups`, else 0.
-        ep_rank: Expert-parallel rank; likewise from `ep`.
-        etp_rank: Expert-tensor-parallel rank; likewise from `expt_tp`.
+        te_rng_tracker: As ``use_te_rng_tracker`` of ``initialize_rng_tracker``.
+        inference_rng_tracker: As for ``initialize_rng_tracker``.
+        use_cudagraphable_rng: As for ``initialize_rng_tracker``.
+        tp_rank: Tensor-parallel rank; default that in ``tp`` of the default ``ProcessGroups``,
+            else 0.
+        ep_rank: Expert-parallel rank; likewise from ``ep``.
+        etp_rank: Expert-tensor-parallel rank; likewise from ``expt_tp``.
         force_reset_rng: Make a new tracker, with these flags, even if there is one.
         device: Device that is seeded; default the tracker's, which is the current accelerator or
             the CPU. TransformerEngine's streams are always on the current CUDA device.
 
     Raises:
         ValueError: A seed or rank is negative or no int, a seed exceeds 64 bits, or two of the
-            seeds are equal; the old tracker is left as it was.
+            rank's seeds are equal; the old tracker is left as it was.
         RuntimeError: TransformerEngine is asked for and too old, or the device does not exist.
 
     Example:

@@ -76,9 +76,9 @@ def get_cuda_rng_tracker(
     """Return the tracker that the process shares, made at the first call.
 
     Args:
-        use_te_rng_tracker: As for `initialize_rng_tracker`.
-        inference_rng_tracker: As for `initialize_rng_tracker`.
-        use_cudagraphable_rng: As for `initialize_rng_tracker`.
+        use_te_rng_tracker: As for ``initialize_rng_tracker``.
+        inference_rng_tracker: As for ``initialize_rng_tracker``.
+        use_cudagraphable_rng: As for ``initialize_rng_tracker``.
 
     Returns:
         The same object at every call, until it is reset by force.
@@ -112,7 +112,7 @@ def get_all_rng_states() -> dict[str, Any]:
 
 
 def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
-    """Say whether forks of a tracker can be captured in CUDA graphs.
+    """Return whether forks of a tracker can be captured in CUDA graphs.
 
     Args:
         tracker: Any tracker, this package's or TransformerEngine's.

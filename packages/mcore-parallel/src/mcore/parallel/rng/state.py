@@ -1,8 +1,8 @@
 """States of a device's default random number generator, read and set.
 
-The names say cuda for the sake of Megatron-LM code; any device whose torch module has default
+The names say cuda as in Megatron-LM; any device whose torch module has default
 generators works, and so does the CPU. A state is either plain, a uint8 tensor on the CPU, or a
-`torch.Generator` handle: inside a CUDA graph only the handle may be exchanged, because replay
+``torch.Generator`` handle: inside a CUDA graph only the handle may be exchanged, because replay
 advances the state behind the handle.
 """
 
@@ -34,9 +34,9 @@ def _get_cuda_rng_state(
     Args:
         device: Accelerator index, name or device. "cuda" without an index and -1 mean the current
             accelerator, or the CPU where there is none.
-        clone: With `graph_safe`, return an independent copy instead of the live handle. Plain
+        clone: With ``graph_safe``, return an independent copy instead of the live handle. Plain
             states are always fresh tensors.
-        graph_safe: Return a `torch.Generator` that shares its state with the default generator.
+        graph_safe: Return a ``torch.Generator`` that shares its state with the default generator.
             Where the device cannot share it (the CPU), an independent copy of the generator.
 
     Returns:
@@ -63,15 +63,15 @@ def _set_cuda_rng_state(
     """Set the state of a device's default random number generator; in effect on return.
 
     Args:
-        new_state: What `_get_cuda_rng_state` returned with the same `graph_safe`. Not cloned.
-        device: As for `_get_cuda_rng_state`.
-        graph_safe: `new_state` is a generator, whose state the default generator shares from now
+        new_state: What ``_get_cuda_rng_state`` returned with the same ``graph_safe``. Not cloned.
+        device: As for ``_get_cuda_rng_state``.
+        graph_safe: ``new_state`` is a generator, whose state the default generator shares from now
             on; where the device cannot share it (the CPU), it takes a copy.
 
     Raises:
         RuntimeError: The device was named explicitly and does not exist, or the state is one of
             another kind of device.
-        TypeError: `new_state` is not of the kind that `graph_safe` asks for.
+        TypeError: ``new_state`` is not of the kind that ``graph_safe`` asks for.
 
     Example:
         >>> _set_cuda_rng_state(torch.Generator().manual_seed(1), "cpu", graph_safe=True)
@@ -87,16 +87,16 @@ def convert_cuda_rng_state(
     """Convert a state between its plain and its graph-safe form; the sequence goes on unchanged.
 
     Args:
-        state: A plain state (uint8 tensor) or a `torch.Generator`.
+        state: A plain state (uint8 tensor) or a ``torch.Generator``.
         to_graphable: Return a generator, else a plain state.
         device: Device of a generator that is made; default the current accelerator, else the CPU.
 
     Returns:
-        `state` itself where it has the wanted form already, else an independent copy.
+        ``state`` itself where it has the wanted form already, else an independent copy.
 
     Raises:
-        RuntimeError: The plain state is not one of `device`.
-        TypeError: `state` is neither a tensor nor a generator.
+        RuntimeError: The plain state is not one of ``device``.
+        TypeError: ``state`` is neither a tensor nor a generator.
 
     Example:
         >>> plain = torch.Generator().manual_seed(1).get_state()
