@@ -85,6 +85,24 @@ def test_fields_with_the_same_ranks_share_one_group(fake_world) -> None:
     assert pgs.pp is pgs.cp is pgs.embd
 
 
+def test_meshes_are_made_of_the_groups_that_exist(fake_world, monkeypatch) -> None:
+    fake_world(3, 4)
+    make, made = DeviceMesh.from_group, []
+
+    def watched(*args, **kwargs):  # type: ignore[no-untyped-def]
+        with monkeypatch.context() as patch:
+            patch.setattr(dist.distributed_c10d, "new_group", lambda **kw: made.append(kw))
+            return make(*args, **kwargs)
+
+    monkeypatch.setattr(DeviceMesh, "from_group", watched)
+    pgs = ProcessGroups.from_sizes(tp=2)
+    assert not made
+    assert pgs.dense_mesh is not None
+    assert pgs.dense_mesh["tp"].get_group() is pgs.tp
+    assert pgs.dense_mesh["dp"].get_group() is pgs.dp
+    assert list(pgs.dense_mesh.get_coordinate() or ()) == [0, 1, 0, 1]
+
+
 def test_only_the_wanted_groups_are_created(fake_world, monkeypatch) -> None:
     fake_world(3, 8)
     created = []

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
-from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.process_groups.default import group_or_default
 from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.dtensor import is_dtensor
 
@@ -93,9 +93,7 @@ def get_batch_on_this_cp_rank(
     # A pipeline stage without inputs has neither, and nothing to ask the group for.
     if is_hybrid_cp and not use_per_sequence_balancing and (has_documents or asks_for_ranks):
         return _split_hybrid(batch, hybrid_cp_group_func, dims)
-    if cp_group is None:
-        defaults = get_default_process_groups()
-        cp_group = None if defaults is None else defaults.cp
+    cp_group = group_or_default(cp_group, "cp")
     size, rank = get_pg_size(cp_group), get_pg_rank(cp_group)
     if size == 1:
         return dict(batch)

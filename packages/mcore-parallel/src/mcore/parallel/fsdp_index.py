@@ -13,6 +13,12 @@ from mcore.parallel.mesh import get_mesh_names, resolve_submesh
 from mcore.parallel.shortened import ranks_text
 from mcore.parallel.torch_compat import flatten_mesh, is_distributed, root_mesh
 
+_HOW_TO_MAKE = (
+    "flatten the two dimensions, keep the result and pass its group: "
+    "mesh[{outer!r}, {shard!r}]._flatten(...).get_group(), or make it with "
+    "dist.new_group(ranks, sort_ranks=False) for each outer-major list of ranks"
+)
+
 
 class FSDPDistributedIndex:
     """Holds every submesh and process group of fully sharded data parallelism (FSDP).
@@ -458,13 +464,6 @@ def _check_this_rank(argument: str, mesh: DeviceMesh) -> None:
             f"rank {mesh.get_rank()} is not in the {argument} {mesh}; only its members can make "
             "an index"
         )
-
-
-_HOW_TO_MAKE = (
-    "flatten the two dimensions, keep the result and pass its group: "
-    "mesh[{outer!r}, {shard!r}]._flatten(...).get_group(), or make it with "
-    "dist.new_group(ranks, sort_ranks=False) for each outer-major list of ranks"
-)
 
 
 def member_of(argument: str, group: GroupLike | None) -> dist.ProcessGroup | None:

@@ -21,9 +21,12 @@ import torch.distributed as dist
 
 from mcore.parallel.agreement import max_or_raise, text_digest
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
-from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.process_groups.default import group_of_several
 
 Stat = float | torch.Tensor | None
+NO_VALUE = -(2**63)
+_NAN = 2**63 - 1
+_MAGNITUDE = 2**63 - 1
 
 
 def reduce_max_stat_across_model_parallel_group(
@@ -52,7 +55,7 @@ def reduce_max_stat_across_model_parallel_group(
         >>> reduce_max_stat_across_model_parallel_group(2, None)
         2.0
     """
-    group = _group_or_default(mp_group, "mp")
+    group = group_of_several(mp_group, "mp")
     if group is None:
         return _own_stat(stat)
     codes, error = _attempt(lambda: [_stat_code(stat)], 1)
@@ -85,7 +88,7 @@ def logical_and_across_model_parallel_group(
         >>> logical_and_across_model_parallel_group(True, None)
         True
     """
-    group = _group_or_default(mp_group, "mp")
+    group = group_of_several(mp_group, "mp")
     if group is None:
         return not _untruth(input)
     codes, error = _attempt(lambda: [_untruth(input)], 1)
@@ -127,7 +130,7 @@ def reduce_max_memory_across_pp_group(
         >>> reduce_max_memory_across_pp_group({"peak_bytes": 7}, None)
         {'peak_bytes': 7}
     """
-    group = _group_or_default(pp_group, "pp")
+    group = group_of_several(pp_group, "pp")
     if group is None:
         return dict(memory_report)
     names = sorted(memory_report, key=str)
@@ -180,7 +183,7 @@ def reduce_step_stats(
         >>> reduce_step_stats({"grad_norm": 2.5, "zeros": None}, {"update_ok": True}, None)
         ({'grad_norm': 2.5, 'zeros': None}, {'update_ok': True})
     """
-    member = _group_or_default(group, "mp")
+    member = group_of_several(group, "mp")
     if member is None:
         alone = {name: _own_stat(stat) for name, stat in stats.items()}
         return alone, {name: not _untruth(flag) for name, flag in flags.items()}
@@ -202,13 +205,6 @@ def reduce_step_stats(
         {name: decode_double(by_stat[name]) for name in stats},
         {name: not by_flag[name] for name in flags},
     )
-
-
-def _group_or_default(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
-    """Return the group to communicate over, or None when there is nobody else in it."""
-    chosen = getattr(get_default_process_groups(), field, None) if group is None else group
-    member = as_process_group(chosen)
-    return None if member is None or member.size() == 1 else member
 
 
 def _own_stat(stat: Stat) -> float | None:
@@ -292,11 +288,6 @@ def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> 
     dist.all_reduce(packed, group=as_process_group(group))
     back = packed.to(vectors[0].device)
     return list(torch.split(back, [vector.numel() for vector in vectors]))
-
-
-NO_VALUE = -(2**63)
-_NAN = 2**63 - 1
-_MAGNITUDE = 2**63 - 1
 
 
 def encode_double(value: float | None) -> int:

@@ -47,9 +47,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.groups import GroupLike, as_process_group
-from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.groups import GroupLike
+from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.torch_compat import all_gather_single, reduce_scatter_single
+
+SEQUENCE_DIM = 0
+LAST_DIM = -1
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
@@ -73,7 +76,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
         >>> copy_to_tensor_model_parallel_region(weight) is weight
         True
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Copy, input_, resolved)
 
 
@@ -99,7 +102,7 @@ def reduce_from_tensor_model_parallel_region(
         >>> reduce_from_tensor_model_parallel_region(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Reduce, input_, resolved)
 
 
@@ -126,7 +129,7 @@ def scatter_to_tensor_model_parallel_region(
         >>> scatter_to_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Scatter, input_, resolved, LAST_DIM)
 
 
@@ -152,7 +155,7 @@ def gather_from_tensor_model_parallel_region(
         >>> gather_from_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Gather, input_, resolved, LAST_DIM)
 
 
@@ -177,7 +180,7 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None 
         >>> scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Scatter, input_, resolved, SEQUENCE_DIM)
 
 
@@ -208,7 +211,7 @@ def gather_from_sequence_parallel_region(
         >>> gather_from_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     if resolved is None:
         return input_
     if tensor_parallel_output_grad:
@@ -239,21 +242,8 @@ def reduce_scatter_to_sequence_parallel_region(
         >>> reduce_scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(ReduceScatter, input_, resolved)
-
-
-def _resolve_group(group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Return the group to communicate over, or None when there is nobody else to talk to."""
-    if group is None:
-        defaults = get_default_process_groups()
-        group = None if defaults is None else defaults.tp
-    resolved = as_process_group(group)
-    return None if resolved is None or resolved.size() == 1 else resolved
-
-
-SEQUENCE_DIM = 0
-LAST_DIM = -1
 
 
 def apply_function(

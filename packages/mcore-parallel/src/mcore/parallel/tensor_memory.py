@@ -11,6 +11,8 @@ import torch
 
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
+_CAST_ELEMENTS = 1 << 18  # of float32 at a time: small enough to stay in the cache
+
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
     """Return the memory of a contiguous CPU tensor, without a copy; it keeps the tensor alive."""
@@ -29,9 +31,6 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 def row_major_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
     """Return a contiguous tensor of the same values on the CPU, detached; a copy if need be."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-
-
-_CAST_ELEMENTS = 1 << 18  # of float32 at a time: small enough to stay in the cache
 
 
 class Part(NamedTuple):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mcore.parallel.groups import GroupLike, get_pg_rank
-from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.process_groups.default import group_or_default
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +137,7 @@ def param_is_not_tensor_parallel_duplicate(
         return True
     is_expert = _attribute(param, "allreduce", True) is False
     group = expert_tp_group if is_expert else tp_group
-    if group is None:
-        default = get_default_process_groups()
-        group = getattr(default, "expt_tp" if is_expert else "tp", None)
-    return get_pg_rank(group) == 0
+    return get_pg_rank(group_or_default(group, "expt_tp" if is_expert else "tp")) == 0
 
 
 def set_tensor_model_parallel_attributes(

@@ -13,6 +13,29 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
+METADATA_FILE = ".metadata"
+
+_METADATA_CLASSES = (
+    "BytesStorageMetadata",
+    "ChunkStorageMetadata",
+    "Metadata",
+    "MetadataIndex",
+    "StorageMeta",
+    "TensorProperties",
+    "TensorStorageMetadata",
+    "_MEM_FORMAT_ENCODING",
+)
+METADATA_GLOBALS = frozenset(
+    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES}
+    | {
+        ("collections", "OrderedDict"),
+        ("torch", "Size"),
+        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+        ("torch.serialization", "_get_layout"),
+    }
+)
+"""Module and name of everything a ``.metadata`` file may refer to, besides dtypes and paths."""
+
 
 def is_distributed() -> bool:
     """Return whether torch.distributed is built in and initialised in this process."""
@@ -52,11 +75,6 @@ def _collective(name: str, old_name: str) -> Any:
     return getattr(dist, name if hasattr(dist, name) else old_name)
 
 
-def flatten_mesh_dims(mesh: DeviceMesh, dims: Sequence[str], name: str) -> DeviceMesh | None:
-    """Flatten two or more dimensions of a mesh, in mesh order, as :func:``flatten_mesh`` does."""
-    return flatten_mesh(mesh[tuple(dims)], name)
-
-
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """Flatten a mesh into a named 1-D mesh; None where torch cannot, or the name is taken.
     Collective on the world group the first time; then the mesh that torch has kept.
@@ -92,42 +110,6 @@ def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:
         raise RuntimeError("this version of torch cannot join meshes")
     joined: DeviceMesh = join(list(meshes))
     return joined
-
-
-def mesh_from_groups(
-    groups: Sequence[dist.ProcessGroup],
-    device_type: str,
-    mesh: torch.Tensor,
-    dim_names: Sequence[str],
-) -> DeviceMesh:
-    """Build a mesh over groups that exist, one for each dimension, creating none."""
-    return DeviceMesh.from_group(
-        list(groups), device_type, mesh=mesh, mesh_dim_names=tuple(dim_names)
-    )
-
-
-METADATA_FILE = ".metadata"
-
-_METADATA_CLASSES = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)
-METADATA_GLOBALS = frozenset(
-    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES}
-    | {
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
-"""Module and name of everything a ``.metadata`` file may refer to, besides dtypes and paths."""
 
 
 def dtensor_chunk(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -27,6 +27,12 @@ __all__ = [
     "validate_wgrad_deferral",
 ]
 
+_SLOT_NAMES = ("wgrad_drain_0", "wgrad_drain_1")
+_FUSED_EXTENSION = "fused_weight_gradient_mlp_cuda"
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_MAIN_GRAD_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
+_CAST_BYTES = 128 << 20  # of converted rows at a time
+
 
 def validate_wgrad_deferral(config: object) -> None:
     """Raise ValueError where a configuration defers the embedding's weight gradients wrongly.
@@ -89,9 +95,6 @@ def _is_deferring(config: object) -> bool:
 def _limit(config: object) -> int:
     limit: int = getattr(config, "wgrad_deferral_limit", 0)
     return limit
-
-
-_SLOT_NAMES = ("wgrad_drain_0", "wgrad_drain_1")
 
 
 def prepare_input_tensors_for_wgrad_compute(
@@ -316,12 +319,6 @@ def _agree(
             f"has {count} of shapes {[tuple(input_.shape) for input_ in inputs]}, the group "
             f"between {-minus_fewest} and {most}"
         )
-
-
-_FUSED_EXTENSION = "fused_weight_gradient_mlp_cuda"
-_HALF_DTYPES = (torch.float16, torch.bfloat16)
-_MAIN_GRAD_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
-_CAST_BYTES = 128 << 20  # of converted rows at a time
 
 
 def check_main_grad(main_grad: object) -> torch.Tensor:

@@ -10,11 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, group_ranks
 from mcore.parallel.process_groups.from_mesh import groups_from_mesh
-from mcore.parallel.process_groups.from_sizes import (
-    groups_of_plan,
-    plan_groups,
-    require_equal_plans,
-)
+from mcore.parallel.process_groups.from_sizes import agreed_plan, groups_of_plan, plan_groups
 from mcore.parallel.process_groups.layout import (
     GROUP_FIELDS,
     ParallelSizes,
@@ -146,22 +142,20 @@ class ProcessGroups:
             ProcessGroups(tp=1, dp=1)
             >>> dist.destroy_process_group()
         """
-        plan, error = None, None
-        try:
+
+        def checked() -> tuple[ParallelSizes, tuple[str, ...]]:
             sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
             wanted = _wanted(groups)
             if hcp_sizes is None and groups is not None and "hcp" in groups:
                 raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
-            if not is_distributed():
-                _require_one_process(sizes, order, hcp_sizes)
-                return cls()
-            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
-            plan = plan_groups(sizes, order, wanted, choices, hcp_sizes, device_type)
-        except Exception as own_error:
-            if not is_distributed():
-                raise
-            error = own_error
-        return cls(**groups_of_plan(require_equal_plans(plan, error)))
+            return sizes, wanted
+
+        if not is_distributed():
+            _require_one_process(checked()[0], order, hcp_sizes)
+            return cls()
+        choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+        plan = agreed_plan(lambda: plan_groups(*checked(), order, choices, hcp_sizes, device_type))
+        return cls(**groups_of_plan(plan))
 
     @classmethod
     def from_mesh(

@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from mcore.parallel.groups import reject_non_member
+from mcore.parallel.groups import GroupLike, as_process_group, reject_non_member
 from mcore.parallel.process_groups.collection import ProcessGroups
 from mcore.parallel.torch_compat import is_distributed
 
@@ -142,6 +142,17 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
         yield pgs
     finally:
         _swap(old)
+
+
+def group_or_default(group: _Group | None, field: str) -> _Group | dist.ProcessGroup | None:
+    """Return ``group``, or what the default ProcessGroups have under a field where it is None."""
+    return getattr(get_default_process_groups(), field, None) if group is None else group
+
+
+def group_of_several(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
+    """Return the group, given or by default, or None when there is nobody else in it."""
+    member = as_process_group(group_or_default(group, field))
+    return None if member is None or member.size() == 1 else member
 
 
 def get_tensor_model_parallel_group_if_none(

@@ -19,7 +19,7 @@ from mcore.parallel.process_groups.layout import (
     embedding_lists,
     require_equal_pipelines,
 )
-from mcore.parallel.torch_compat import flatten_mesh_dims
+from mcore.parallel.torch_compat import flatten_mesh
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_ONLY_AXES = ("ep", "expt_dp", "expt_tp")
@@ -144,7 +144,7 @@ def _field(
         return _enumerated(name, lists, view, maker)
     lists = view.layout.lists(present)
     if not maker.knows(lists):
-        flat = flatten_mesh_dims(view.mesh, [view.dims[axis] for axis in present], name)
+        flat = flatten_mesh(view.mesh[tuple(view.dims[axis] for axis in present)], name)
         if flat is not None:
             maker.adopt(lists, flat.get_group() if _contains_this_rank(view.mesh) else None)
     return _enumerated(name, lists, view, maker)

@@ -21,7 +21,6 @@ from mcore.parallel.process_groups.layout import (
     hierarchical_lists,
     layouts_of_sizes,
 )
-from mcore.parallel.torch_compat import mesh_from_groups
 from mcore.tensor.device import available_accelerator
 
 SIZE_NAMES = ("tp", "cp", "pp", "ep", "expt_tp")
@@ -42,8 +41,8 @@ class GroupPlan:
 
 def plan_groups(
     sizes: ParallelSizes,
-    order: str,
     wanted: Sequence[str],
+    order: str,
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
     hcp_sizes: Sequence[int] | None,
     device_type: str | None,
@@ -55,23 +54,24 @@ def plan_groups(
     kind = device_type or default_device_type()
     chosen = [table.get(name) for name in EMBEDDING_FIELDS]
     facts = repr((order, tuple(wanted), hcp_sizes and tuple(hcp_sizes), kind, chosen))
-    if "hcp" not in wanted:
-        hcp_levels = []
-    return GroupPlan(sizes, dense, expert, table, hcp_levels, kind, text_digest(facts))
+    levels = hcp_levels if "hcp" in wanted else []
+    return GroupPlan(sizes, dense, expert, table, levels, kind, text_digest(facts))
 
 
-def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
-    """Return the plan if all ranks have the same and none has an error, else raise on all ranks.
+def agreed_plan(make_plan: Callable[[], GroupPlan]) -> GroupPlan:
+    """Make this rank's plan, or raise on all ranks where one cannot, or where the plans differ.
     Collective on the world group: one all-reduce (MAX of 13 int64); none in a world of one rank.
     """
     if dist.get_world_size() == 1:
-        return _own_plan(plan, error)
-    facts = [0] * (len(SIZE_NAMES) + 1)
-    if plan is not None:
+        return make_plan()
+    facts, error = [0] * (len(SIZE_NAMES) + 1), None
+    try:
+        plan = make_plan()
         facts = [*(getattr(plan.sizes, name) for name in SIZE_NAMES), plan.digest]
+    except Exception as own_error:
+        error = own_error
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     extremes = max_or_raise([*facts, *(-fact for fact in facts)], error, world)
-    plan = _own_plan(plan, error)
     different = [
         f"{name} is {-minus_lowest} to {highest} ({own} here)"
         for name, own, highest, minus_lowest in zip(
@@ -86,14 +86,6 @@ def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> Grou
             f"the ranks were given different arguments: {', '.join(different)}; "
             "call from_sizes with the same ones on every rank"
         )
-    return plan
-
-
-def _own_plan(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
-    if error is not None:
-        raise error
-    if plan is None:
-        raise RuntimeError("this rank has neither a plan nor an error")
     return plan
 
 
@@ -139,7 +131,7 @@ def _mesh(layout: Layout, made: Mapping[str, Any], device_type: str) -> DeviceMe
     if not all(axis in made for axis in layout.axes):
         return None
     groups = [made[axis] for axis in layout.axes]
-    return mesh_from_groups(groups, device_type, layout.ranks, layout.axes)
+    return DeviceMesh.from_group(groups, device_type, mesh=layout.ranks, mesh_dim_names=layout.axes)
 
 
 def default_device_type() -> str:

@@ -10,8 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from mcore.parallel.agreement import max_or_raise
-from mcore.parallel.groups import GroupLike, as_process_group, group_ranks
-from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.groups import GroupLike, group_ranks
+from mcore.parallel.process_groups.default import (
+    get_default_process_groups,
+    group_of_several,
+)
 from mcore.parallel.replicas.comparison import (
     HashTable,
     agree_on_all_ranks,
@@ -126,14 +129,13 @@ def _resolve(
     """Return the groups of several ranks; one that cannot be used is an error beside the others."""
     groups: dict[str, dist.ProcessGroup] = {}
     error: Exception | None = None
-    default = get_default_process_groups()
     for field, group in given.items():
         try:
-            member = as_process_group(getattr(default, field, None) if group is None else group)
+            member = group_of_several(group, field)
         except (TypeError, ValueError) as own_error:
             error = own_error
         else:
-            if member is not None and member.size() > 1:
+            if member is not None:
                 groups[field] = member
     return groups, error
 

@@ -14,6 +14,8 @@ from mcore.parallel.groups import comm_device
 from mcore.parallel.replicas.hashing import NamedParam
 from mcore.tensor.dtensor import is_dtensor
 
+DIGEST_BYTES = 20  # of SHA-1
+
 
 def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
     """Return what has to be equal on two ranks for the bytes of a parameter to be comparable."""
@@ -58,9 +60,6 @@ def raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> N
 
 def _digest(text: str) -> bytes:
     return hashlib.sha1(text.encode(), usedforsecurity=False).digest()
-
-
-DIGEST_BYTES = 20  # of SHA-1
 
 
 class HashTable(NamedTuple):

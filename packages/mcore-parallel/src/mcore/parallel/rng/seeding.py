@@ -8,7 +8,7 @@ from itertools import combinations
 import torch
 
 from mcore.parallel.groups import get_pg_rank
-from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.process_groups.default import group_or_default
 from mcore.parallel.rng.shared import TrackerFlags, ensure_tracker
 from mcore.parallel.rng.state import default_generator, resolve_rng_device
 from mcore.parallel.rng.tracker import (
@@ -120,10 +120,7 @@ def rng_stream_seeds(
 
 
 def _own_rank(group_name: str, given: int | None) -> int:
-    if given is not None:
-        return given
-    defaults = get_default_process_groups()
-    return 0 if defaults is None else get_pg_rank(getattr(defaults, group_name))
+    return get_pg_rank(group_or_default(None, group_name)) if given is None else given
 
 
 def _natural(name: str, value: int) -> int:
