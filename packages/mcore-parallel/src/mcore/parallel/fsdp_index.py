@@ -44,7 +44,7 @@ class FSDPDistributedIndex:
         hybrid_fsdp_group: The ranks of ``(dp_outer_dim, dp_shard_dim)`` in outer-major order, as a
             group or a 1-D mesh; required with ``dp_outer_dim``.
         hsdp_outer_dp_shard: Shard over the outer dimension too: see
-            :meth:``get_logical_hybrid_fsdp_rank``.
+            :meth:`get_logical_hybrid_fsdp_rank`.
         expt_device_mesh: The mesh of the expert parameters, with ``dp_shard_dim`` and whichever of
             the other dimensions exist for experts.
         hybrid_fsdp_expt_group: As ``hybrid_fsdp_group`` for the expert mesh.

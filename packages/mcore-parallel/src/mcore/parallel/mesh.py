@@ -55,7 +55,7 @@ def contains_submesh(
     """Return whether ``device_mesh[submesh_names]`` succeeds in this version of torch.
 
     No communication; no group is made. Names that torch takes only in mesh order, or only at the
-    root mesh, are True only there: :func:``resolve_submesh`` takes them anywhere.
+    root mesh, are True only there: :func:`resolve_submesh` takes them anywhere.
 
     Args:
         device_mesh: The mesh, or None.
@@ -89,7 +89,7 @@ def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> Devi
     Args:
         device_mesh: Any mesh with dimension names, also one that was sliced or unflattened.
         names: Dimensions of the mesh, or flattened ones that lie inside it (see
-            :func:``get_mesh_names``), all different and without overlap.
+            :func:`get_mesh_names`), all different and without overlap.
 
     Returns:
         The mesh of these dimensions in this order.

@@ -165,8 +165,8 @@ def reduce_step_stats(
     device instead of one for each entry.
 
     Args:
-        stats: What :func:``reduce_max_stat_across_model_parallel_group`` takes, by name.
-        flags: What :func:``logical_and_across_model_parallel_group`` takes, by name.
+        stats: What :func:`reduce_max_stat_across_model_parallel_group` takes, by name.
+        flags: What :func:`logical_and_across_model_parallel_group` takes, by name.
         group: The group; None means ``mp`` of the default ProcessGroups.
 
     Returns:
@@ -280,7 +280,7 @@ def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:
 
 def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> list[torch.Tensor]:
     """Sum 1-D tensors of one dtype and device over a group, packed into one all-reduce.
-    No collective, and the tensors as given, for one rank, None, no vectors, or without torch.
+    No collective, and the tensors as given, for one rank, None or no vectors.
     """
     if not vectors or get_pg_size(group) == 1:
         return list(vectors)
@@ -301,7 +301,7 @@ def encode_double(value: float | None) -> int:
 
 
 def decode_double(code: int) -> float | None:
-    """Return what :func:``encode_double`` encoded."""
+    """Return what :func:`encode_double` encoded."""
     if code == NO_VALUE:
         return None
     if code == _NAN:

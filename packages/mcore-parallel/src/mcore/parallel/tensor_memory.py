@@ -41,9 +41,7 @@ class Part(NamedTuple):
 
 
 def plain_parts(tensor: torch.Tensor) -> list[Part]:
-    """Return the plain detached tensors that hold a tensor's values on this rank, without a copy.
-    Of a DTensor its local shard, of a wrapper subclass what ``__tensor_flatten__`` lists.
-    """
+    """Return the plain detached tensors that hold a tensor's values on this rank, uncopied."""
     if torch.nn.parameter.is_lazy(tensor):
         raise ValueError("it is not initialised: run a forward pass first")
     if is_dtensor(tensor):
@@ -72,18 +70,16 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bytes(tensor: torch.Tensor, *, as_float32: bool) -> int:
-    """Return how many bytes :class:``BytePieces`` gives for a plain tensor."""
+    """Return how many bytes :class:`BytePieces` gives for a plain tensor."""
     return tensor.numel() * (4 if as_float32 else tensor.element_size())
 
 
 class BytePieces:
-    """Reads plain tensors piece by piece; made for one thread and used for many tensors.
-    One on an accelerator goes through two page-locked buffers, the next piece under way meanwhile.
-    """
+    """Reads plain tensors piece by piece; made for one thread and used for many tensors."""
 
     def __init__(self, staging_bytes: int, *, as_float32: bool) -> None:
-        self._staging_bytes = staging_bytes
-        self._as_float32 = as_float32
+        self._staging_bytes = staging_bytes  # of each of two buffers; at least 16
+        self._as_float32 = as_float32  # gives converted values, of complex numbers the real part
         self._buffers: list[torch.Tensor] = []
         self._scratch: torch.Tensor | None = None
 

@@ -73,7 +73,7 @@ def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
     """Return whether a parameter is split over the tensor-parallel ranks.
 
     Args:
-        param: As for :func:``get_mcore_tensor_parallel_partition_dim``; no communication.
+        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
 
     Returns:
         True when it has a partition dimension.
@@ -92,7 +92,7 @@ def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
     Also True for a plain parameter that carries no tensor-parallel attribute at all.
 
     Args:
-        param: As for :func:``get_mcore_tensor_parallel_partition_dim``; no communication.
+        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
 
     Returns:
         True when it has no partition dimension.

@@ -71,7 +71,7 @@ def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
     gets False computes the weight gradient at once.
 
     Args:
-        config: Any object, as for :func:``validate_wgrad_deferral``.
+        config: Any object, as for :func:`validate_wgrad_deferral`.
         num_deferred: The micro-batches that the layer's buffers hold already.
 
     Returns:

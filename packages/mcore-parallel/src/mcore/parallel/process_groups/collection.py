@@ -31,7 +31,7 @@ class ProcessGroups:
 
     None means no parallelism of that kind: the size is 1 and the rank 0. A name that is no field
     is an AttributeError, a keyword that is no field a TypeError. The fields can be assigned.
-    Making an object does no communication; :meth:``from_sizes`` and :meth:``from_mesh`` do.
+    Making an object does no communication; :meth:`from_sizes` and :meth:`from_mesh` do.
 
     Args:
         tp: Tensor parallel.

@@ -86,7 +86,7 @@ def get_default_process_groups() -> ProcessGroups | None:
     """Return the groups that functions of mcore use when no group is given.
 
     Returns:
-        What :func:``set_default_process_groups`` stored, or None. When the world group has changed
+        What :func:`set_default_process_groups` stored, or None. When the world group has changed
         since then (torch.distributed destroyed or initialised again) the stored value is dropped,
         with one RuntimeWarning, and None is returned.
 

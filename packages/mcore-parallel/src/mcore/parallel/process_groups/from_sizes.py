@@ -145,9 +145,10 @@ def default_device_type() -> str:
 
 
 class GroupMaker:
-    """Creator of process groups that hands out the existing one when a set of ranks comes again.
-    Each communicator costs an accelerator memory. All ranks make the same calls in the same order.
-    """
+    """Creates a group for each set of ranks, once; all ranks make the same calls in order."""
+
+    # On an accelerator every communicator costs memory and start-up time, and many parallelisms of
+    # size 1 or of full size have the same ranks.
 
     def __init__(self) -> None:
         self._rank = dist.get_rank()

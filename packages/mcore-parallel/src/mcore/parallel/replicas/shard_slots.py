@@ -29,9 +29,10 @@ _WHOLE = ShardSlots()
 
 
 class ShardSlotFinder:
-    """Tells the copies of a tensor in a group from its other shards.
-    Ranks outside this rank's mesh are in meshes of their own, which are taken to be laid out alike.
-    """
+    """Tells the copies of a tensor in a group from its other shards."""
+
+    # Ranks outside this rank's mesh are in meshes of their own, which are taken to be laid out
+    # alike: a tensor sharded over tensor-parallel meshes has its copies across these meshes.
 
     def __init__(self, group_ranks: Collection[int]) -> None:
         self._group_ranks = frozenset(group_ranks)
