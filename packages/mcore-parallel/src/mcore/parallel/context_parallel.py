@@ -45,7 +45,7 @@ def get_batch_on_this_cp_rank(
     - hybrid, with ``is_hybrid_cp`` where the batch has ``cu_seqlens`` or ``local_cp_size``: per
       sequence over a group chosen for this batch, which the result holds as ``hybrid_cp_group``.
 
-    Tensors that are split are checked before any is copied. ``None``, values that are no tensors
+    Tensors that are split are checked before any is copied. ``None``, values that are not tensors
     and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``, ``local_cp_size`` and
     ``hybrid_cp_group`` pass through; lengths in them stay those of the whole sequence.
 
@@ -305,7 +305,7 @@ def _dims_to_split(
         if dim is None:
             continue
         if is_dtensor(tensor):
-            raise TypeError(f"{name} is a DTensor, which is not split here: give its local tensor")
+            raise TypeError(f"{name} is a DTensor, which is not split here: pass its local tensor")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has no dim {dim} to split: name its "

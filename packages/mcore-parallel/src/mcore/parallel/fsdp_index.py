@@ -31,7 +31,7 @@ class FSDPDistributedIndex:
     Construction checks that names, meshes and groups belong together. It does no communication,
     with one exception: where an expert mesh has both data-parallel dimensions, but no
     ``hybrid_fsdp_expt_group`` is given and the dense one has other ranks, the group is made, which
-    is collective on the world group. All ranks give the same arguments.
+    is collective on the world group. All ranks pass the same arguments.
 
     Args:
         device_mesh: The mesh of the dense parameters, with dimension names. May be sliced or
@@ -74,7 +74,7 @@ class FSDPDistributedIndex:
     Raises:
         ValueError: A dimension that is missing or overlaps another, a group with other ranks than
             the mesh, or this rank is not in a mesh or group; the text names the argument.
-        TypeError: What is no DeviceMesh or no group was given.
+        TypeError: Something other than a DeviceMesh or a group was given.
         RuntimeError: torch.distributed is not initialised.
 
     Example:
@@ -119,7 +119,7 @@ class FSDPDistributedIndex:
             )
         dims = dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
         if hsdp_outer_dp_shard and dp_outer_dim is None:
-            raise ValueError("hsdp_outer_dp_shard shards over dp_outer_dim, which is None: give it")
+            raise ValueError("hsdp_outer_dp_shard shards over dp_outer_dim, which is None: pass it")
         dense = dense_view(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
         expert = None
         if expt_device_mesh is not None:
@@ -239,7 +239,7 @@ class FSDPDistributedIndex:
             is_expert_parallel: That of the experts.
 
         Returns:
-            The group; None when the index is not hybrid. Mind that collectives of
+            The group; None when the index is not hybrid. Note that collectives of
             torch.distributed take None for the world group.
 
         Raises:
@@ -386,7 +386,7 @@ def dense_dims(mesh: DeviceMesh, shard: str | None, outer: str | None, tp: str |
     _check_mesh("device_mesh", mesh)
     if shard is None:
         raise ValueError(
-            "dp_shard_dim is None; give the dimension that parameters are sharded over, one of: "
+            "dp_shard_dim is None; pass the dimension that parameters are sharded over, one of: "
             f"{_known(mesh)}"
         )
     given = {"dp_shard_dim": shard, "dp_outer_dim": outer, "tp_dim": tp}
@@ -448,7 +448,7 @@ def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -
     if name in (mesh.mesh_dim_names or ()) or name in get_mesh_names(mesh):
         return
     raise ValueError(
-        f"{argument} {name!r} is no dimension of {mesh_argument} {mesh}, which has: "
+        f"{argument} {name!r} is not a dimension of {mesh_argument} {mesh}, which has: "
         f"{_known(mesh)}; name one of these, or make a mesh that has it as a dimension of its own "
         "(_unflatten)"
     )
@@ -498,7 +498,7 @@ def check_rows_of_hybrid_group(
     if group is None:
         raise ValueError(
             "expt_device_mesh lacks dp_outer_dim, so that the ranks of both data-parallel "
-            "dimensions are not known: give hybrid_fsdp_expt_group"
+            "dimensions are not known: pass hybrid_fsdp_expt_group"
         )
     found, row = group_ranks(group), group_ranks(shard_group)
     start = group.rank() // len(row) * len(row)
@@ -520,7 +520,7 @@ def check_all_gather_group(
     if found != expected:
         raise ValueError(
             f"{argument} has {ranks_text(found)}, but dp_shard_dim has "
-            f"{ranks_text(expected)}: give a second group of the same ranks, or None"
+            f"{ranks_text(expected)}: pass a second group of the same ranks, or None"
         )
 
 
@@ -542,5 +542,5 @@ def expert_hybrid_group(
     name = "_".join(("expert", *(hybrid.mesh_dim_names or ())))
     flat = flatten_mesh(hybrid, name) if covers_world else None
     if flat is None or group_ranks(flat.get_group()) != ranks:
-        raise ValueError(f"cannot make a group of {ranks_text(ranks)} of {hybrid}: give {argument}")
+        raise ValueError(f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass {argument}")
     return flat.get_group()

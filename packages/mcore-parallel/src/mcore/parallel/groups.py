@@ -33,7 +33,7 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     reject_non_member(group)
     if not (callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))):
         raise TypeError(
-            f"got {type(group).__name__} as a process group; give a ProcessGroup, a 1-D "
+            f"got {type(group).__name__} as a process group; pass a ProcessGroup, a 1-D "
             "DeviceMesh, None, or an object with size() and rank()"
         )
     return cast("dist.ProcessGroup", group)
@@ -52,7 +52,7 @@ def reject_non_member(group: object) -> None:
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise TypeError(
-            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group; give a 1-D "
+            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group; pass a 1-D "
             'one, such as mesh["tp"]'
         )
     if mesh.get_coordinate() is None:
@@ -76,7 +76,7 @@ def get_pg_size(group: GroupLike | None = None) -> int:
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
+        TypeError: A mesh with more dimensions than one, or an object that is not a group.
 
     Example:
         >>> get_pg_size(None)
@@ -104,7 +104,7 @@ def get_pg_rank(group: GroupLike | None = None) -> int:
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
+        TypeError: A mesh with more dimensions than one, or an object that is not a group.
 
     Example:
         >>> get_pg_rank(None)
@@ -145,7 +145,7 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
         return dist.get_process_group_ranks(group)
     except (KeyError, TypeError) as error:
         raise TypeError(
-            f"torch.distributed knows no global ranks for {type(group).__name__}; give a group "
+            f"torch.distributed knows no global ranks for {type(group).__name__}; pass a group "
             "made by torch.distributed, or a 1-D DeviceMesh"
         ) from error
 

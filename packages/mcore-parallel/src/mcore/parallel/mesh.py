@@ -123,7 +123,7 @@ def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
     if not wanted:
-        raise ValueError(f"got no dimension names for a submesh of {mesh}; give at least one")
+        raise ValueError(f"got no dimension names for a submesh of {mesh}; pass at least one")
     dims = list(mesh.mesh_dim_names or ())
     for name in wanted:
         if name not in dims and name not in (known := get_mesh_names(mesh)):
@@ -131,7 +131,7 @@ def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
                 f"{mesh} has no dimension {name!r}; it has: {', '.join(known) or 'no names'}"
             )
         if dims.count(name) > 1 or wanted.count(name) > 1:
-            raise ValueError(f"the name {name!r} is there twice in {wanted} or in {mesh}")
+            raise ValueError(f"the name {name!r} appears twice in {wanted} or in {mesh}")
 
 
 def _slice(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:

@@ -49,7 +49,7 @@ def reduce_max_stat_across_model_parallel_group(
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: The ``stat`` of a rank is no number (on all ranks of the group).
+        TypeError: The ``stat`` of a rank is not a number (on all ranks of the group).
 
     Example:
         >>> reduce_max_stat_across_model_parallel_group(2, None)
@@ -123,7 +123,7 @@ def reduce_max_memory_across_pp_group(
     Raises:
         ValueError: This rank is not a member of the group, or the keys differ between the ranks
             (on all ranks of the group).
-        TypeError: A rank has a value that is no number (on all ranks of the group).
+        TypeError: A rank has a value that is not a number (on all ranks of the group).
         OverflowError: A rank has an int of more than 64 bits (on all ranks of the group).
 
     Example:
@@ -258,7 +258,7 @@ def _memory_value(whole: int, double: int, own: object) -> int | float:
 def _attempt(
     encode: Callable[[], list[int | torch.Tensor]], count: int
 ) -> tuple[Sequence[int | torch.Tensor], Exception | None]:
-    """Encode, or give ``count`` zeros and the error: the rank must reach the collective."""
+    """Encode, or return ``count`` zeros and the error: the rank must reach the collective."""
     try:
         return encode(), None
     except Exception as error:
@@ -320,7 +320,7 @@ def encode_double_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def require_one_real(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if it has one element that is no complex number, else raise TypeError."""
+    """Return the tensor if it has one element that is not complex, else raise TypeError."""
     if value.numel() != 1 or value.is_complex():
         raise TypeError(
             f"expected a real tensor of one element, got {value.dtype} {tuple(value.shape)}"

@@ -365,7 +365,7 @@ def _check_has_dims(input_: Tensor) -> None:
     if input_.dim() == 0:
         raise ValueError(
             "a tensor without dims can be neither split over nor gathered from the ranks of a "
-            "group: give it a dim, e.g. input_.unsqueeze(0)"
+            "group: add a dim, e.g. input_.unsqueeze(0)"
         )
 
 

@@ -112,8 +112,8 @@ def param_is_not_tensor_parallel_duplicate(
 ) -> bool:
     """Return whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
 
-    A parameter marked ``tensor_model_parallel`` counts on every rank, for each holds another part.
-    Any other counts on rank 0 of its group only. No communication.
+    A parameter marked ``tensor_model_parallel`` counts on every rank, since each holds another
+    part. Any other counts on rank 0 of its group only. No communication.
 
     Args:
         param: The parameter; ``allreduce`` False on it marks an expert parameter.

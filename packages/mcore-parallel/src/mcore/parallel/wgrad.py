@@ -53,14 +53,14 @@ def validate_wgrad_deferral(config: object) -> None:
     limit = _limit(config)
     if limit < 0:
         raise ValueError(
-            f"wgrad_deferral_limit is {limit}; give 0 to defer all micro-batches, or the number "
+            f"wgrad_deferral_limit is {limit}; use 0 to defer all micro-batches, or the number "
             "of micro-batches to defer"
         )
     stages = getattr(config, "pipeline_model_parallel_size", 1)
     if _is_deferring(config) and stages <= 1:
         raise ValueError(
             f"defer_embedding_wgrad_compute is set with pipeline_model_parallel_size {stages}; "
-            "it needs 2 or more, for without a pipeline there is no idle time to fill"
+            "it needs 2 or more, because without a pipeline there is no idle time to fill"
         )
 
 
@@ -150,7 +150,7 @@ def drain_embedding_wgrad_compute(
     With ``config.sequence_parallel`` and a group of several ranks each input is one rank's slice of
     the sequence and is all-gathered over ``tp_group``; the gather of the next one runs during the
     GEMM. Every rank of the group then calls this with inputs of the same shapes, which one
-    all-reduce (MAX of 5 int64) ascertains; it waits for the device once. Otherwise there is no
+    all-reduce (MAX of 5 int64) checks; it waits for the device once. Otherwise there is no
     communication. The gathered inputs live in two buffers of the process-wide memory buffer,
     ``"wgrad_drain_0"`` and ``"wgrad_drain_1"``, which are kept for the next step.
 

@@ -29,8 +29,8 @@ _NEEDS_INIT = (
 class ProcessGroups:
     """The process groups that this rank belongs to; a field that is not set reads None.
 
-    None means no parallelism of that kind: the size is 1 and the rank 0. A name that is no field
-    is an AttributeError, a keyword that is no field a TypeError. The fields can be assigned.
+    None means no parallelism of that kind: the size is 1 and the rank 0. An unknown name
+    is an AttributeError, an unknown keyword a TypeError. The fields can be assigned.
     Making an object does no communication; :meth:`from_sizes` and :meth:`from_mesh` do.
 
     Args:
@@ -103,7 +103,7 @@ class ProcessGroups:
         """Create every group of this rank from the sizes of the parallelisms.
 
         Collective on the world group: every rank calls it with the same arguments, which one
-        all-reduce (MAX of 13 int64) makes sure of before all groups are made, in one fixed order.
+        all-reduce (MAX of 13 int64) checks before all groups are made, in one fixed order.
         Data parallelism takes the ranks that are left: ``dp = world / (tp * cp * pp)`` and
         ``expt_dp = world / (expt_tp * ep * pp)``. Fields with the same ranks share one group, and
         the world group serves where all ranks take part.
@@ -126,7 +126,7 @@ class ProcessGroups:
             hcp_sizes: Factors of ``cp``, the fastest first; makes ``hcp``, one group each.
 
         Returns:
-            The groups of this rank. ``inter_dist_opt`` stays None, for there is one optimizer
+            The groups of this rank. ``inter_dist_opt`` stays None, as there is one optimizer
             instance. Without torch.distributed, and all sizes 1, every field is None.
 
         Raises:
@@ -178,13 +178,13 @@ class ProcessGroups:
             mesh: The dense mesh, with dimension names.
             expert_mesh: The expert mesh, with dimension names and the same pipelines.
             names: The dimension that stands for a field, such as ``{"dp": "replicate"}``.
-            groups: The names of the fields to fill; None means all that the meshes give.
+            groups: The names of the fields to fill; None means all that the meshes provide.
 
         Returns:
             The groups of this rank, with ``dense_mesh`` and ``expert_mesh`` as given.
 
         Raises:
-            TypeError: What is no DeviceMesh was given.
+            TypeError: Something other than a DeviceMesh was given.
             ValueError: A mesh without dimension names, an unknown name, pipelines that differ,
                 a mesh over a part of the world where a new group would be needed, or (after all
                 groups are made) this rank is in no mesh.
@@ -210,7 +210,7 @@ class ProcessGroups:
         """Return the number of ranks in the group of field ``name``, 1 where it is not set.
 
         Raises:
-            AttributeError: ``name`` is no field.
+            AttributeError: There is no such field.
             TypeError: The field is not one group (``hcp``, a mesh).
 
         Example:
@@ -223,7 +223,7 @@ class ProcessGroups:
         """Return this rank's place in the group of field ``name``, 0 where it is not set.
 
         Raises:
-            AttributeError: ``name`` is no field.
+            AttributeError: There is no such field.
             TypeError: The field is not one group (``hcp``, a mesh).
 
         Example:
@@ -238,7 +238,7 @@ class ProcessGroups:
         A field that is not set gives this rank alone.
 
         Raises:
-            AttributeError: ``name`` is no field.
+            AttributeError: There is no such field.
             TypeError: The field is not one group (``hcp``, a mesh).
 
         Example:

@@ -50,7 +50,7 @@ def groups_from_mesh(
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
 ) -> dict[str, Any]:
     """Take the groups of the meshes' dimensions and create the wanted composites of them.
-    Collective on the world group; all ranks give the same arguments.
+    Collective on the world group; all ranks pass the same arguments.
     """
     dense, expert = _views(mesh, expert_mesh, names or {})
     if expert is not None:
@@ -102,7 +102,7 @@ def _dimension_names(mesh: DeviceMesh | None) -> tuple[str, ...]:
         raise TypeError(f"expected a DeviceMesh, got {type(mesh).__name__}")
     if not mesh.mesh_dim_names:
         raise ValueError(
-            f"the mesh {tuple(mesh.shape)} has no dimension names; give mesh_dim_names when "
+            f"the mesh {tuple(mesh.shape)} has no dimension names; pass mesh_dim_names when "
             'making it, such as ("pp", "dp", "cp", "tp")'
         )
     return tuple(mesh.mesh_dim_names)
@@ -158,6 +158,6 @@ def _enumerated(
         # A slice shows only this rank's part: the ranks outside would create other groups.
         raise ValueError(
             f"cannot create {name} from a mesh over {view.mesh.mesh.numel()} of {world} ranks; "
-            f"give a mesh over the whole world, or leave {name} out with groups=(...)"
+            f"pass a mesh over the whole world, or leave {name} out with groups=(...)"
         )
     return maker.group_of(lists, f"mcore_{name}")

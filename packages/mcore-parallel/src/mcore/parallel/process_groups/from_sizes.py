@@ -91,7 +91,7 @@ def agreed_plan(make_plan: Callable[[], GroupPlan]) -> GroupPlan:
 
 def groups_of_plan(plan: GroupPlan) -> dict[str, Any]:
     """Create the groups of a plan and, where all their axes are wanted, the two meshes.
-    Collective on the world group; all ranks give the same plan.
+    Collective on the world group; all ranks pass the same plan.
     """
     maker = GroupMaker()
     made: dict[str, Any] = {

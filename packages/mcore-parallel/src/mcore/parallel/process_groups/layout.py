@@ -99,7 +99,7 @@ class ParallelSizes:
 
 
 def require_positive_int(name: str, value: object) -> None:
-    """Raise TypeError for what is no int and ValueError for what is below 1."""
+    """Raise TypeError for anything but an int and ValueError for an int below 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
     if value < 1:

@@ -97,7 +97,7 @@ def check_param_hashes_across_dp_replicas(
             a parameter has no bytes to read (meta device, uninitialised, sparse, an unknown tensor
             subclass), or ``num_threads`` is below 1, on any rank.
         TypeError: ``model`` is neither a module nor a sequence of modules (on all ranks of the
-            group), or something that is no process group was given as one.
+            group), or something other than a process group was given as one.
 
     Example:
         >>> import torch

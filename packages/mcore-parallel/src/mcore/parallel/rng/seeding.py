@@ -65,7 +65,7 @@ def model_parallel_cuda_manual_seed(
             the CPU. TransformerEngine's streams are always on the current CUDA device.
 
     Raises:
-        ValueError: A seed or rank is negative or no int, a seed exceeds 64 bits, or two of the
+        ValueError: A seed or rank is negative or not an int, a seed exceeds 64 bits, or two of the
             rank's seeds are equal; the old tracker is left as it was.
         RuntimeError: TransformerEngine is asked for and too old, or the device does not exist.
 

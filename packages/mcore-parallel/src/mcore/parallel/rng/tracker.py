@@ -79,7 +79,7 @@ class CudaRNGStatesTracker:
     """Keeps named streams of random numbers and makes one the device's default inside ``fork``.
 
     Local to the process; no communication. Forks may be nested in any order and depth, the same
-    name included: every stream gives the numbers it would give if it were used alone. Not meant
+    name included: every stream yields the numbers it would yield if it were used alone. Not meant
     for use by several threads at once, like the default generator that it exchanges.
 
     Attributes:
