@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import fields
 
 import pytest
@@ -182,10 +181,7 @@ def test_hierarchical_context_parallelism(fake_world) -> None:
 def test_eight_thousand_ranks(fake_world, rank: int, sizes: dict[str, int]) -> None:
     world = 8192
     fake_world(rank, world)
-    start = time.perf_counter()
     pgs = ProcessGroups.from_sizes(**sizes)
-    elapsed_s = time.perf_counter() - start
-    assert elapsed_s < 20
     tp, cp, pp = sizes["tp"], sizes["cp"], sizes["pp"]
     dp = world // (tp * cp * pp)
     in_stage = rank % (tp * cp * dp)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.parallel import ProcessGroups, use_process_groups
-from mcore.parallel.rng import get_cuda_rng_tracker, shared
-from mcore.parallel.rng.seeding import model_parallel_cuda_manual_seed, rng_stream_seeds
+from mcore.parallel.rng import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, shared
+from mcore.parallel.rng.seeding import rng_stream_seeds
 
 DATA, MODEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -11,16 +11,18 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.rng.state import convert_cuda_rng_state
-from mcore.parallel.rng.tracker import (
-    _DATA_PARALLEL_RNG_TRACKER_NAME,
-    _EXPERT_PARALLEL_RNG_TRACKER_NAME,
+from mcore.parallel.rng import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     CudaRNGStatesTracker,
     RNGStatesTracker,
     UnknownRngStreamError,
+    convert_cuda_rng_state,
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
+)
+from mcore.parallel.rng.tracker import (
+    _DATA_PARALLEL_RNG_TRACKER_NAME,
+    _EXPERT_PARALLEL_RNG_TRACKER_NAME,
 )
 
 BOTH_MODES = pytest.mark.parametrize("graph_safe", [False, True], ids=["plain", "graph-safe"])

@@ -222,9 +222,8 @@ def _compare(
     earlier: bool,
     error: Exception | None,
 ) -> tuple[bool, Exception | None]:
-    """Compare over one group and return the verdict so far, or the error that all ranks have.
-
-    An error is returned and not raised, since the ranks of the next group wait for this one too.
+    """Compare over one group; return the verdict so far, or the error that all ranks have.
+    It is not raised, since the ranks of the next group wait for this one too.
     """
     try:
         digest = structure_digest(copies.descriptions)

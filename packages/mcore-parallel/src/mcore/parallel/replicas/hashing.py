@@ -82,12 +82,7 @@ def param_hashes(
 
 
 def named_params(model: nn.Module | Sequence[nn.Module]) -> list[NamedParam]:
-    """List the parameters of the chunks of a model; each chunk's shared ones once.
-
-    Raises:
-        TypeError: ``model`` is neither a module nor a sequence of modules.
-        ValueError: A parameter has no bytes to read; the text names it.
-    """
+    """List the parameters of a module or its chunks; ValueError for one without bytes to read."""
     chunks = [model] if isinstance(model, nn.Module) else model
     if not isinstance(chunks, list | tuple):
         raise TypeError(f"model must be a module or a list of modules, got {type(model).__name__}")

@@ -187,13 +187,7 @@ def _shares_state(device_type: str) -> bool:
 
 
 def clone_rng_state(state: RngState) -> RngState:
-    """Return a copy of a state that draws from the original do not advance.
-
-    Example:
-        >>> original = torch.Generator().manual_seed(1)
-        >>> clone_rng_state(original) is original
-        False
-    """
+    """Return an independent copy of a state of either kind."""
     return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
 
 
