@@ -11,8 +11,8 @@ from mcore.versioning import is_experimental_api, is_internal_api
 
 INTERNAL = (
     "mcore.tensor.viewless._kernel_make_viewless_tensor",
-    "mcore.parallel.rng_state._get_cuda_rng_state",
-    "mcore.parallel.rng_state._set_cuda_rng_state",
+    "mcore.parallel.rng.state._get_cuda_rng_state",
+    "mcore.parallel.rng.state._set_cuda_rng_state",
     "mcore.modules.moe._freeze_parameter_if_present",
     "mcore.modules.value_head._register_linear_for_last_layer_mapping",
     "mcore.observe.moe_fanout._MoeMetricFanoutWriter",

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from bench.measure import Row, paired
-from mcore.parallel.param_hashing import param_hashes
-from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
+from mcore.parallel.replicas import check_param_hashes_across_dp_replicas, param_hashes
 from mcore.parallel.torch_compat import all_gather_single
 from mcore.parallel.wgrad import drain_embedding_wgrad_compute
 from rank_testing import run_ranks

@@ -13,7 +13,7 @@ from mcore.parallel import (
     get_cuda_rng_tracker,
     model_parallel_cuda_manual_seed,
 )
-from mcore.parallel.rng_state import _get_cuda_rng_state, _set_cuda_rng_state
+from mcore.parallel.rng import _get_cuda_rng_state, _set_cuda_rng_state
 
 _DATA_PARALLEL_STRIDE = 100_003
 

@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from mcore.observe import calc_params_l2_norm, report_memory
 from mcore.parallel import ProcessGroups
-from mcore.parallel.torch_compat import all_gather_single
 
 _ON_AN_ACCELERATOR = (
     "mem-allocated-gigabytes",
@@ -48,11 +47,10 @@ def memory_of_ranks(device: torch.device) -> dict[str, float]:
     own = torch.tensor(
         [report.get(name, math.nan) for name in names], dtype=torch.float64, device=device
     )
-    everyone = own.new_empty(dist.get_world_size() * len(names))
-    all_gather_single(everyone, own, None)
-    rows = everyone.view(-1, len(names)).tolist()
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
     return {
         f"memory/rank{rank}/{name}": value
-        for rank, row in enumerate(rows)
+        for rank, row in enumerate(torch.stack(rows).tolist())
         for name, value in zip(names, row, strict=True)
     }

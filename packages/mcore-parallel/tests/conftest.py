@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from mcore.parallel.default_groups import clear_default_process_groups
+from mcore.parallel.process_groups import clear_default_process_groups
 
 
 @pytest.fixture

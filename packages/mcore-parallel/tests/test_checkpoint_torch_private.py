@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.checkpoint.tensor_bytes import bytes_of
-from mcore.parallel.checkpoint.torch_private import (
+from mcore.parallel.tensor_memory import bytes_of
+from mcore.parallel.torch_compat import (
     METADATA_FILE,
     METADATA_GLOBALS,
     dtensor_chunk,

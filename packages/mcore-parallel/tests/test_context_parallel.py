@@ -8,18 +8,18 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from mcore.parallel.context_parallel import (
+from mcore.parallel import (
+    ProcessGroups,
     cp_unzigzag,
     cp_zigzag_index,
+    gather_from_sequence_parallel_region,
     get_batch_on_this_cp_rank,
+    use_process_groups,
 )
-from mcore.parallel.default_groups import use_process_groups
-from mcore.parallel.process_groups import ProcessGroups
-from mcore.parallel.regions import gather_from_sequence_parallel_region
 from rank_testing import run_ranks
 
 # Positions of one sequence.
@@ -64,6 +64,7 @@ def packed_sequences(draw: st.DrawFn) -> tuple[int, list[int]]:
     return cp_size, lengths.cumsum(0).tolist()
 
 
+@settings(deadline=None)
 @given(cp_size=CP_SIZES, chunk=st.integers(0, 40))
 def test_every_position_is_on_one_rank_and_causal_work_is_equal(cp_size: int, chunk: int) -> None:
     seq_len = 2 * cp_size * chunk
@@ -72,6 +73,7 @@ def test_every_position_is_on_one_rank_and_causal_work_is_equal(cp_size: int, ch
     assert len({int((index + 1).sum()) for index in indices}) == 1
 
 
+@settings(deadline=None)
 @given(packed_sequences())
 def test_every_document_is_shared_and_its_causal_work_is_equal(case: tuple[int, list[int]]) -> None:
     cp_size, cu_seqlens = case
@@ -86,6 +88,7 @@ def test_every_document_is_shared_and_its_causal_work_is_equal(case: tuple[int, 
         assert len({int((part - start + 1).sum()) for part in own}) == 1
 
 
+@settings(deadline=None)
 @given(packed_sequences())
 def test_a_packed_rank_holds_the_zigzag_of_each_document_in_turn(
     case: tuple[int, list[int]],
@@ -147,6 +150,7 @@ def test_bad_positions_are_refused(
 # Shards back to the whole.
 
 
+@settings(deadline=None)
 @given(
     cp_size=CP_SIZES,
     chunk=st.integers(0, 5),

@@ -19,7 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from mcore.parallel import (
     FSDPDistributedIndex,
     ProcessGroups,
-    comm_device,
+    check_param_hashes_across_dp_replicas,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     get_batch_on_this_cp_rank,
@@ -42,7 +42,7 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
     validate_sharding_integrity,
 )
-from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
+from mcore.parallel.groups import comm_device
 from rank_testing import RankFailure, run_ranks
 
 VICTIM = 1
@@ -168,7 +168,7 @@ def test_a_hybrid_group_that_lacks_a_rank_is_refused_on_all_ranks() -> None:
     *members, outside = run_ranks(use_a_hybrid_group_of_others, 4)
     assert members[0] == members[1] == members[2]
     assert members[0][0] == outside[0] == "ValueError"
-    assert "hybrid_fsdp_group has ranks [0, 1, 2], but" in members[0][1]
+    assert "hybrid_fsdp_group has ranks 0-2, but" in members[0][1]
     assert "hybrid_fsdp_group: rank 3 is not a member" in outside[1]
 
 

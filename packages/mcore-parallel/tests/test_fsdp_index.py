@@ -286,7 +286,7 @@ def test_expert_mesh_without_outer_dimension(fake_world) -> None:
     mesh, group = mesh_of_eight()
     experts = init_device_mesh("cpu", (4, 2), mesh_dim_names=("ep", "dp_shard"))
     arguments = (mesh, "dp_shard", "dp_outer", "tp", group, True, experts)
-    with pytest.raises(ValueError, match=r"lacks dp_outer_dim.*give hybrid_fsdp_expt_group"):
+    with pytest.raises(ValueError, match=r"lacks dp_outer_dim.*pass hybrid_fsdp_expt_group"):
         FSDPDistributedIndex(*arguments)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"ranks 1, 5, but .* the 2 from place 0 on .* 4-5"):
         FSDPDistributedIndex(*arguments, hybrid_fsdp_expt_group=dist.new_group([1, 5]))  # type: ignore[arg-type]
@@ -338,11 +338,11 @@ def test_experts_need_an_expert_mesh(fake_world, ask) -> None:
         ({"dp_shard_dim": None}, "dp_shard_dim is None.*dp_outer, dp_shard, tp, hsdp"),
         (
             {"dp_shard_dim": "cp"},
-            "dp_shard_dim 'cp' is no dimension .*dp_outer, dp_shard, tp, hsdp",
+            "dp_shard_dim 'cp' is not a dimension .*dp_outer, dp_shard, tp, hsdp",
         ),
         ({"dp_shard_dim": "cp"}, "_unflatten"),
-        ({"dp_outer_dim": "pp"}, "dp_outer_dim 'pp' is no dimension"),
-        ({"tp_dim": "tensor"}, "tp_dim 'tensor' is no dimension"),
+        ({"dp_outer_dim": "pp"}, "dp_outer_dim 'pp' is not a dimension"),
+        ({"tp_dim": "tensor"}, "tp_dim 'tensor' is not a dimension"),
         ({"dp_outer_dim": None, "hsdp_outer_dp_shard": True}, "dp_outer_dim, which is None"),
         ({"hybrid_fsdp_group": None}, r"hybrid_fsdp_group, which is None: flatten.*_flatten"),
         ({"dp_outer_dim": "dp_shard"}, "one dimension is given twice"),
@@ -410,14 +410,16 @@ def test_what_is_no_mesh(fake_world) -> None:
     with pytest.raises(TypeError, match="expt_device_mesh must be a DeviceMesh, got str"):
         hybrid_index(expt_device_mesh="experts")
     unnamed = DeviceMesh("cpu", torch.arange(8).reshape(2, 4))
-    with pytest.raises(ValueError, match=r"dp_shard_dim 'dp' is no dimension.*mesh_dim_names"):
+    with pytest.raises(ValueError, match=r"dp_shard_dim 'dp' is not a dimension.*mesh_dim_names"):
         FSDPDistributedIndex(unnamed, "dp")
 
 
 def test_an_expert_mesh_without_the_shard_dimension(fake_world) -> None:
     fake_world(5, 8)
     experts = init_device_mesh("cpu", (2, 4), mesh_dim_names=("dp_outer", "ep"))
-    with pytest.raises(ValueError, match="dp_shard_dim 'dp_shard' is no dimension of expt_device"):
+    with pytest.raises(
+        ValueError, match="dp_shard_dim 'dp_shard' is not a dimension of expt_device"
+    ):
         hybrid_index(expt_device_mesh=experts)
 
 
@@ -439,7 +441,7 @@ def test_a_missing_expert_group_over_a_part_of_the_world_is_not_made(fake_world)
     group = dist.new_group([1, 3, 5, 7])
     count = dist.distributed_c10d._world.group_count
     arguments = (mesh, "dp_shard", "dp_outer", "tp", group, False, experts)
-    with pytest.raises(ValueError, match=r"ranks 0-1, 4-5 .*give hybrid_fsdp_expt_group"):
+    with pytest.raises(ValueError, match=r"ranks 0-1, 4-5 .*pass hybrid_fsdp_expt_group"):
         FSDPDistributedIndex(*arguments)
     assert dist.distributed_c10d._world.group_count == count
     mine = dist.new_group([0, 1, 4, 5])
@@ -451,7 +453,7 @@ def test_a_torch_that_cannot_flatten_asks_for_the_expert_group(fake_world, monke
     mesh, group = mesh_of_eight()
     experts = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("dp_outer", "ep", "dp_shard"))
     monkeypatch.delattr(DeviceMesh, "_flatten")
-    with pytest.raises(ValueError, match="give hybrid_fsdp_expt_group"):
+    with pytest.raises(ValueError, match="pass hybrid_fsdp_expt_group"):
         FSDPDistributedIndex(mesh, "dp_shard", "dp_outer", "tp", group, False, experts)
 
 

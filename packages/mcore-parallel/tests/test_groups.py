@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from mcore.parallel.groups import (
-    comm_device,
-    get_pg_rank,
-    get_pg_size,
-    get_pg_src_rank,
-    get_tensor_model_parallel_group_if_none,
-    is_distributed,
-)
-from mcore.parallel.process_groups import ProcessGroups, use_process_groups
+from mcore.parallel import get_pg_rank, get_pg_size, get_pg_src_rank
+from mcore.parallel.groups import comm_device
+from mcore.parallel.torch_compat import is_distributed
 from rank_testing import run_ranks
 
 QUERIES = (get_pg_size, get_pg_rank, get_pg_src_rank)
@@ -132,67 +124,3 @@ def test_comm_device_of_nccl_is_the_current_gpu_and_of_gloo_the_cpu() -> None:
             assert kind == "cpu" or device.index == torch.cuda.current_device()
         finally:
             dist.destroy_process_group()
-
-
-def tp_group_cases() -> dict[str, object]:
-    found: dict[str, object] = {"no default": get_tensor_model_parallel_group_if_none(None)}
-    own = dist.group.WORLD
-    pgs = ProcessGroups.from_sizes(tp=2, expt_tp=1)
-    with use_process_groups(pgs), warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        found["own"] = get_tensor_model_parallel_group_if_none(own) is own
-        found["warnings for own"] = len(caught)
-        for _ in range(3):  # one call site in a hot loop
-            found["default"] = get_tensor_model_parallel_group_if_none(None) is pgs.tp
-        found["warnings"] = [(item.category.__name__, item.filename) for item in caught]
-        found["expert"] = get_tensor_model_parallel_group_if_none(None, True) is pgs.expt_tp
-        found["warnings after another line"] = len(caught)
-    return found
-
-
-def test_default_tp_group_warns_once_per_call_site_on_rank_0() -> None:
-    first, second = run_ranks(tp_group_cases, 2)
-    expected = {"no default": None, "own": True, "default": True, "expert": True}
-    quiet = {"warnings for own": 0, "warnings": [], "warnings after another line": 0}
-    assert second == {**expected, **quiet}
-    assert first == {
-        **expected,
-        "warnings for own": 0,
-        "warnings": [("DeprecationWarning", __file__)],
-        "warnings after another line": 2,
-    }
-
-
-def test_a_new_world_warns_again_but_a_new_block_does_not(fake_world) -> None:
-    counts = []
-    for _ in range(2):
-        fake_world(0, 2)
-        pgs = ProcessGroups.from_sizes(tp=2)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(3):
-                with use_process_groups(pgs):
-                    get_tensor_model_parallel_group_if_none(None)
-        counts.append([str(item.message) for item in caught])
-    assert [len(messages) for messages in counts] == [1, 1]
-    assert "pass tp_group explicitly" in counts[0][0]
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_default_without_the_group_names_the_field(fake_world) -> None:
-    fake_world(0, 2)
-    with use_process_groups(ProcessGroups()):
-        for is_expert, name in ((False, "tp"), (True, "expt_tp")):
-            with pytest.raises(RuntimeError, match=rf"no {name} group"):
-                get_tensor_model_parallel_group_if_none(None, is_expert)
-            assert get_tensor_model_parallel_group_if_none(None, is_expert, False) is None
-
-
-def test_tp_group_without_distributed_and_for_non_members(fake_world) -> None:
-    given = StandIn()
-    with use_process_groups(ProcessGroups()):
-        assert get_tensor_model_parallel_group_if_none(given) is None
-    fake_world(1, 2)
-    assert get_tensor_model_parallel_group_if_none(given) is given
-    with pytest.raises(ValueError, match="rank 1 is not a member"):
-        get_tensor_model_parallel_group_if_none(dist.new_group([0]))

@@ -188,7 +188,7 @@ def test_what_torch_slices_is_what_comes_back(fake_world) -> None:
         (("tp", None), "no dimension None"),
         ((), "no dimension names"),
         (None, "no dimension names"),
-        (("tp", "tp"), "'tp' is there twice"),
+        (("tp", "tp"), "'tp' appears twice"),
         (("hsdp", "dp_shard"), "cannot take the submesh .*overlapping"),
     ],
     ids=str,
@@ -210,7 +210,7 @@ def test_a_flattened_dimension_of_other_ranks_is_not_handed_out(fake_world) -> N
 def test_a_name_of_two_dimensions_is_refused(fake_world) -> None:
     fake_world(5, 8)
     world = init_device_mesh("cpu", (8,), mesh_dim_names=("world",))
-    with pytest.raises(ValueError, match="'x' is there twice"):
+    with pytest.raises(ValueError, match="'x' appears twice"):
         resolve_submesh(world._unflatten(0, (4, 2), ("x", "x")), "x")
 
 

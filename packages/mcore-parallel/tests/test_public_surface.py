@@ -1,4 +1,4 @@
-"""What `mcore.parallel` exports, what importing it leaves alone, and the README's example."""
+"""What ``mcore.parallel`` exports, what importing it leaves alone, and the README's example."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 import mcore.parallel
-import mcore.parallel.checkpoint
+from mcore.parallel import checkpoint, process_groups, replicas, rng, wgrad
 
 README = Path(__file__).parents[1] / "README.md"
 
@@ -49,6 +50,23 @@ def test_every_name_comes_from_this_package_with_a_docstring(name: str) -> None:
     if inspect.isclass(value) or inspect.isfunction(value):
         assert value.__module__.startswith("mcore.parallel.")
         assert value.__doc__
+
+
+@pytest.mark.parametrize("module", [process_groups, replicas, rng, wgrad])
+def test_modules_that_users_import_by_name_list_what_they_have(module: ModuleType) -> None:
+    names = module.__all__
+    assert sorted(names) == sorted(set(names))
+    for name in names:
+        value = getattr(module, name)
+        assert inspect.getdoc(value)
+        if inspect.isclass(value) or inspect.isfunction(value):
+            assert value.__module__.startswith(module.__name__)
+
+
+def test_names_with_an_underscore_that_megatron_documents_are_in_rng() -> None:
+    assert rng._MODEL_PARALLEL_RNG_TRACKER_NAME == "model-parallel-rng"
+    state = rng._get_cuda_rng_state("cpu")
+    assert rng._set_cuda_rng_state(state, "cpu") is None
 
 
 def test_names_of_groups_are_exported() -> None:
@@ -92,7 +110,7 @@ del torch._C._c10d_init, torch.distributed  # what a build without distributed l
 import mcore.parallel as mp
 assert not torch.distributed.is_available()
 assert (mp.get_pg_size(), mp.get_pg_rank(), mp.get_pg_src_rank()) == (1, 0, 0)
-assert mp.comm_device() == torch.device("cpu")
+assert mp.groups.comm_device() == torch.device("cpu")
 assert str(mp.ProcessGroups.from_sizes()) == "ProcessGroups(empty)"
 assert mp.reduce_step_stats({"a": 2}, {"b": 1}, None) == ({"a": 2.0}, {"b": True})
 tokens = torch.zeros(1, 3)
@@ -121,20 +139,13 @@ def test_readme_lists_every_name_of_the_package() -> None:
     named = set(re.findall(r"`(\w+)`", table))
     endings = ("_tensor_model_parallel_region", "_sequence_parallel_region")
     regions = {name for name in mcore.parallel.__all__ if name.endswith(endings)}
-    left_out = {
-        "RNGStatesTracker",  # other names of the same things, and names of streams
-        "UnknownRngStreamError",
-        "__version__",
-        "get_data_parallel_rng_tracker_name",
-        "get_expert_parallel_rng_tracker_name",
-        "is_graph_safe_cuda_rng_tracker",
-    }
-    assert set(mcore.parallel.__all__) - regions - left_out <= named
+    assert set(mcore.parallel.__all__) - regions - {"__version__"} <= named
     assert all(any(region.startswith(name) for name in named) for region in regions)
     for name in named:
         assert (
-            hasattr(mcore.parallel, name)
-            or hasattr(mcore.parallel.checkpoint, name)
+            any(
+                hasattr(owner, name) for owner in (mcore.parallel, checkpoint, replicas, rng, wgrad)
+            )
             or importlib.util.find_spec(f"mcore.parallel.{name}")
             or any(region.startswith(name) for region in regions)
         ), name

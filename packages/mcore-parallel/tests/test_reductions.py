@@ -12,15 +12,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise
-from mcore.parallel.double_encoding import encode_double, encode_double_tensor
-from mcore.parallel.process_groups import ProcessGroups, use_process_groups
-from mcore.parallel.reductions import (
+from mcore.parallel import (
+    ProcessGroups,
     logical_and_across_model_parallel_group,
     reduce_max_memory_across_pp_group,
     reduce_max_stat_across_model_parallel_group,
     reduce_step_stats,
+    use_process_groups,
 )
+from mcore.parallel.agreement import max_or_raise
+from mcore.parallel.reductions import encode_double, encode_double_tensor
 from rank_testing import run_ranks
 
 NAN = math.nan

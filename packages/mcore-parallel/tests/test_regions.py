@@ -9,9 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.default_groups import use_process_groups
-from mcore.parallel.process_groups import ProcessGroups
-from mcore.parallel.regions import (
+from mcore.parallel import (
+    ProcessGroups,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -19,6 +18,7 @@ from mcore.parallel.regions import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
+    use_process_groups,
 )
 from rank_testing import run_ranks
 

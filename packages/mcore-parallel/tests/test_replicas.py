@@ -13,8 +13,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from mcore.parallel.process_groups import ProcessGroups, use_process_groups
-from mcore.parallel.replicas import check_param_hashes_across_dp_replicas as check
+from mcore.parallel import ProcessGroups, use_process_groups
+from mcore.parallel import check_param_hashes_across_dp_replicas as check
 from rank_testing import run_ranks
 
 BOTH = (False, True)
@@ -70,9 +70,6 @@ def logged(call: Callable[[], object]) -> list[str]:
     logger.removeHandler(handler)
     logger.setLevel(before)
     return handler.lines
-
-
-# ---- two ranks: values ---------------------------------------------------------------------------
 
 
 def compare_values() -> dict[str, tuple[bool, bool]]:
@@ -184,9 +181,6 @@ def test_mismatches_are_logged_on_the_rank_that_has_them_and_not_more_than_twent
     assert second[3] == []
 
 
-# ---- two ranks: what cannot be compared ----------------------------------------------------------
-
-
 def compare_what_differs_in_structure() -> list[str]:
     rank = dist.get_rank()
     one, two = torch.ones(1), torch.ones(2)
@@ -249,9 +243,6 @@ def test_what_one_rank_cannot_read_is_the_same_error_on_all() -> None:
     assert first[3] == second[3] == "True"
 
 
-# ---- three ranks: members ------------------------------------------------------------------------
-
-
 def compare_as_members() -> list[str]:
     rank = dist.get_rank()
     pair = dist.new_group([0, 1])
@@ -277,9 +268,6 @@ def test_a_rank_outside_the_group_gets_an_error_that_its_other_group_shares() ->
     for rank, found in enumerate(results):
         assert found[2:4] == ["True", "True"]
         assert found[4].startswith(f"ValueError: rank {rank} is not a member")
-
-
-# ---- four ranks: who differs, experts ------------------------------------------------------------
 
 
 def compare_experts() -> dict[str, Any]:
@@ -326,9 +314,6 @@ def test_experts_have_a_group_of_their_own() -> None:
             "WARNING: 1 parameters are not compared: pass expert_dp_group, or set the default "
             "ProcessGroups"
         ]
-
-
-# ---- DTensors ------------------------------------------------------------------------------------
 
 
 def dtensor(
@@ -411,9 +396,6 @@ def test_dtensors_are_compared_between_the_ranks_that_hold_the_same_shard() -> N
         assert "do not have the same parameters" in found["other meshes"][0]
 
 
-# ---- wrappers ------------------------------------------------------------------------------------
-
-
 class Scaled(torch.Tensor):
     """A quantised tensor: bytes and a scale."""
 
@@ -456,9 +438,6 @@ def test_wrappers_are_compared_by_what_is_inside() -> None:
         assert ["scale, shape (1,), torch.float32", "torch.float64"][rank] in found[2]
         assert f"scale, shape ({1 + rank},)" in found[3]
         assert "do not have the same parameters" in found[4]
-
-
-# ---- without messages ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("situation", ["not distributed", "no group", "one rank"])

@@ -15,21 +15,21 @@ from typing import Any
 import pytest
 import torch
 
-from mcore.parallel import rng
 from mcore.parallel.rng import (
     CudaRNGStatesTracker,
     get_all_rng_states,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
     is_graph_safe_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
+    shared,
 )
-from mcore.parallel.rng_seeding import model_parallel_cuda_manual_seed
 from mcore.versioning import clear_version_cache
 
 
 @pytest.fixture(autouse=True)
 def _no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rng, "_shared", None)
+    monkeypatch.setattr(shared, "_shared", None)
     state = torch.get_rng_state()
     yield
     torch.set_rng_state(state)
@@ -108,7 +108,7 @@ def test_defaults_and_the_trackers_own_flags_never_warn() -> None:
 
 def test_all_states_are_those_of_the_shared_tracker() -> None:
     assert get_all_rng_states() == {}
-    assert rng._shared is None
+    assert shared._shared is None
     tracker = get_cuda_rng_tracker(use_cudagraphable_rng=True)
     tracker.add("a", 1)
     states = get_all_rng_states()

@@ -7,14 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel import rng
-from mcore.parallel.default_groups import use_process_groups
-from mcore.parallel.process_groups import ProcessGroups
-from mcore.parallel.rng import get_cuda_rng_tracker
-from mcore.parallel.rng_seeding import model_parallel_cuda_manual_seed, rng_stream_seeds
+from mcore.parallel import ProcessGroups, use_process_groups
+from mcore.parallel.rng import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, shared
+from mcore.parallel.rng.seeding import rng_stream_seeds
 
 DATA, MODEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -22,7 +20,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 @pytest.fixture(autouse=True)
 def _no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(rng, "_shared", None)
+    monkeypatch.setattr(shared, "_shared", None)
     state = torch.get_rng_state()
     yield
     torch.set_rng_state(state)
@@ -147,6 +145,7 @@ def test_an_inference_tracker_gets_no_streams_but_the_default_numbers_are_seeded
     assert first_numbers() == {"default": numbers(9)}
 
 
+@settings(deadline=None)
 @given(
     seed=st.integers(0, 2**40),
     tp_rank=st.integers(0, 2000),

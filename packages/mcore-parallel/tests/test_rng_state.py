@@ -5,13 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from mcore.parallel.rng_state import (
-    _get_cuda_rng_state,
-    _set_cuda_rng_state,
-    convert_cuda_rng_state,
-    require_graph_safe_generators,
-    resolve_rng_device,
-)
+from mcore.parallel.rng import _get_cuda_rng_state, _set_cuda_rng_state, convert_cuda_rng_state
+from mcore.parallel.rng.state import require_graph_safe_generators, resolve_rng_device
 
 HAS_ACCELERATOR = torch.accelerator.is_available()
 needs_no_accelerator = pytest.mark.skipif(

@@ -8,19 +8,21 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.rng_state import convert_cuda_rng_state
-from mcore.parallel.rng_tracker import (
-    _DATA_PARALLEL_RNG_TRACKER_NAME,
-    _EXPERT_PARALLEL_RNG_TRACKER_NAME,
+from mcore.parallel.rng import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     CudaRNGStatesTracker,
     RNGStatesTracker,
     UnknownRngStreamError,
+    convert_cuda_rng_state,
     get_data_parallel_rng_tracker_name,
     get_expert_parallel_rng_tracker_name,
+)
+from mcore.parallel.rng.tracker import (
+    _DATA_PARALLEL_RNG_TRACKER_NAME,
+    _EXPERT_PARALLEL_RNG_TRACKER_NAME,
 )
 
 BOTH_MODES = pytest.mark.parametrize("graph_safe", [False, True], ids=["plain", "graph-safe"])
@@ -117,6 +119,7 @@ def walks(draw_value: st.DrawFn) -> list[tuple[str, str]]:
 
 
 @BOTH_MODES
+@settings(deadline=None)
 @given(steps=walks())
 def test_any_nesting_gives_each_stream_its_own_sequence(
     graph_safe: bool, steps: list[tuple[str, str]]

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from mcore.parallel import (
     FSDPDistributedIndex,
     ProcessGroups,
+    check_param_hashes_across_dp_replicas,
     cp_zigzag_index,
     get_mesh_names,
     get_pg_rank,
@@ -34,8 +35,7 @@ from mcore.parallel.checkpoint import (
     describe_shards,
     validate_plans,
 )
-from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
-from mcore.parallel.rng_seeding import rng_stream_seeds
+from mcore.parallel.rng.seeding import rng_stream_seeds
 
 WORLDS = (4096, 8192)
 SIZES = {"tp": 4, "cp": 2, "pp": 8, "ep": 16, "expt_tp": 2}

@@ -11,14 +11,15 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from mcore.parallel.process_groups import ProcessGroups, use_process_groups
-from mcore.parallel.tensor_parallel import (
+from mcore.parallel import (
+    ProcessGroups,
     copy_tensor_model_parallel_attributes,
     get_mcore_tensor_parallel_partition_dim,
     is_mcore_tensor_model_parallel,
     is_mcore_tensor_parallel_duplicated,
     param_is_not_tensor_parallel_duplicate,
     set_tensor_model_parallel_attributes,
+    use_process_groups,
 )
 from rank_testing import run_ranks
 

@@ -13,11 +13,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from mcore.parallel.torch_compat import (
     all_gather_single,
     flatten_mesh,
-    flatten_mesh_dims,
     flattened_meshes,
     is_distributed,
     join_meshes,
-    mesh_from_groups,
     reduce_scatter_single,
     root_mesh,
 )
@@ -85,19 +83,19 @@ def test_an_older_torch_is_served_by_the_old_name(monkeypatch, call, new, old) -
 def test_flatten_gives_the_same_mesh_again_and_none_for_a_taken_name(fake_world) -> None:
     fake_world(5, 16)
     mesh = init_device_mesh("cpu", (2, 2, 4), mesh_dim_names=("pp", "dp", "tp"))
-    flat = flatten_mesh_dims(mesh, ("pp", "tp"), "mp")
+    flat = flatten_mesh(mesh[("pp", "tp")], "mp")
     assert flat is not None
     assert dist.get_process_group_ranks(flat.get_group()) == [4, 5, 6, 7, 12, 13, 14, 15]
-    assert flatten_mesh_dims(mesh, ("pp", "tp"), "mp") is flat
-    assert flatten_mesh_dims(mesh, ("pp", "dp"), "mp") is None
-    assert flatten_mesh_dims(mesh, ("pp", "dp"), "tp") is None
+    assert flatten_mesh(mesh[("pp", "tp")], "mp") is flat
+    assert flatten_mesh(mesh[("pp", "dp")], "mp") is None
+    assert flatten_mesh(mesh[("pp", "dp")], "tp") is None
 
 
 def test_flatten_gives_none_where_torch_has_no_flatten(fake_world, monkeypatch) -> None:
     fake_world(0, 4)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
     monkeypatch.delattr(dist.device_mesh.DeviceMesh, "_flatten")
-    assert flatten_mesh_dims(mesh, ("dp", "tp"), "all") is None
+    assert flatten_mesh(mesh[("dp", "tp")], "all") is None
 
 
 def test_flatten_of_a_whole_mesh(fake_world) -> None:
@@ -106,7 +104,7 @@ def test_flatten_of_a_whole_mesh(fake_world) -> None:
     flat = flatten_mesh(mesh["dp", "tp"], "stage")
     assert flat is not None
     assert dist.get_process_group_ranks(flat.get_group()) == list(range(8))
-    assert flatten_mesh_dims(mesh, ("dp", "tp"), "stage") is flat
+    assert flatten_mesh(mesh[("dp", "tp")], "stage") is flat
     assert flatten_mesh(mesh["pp", "dp"], "stage") is None
 
 
@@ -141,16 +139,3 @@ def test_joined_meshes_keep_order_and_groups(fake_world, monkeypatch) -> None:
     monkeypatch.delattr(dist.device_mesh.DeviceMesh, "_concatenate")
     with pytest.raises(RuntimeError, match="cannot join meshes"):
         join_meshes([mesh["c"], mesh["a"]])
-
-
-def test_mesh_over_existing_groups_creates_none(fake_world, monkeypatch) -> None:
-    fake_world(3, 4)
-    row, column = dist.new_group([2, 3]), dist.new_group([1, 3])
-    made = []
-    monkeypatch.setattr(dist.distributed_c10d, "new_group", lambda **kw: made.append(kw))
-    ranks = torch.arange(4).reshape(2, 2)
-    mesh = mesh_from_groups([column, row], "cpu", ranks, ("dp", "tp"))
-    assert not made
-    assert mesh["tp"].get_group() is row
-    assert mesh["dp"].get_group() is column
-    assert list(mesh.get_coordinate() or ()) == [1, 1]

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.wgrad import (
+from mcore.parallel import (
     drain_embedding_wgrad_compute,
     prepare_input_tensors_for_wgrad_compute,
 )
@@ -293,9 +293,6 @@ def test_a_rank_outside_the_group_gets_an_error() -> None:
         assert text.endswith(" 1")
 
 
-# ---- one process ---------------------------------------------------------------------------------
-
-
 def drain_alone(inputs: list[torch.Tensor], grads: list[torch.Tensor], weight: Any) -> None:
     drain_embedding_wgrad_compute(config(sequence_parallel=True), inputs, grads, weight, None)
 
@@ -386,9 +383,6 @@ def test_a_graph_is_neither_needed_nor_built() -> None:
     drain_alone(inputs, grads, weight)
     assert not weight.main_grad.requires_grad
     assert (weight.main_grad - batches.expected(0)).abs().max() <= 1e-4
-
-
-# ---- preparation ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("leading", [(6,), (3, 2), (1, 3, 2)])

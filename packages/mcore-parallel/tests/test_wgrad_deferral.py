@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from mcore.parallel.wgrad_deferral import defers_embedding_wgrad, validate_wgrad_deferral
+from mcore.parallel.wgrad import defers_embedding_wgrad, validate_wgrad_deferral
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,15 @@ from mcore.modules.wrappers import (
     iter_wrapped_models,
     unwrap_model,
 )
-from mcore.parallel.groups import (
-    comm_device,
-    get_pg_rank,
-    get_pg_size,
-    get_pg_src_rank,
+from mcore.parallel.groups import comm_device, get_pg_rank, get_pg_size, get_pg_src_rank
+from mcore.parallel.process_groups import (
+    get_default_process_groups,
     get_tensor_model_parallel_group_if_none,
-    is_distributed,
 )
-from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.regions import (
     gather_from_sequence_parallel_region as _gather_from_sequence_parallel_region,
 )
+from mcore.parallel.torch_compat import is_distributed
 from mcore.versioning import internal_api
 
 

@@ -11,21 +11,14 @@ from mcore.parallel.context_parallel import (
     get_batch_on_this_cp_rank,
 )
 from mcore.parallel.fsdp_index import FSDPDistributedIndex
-from mcore.parallel.groups import (
-    comm_device,
-    get_pg_rank,
-    get_pg_size,
-    get_pg_src_rank,
-    get_tensor_model_parallel_group_if_none,
-    is_distributed,
-)
+from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
 from mcore.parallel.mesh import contains_submesh, get_mesh_names, resolve_submesh
-from mcore.parallel.param_hashing import param_hashes
 from mcore.parallel.process_groups import (
     ProcessGroupCollection,
     ProcessGroups,
     clear_default_process_groups,
     get_default_process_groups,
+    get_tensor_model_parallel_group_if_none,
     set_default_process_groups,
     use_process_groups,
 )
@@ -47,17 +40,10 @@ from mcore.parallel.regions import (
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
 from mcore.parallel.rng import (
     CudaRNGStatesTracker,
-    RNGStatesTracker,
-    UnknownRngStreamError,
-    get_all_rng_states,
     get_cuda_rng_tracker,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
     initialize_rng_tracker,
-    is_graph_safe_cuda_rng_tracker,
+    model_parallel_cuda_manual_seed,
 )
-from mcore.parallel.rng_seeding import model_parallel_cuda_manual_seed
-from mcore.parallel.rng_state import convert_cuda_rng_state
 from mcore.parallel.tensor_parallel import (
     copy_tensor_model_parallel_attributes,
     get_mcore_tensor_parallel_partition_dim,
@@ -70,35 +56,26 @@ from mcore.parallel.wgrad import (
     drain_embedding_wgrad_compute,
     prepare_input_tensors_for_wgrad_compute,
 )
-from mcore.parallel.wgrad_deferral import defers_embedding_wgrad, validate_wgrad_deferral
 
 __all__ = [
     "CudaRNGStatesTracker",
     "FSDPDistributedIndex",
     "ProcessGroupCollection",
     "ProcessGroups",
-    "RNGStatesTracker",
-    "UnknownRngStreamError",
     "__version__",
     "check_param_hashes_across_dp_replicas",
     "clear_default_process_groups",
-    "comm_device",
     "contains_submesh",
-    "convert_cuda_rng_state",
     "copy_tensor_model_parallel_attributes",
     "copy_to_tensor_model_parallel_region",
     "cp_unzigzag",
     "cp_zigzag_index",
-    "defers_embedding_wgrad",
     "drain_embedding_wgrad_compute",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
-    "get_all_rng_states",
     "get_batch_on_this_cp_rank",
     "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
     "get_default_process_groups",
-    "get_expert_parallel_rng_tracker_name",
     "get_mcore_tensor_parallel_partition_dim",
     "get_mesh_names",
     "get_pg_rank",
@@ -106,15 +83,12 @@ __all__ = [
     "get_pg_src_rank",
     "get_tensor_model_parallel_group_if_none",
     "initialize_rng_tracker",
-    "is_distributed",
-    "is_graph_safe_cuda_rng_tracker",
     "is_mcore_tensor_model_parallel",
     "is_mcore_tensor_parallel_duplicated",
     "logical_and_across_model_parallel_group",
     "make_sharded_tensor_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "model_parallel_cuda_manual_seed",
-    "param_hashes",
     "param_is_not_tensor_parallel_duplicate",
     "prepare_input_tensors_for_wgrad_compute",
     "reduce_from_tensor_model_parallel_region",
@@ -128,5 +102,4 @@ __all__ = [
     "set_default_process_groups",
     "set_tensor_model_parallel_attributes",
     "use_process_groups",
-    "validate_wgrad_deferral",
 ]

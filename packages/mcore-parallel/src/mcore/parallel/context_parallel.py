@@ -1,34 +1,23 @@
 """Slices of a batch for the ranks of a context-parallel group, balanced for causal attention.
 
-A sequence is cut into `2 * cp` equal chunks and rank r takes the chunks r and `2 * cp - 1 - r`, one
-from each end. A causal query at position p attends to p + 1 keys, so the two chunks together cost
-the same on every rank. The scheme is the one of Megatron-LM's context parallelism.
+A sequence is cut into ``2 * cp`` equal chunks and rank r takes the chunks r and ``2 * cp - 1 - r``,
+one from each end. A causal query at position p attends to p + 1 keys, so the two chunks together
+cost the same on every rank. The scheme is the one of Megatron-LM's context parallelism.
 """
 
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.groups import get_pg_rank, get_pg_size, is_distributed
-from mcore.parallel.packed_documents import (
-    check_divisible,
-    check_length,
-    read_borders,
-    zigzag_positions,
-)
+from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
+from mcore.parallel.process_groups.default import group_or_default
+from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.dtensor import is_dtensor
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = ["cp_unzigzag", "cp_zigzag_index", "get_batch_on_this_cp_rank"]
 
 METADATA_KEYS = frozenset(
     {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"}
@@ -49,41 +38,42 @@ def get_batch_on_this_cp_rank(
 
     No communication. Three ways to split, all by the two-chunk scheme of this module:
 
-    - per sequence, when the batch has no `cu_seqlens` or with `use_per_sequence_balancing`: each
-      tensor along its sequence dim;
-    - packed, when it has `cu_seqlens`: inside every document, so that each stays balanced, for
-      the keys `tokens`, `labels`, `loss_mask`, `position_ids` and those in `seq_dims`;
-    - hybrid, with `is_hybrid_cp` where the batch has `cu_seqlens` or `local_cp_size`: per sequence
-      over a group chosen for this batch, which the result holds as `hybrid_cp_group`.
+    - per sequence, when the batch has no ``cu_seqlens`` or with ``use_per_sequence_balancing``:
+      each tensor along its sequence dim;
+    - packed, when it has ``cu_seqlens``: inside every document, so that each stays balanced, for
+      the keys ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and those in ``seq_dims``;
+    - hybrid, with ``is_hybrid_cp`` where the batch has ``cu_seqlens`` or ``local_cp_size``: per
+      sequence over a group chosen for this batch, which the result holds as ``hybrid_cp_group``.
 
-    Tensors that are split are checked before any is copied. `None`, values that are no tensors
-    and the keys `cu_seqlens`, `cu_seqlens_padded`, `max_seqlen`, `local_cp_size` and
-    `hybrid_cp_group` pass through; lengths in them stay those of the whole sequence.
+    Tensors that are split are checked before any is copied. ``None``, values that are not tensors
+    and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``, ``local_cp_size`` and
+    ``hybrid_cp_group`` pass through; lengths in them stay those of the whole sequence.
 
     Args:
-        batch: Tensors by name, `[b, s]` or `[b, s, ...]`; an `attention_mask` is `[b, 1, sq, sk]`,
-            of which the query dim is split, or `[b, s]`. Packed batches have `cu_seqlens` `[n]` or
-            `[1, n]`, the borders of the documents; `cu_seqlens_padded` is used instead where
-            present. Hybrid batches have `local_cp_size`, an int or a tensor of one element. A
-            `cu_seqlens` or `local_cp_size` on an accelerator is read with one host sync.
-        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default `cp` of the
-            default `ProcessGroups`, else one rank.
-        is_hybrid_cp: The batch says itself, by `local_cp_size`, how many ranks share it.
-        hybrid_cp_group_func: Called as `hybrid_cp_group_func(group_size=n)` for the group of the
+        batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``; an ``attention_mask`` is
+            ``[b, 1, sq, sk]``, of which the query dim is split, or ``[b, s]``. Packed batches have
+            ``cu_seqlens`` ``[n]`` or ``[1, n]``, the borders of the documents;
+            ``cu_seqlens_padded`` is used instead where present. Hybrid batches have
+            ``local_cp_size``, an int or a tensor of one element. A ``cu_seqlens`` or
+            ``local_cp_size`` on an accelerator is read with one host sync.
+        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default ``cp`` of the
+            default ``ProcessGroups``, else one rank.
+        is_hybrid_cp: The batch says itself, by ``local_cp_size``, how many ranks share it.
+        hybrid_cp_group_func: Called as ``hybrid_cp_group_func(group_size=n)`` for the group of the
             n ranks that share a hybrid batch; needed when n > 1.
-        use_per_sequence_balancing: Split per sequence even if there is a `cu_seqlens`.
-        seq_dims: Sequence dim by key where it is not dim 1 (dim 2 for an `attention_mask` with
-            three or more dims); `None` lets the key pass through.
+        use_per_sequence_balancing: Split per sequence even if there is a ``cu_seqlens``.
+        seq_dims: Sequence dim by key where it is not dim 1 (dim 2 for an ``attention_mask`` with
+            three or more dims); ``None`` lets the key pass through.
 
     Returns:
-        A new dict with the same keys. Split tensors are new, contiguous, `1 / cp` as long in the
-        sequence dim and differentiable. With one rank, with a `local_cp_size` of 1, and where
+        A new dict with the same keys. Split tensors are new, contiguous, ``1 / cp`` as long in the
+        sequence dim and differentiable. With one rank, with a ``local_cp_size`` of 1, and where
         torch.distributed is not initialised: a shallow copy.
 
     Raises:
-        TypeError: `cp_group` is a bool, or a tensor to split is a DTensor.
-        ValueError: A length is not divisible by `2 * cp`, a tensor lacks its sequence dim,
-            `cu_seqlens` does not describe the sequence, a packed batch has an attention mask, a
+        TypeError: ``cp_group`` is a bool, or a tensor to split is a DTensor.
+        ValueError: A length is not divisible by ``2 * cp``, a tensor lacks its sequence dim,
+            ``cu_seqlens`` does not describe the sequence, a packed batch has an attention mask, a
             hybrid one lacks what it needs, or this rank is not in the group.
 
     Example:
@@ -103,9 +93,7 @@ def get_batch_on_this_cp_rank(
     # A pipeline stage without inputs has neither, and nothing to ask the group for.
     if is_hybrid_cp and not use_per_sequence_balancing and (has_documents or asks_for_ranks):
         return _split_hybrid(batch, hybrid_cp_group_func, dims)
-    if cp_group is None:
-        defaults = get_default_process_groups()
-        cp_group = None if defaults is None else defaults.cp
+    cp_group = group_or_default(cp_group, "cp")
     size, rank = get_pg_size(cp_group), get_pg_rank(cp_group)
     if size == 1:
         return dict(batch)
@@ -128,17 +116,18 @@ def cp_zigzag_index(
         seq_len: Length of the whole sequence.
         cp_size: Number of context-parallel ranks, cp.
         cp_rank: The rank asked for, 0 to cp - 1.
-        cu_seqlens: Borders of the documents packed into the sequence, `[n]` or `[1, n]`, from 0 to
-            `seq_len`; each document is then balanced on its own. On an accelerator it is read
+        cu_seqlens: Borders of the documents packed into the sequence, ``[n]`` or ``[1, n]``, from 0
+            to ``seq_len``; each document is then balanced on its own. On an accelerator it is read
             with one host sync.
         device: Where the result goes; default the CPU.
 
     Returns:
-        int64 tensor `[seq_len / cp]`.
+        int64 tensor ``[seq_len / cp]``.
 
     Raises:
-        ValueError: `cp_rank` is not below `cp_size`, the sequence or a document is not divisible
-            by `2 * cp`, or `cu_seqlens` does not describe the sequence. One rank takes any length.
+        ValueError: ``cp_rank`` is not below ``cp_size``, the sequence or a document is not
+            divisible by ``2 * cp``, or ``cu_seqlens`` does not describe the sequence. One rank
+            takes any length.
 
     Example:
         >>> cp_zigzag_index(16, 2, 0).tolist()
@@ -162,17 +151,17 @@ def cp_unzigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
     """Put the shards of all context-parallel ranks back into the order of the sequence.
 
     The inverse of the per-sequence split; no communication. Differentiable, e.g. after gathering
-    keys along dim 0: `cp_unzigzag(gathered.chunk(cp), dim=0)`.
+    keys along dim 0: ``cp_unzigzag(gathered.chunk(cp), dim=0)``.
 
     Args:
         shards: One tensor for each rank, in rank order, of equal shape.
         dim: The sequence dim of the shards.
 
     Returns:
-        A new tensor, cp times as long in `dim`; a single shard is returned as it is.
+        A new tensor, cp times as long in ``dim``; a single shard is returned as it is.
 
     Raises:
-        ValueError: No shards, shards of different shapes, without `dim`, or of odd length.
+        ValueError: No shards, shards of different shapes, without ``dim``, or of odd length.
 
     Example:
         >>> shards = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
@@ -316,7 +305,7 @@ def _dims_to_split(
         if dim is None:
             continue
         if is_dtensor(tensor):
-            raise TypeError(f"{name} is a DTensor, which is not split here: give its local tensor")
+            raise TypeError(f"{name} is a DTensor, which is not split here: pass its local tensor")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has no dim {dim} to split: name its "
@@ -324,3 +313,54 @@ def _dims_to_split(
             )
         dims[name] = dim % tensor.dim()
     return dims
+
+
+def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
+    """Return the borders of packed documents, ``[n]`` or ``[1, n]``, as int64 on the CPU."""
+    borders = torch.as_tensor(cu_seqlens)
+    shape = tuple(borders.shape)
+    if len(shape) == 2 and shape[0] > 1:
+        raise ValueError(
+            f"cu_seqlens of shape {shape} has {shape[0]} rows, expected one: flatten the "
+            "micro-batch into one packed sequence first"
+        )
+    if len(shape) not in (1, 2):
+        raise ValueError(f"cu_seqlens must be [n] or [1, n], got shape {shape}")
+    if borders.numel() and (borders.is_floating_point() or borders.is_complex()):
+        raise ValueError(f"cu_seqlens must hold integers, got {borders.dtype}")
+    borders = borders.flatten().to("cpu", torch.int64)
+    if not borders.numel() or borders[0] != 0:
+        raise ValueError(f"cu_seqlens must start at 0, got {borders.tolist()}")
+    if (borders.diff() < 0).any():
+        raise ValueError(f"cu_seqlens must not decrease, got {borders.tolist()}")
+    return borders
+
+
+def check_length(borders: Tensor, length: int, what: str) -> None:
+    """Raise ValueError unless the documents fill a sequence of this length."""
+    end = int(borders[-1])
+    if end != length:
+        raise ValueError(f"cu_seqlens ends at {end}, expected {length}, the length of {what}")
+
+
+def check_divisible(borders: Tensor, cp_size: int) -> None:
+    """Raise ValueError unless every document can be cut into ``2 * cp_size`` equal chunks."""
+    uneven = (borders.diff() % (2 * cp_size)).nonzero().flatten().tolist()
+    if uneven:
+        start, end = borders[uneven[0] : uneven[0] + 2].tolist()
+        raise ValueError(
+            f"document {uneven[0]} [{start}, {end}) has length {end - start}, not divisible by "
+            f"{2 * cp_size} (2 * context-parallel size {cp_size}): pad it; {len(uneven)} of "
+            f"{len(borders) - 1} documents are like that"
+        )
+
+
+def zigzag_positions(borders: Tensor, cp_size: int, cp_rank: int) -> Tensor:
+    """Return the positions of one rank: the chunks r and ``2 * cp - 1 - r`` of every document."""
+    starts, chunks = borders[:-1], borders.diff() // (2 * cp_size)
+    firsts = starts + cp_rank * chunks
+    seconds = starts + (2 * cp_size - 1 - cp_rank) * chunks
+    lengths = chunks.repeat_interleave(2)
+    places = lengths.cumsum(0) - lengths
+    shifts = torch.stack((firsts, seconds), dim=1).flatten() - places
+    return torch.arange(int(lengths.sum()), device="cpu") + shifts.repeat_interleave(lengths)

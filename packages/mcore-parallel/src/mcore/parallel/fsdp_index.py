@@ -2,21 +2,22 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
 
-from mcore.parallel.fsdp_index_meshes import dense_dims
-from mcore.parallel.fsdp_index_views import FSDPView, dense_view, expert_view
-from mcore.parallel.torch_compat import is_distributed
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from mcore.parallel.groups import GroupLike, as_process_group, group_ranks
+from mcore.parallel.mesh import get_mesh_names, resolve_submesh
+from mcore.parallel.shortened import ranks_text
+from mcore.parallel.torch_compat import flatten_mesh, is_distributed, root_mesh
 
-    from torch.distributed import ProcessGroup
-    from torch.distributed.device_mesh import DeviceMesh
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = ["FSDPDistributedIndex"]
+_HOW_TO_MAKE = (
+    "flatten the two dimensions, keep the result and pass its group: "
+    "mesh[{outer!r}, {shard!r}]._flatten(...).get_group(), or make it with "
+    "dist.new_group(ranks, sort_ranks=False) for each outer-major list of ranks"
+)
 
 
 class FSDPDistributedIndex:
@@ -30,7 +31,7 @@ class FSDPDistributedIndex:
     Construction checks that names, meshes and groups belong together. It does no communication,
     with one exception: where an expert mesh has both data-parallel dimensions, but no
     ``hybrid_fsdp_expt_group`` is given and the dense one has other ranks, the group is made, which
-    is collective on the world group. All ranks give the same arguments.
+    is collective on the world group. All ranks pass the same arguments.
 
     Args:
         device_mesh: The mesh of the dense parameters, with dimension names. May be sliced or
@@ -73,7 +74,7 @@ class FSDPDistributedIndex:
     Raises:
         ValueError: A dimension that is missing or overlaps another, a group with other ranks than
             the mesh, or this rank is not in a mesh or group; the text names the argument.
-        TypeError: What is no DeviceMesh or no group was given.
+        TypeError: Something other than a DeviceMesh or a group was given.
         RuntimeError: torch.distributed is not initialised.
 
     Example:
@@ -118,7 +119,7 @@ class FSDPDistributedIndex:
             )
         dims = dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
         if hsdp_outer_dp_shard and dp_outer_dim is None:
-            raise ValueError("hsdp_outer_dp_shard shards over dp_outer_dim, which is None: give it")
+            raise ValueError("hsdp_outer_dp_shard shards over dp_outer_dim, which is None: pass it")
         dense = dense_view(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
         expert = None
         if expt_device_mesh is not None:
@@ -188,7 +189,7 @@ class FSDPDistributedIndex:
             f"{self._tp_hint(names)}"
         )
 
-    def get_dp_group(self, is_expert_parallel: bool = False) -> ProcessGroup:
+    def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
         """Return the group of all data-parallel ranks.
 
         No communication.
@@ -209,7 +210,7 @@ class FSDPDistributedIndex:
 
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
-    ) -> ProcessGroup:
+    ) -> dist.ProcessGroup:
         """Return the group that parameters are sharded over, that of ``dp_shard_dim``.
 
         No communication.
@@ -229,7 +230,7 @@ class FSDPDistributedIndex:
             return view.gather_group
         return view.shard_group
 
-    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> ProcessGroup | None:
+    def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ``dp_outer_dim``.
 
         No communication.
@@ -238,7 +239,7 @@ class FSDPDistributedIndex:
             is_expert_parallel: That of the experts.
 
         Returns:
-            The group; None when the index is not hybrid. Mind that collectives of
+            The group; None when the index is not hybrid. Note that collectives of
             torch.distributed take None for the world group.
 
         Raises:
@@ -311,3 +312,235 @@ class FSDPDistributedIndex:
         if self.tp_dim is not None or (names and not others):
             return ""
         return "; tp_dim is None: give tp_dim, a size-1 TP dim is enough"
+
+
+@dataclass(frozen=True)
+class FSDPView:
+    """The submeshes, by dimension names, and the groups of one mesh; None where there is none."""
+
+    mesh: DeviceMesh
+    submeshes: dict[tuple[str, ...], DeviceMesh]
+    shard_group: dist.ProcessGroup
+    outer_group: dist.ProcessGroup | None
+    hybrid_group: dist.ProcessGroup | None
+    gather_group: dist.ProcessGroup | None
+
+
+def dense_view(
+    mesh: DeviceMesh, dims: FSDPDims, hybrid_group: GroupLike | None, gather_group: GroupLike | None
+) -> FSDPView:
+    """Slice the dense mesh and check the given groups against it; no communication."""
+    submeshes = register_submeshes(mesh, dims)
+    shard_group = submeshes[(dims.shard,)].get_group()
+    hybrid = member_of("hybrid_fsdp_group", hybrid_group)
+    outer_group = None
+    if dims.hybrid is not None:
+        check_hybrid_group("hybrid_fsdp_group", hybrid, submeshes[dims.hybrid])
+        outer_group = submeshes[dims.hybrid].get_group(0)
+    second = member_of("fsdp_group_ag", gather_group)
+    check_all_gather_group("fsdp_group_ag", second, shard_group)
+    return FSDPView(mesh, submeshes, shard_group, outer_group, hybrid, second)
+
+
+def expert_view(
+    mesh: DeviceMesh,
+    dense_dims: FSDPDims,
+    dense: FSDPView,
+    hybrid_group: GroupLike | None,
+    gather_group: GroupLike | None,
+) -> FSDPView:
+    """Slice the expert mesh and check the given groups against it.
+    Collective on the world group where a hybrid group is missing and no group has its ranks.
+    """
+    dims = expert_dims(mesh, dense_dims)
+    submeshes = register_submeshes(mesh, dims)
+    shard_group = submeshes[(dims.shard,)].get_group()
+    second = member_of("expt_fsdp_group_ag", gather_group)
+    check_all_gather_group("expt_fsdp_group_ag", second, shard_group)
+    hybrid = member_of("hybrid_fsdp_expt_group", hybrid_group)
+    outer_group = None
+    if dims.hybrid is not None:
+        outer_group = submeshes[dims.hybrid].get_group(0)
+        hybrid = expert_hybrid_group(hybrid, submeshes[dims.hybrid], dense.hybrid_group)
+    elif dense_dims.hybrid is not None:
+        check_rows_of_hybrid_group(hybrid, shard_group)
+    return FSDPView(mesh, submeshes, shard_group, outer_group, hybrid, second)
+
+
+@dataclass(frozen=True)
+class FSDPDims:
+    """The names of the dimensions that an index works with; None where there is none."""
+
+    shard: str
+    outer: str | None
+    tp: str | None
+
+    @property
+    def hybrid(self) -> tuple[str, str] | None:
+        """The two data-parallel dimensions, outer first, or None without an outer one."""
+        return None if self.outer is None else (self.outer, self.shard)
+
+
+def dense_dims(mesh: DeviceMesh, shard: str | None, outer: str | None, tp: str | None) -> FSDPDims:
+    """Return the dimensions of the dense mesh, or raise ValueError for one that it lacks."""
+    _check_mesh("device_mesh", mesh)
+    if shard is None:
+        raise ValueError(
+            "dp_shard_dim is None; pass the dimension that parameters are sharded over, one of: "
+            f"{_known(mesh)}"
+        )
+    given = {"dp_shard_dim": shard, "dp_outer_dim": outer, "tp_dim": tp}
+    present = {argument: name for argument, name in given.items() if name is not None}
+    for argument, name in present.items():
+        _check_dim(argument, name, "device_mesh", mesh)
+    if len(set(present.values())) != len(present):
+        raise ValueError(f"one dimension is given twice: {present}")
+    _check_this_rank("device_mesh", mesh)
+    return FSDPDims(shard, outer, tp)
+
+
+def expert_dims(mesh: DeviceMesh, dense: FSDPDims) -> FSDPDims:
+    """Return those of the dense dimensions that the expert mesh has; it needs ``shard``."""
+    _check_mesh("expt_device_mesh", mesh)
+    _check_dim("dp_shard_dim", dense.shard, "expt_device_mesh", mesh)
+    _check_this_rank("expt_device_mesh", mesh)
+    names = get_mesh_names(mesh)
+    return FSDPDims(
+        dense.shard,
+        dense.outer if dense.outer in names else None,
+        dense.tp if dense.tp in names else None,
+    )
+
+
+def register_submeshes(mesh: DeviceMesh, dims: FSDPDims) -> dict[tuple[str, ...], DeviceMesh]:
+    """Slice every submesh that an index hands out, by its dimension names."""
+    wanted = (
+        (dims.tp,),
+        (dims.outer, dims.shard, dims.tp),
+        (dims.shard, dims.tp),
+        (dims.outer, dims.shard),
+        (dims.shard,),
+    )
+    library = {}
+    for candidates in wanted:
+        names = tuple(name for name in candidates if name is not None)
+        if len(names) == len(candidates):
+            library[names] = _submesh(mesh, names)
+    return library
+
+
+def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    try:
+        return resolve_submesh(mesh, names)
+    except ValueError as error:
+        raise ValueError(
+            f"{error}; make a mesh that has each of these as a dimension of its own, for example "
+            f"by _unflatten of a 1-D mesh into {names}"
+        ) from error
+
+
+def _check_mesh(argument: str, mesh: object) -> None:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"{argument} must be a DeviceMesh, got {type(mesh).__name__}")
+
+
+def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -> None:
+    if name in (mesh.mesh_dim_names or ()) or name in get_mesh_names(mesh):
+        return
+    raise ValueError(
+        f"{argument} {name!r} is not a dimension of {mesh_argument} {mesh}, which has: "
+        f"{_known(mesh)}; name one of these, or make a mesh that has it as a dimension of its own "
+        "(_unflatten)"
+    )
+
+
+def _known(mesh: DeviceMesh) -> str:
+    return ", ".join(get_mesh_names(mesh)) or "no names (give mesh_dim_names when making the mesh)"
+
+
+def _check_this_rank(argument: str, mesh: DeviceMesh) -> None:
+    if mesh.get_coordinate() is None:
+        raise ValueError(
+            f"rank {mesh.get_rank()} is not in the {argument} {mesh}; only its members can make "
+            "an index"
+        )
+
+
+def member_of(argument: str, group: GroupLike | None) -> dist.ProcessGroup | None:
+    """Return what was given for an argument as a process group that this rank is in."""
+    try:
+        return as_process_group(group)
+    except (ValueError, TypeError) as error:
+        raise type(error)(f"{argument}: {error}") from None
+
+
+def check_hybrid_group(argument: str, group: dist.ProcessGroup | None, hybrid: DeviceMesh) -> None:
+    """Raise ValueError unless a group has the ranks of ``(outer, shard)``, in outer-major order."""
+    outer, shard = hybrid.mesh_dim_names or ("", "")
+    how = _HOW_TO_MAKE.format(outer=outer, shard=shard)
+    if group is None:
+        raise ValueError(f"dp_outer_dim {outer!r} needs {argument}, which is None: {how}")
+    expected = hybrid.mesh.flatten().tolist()
+    found = group_ranks(group)
+    if found != expected:
+        raise ValueError(
+            f"{argument} has {ranks_text(found)}, but ({outer}, {shard}) of the mesh has "
+            f"{ranks_text(expected)} in outer-major order: {how}"
+        )
+
+
+def check_rows_of_hybrid_group(
+    group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup
+) -> None:
+    """Raise ValueError unless the group of this rank's shards is a row of the expert hybrid group.
+    That is all that can be checked where the expert mesh lacks the outer dimension.
+    """
+    if group is None:
+        raise ValueError(
+            "expt_device_mesh lacks dp_outer_dim, so that the ranks of both data-parallel "
+            "dimensions are not known: pass hybrid_fsdp_expt_group"
+        )
+    found, row = group_ranks(group), group_ranks(shard_group)
+    start = group.rank() // len(row) * len(row)
+    if len(found) % len(row) or found[start : start + len(row)] != row:
+        raise ValueError(
+            f"hybrid_fsdp_expt_group has {ranks_text(found)}, but in outer-major order the "
+            f"{len(row)} from place {start} on must be those of dp_shard_dim in expt_device_mesh: "
+            f"{ranks_text(row)}"
+        )
+
+
+def check_all_gather_group(
+    argument: str, group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup
+) -> None:
+    """Raise ValueError unless a group, where given, has the ranks of the shards' group in order."""
+    if group is None:
+        return
+    found, expected = group_ranks(group), group_ranks(shard_group)
+    if found != expected:
+        raise ValueError(
+            f"{argument} has {ranks_text(found)}, but dp_shard_dim has "
+            f"{ranks_text(expected)}: pass a second group of the same ranks, or None"
+        )
+
+
+def expert_hybrid_group(
+    given: dist.ProcessGroup | None, hybrid: DeviceMesh, dense: dist.ProcessGroup | None
+) -> dist.ProcessGroup:
+    """Return a group over ``(outer, shard)`` of the expert mesh: given, of the dense mesh, or new.
+    Collective on the world group when a new one is needed for the first time.
+    """
+    argument = "hybrid_fsdp_expt_group"
+    if given is not None:
+        check_hybrid_group(argument, given, hybrid)
+        return given
+    ranks = hybrid.mesh.flatten().tolist()
+    if dense is not None and group_ranks(dense) == ranks:
+        return dense
+    # Ranks outside the mesh cannot flatten it, and would count their later groups differently.
+    covers_world = root_mesh(hybrid).size() == dist.get_world_size()
+    name = "_".join(("expert", *(hybrid.mesh_dim_names or ())))
+    flat = flatten_mesh(hybrid, name) if covers_world else None
+    if flat is None or group_ranks(flat.get_group()) != ranks:
+        raise ValueError(f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass {argument}")
+    return flat.get_group()

@@ -2,32 +2,14 @@
 
 from __future__ import annotations
 
-import sys
-import warnings
-from typing import TYPE_CHECKING, Protocol, TypeAlias, TypeVar, cast
-from weakref import WeakKeyDictionary
+from typing import Protocol, TypeAlias, cast
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.default_groups import get_default_process_groups
 from mcore.parallel.torch_compat import is_distributed
-
-if TYPE_CHECKING:
-    from mcore.parallel.process_groups import ProcessGroups
-
-__all__ = [
-    "GroupLike",
-    "as_process_group",
-    "comm_device",
-    "get_pg_rank",
-    "get_pg_size",
-    "get_pg_src_rank",
-    "get_tensor_model_parallel_group_if_none",
-    "is_distributed",
-    "world_size",
-]
+from mcore.tensor.device import available_accelerator
 
 
 class SizedGroup(Protocol):
@@ -38,33 +20,10 @@ class SizedGroup(Protocol):
 
 
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | SizedGroup"
-_Group = TypeVar("_Group")
-
-# The source lines that were told about the default, for as long as the world group lives.
-_warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
 def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Turn what a caller may pass as a group into a process group that this rank belongs to.
-
-    No communication.
-
-    Args:
-        group: A process group, a 1-D DeviceMesh, None, or any object with callable ``size()`` and
-            ``rank()``.
-
-    Returns:
-        None when torch.distributed is not initialised or ``group`` is None, the mesh's group for
-        a mesh, else ``group`` itself.
-
-    Raises:
-        ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
-
-    Example:
-        >>> as_process_group(None) is None
-        True
-    """
+    """Return a group, or a 1-D mesh's, that this rank is in; None where nobody else takes part."""
     if group is None or not is_distributed():
         return None
     if isinstance(group, dist.ProcessGroup):
@@ -74,7 +33,7 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     reject_non_member(group)
     if not (callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))):
         raise TypeError(
-            f"got {type(group).__name__} as a process group; give a ProcessGroup, a 1-D "
+            f"got {type(group).__name__} as a process group; pass a ProcessGroup, a 1-D "
             "DeviceMesh, None, or an object with size() and rank()"
         )
     return cast("dist.ProcessGroup", group)
@@ -93,7 +52,7 @@ def reject_non_member(group: object) -> None:
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise TypeError(
-            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group; give a 1-D "
+            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group; pass a 1-D "
             'one, such as mesh["tp"]'
         )
     if mesh.get_coordinate() is None:
@@ -117,7 +76,7 @@ def get_pg_size(group: GroupLike | None = None) -> int:
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
+        TypeError: A mesh with more dimensions than one, or an object that is not a group.
 
     Example:
         >>> get_pg_size(None)
@@ -145,7 +104,7 @@ def get_pg_rank(group: GroupLike | None = None) -> int:
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
+        TypeError: A mesh with more dimensions than one, or an object that is not a group.
 
     Example:
         >>> get_pg_rank(None)
@@ -186,33 +145,14 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
         return dist.get_process_group_ranks(group)
     except (KeyError, TypeError) as error:
         raise TypeError(
-            f"torch.distributed knows no global ranks for {type(group).__name__}; give a group "
+            f"torch.distributed knows no global ranks for {type(group).__name__}; pass a group "
             "made by torch.distributed, or a 1-D DeviceMesh"
         ) from error
 
 
 def comm_device(group: GroupLike | None = None) -> torch.device:
-    """Return the device on which small tensors for a collective over ``group`` must live.
-
-    The group's backends decide, not the presence of an accelerator: the CPU when the group can
-    communicate CPU tensors (gloo, or a mix such as ``cpu:gloo,cuda:nccl``, where the CPU saves a
-    device sync), else the current device of the kind the group serves (nccl). No communication.
-
-    Args:
-        group: A process group, a 1-D DeviceMesh, or None for the world group, which is what a
-            collective of torch.distributed takes None for.
-
-    Returns:
-        The device; the CPU when torch.distributed is not initialised or the object is only a
-        stand-in for a group.
-
-    Raises:
-        ValueError: This rank is not a member of the group.
-        TypeError: A mesh with more dimensions than one, or an object that is no group.
-
-    Example:
-        >>> comm_device(None)
-        device(type='cpu')
+    """Return the device of small tensors for a collective over ``group``; None is the world.
+    The group's backends decide: the CPU where one serves it, for that saves a wait for the device.
     """
     if not is_distributed():
         return torch.device("cpu")
@@ -222,71 +162,7 @@ def comm_device(group: GroupLike | None = None) -> torch.device:
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(member).split(",")]
     if "cpu" in kinds:
         return torch.device("cpu")
-    accelerator = torch.accelerator.current_accelerator()
+    accelerator = available_accelerator()
     if accelerator is not None and accelerator.type in kinds:
-        return torch.device(accelerator.type, torch.accelerator.current_device_index())
+        return accelerator
     return torch.device(kinds[0])
-
-
-def get_tensor_model_parallel_group_if_none(
-    tp_group: _Group | None, is_expert: bool = False, check_initialized: bool = True
-) -> _Group | dist.ProcessGroup | None:
-    """Return ``tp_group``, or the default tensor-parallel group with a deprecation warning.
-
-    No communication.
-
-    Args:
-        tp_group: The caller's tensor-parallel group, or None.
-        is_expert: Take the tensor-parallel group of the experts (``expt_tp``) from the default.
-        check_initialized: Raise when the default does not have the group that is needed.
-
-    Returns:
-        None when torch.distributed is not initialised, whatever was given. Else ``tp_group`` when
-        it is given or there is no default ProcessGroups. Else the default's ``tp`` or
-        ``expt_tp``, with a DeprecationWarning once per call site, on global rank 0 only.
-
-    Raises:
-        ValueError: This rank is not a member of ``tp_group``.
-        RuntimeError: The default has no such group and ``check_initialized`` is True.
-
-    Example:
-        >>> get_tensor_model_parallel_group_if_none(None) is None
-        True
-    """
-    if not is_distributed():
-        return None
-    reject_non_member(tp_group)
-    default = get_default_process_groups()
-    if default is None or tp_group is not None:
-        return tp_group
-    frame = sys._getframe(1)
-    if dist.get_rank() == 0 and _is_new(frame.f_code.co_filename, frame.f_lineno):
-        warnings.warn(
-            "tp_group is None: using the tensor-parallel group of the default ProcessGroups; "
-            "pass tp_group explicitly",
-            DeprecationWarning,
-            stacklevel=2,
-        )
-    return _tensor_parallel_group(default, is_expert, check_initialized)
-
-
-def _is_new(filename: str, line: int) -> bool:
-    """Say once for each source line and world group that a warning is due."""
-    world = cast("dist.ProcessGroup", dist.group.WORLD)
-    sites = _warned.setdefault(world, set())
-    known = (filename, line) in sites
-    sites.add((filename, line))
-    return not known
-
-
-def _tensor_parallel_group(
-    default: ProcessGroups, is_expert: bool, check_initialized: bool
-) -> dist.ProcessGroup | None:
-    name = "expt_tp" if is_expert else "tp"
-    found: dist.ProcessGroup | None = getattr(default, name)
-    if found is None and check_initialized:
-        raise RuntimeError(
-            f"the default ProcessGroups has no {name} group; create it with "
-            f"ProcessGroups.from_sizes(...) or set its {name} field, or pass tp_group"
-        )
-    return found

@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.torch_compat import flattened_meshes, join_meshes, root_mesh
-
-if TYPE_CHECKING:
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["contains_submesh", "get_mesh_names", "resolve_submesh"]
 
 
 def get_mesh_names(
@@ -57,7 +52,7 @@ def get_mesh_names(
 def contains_submesh(
     device_mesh: DeviceMesh | None, submesh_names: str | Sequence[str] | None
 ) -> bool:
-    """Say whether ``device_mesh[submesh_names]`` succeeds in this version of torch.
+    """Return whether ``device_mesh[submesh_names]`` succeeds in this version of torch.
 
     No communication; no group is made. Names that torch takes only in mesh order, or only at the
     root mesh, are True only there: :func:`resolve_submesh` takes them anywhere.
@@ -128,7 +123,7 @@ def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
 
 def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
     if not wanted:
-        raise ValueError(f"got no dimension names for a submesh of {mesh}; give at least one")
+        raise ValueError(f"got no dimension names for a submesh of {mesh}; pass at least one")
     dims = list(mesh.mesh_dim_names or ())
     for name in wanted:
         if name not in dims and name not in (known := get_mesh_names(mesh)):
@@ -136,7 +131,7 @@ def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
                 f"{mesh} has no dimension {name!r}; it has: {', '.join(known) or 'no names'}"
             )
         if dims.count(name) > 1 or wanted.count(name) > 1:
-            raise ValueError(f"the name {name!r} is there twice in {wanted} or in {mesh}")
+            raise ValueError(f"the name {name!r} appears twice in {wanted} or in {mesh}")
 
 
 def _slice(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
@@ -157,7 +152,7 @@ def _one_dimension(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def _is_inside(flat: DeviceMesh, mesh: DeviceMesh) -> bool:
-    """Say whether all ranks of a flattened mesh are ranks of a mesh of the same root."""
+    """Return whether all ranks of a flattened mesh are ranks of a mesh of the same root."""
     if mesh is root_mesh(mesh):
         return True
     try:

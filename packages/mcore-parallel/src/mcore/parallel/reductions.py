@@ -1,44 +1,32 @@
 """Maxima and agreements of a few numbers over model-parallel ranks, one small collective each.
 
-Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss.
+Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss. A double is
+encoded as its bits ``b`` when ``b >= 0``, else as ``b ^ 0x7fffffffffffffff``, which keeps the order
+of all doubles, infinities included. "No value" is the lowest int64 and NaN the highest, so that a
+NaN on any rank reaches every rank, which a floating-point MAX does not promise.
 
-A value that cannot be encoded does not keep its rank from the collective: the rank says so in the
-message, and every rank of the group raises an error of the same kind.
+A value that cannot be encoded does not keep its rank from the collective: the message carries the
+failure, and every rank of the group raises an error of the same kind.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+import struct
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import max_or_raise, text_digest
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.double_encoding import (
-    NO_VALUE,
-    decode_double,
-    encode_double,
-    encode_double_tensor,
-    require_one_real,
-)
-from mcore.parallel.groups import as_process_group, comm_device, get_pg_size
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = [
-    "logical_and_across_model_parallel_group",
-    "reduce_max_memory_across_pp_group",
-    "reduce_max_stat_across_model_parallel_group",
-    "reduce_step_stats",
-    "sum_over_group",
-]
+from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
+from mcore.parallel.process_groups.default import group_of_several
 
 Stat = float | torch.Tensor | None
+NO_VALUE = -(2**63)
+_NAN = 2**63 - 1
+_MAGNITUDE = 2**63 - 1
 
 
 def reduce_max_stat_across_model_parallel_group(
@@ -61,13 +49,13 @@ def reduce_max_stat_across_model_parallel_group(
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: The ``stat`` of a rank is no number (on all ranks of the group).
+        TypeError: The ``stat`` of a rank is not a number (on all ranks of the group).
 
     Example:
         >>> reduce_max_stat_across_model_parallel_group(2, None)
         2.0
     """
-    group = _group_or_default(mp_group, "mp")
+    group = group_of_several(mp_group, "mp")
     if group is None:
         return _own_stat(stat)
     codes, error = _attempt(lambda: [_stat_code(stat)], 1)
@@ -77,7 +65,7 @@ def reduce_max_stat_across_model_parallel_group(
 def logical_and_across_model_parallel_group(
     input: bool | torch.Tensor, mp_group: GroupLike | None
 ) -> bool:
-    """Say whether a condition holds on every rank of a group.
+    """Return whether a condition holds on every rank of a group.
 
     One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
     same answer. A tensor on the device of the group's collectives is not waited for before them.
@@ -100,7 +88,7 @@ def logical_and_across_model_parallel_group(
         >>> logical_and_across_model_parallel_group(True, None)
         True
     """
-    group = _group_or_default(mp_group, "mp")
+    group = group_of_several(mp_group, "mp")
     if group is None:
         return not _untruth(input)
     codes, error = _attempt(lambda: [_untruth(input)], 1)
@@ -135,14 +123,14 @@ def reduce_max_memory_across_pp_group(
     Raises:
         ValueError: This rank is not a member of the group, or the keys differ between the ranks
             (on all ranks of the group).
-        TypeError: A rank has a value that is no number (on all ranks of the group).
+        TypeError: A rank has a value that is not a number (on all ranks of the group).
         OverflowError: A rank has an int of more than 64 bits (on all ranks of the group).
 
     Example:
         >>> reduce_max_memory_across_pp_group({"peak_bytes": 7}, None)
         {'peak_bytes': 7}
     """
-    group = _group_or_default(pp_group, "pp")
+    group = group_of_several(pp_group, "pp")
     if group is None:
         return dict(memory_report)
     names = sorted(memory_report, key=str)
@@ -195,7 +183,7 @@ def reduce_step_stats(
         >>> reduce_step_stats({"grad_norm": 2.5, "zeros": None}, {"update_ok": True}, None)
         ({'grad_norm': 2.5, 'zeros': None}, {'update_ok': True})
     """
-    member = _group_or_default(group, "mp")
+    member = group_of_several(group, "mp")
     if member is None:
         alone = {name: _own_stat(stat) for name, stat in stats.items()}
         return alone, {name: not _untruth(flag) for name, flag in flags.items()}
@@ -217,13 +205,6 @@ def reduce_step_stats(
         {name: decode_double(by_stat[name]) for name in stats},
         {name: not by_flag[name] for name in flags},
     )
-
-
-def _group_or_default(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
-    """Return the group to communicate over, or None when there is nobody else in it."""
-    chosen = getattr(get_default_process_groups(), field, None) if group is None else group
-    member = as_process_group(chosen)
-    return None if member is None or member.size() == 1 else member
 
 
 def _own_stat(stat: Stat) -> float | None:
@@ -277,7 +258,7 @@ def _memory_value(whole: int, double: int, own: object) -> int | float:
 def _attempt(
     encode: Callable[[], list[int | torch.Tensor]], count: int
 ) -> tuple[Sequence[int | torch.Tensor], Exception | None]:
-    """Encode, or give ``count`` zeros and the error: the rank must reach the collective."""
+    """Encode, or return ``count`` zeros and the error: the rank must reach the collective."""
     try:
         return encode(), None
     except Exception as error:
@@ -298,21 +279,8 @@ def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:
 
 
 def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> list[torch.Tensor]:
-    """Sum vectors over a group, packed into one all-reduce.
-
-    All ranks of the group call it with vectors of the same sizes and types, and get the result.
-    No collective for a group of one rank, None, no vectors, or without torch.distributed.
-
-    Args:
-        vectors: 1-D tensors of one dtype and device.
-        group: The group; None is one rank, not the world.
-
-    Returns:
-        The sums, in the same order, sizes and devices; the given tensors if nothing was summed.
-
-    Example:
-        >>> sum_over_group([torch.tensor([1.0, 2.0])], None)
-        [tensor([1., 2.])]
+    """Sum 1-D tensors of one dtype and device over a group, packed into one all-reduce.
+    No collective, and the tensors as given, for one rank, None or no vectors.
     """
     if not vectors or get_pg_size(group) == 1:
         return list(vectors)
@@ -320,3 +288,41 @@ def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> 
     dist.all_reduce(packed, group=as_process_group(group))
     back = packed.to(vectors[0].device)
     return list(torch.split(back, [vector.numel() for vector in vectors]))
+
+
+def encode_double(value: float | None) -> int:
+    """Map a double, NaN or None to an int64 with the order None < -inf < ... < inf < NaN."""
+    if value is None:
+        return NO_VALUE
+    if math.isnan(value):
+        return _NAN
+    bits: int = struct.unpack("<q", struct.pack("<d", value))[0]
+    return bits if bits >= 0 else bits ^ _MAGNITUDE
+
+
+def decode_double(code: int) -> float | None:
+    """Return what :func:`encode_double` encoded."""
+    if code == NO_VALUE:
+        return None
+    if code == _NAN:
+        return math.nan
+    bits = code if code >= 0 else code ^ _MAGNITUDE
+    value: float = struct.unpack("<d", struct.pack("<q", bits))[0]
+    return value
+
+
+def encode_double_tensor(value: torch.Tensor) -> torch.Tensor:
+    """Encode a real tensor of one element on its device, without waiting for it."""
+    double = require_one_real(value).detach().reshape(()).to(torch.float64)
+    bits = double.view(torch.int64)
+    ordered = torch.where(bits >= 0, bits, bits ^ _MAGNITUDE)
+    return torch.where(double.isnan(), _NAN, ordered)
+
+
+def require_one_real(value: torch.Tensor) -> torch.Tensor:
+    """Return the tensor if it has one element that is not complex, else raise TypeError."""
+    if value.numel() != 1 or value.is_complex():
+        raise TypeError(
+            f"expected a real tensor of one element, got {value.dtype} {tuple(value.shape)}"
+        )
+    return value

@@ -2,33 +2,34 @@
 
 Each function runs one collective in the forward pass and its counterpart in the backward pass, so
 that a layer sharded over a tensor-parallel group gives the outputs and gradients of the unsharded
-layer. With `n` ranks in the group, `r` this rank, and dim 0 the sequence:
+layer. With ``n`` ranks in the group, ``r`` this rank, and dim 0 the sequence:
 
-| function                                     | forward               | backward              |
-|----------------------------------------------|-----------------------|-----------------------|
-| `copy_to_tensor_model_parallel_region`       | identity              | all-reduce (sum)      |
-| `reduce_from_tensor_model_parallel_region`   | all-reduce (sum)      | identity              |
-| `scatter_to_tensor_model_parallel_region`    | slice r of last dim   | all-gather, last dim  |
-| `gather_from_tensor_model_parallel_region`   | all-gather, last dim  | slice r of last dim   |
-| `scatter_to_sequence_parallel_region`        | slice r of dim 0      | all-gather, dim 0     |
-| `gather_from_sequence_parallel_region` (*)   | all-gather, dim 0     | reduce-scatter, dim 0 |
-|                                              |                       | or slice r of dim 0   |
-| `reduce_scatter_to_sequence_parallel_region` | reduce-scatter, dim 0 | all-gather, dim 0     |
+==========================================  =====================  ================================
+function                                    forward                backward
+==========================================  =====================  ================================
+copy_to_tensor_model_parallel_region        identity               all-reduce (sum)
+reduce_from_tensor_model_parallel_region    all-reduce (sum)       identity
+scatter_to_tensor_model_parallel_region     slice r of last dim    all-gather, last dim
+gather_from_tensor_model_parallel_region    all-gather, last dim   slice r of last dim
+scatter_to_sequence_parallel_region         slice r of dim 0       all-gather, dim 0
+gather_from_sequence_parallel_region (*)    all-gather, dim 0      reduce-scatter or slice r, dim 0
+reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0  all-gather, dim 0
+==========================================  =====================  ================================
 
 (*) The reduce-scatter sums what the ranks hold, which is right when the consumer of the gathered
 tensor is itself tensor-parallel: each rank then has a part of the gradient. When all ranks run the
-same computation on the gathered tensor (`tensor_parallel_output_grad=False`), each already holds
+same computation on the gathered tensor (``tensor_parallel_output_grad=False``), each already holds
 the whole gradient and takes its own slice.
 
 What holds for all of them:
 
-- The group is the argument, else `tp` of the default `ProcessGroups`, else none. Without a group,
-  with a group of one rank, and where torch.distributed is not initialised, the input itself is
-  returned and nothing is sent.
+- The group is the argument, else ``tp`` of the default ``ProcessGroups``, else none. Without a
+  group, with a group of one rank, and where torch.distributed is not initialised, the input
+  itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
   same order, and must run the backward pass alike. Unequal shapes are not detected.
 - The input is never modified. Results of a collective and slices own their memory; only
-  `copy_to_tensor_model_parallel_region` returns an alias of its input, on which autograd refuses
+  ``copy_to_tensor_model_parallel_region`` returns an alias of its input, on which autograd refuses
   in-place changes.
 - Inputs and gradients may have any strides and any dtype that the group's backend reduces;
   gradients of gradients work, since every backward pass is one of these functions again.
@@ -40,38 +41,18 @@ Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.groups import as_process_group
-from mcore.parallel.region_functions import (
-    LAST_DIM,
-    SEQUENCE_DIM,
-    Copy,
-    Gather,
-    GatherToPartial,
-    Reduce,
-    ReduceScatter,
-    Scatter,
-    apply_function,
-)
+from mcore.parallel.groups import GroupLike
+from mcore.parallel.process_groups.default import group_of_several
+from mcore.parallel.torch_compat import all_gather_single, reduce_scatter_single
 
-if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = [
-    "copy_to_tensor_model_parallel_region",
-    "gather_from_sequence_parallel_region",
-    "gather_from_tensor_model_parallel_region",
-    "reduce_from_tensor_model_parallel_region",
-    "reduce_scatter_to_sequence_parallel_region",
-    "scatter_to_sequence_parallel_region",
-    "scatter_to_tensor_model_parallel_region",
-]
+SEQUENCE_DIM = 0
+LAST_DIM = -1
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
@@ -79,14 +60,15 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
 
     Args:
         input_: Tensor of any shape, equal on all ranks of the group.
-        group: Tensor-parallel group or 1-D DeviceMesh; default `tp` of the default `ProcessGroups`.
+        group: Tensor-parallel group or 1-D DeviceMesh; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        The same values on every rank, sharing memory with `input_`. The gradient of `input_` is
-        the all-reduced sum of the ranks' gradients, on every rank. Without a group, `input_`.
+        The same values on every rank, sharing memory with ``input_``. The gradient of ``input_`` is
+        the all-reduced sum of the ranks' gradients, on every rank. Without a group, ``input_``.
 
     Raises:
-        ValueError: This rank is not a member of `group`.
+        ValueError: This rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -94,7 +76,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
         >>> copy_to_tensor_model_parallel_region(weight) is weight
         True
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Copy, input_, resolved)
 
 
@@ -105,21 +87,22 @@ def reduce_from_tensor_model_parallel_region(
 
     Args:
         input_: Tensor of any shape, this rank's summand.
-        group: Tensor-parallel group or 1-D DeviceMesh; default `tp` of the default `ProcessGroups`.
+        group: Tensor-parallel group or 1-D DeviceMesh; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
         A new tensor of the same shape: the all-reduced sum, on every rank. Without a group,
-        `input_`.
+        ``input_``.
 
     Raises:
-        ValueError: This rank is not a member of `group`.
+        ValueError: This rank is not a member of ``group``.
 
     Example:
         >>> import torch
         >>> reduce_from_tensor_model_parallel_region(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Reduce, input_, resolved)
 
 
@@ -129,24 +112,24 @@ def scatter_to_tensor_model_parallel_region(
     """Keep this rank's slice of the last dim; backward all-gathers it.
 
     Args:
-        input_: Tensor `[..., h]`, equal on all ranks of the group.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[..., h]``, equal on all ranks of the group.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[..., h / n]`: slice r of the last dim on rank r. The forward pass sends
-        nothing. Without a group, `input_`.
+        A new tensor ``[..., h / n]``: slice r of the last dim on rank r. The forward pass sends
+        nothing. Without a group, ``input_``.
 
     Raises:
-        ValueError: n does not divide h, `input_` has no dims, or this rank is not a member of
-            `group`.
+        ValueError: n does not divide h, ``input_`` has no dims, or this rank is not a member of
+            ``group``.
 
     Example:
         >>> import torch
         >>> scatter_to_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Scatter, input_, resolved, LAST_DIM)
 
 
@@ -156,23 +139,23 @@ def gather_from_tensor_model_parallel_region(
     """Concatenate the ranks' tensors along the last dim; backward takes this rank's slice.
 
     Args:
-        input_: Tensor `[..., h / n]`, this rank's slice.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[..., h / n]``, this rank's slice.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[..., h]`, all-gathered in rank order, on every rank. Without a group,
-        `input_`.
+        A new tensor ``[..., h]``, all-gathered in rank order, on every rank. Without a group,
+        ``input_``.
 
     Raises:
-        ValueError: `input_` has no dims, or this rank is not a member of `group`.
+        ValueError: ``input_`` has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
         >>> gather_from_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Gather, input_, resolved, LAST_DIM)
 
 
@@ -180,24 +163,24 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None 
     """Keep this rank's slice of dim 0, the sequence; backward all-gathers it.
 
     Args:
-        input_: Tensor `[s, ...]`, equal on all ranks of the group.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[s, ...]``, equal on all ranks of the group.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[s / n, ...]`: slice r of dim 0 on rank r. The forward pass sends nothing.
-        Without a group, `input_`.
+        A new tensor ``[s / n, ...]``: slice r of dim 0 on rank r. The forward pass sends nothing.
+        Without a group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, `input_` has no dims, or this rank is not a member of
-            `group`.
+        ValueError: n does not divide s, ``input_`` has no dims, or this rank is not a member of
+            ``group``.
 
     Example:
         >>> import torch
         >>> scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(Scatter, input_, resolved, SEQUENCE_DIM)
 
 
@@ -209,26 +192,26 @@ def gather_from_sequence_parallel_region(
     """Concatenate the ranks' tensors along dim 0, the sequence.
 
     Args:
-        input_: Tensor `[s / n, ...]`, this rank's slice of the sequence.
+        input_: Tensor ``[s / n, ...]``, this rank's slice of the sequence.
         tensor_parallel_output_grad: True when each rank uses the result for another part of the
             computation, so that backward reduce-scatters the ranks' gradients (a sum). False when
             all ranks compute the same from it, so that backward takes this rank's own slice.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[s, ...]`, all-gathered in rank order, on every rank. Without a group,
-        `input_`.
+        A new tensor ``[s, ...]``, all-gathered in rank order, on every rank. Without a group,
+        ``input_``.
 
     Raises:
-        ValueError: `input_` has no dims, or this rank is not a member of `group`.
+        ValueError: ``input_`` has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
         >>> gather_from_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     if resolved is None:
         return input_
     if tensor_parallel_output_grad:
@@ -242,31 +225,158 @@ def reduce_scatter_to_sequence_parallel_region(
     """Sum the ranks' tensors and keep this rank's slice of dim 0; backward all-gathers.
 
     Args:
-        input_: Tensor `[s, ...]`, this rank's summand.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default `tp` of the default
-            `ProcessGroups`.
+        input_: Tensor ``[s, ...]``, this rank's summand.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+            ``ProcessGroups``.
 
     Returns:
-        A new tensor `[s / n, ...]`: slice r of the reduce-scattered sum on rank r. Without a
-        group, `input_`.
+        A new tensor ``[s / n, ...]``: slice r of the reduce-scattered sum on rank r. Without a
+        group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, `input_` has no dims, or this rank is not a member of
-            `group`.
+        ValueError: n does not divide s, ``input_`` has no dims, or this rank is not a member of
+            ``group``.
 
     Example:
         >>> import torch
         >>> reduce_scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = _resolve_group(group)
+    resolved = group_of_several(group, "tp")
     return input_ if resolved is None else apply_function(ReduceScatter, input_, resolved)
 
 
-def _resolve_group(group: GroupLike | None) -> ProcessGroup | None:
-    """Return the group to communicate over, or None when there is nobody else to talk to."""
-    if group is None:
-        defaults = get_default_process_groups()
-        group = None if defaults is None else defaults.tp
-    resolved = as_process_group(group)
-    return None if resolved is None or resolved.size() == 1 else resolved
+def apply_function(
+    function: type[torch.autograd.Function], input_: Tensor, group: dist.ProcessGroup, *dim: int
+) -> Tensor:
+    """Apply one of the functions below to a tensor; ``dim`` only for ``Scatter`` and ``Gather``."""
+    output: Tensor = function.apply(input_, group, *dim)  # type: ignore[no-untyped-call]
+    return output
+
+
+class Copy(torch.autograd.Function):
+    """Forward identity; backward all-reduce."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return input_
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return apply_function(Reduce, grad_output, ctx.group), None
+
+
+class Reduce(torch.autograd.Function):
+    """Forward all-reduce; backward identity."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_reduce(input_, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return apply_function(Copy, grad_output, ctx.group), None
+
+
+class Scatter(torch.autograd.Function):
+    """Forward this rank's slice of a dim; backward all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _own_slice(input_, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return apply_function(Gather, grad_output, ctx.group, ctx.dim), None, None
+
+
+class Gather(torch.autograd.Function):
+    """Forward all-gather along a dim; backward this rank's slice."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _all_gather(input_, group, dim)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return apply_function(Scatter, grad_output, ctx.group, ctx.dim), None, None
+
+
+class GatherToPartial(torch.autograd.Function):
+    """Forward all-gather of the sequence; backward reduce-scatter of partial gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _all_gather(input_, group, SEQUENCE_DIM)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return apply_function(ReduceScatter, grad_output, ctx.group), None
+
+
+class ReduceScatter(torch.autograd.Function):
+    """Forward reduce-scatter of the sequence; backward all-gather."""
+
+    @staticmethod
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return _reduce_scatter(input_, group)
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
+        return apply_function(GatherToPartial, grad_output, ctx.group), None
+
+
+def _all_reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    output = input_.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(output, group=group)
+    return output
+
+
+def _own_slice(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    length = _length_per_rank(input_, group, dim)
+    own = input_.narrow(dim, group.rank() * length, length)
+    return own.clone(memory_format=torch.contiguous_format)
+
+
+def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    _check_has_dims(input_)
+    num_ranks = group.size()
+    output = input_.new_empty((num_ranks * input_.shape[0], *input_.shape[1:]))
+    all_gather_single(output, input_.contiguous(), group)
+    if dim % input_.dim() == 0:
+        return output
+    return torch.cat(output.chunk(num_ranks, dim=0), dim=dim)
+
+
+def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    length = _length_per_rank(input_, group, SEQUENCE_DIM)
+    output = input_.new_empty((length, *input_.shape[1:]))
+    reduce_scatter_single(output, input_.contiguous(), group)
+    return output
+
+
+def _check_has_dims(input_: Tensor) -> None:
+    if input_.dim() == 0:
+        raise ValueError(
+            "a tensor without dims can be neither split over nor gathered from the ranks of a "
+            "group: add a dim, e.g. input_.unsqueeze(0)"
+        )
+
+
+def _length_per_rank(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:
+    _check_has_dims(input_)
+    num_ranks = group.size()
+    length = input_.shape[dim]
+    if length % num_ranks:
+        raise ValueError(
+            f"dim {dim % input_.dim()} of an input of shape {tuple(input_.shape)} has size "
+            f"{length}, which the {num_ranks} ranks of the group cannot share equally: "
+            f"pad it to a multiple of {num_ranks}"
+        )
+    return length // num_ranks

@@ -4,18 +4,7 @@ from __future__ import annotations
 
 
 def is_switched_on(value: object) -> bool:
-    """Return whether the value of a field such as ``fp8`` means "on".
-
-    Args:
-        value: Any value; a field that is absent is read as None.
-
-    Returns:
-        False for what equals None, False, the empty string or zero (numpy's too), else True.
-
-    Example:
-        >>> is_switched_on("hybrid"), is_switched_on(False), is_switched_on(object())
-        (True, False, True)
-    """
+    """Return whether the value of a field such as ``fp8``, read as None if absent, means "on"."""
     try:
         return value not in (None, False, "", 0)
     except (RuntimeError, TypeError, ValueError):

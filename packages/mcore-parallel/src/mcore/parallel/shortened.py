@@ -10,12 +10,7 @@ _MAX_LISTED = 20
 def shorten(
     items: Sequence[object], most: int = _MAX_LISTED, more: str = "... and {} more"
 ) -> list[str]:
-    """Return at most ``most`` items as text, then how many there are beyond.
-
-    Example:
-        >>> shorten([3, 5, 8], most=2)
-        ['3', '5', '... and 1 more']
-    """
+    """Return at most ``most`` items as text, then how many there are beyond."""
     texts = [str(item) for item in items[:most]]
     return [*texts, more.format(len(items) - most)] if len(items) > most else texts
 
@@ -27,12 +22,7 @@ def titled_list(title: str, items: Sequence[object], noun: str = "problem") -> s
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text, neighbouring ones as a range: ``rank 3``, ``ranks 0-2, 7``.
-
-    Example:
-        >>> ranks_text([0, 1, 2, 7])
-        'ranks 0-2, 7'
-    """
+    """Return ranks as text, neighbouring ones as a range: ``rank 3``, ``ranks 0-2, 7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

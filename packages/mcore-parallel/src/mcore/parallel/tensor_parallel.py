@@ -3,24 +3,12 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.groups import get_pg_rank
+import torch
 
-if TYPE_CHECKING:
-    import torch
-
-    from mcore.parallel.groups import GroupLike
-
-__all__ = [
-    "copy_tensor_model_parallel_attributes",
-    "get_mcore_tensor_parallel_partition_dim",
-    "is_mcore_tensor_model_parallel",
-    "is_mcore_tensor_parallel_duplicated",
-    "param_is_not_tensor_parallel_duplicate",
-    "set_tensor_model_parallel_attributes",
-]
+from mcore.parallel.groups import GroupLike, get_pg_rank
+from mcore.parallel.process_groups.default import group_or_default
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +70,7 @@ def _marked_dim(param: object) -> int | None:
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
-    """Say whether a parameter is split over the tensor-parallel ranks.
+    """Return whether a parameter is split over the tensor-parallel ranks.
 
     Args:
         param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
@@ -99,7 +87,7 @@ def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
 
 
 def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
-    """Say whether every tensor-parallel rank holds the whole parameter.
+    """Return whether every tensor-parallel rank holds the whole parameter.
 
     Also True for a plain parameter that carries no tensor-parallel attribute at all.
 
@@ -122,10 +110,10 @@ def param_is_not_tensor_parallel_duplicate(
     tp_group: GroupLike | None = None,
     expert_tp_group: GroupLike | None = None,
 ) -> bool:
-    """Say whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
+    """Return whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
 
-    A parameter marked ``tensor_model_parallel`` counts on every rank, for each holds another part.
-    Any other counts on rank 0 of its group only. No communication.
+    A parameter marked ``tensor_model_parallel`` counts on every rank, since each holds another
+    part. Any other counts on rank 0 of its group only. No communication.
 
     Args:
         param: The parameter; ``allreduce`` False on it marks an expert parameter.
@@ -149,10 +137,7 @@ def param_is_not_tensor_parallel_duplicate(
         return True
     is_expert = _attribute(param, "allreduce", True) is False
     group = expert_tp_group if is_expert else tp_group
-    if group is None:
-        default = get_default_process_groups()
-        group = getattr(default, "expt_tp" if is_expert else "tp", None)
-    return get_pg_rank(group) == 0
+    return get_pg_rank(group_or_default(group, "expt_tp" if is_expert else "tp")) == 0
 
 
 def set_tensor_model_parallel_attributes(

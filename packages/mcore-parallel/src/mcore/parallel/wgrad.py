@@ -7,27 +7,94 @@ the stage would be idle otherwise.
 
 from __future__ import annotations
 
+import importlib
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.agreement import max_or_raise, text_digest
-from mcore.parallel.groups import as_process_group
+from mcore.parallel.groups import GroupLike, as_process_group
 from mcore.parallel.torch_compat import all_gather_single
-from mcore.parallel.wgrad_kernels import accumulate_wgrad, check_main_grad
 from mcore.tensor.buffers import get_global_memory_buffer
 
-if TYPE_CHECKING:
-    from mcore.parallel.groups import GroupLike
-
 __all__ = [
+    "defers_embedding_wgrad",
     "drain_embedding_wgrad_compute",
     "prepare_input_tensors_for_wgrad_compute",
+    "validate_wgrad_deferral",
 ]
 
 _SLOT_NAMES = ("wgrad_drain_0", "wgrad_drain_1")
+_FUSED_EXTENSION = "fused_weight_gradient_mlp_cuda"
+_HALF_DTYPES = (torch.float16, torch.bfloat16)
+_MAIN_GRAD_DTYPES = (*_HALF_DTYPES, torch.float32, torch.float64)
+_CAST_BYTES = 128 << 20  # of converted rows at a time
+
+
+def validate_wgrad_deferral(config: object) -> None:
+    """Raise ValueError where a configuration defers the embedding's weight gradients wrongly.
+
+    Args:
+        config: Any object; fields that it does not have count as not set:
+            ``defer_embedding_wgrad_compute``, ``wgrad_deferral_limit`` and
+            ``pipeline_model_parallel_size`` (1).
+
+    Raises:
+        ValueError: Weight gradients are deferred without pipeline parallelism, or the limit is
+            negative.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> validate_wgrad_deferral(SimpleNamespace(pipeline_model_parallel_size=2))
+    """
+    limit = _limit(config)
+    if limit < 0:
+        raise ValueError(
+            f"wgrad_deferral_limit is {limit}; use 0 to defer all micro-batches, or the number "
+            "of micro-batches to defer"
+        )
+    stages = getattr(config, "pipeline_model_parallel_size", 1)
+    if _is_deferring(config) and stages <= 1:
+        raise ValueError(
+            f"defer_embedding_wgrad_compute is set with pipeline_model_parallel_size {stages}; "
+            "it needs 2 or more, because without a pipeline there is no idle time to fill"
+        )
+
+
+def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
+    """Return whether a layer has to leave the weight gradient of its next micro-batch for later.
+
+    A layer that gets True appends its activation and its output gradient to its buffers; one that
+    gets False computes the weight gradient at once.
+
+    Args:
+        config: Any object, as for :func:`validate_wgrad_deferral`.
+        num_deferred: The micro-batches that the layer's buffers hold already.
+
+    Returns:
+        False unless ``defer_embedding_wgrad_compute`` is set. Then True as long as the buffers
+        hold fewer than ``wgrad_deferral_limit``, always for a limit of 0.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> config = SimpleNamespace(defer_embedding_wgrad_compute=True, wgrad_deferral_limit=2)
+        >>> [defers_embedding_wgrad(config, held) for held in range(3)]
+        [True, True, False]
+    """
+    limit = _limit(config)
+    return _is_deferring(config) and (limit == 0 or num_deferred < limit)
+
+
+def _is_deferring(config: object) -> bool:
+    return bool(getattr(config, "defer_embedding_wgrad_compute", False))
+
+
+def _limit(config: object) -> int:
+    limit: int = getattr(config, "wgrad_deferral_limit", 0)
+    return limit
 
 
 def prepare_input_tensors_for_wgrad_compute(
@@ -83,7 +150,7 @@ def drain_embedding_wgrad_compute(
     With ``config.sequence_parallel`` and a group of several ranks each input is one rank's slice of
     the sequence and is all-gathered over ``tp_group``; the gather of the next one runs during the
     GEMM. Every rank of the group then calls this with inputs of the same shapes, which one
-    all-reduce (MAX of 5 int64) ascertains; it waits for the device once. Otherwise there is no
+    all-reduce (MAX of 5 int64) checks; it waits for the device once. Otherwise there is no
     communication. The gathered inputs live in two buffers of the process-wide memory buffer,
     ``"wgrad_drain_0"`` and ``"wgrad_drain_1"``, which are kept for the next step.
 
@@ -252,3 +319,81 @@ def _agree(
             f"has {count} of shapes {[tuple(input_.shape) for input_ in inputs]}, the group "
             f"between {-minus_fewest} and {most}"
         )
+
+
+def check_main_grad(main_grad: object) -> torch.Tensor:
+    """Return a weight's accumulator if gradients can be added to it, else raise RuntimeError."""
+    if not isinstance(main_grad, torch.Tensor):
+        raise RuntimeError(
+            f"the weight's main_grad is {main_grad!r}; allocate it, with the shape of the weight, "
+            "before weight gradients are deferred"
+        )
+    if main_grad.dtype not in _MAIN_GRAD_DTYPES:
+        raise RuntimeError(
+            f"Unsupported gradient type {main_grad.dtype} of main_grad; use one of "
+            f"{', '.join(str(dtype) for dtype in _MAIN_GRAD_DTYPES)}"
+        )
+    return main_grad
+
+
+def accumulate_wgrad(
+    main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor, *, use_fused: bool
+) -> None:
+    """Add ``grad_output^T @ input_`` to ``main_grad`` in place, in its own precision."""
+    expected = (grad_output.shape[1], input_.shape[1])
+    if tuple(main_grad.shape) != expected or grad_output.shape[0] != input_.shape[0]:
+        raise ValueError(
+            f"main_grad of shape {tuple(main_grad.shape)} cannot take the product of a gradient "
+            f"{tuple(grad_output.shape)} and an input {tuple(input_.shape)}: it would have shape "
+            f"{expected}"
+        )
+    fused = _fused_gemm(main_grad, grad_output, input_) if use_fused else None
+    if fused is not None:
+        fused(input_, grad_output, main_grad)
+    elif main_grad.dtype == grad_output.dtype == input_.dtype:
+        main_grad.addmm_(grad_output.t(), input_)
+    elif _mixed_gemm_exists(main_grad, grad_output, input_):
+        torch.addmm(main_grad, grad_output.t(), input_, out_dtype=torch.float32, out=main_grad)
+    else:
+        _accumulate_converted(main_grad, grad_output, input_)
+
+
+def _fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
+    """Return the extension's function for these tensors, or None where it cannot serve."""
+    main_grad, grad_output, input_ = tensors
+    if not all(tensor.is_cuda for tensor in tensors) or grad_output.dtype != input_.dtype:
+        return None
+    if main_grad.dtype == torch.float64:
+        return None
+    try:
+        extension = importlib.import_module(_FUSED_EXTENSION)
+    except ImportError:
+        return None
+    single = main_grad.dtype == torch.float32
+    name = "wgrad_gemm_accum_fp32" if single else "wgrad_gemm_accum_fp16"
+    gemm: Callable[..., Any] = getattr(extension, name)
+    return gemm
+
+
+def _mixed_gemm_exists(
+    main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
+) -> bool:
+    """Return whether the device multiplies half-precision matrices into a float32 sum."""
+    return (
+        main_grad.is_cuda
+        and main_grad.dtype == torch.float32
+        and grad_output.dtype == input_.dtype
+        and input_.dtype in _HALF_DTYPES
+    )
+
+
+def _accumulate_converted(
+    main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
+) -> None:
+    """Convert the inputs, a bounded number of rows at a time, and add their product."""
+    dtype = main_grad.dtype
+    row_bytes = max(1, sum(main_grad.shape) * dtype.itemsize)
+    length = max(1, _CAST_BYTES // row_bytes)
+    for start in range(0, input_.shape[0], length):
+        rows = slice(start, start + length)
+        main_grad.addmm_(grad_output[rows].to(dtype).t(), input_[rows].to(dtype))

@@ -12,7 +12,7 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.ranks import CheckpointRanks
 from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedTensor
-from mcore.parallel.checkpoint.torch_private import dtensor_chunk, split_factor
+from mcore.parallel.torch_compat import dtensor_chunk, split_factor
 from mcore.tensor.dtensor import to_local_if_dtensor
 
 if TYPE_CHECKING:

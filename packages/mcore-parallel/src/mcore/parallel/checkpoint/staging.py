@@ -15,9 +15,8 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
-from mcore.parallel.checkpoint.tensor_bytes import row_major_on_cpu
 from mcore.parallel.shortened import titled_list
-from mcore.parallel.tensor_memory import memory_of
+from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu
 from mcore.tensor.dtensor import to_local_if_dtensor
 
 Update = Callable[[bytes | memoryview], None]

@@ -16,8 +16,8 @@ from mcore.parallel.checkpoint.errors import (
     describe_error,
     merge_reports,
 )
-from mcore.parallel.checkpoint.tensor_bytes import bytes_of
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
+from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import is_distributed
 
 T = TypeVar("T")

@@ -16,7 +16,7 @@ from mcore.parallel.checkpoint.files.durable_files import (
 )
 from mcore.parallel.checkpoint.files.manifest import read_manifest, size_problem
 from mcore.parallel.checkpoint.files.metadata_file import needed_sizes, read_metadata
-from mcore.parallel.checkpoint.torch_private import METADATA_FILE
+from mcore.parallel.torch_compat import METADATA_FILE
 
 _NAMED_STEP = re.compile(r"(?:step|iter|iteration)[_-]?(\d+)", re.I)
 _NUMBER = re.compile(r"\d+")

@@ -13,7 +13,7 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecords
-from mcore.parallel.checkpoint.torch_private import METADATA_FILE, METADATA_GLOBALS
+from mcore.parallel.torch_compat import METADATA_FILE, METADATA_GLOBALS
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import Metadata

@@ -33,7 +33,7 @@ from mcore.parallel.checkpoint.files.manifest import (
     whole_file,
     write_manifest,
 )
-from mcore.parallel.checkpoint.torch_private import METADATA_FILE, file_part
+from mcore.parallel.torch_compat import METADATA_FILE, file_part
 
 _ALIGNMENT_BYTES = 64  # as in archives of torch.save: memory is copied half as fast from odd places
 Content = torch.Tensor | io.BytesIO

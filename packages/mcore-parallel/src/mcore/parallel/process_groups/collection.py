@@ -2,50 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.default_groups import (
-    clear_default_process_groups,
-    get_default_process_groups,
-    set_default_process_groups,
-    use_process_groups,
-)
-from mcore.parallel.groups import (
-    as_process_group,
-    get_pg_rank,
-    get_pg_size,
-    group_ranks,
-    is_distributed,
-)
-from mcore.parallel.groups_from_mesh import groups_from_mesh
-from mcore.parallel.groups_from_sizes import (
-    groups_of_plan,
-    plan_groups,
-    require_equal_plans,
-)
-from mcore.parallel.rank_layout import (
+from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, group_ranks
+from mcore.parallel.process_groups.from_mesh import groups_from_mesh
+from mcore.parallel.process_groups.from_sizes import agreed_plan, groups_of_plan, plan_groups
+from mcore.parallel.process_groups.layout import (
     GROUP_FIELDS,
     ParallelSizes,
     hierarchical_lists,
     layouts_of_sizes,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "ProcessGroupCollection",
-    "ProcessGroups",
-    "clear_default_process_groups",
-    "get_default_process_groups",
-    "set_default_process_groups",
-    "use_process_groups",
-]
+from mcore.parallel.torch_compat import is_distributed
 
 _NEEDS_INIT = (
     "needs torch.distributed, which is not initialised; "
@@ -57,8 +29,8 @@ _NEEDS_INIT = (
 class ProcessGroups:
     """The process groups that this rank belongs to; a field that is not set reads None.
 
-    None means no parallelism of that kind: the size is 1 and the rank 0. A name that is no field
-    is an AttributeError, a keyword that is no field a TypeError. The fields can be assigned.
+    None means no parallelism of that kind: the size is 1 and the rank 0. An unknown name
+    is an AttributeError, an unknown keyword a TypeError. The fields can be assigned.
     Making an object does no communication; :meth:`from_sizes` and :meth:`from_mesh` do.
 
     Args:
@@ -131,7 +103,7 @@ class ProcessGroups:
         """Create every group of this rank from the sizes of the parallelisms.
 
         Collective on the world group: every rank calls it with the same arguments, which one
-        all-reduce (MAX of 13 int64) makes sure of before all groups are made, in one fixed order.
+        all-reduce (MAX of 13 int64) checks before all groups are made, in one fixed order.
         Data parallelism takes the ranks that are left: ``dp = world / (tp * cp * pp)`` and
         ``expt_dp = world / (expt_tp * ep * pp)``. Fields with the same ranks share one group, and
         the world group serves where all ranks take part.
@@ -154,7 +126,7 @@ class ProcessGroups:
             hcp_sizes: Factors of ``cp``, the fastest first; makes ``hcp``, one group each.
 
         Returns:
-            The groups of this rank. ``inter_dist_opt`` stays None, for there is one optimizer
+            The groups of this rank. ``inter_dist_opt`` stays None, as there is one optimizer
             instance. Without torch.distributed, and all sizes 1, every field is None.
 
         Raises:
@@ -170,22 +142,20 @@ class ProcessGroups:
             ProcessGroups(tp=1, dp=1)
             >>> dist.destroy_process_group()
         """
-        plan, error = None, None
-        try:
+
+        def checked() -> tuple[ParallelSizes, tuple[str, ...]]:
             sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
             wanted = _wanted(groups)
             if hcp_sizes is None and groups is not None and "hcp" in groups:
                 raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
-            if not is_distributed():
-                _require_one_process(sizes, order, hcp_sizes)
-                return cls()
-            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
-            plan = plan_groups(sizes, order, wanted, choices, hcp_sizes, device_type)
-        except Exception as own_error:
-            if not is_distributed():
-                raise
-            error = own_error
-        return cls(**groups_of_plan(require_equal_plans(plan, error)))
+            return sizes, wanted
+
+        if not is_distributed():
+            _require_one_process(checked()[0], order, hcp_sizes)
+            return cls()
+        choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+        plan = agreed_plan(lambda: plan_groups(*checked(), order, choices, hcp_sizes, device_type))
+        return cls(**groups_of_plan(plan))
 
     @classmethod
     def from_mesh(
@@ -208,13 +178,13 @@ class ProcessGroups:
             mesh: The dense mesh, with dimension names.
             expert_mesh: The expert mesh, with dimension names and the same pipelines.
             names: The dimension that stands for a field, such as ``{"dp": "replicate"}``.
-            groups: The names of the fields to fill; None means all that the meshes give.
+            groups: The names of the fields to fill; None means all that the meshes provide.
 
         Returns:
             The groups of this rank, with ``dense_mesh`` and ``expert_mesh`` as given.
 
         Raises:
-            TypeError: What is no DeviceMesh was given.
+            TypeError: Something other than a DeviceMesh was given.
             ValueError: A mesh without dimension names, an unknown name, pipelines that differ,
                 a mesh over a part of the world where a new group would be needed, or (after all
                 groups are made) this rank is in no mesh.
@@ -240,7 +210,7 @@ class ProcessGroups:
         """Return the number of ranks in the group of field ``name``, 1 where it is not set.
 
         Raises:
-            AttributeError: ``name`` is no field.
+            AttributeError: There is no such field.
             TypeError: The field is not one group (``hcp``, a mesh).
 
         Example:
@@ -253,7 +223,7 @@ class ProcessGroups:
         """Return this rank's place in the group of field ``name``, 0 where it is not set.
 
         Raises:
-            AttributeError: ``name`` is no field.
+            AttributeError: There is no such field.
             TypeError: The field is not one group (``hcp``, a mesh).
 
         Example:
@@ -268,7 +238,7 @@ class ProcessGroups:
         A field that is not set gives this rank alone.
 
         Raises:
-            AttributeError: ``name`` is no field.
+            AttributeError: There is no such field.
             TypeError: The field is not one group (``hcp``, a mesh).
 
         Example:

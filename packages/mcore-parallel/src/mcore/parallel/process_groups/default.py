@@ -2,27 +2,25 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TypeVar, cast
+from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
+from mcore.parallel.groups import GroupLike, as_process_group, reject_non_member
+from mcore.parallel.process_groups.collection import ProcessGroups
 from mcore.parallel.torch_compat import is_distributed
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+_Group = TypeVar("_Group")
 
-    from mcore.parallel.process_groups import ProcessGroups
-
-__all__ = [
-    "clear_default_process_groups",
-    "get_default_process_groups",
-    "set_default_process_groups",
-    "use_process_groups",
-]
+# The source lines that were told about the default, for as long as the world group lives.
+_warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
@@ -53,7 +51,7 @@ def _swap(new: _Slot) -> _Slot:
 
 
 def _drop(stale: _Slot) -> bool:
-    """Empty the slot unless another thread has filled it since; say whether this call did."""
+    """Empty the slot unless another thread has filled it since; return whether this call did."""
     global _slot
     with _lock:
         if _slot is not stale:
@@ -144,3 +142,78 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
         yield pgs
     finally:
         _swap(old)
+
+
+def group_or_default(group: _Group | None, field: str) -> _Group | dist.ProcessGroup | None:
+    """Return ``group``, or what the default ProcessGroups have under a field where it is None."""
+    return getattr(get_default_process_groups(), field, None) if group is None else group
+
+
+def group_of_several(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
+    """Return the group, given or by default, or None when there is nobody else in it."""
+    member = as_process_group(group_or_default(group, field))
+    return None if member is None or member.size() == 1 else member
+
+
+def get_tensor_model_parallel_group_if_none(
+    tp_group: _Group | None, is_expert: bool = False, check_initialized: bool = True
+) -> _Group | dist.ProcessGroup | None:
+    """Return ``tp_group``, or the default tensor-parallel group with a deprecation warning.
+
+    No communication.
+
+    Args:
+        tp_group: The caller's tensor-parallel group, or None.
+        is_expert: Take the tensor-parallel group of the experts (``expt_tp``) from the default.
+        check_initialized: Raise when the default does not have the group that is needed.
+
+    Returns:
+        None when torch.distributed is not initialised, whatever was given. Else ``tp_group`` when
+        it is given or there is no default ProcessGroups. Else the default's ``tp`` or
+        ``expt_tp``, with a DeprecationWarning once per call site, on global rank 0 only.
+
+    Raises:
+        ValueError: This rank is not a member of ``tp_group``.
+        RuntimeError: The default has no such group and ``check_initialized`` is True.
+
+    Example:
+        >>> get_tensor_model_parallel_group_if_none(None) is None
+        True
+    """
+    if not is_distributed():
+        return None
+    reject_non_member(tp_group)
+    default = get_default_process_groups()
+    if default is None or tp_group is not None:
+        return tp_group
+    frame = sys._getframe(1)
+    if dist.get_rank() == 0 and _is_new(frame.f_code.co_filename, frame.f_lineno):
+        warnings.warn(
+            "tp_group is None: using the tensor-parallel group of the default ProcessGroups; "
+            "pass tp_group explicitly",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+    return _tensor_parallel_group(default, is_expert, check_initialized)
+
+
+def _is_new(filename: str, line: int) -> bool:
+    """Return whether a source line has not been warned in this world group, and remember it."""
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    sites = _warned.setdefault(world, set())
+    known = (filename, line) in sites
+    sites.add((filename, line))
+    return not known
+
+
+def _tensor_parallel_group(
+    default: ProcessGroups, is_expert: bool, check_initialized: bool
+) -> dist.ProcessGroup | None:
+    name = "expt_tp" if is_expert else "tp"
+    found: dist.ProcessGroup | None = getattr(default, name)
+    if found is None and check_initialized:
+        raise RuntimeError(
+            f"the default ProcessGroups has no {name} group; create it with "
+            f"ProcessGroups.from_sizes(...) or set its {name} field, or pass tp_group"
+        )
+    return found

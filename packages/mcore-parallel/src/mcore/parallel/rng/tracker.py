@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import warnings
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Protocol
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, Protocol
 
 import torch
 
-from mcore.parallel.rng_state import (
+from mcore.parallel.rng.state import (
     RngState,
     clone_rng_state,
     default_generator,
@@ -17,20 +18,6 @@ from mcore.parallel.rng_state import (
     resolve_rng_device,
     write_rng_state,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping
-    from contextlib import AbstractContextManager
-
-__all__ = [
-    "CudaRNGStatesTracker",
-    "RNGStatesTracker",
-    "RngTracker",
-    "UnknownRngStreamError",
-    "check_new_stream",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-]
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 _EXPERT_PARALLEL_RNG_TRACKER_NAME = "expert-parallel-rng"
@@ -89,15 +76,15 @@ class RngTracker(Protocol):
 
 
 class CudaRNGStatesTracker:
-    """Keeps named streams of random numbers and makes one the device's default inside `fork`.
+    """Keeps named streams of random numbers and makes one the device's default inside ``fork``.
 
     Local to the process; no communication. Forks may be nested in any order and depth, the same
-    name included: every stream gives the numbers it would give if it were used alone. Not meant
+    name included: every stream yields the numbers it would yield if it were used alone. Not meant
     for use by several threads at once, like the default generator that it exchanges.
 
     Attributes:
-        states_: State by name: a uint8 tensor, or a `torch.Generator` when graph-safe. The states
-            of streams in use are brought up to date by `get_states`.
+        states_: State by name: a uint8 tensor, or a ``torch.Generator`` when graph-safe. The states
+            of streams in use are brought up to date by ``get_states``.
         seeds_: The seeds in use.
         use_cudagraphable_rng: Whether states are generators.
         is_inference_rng_tracker: Whether this tracker leaves the random numbers alone.
@@ -124,10 +111,10 @@ class CudaRNGStatesTracker:
             use_cudagraphable_rng: Keep generators and exchange handles, so that forks can be
                 captured in CUDA graphs. On devices without graphs, the CPU among them, copies of
                 generators give the same numbers.
-            is_inference_rng_tracker: Make `add` and `set_states` do nothing and `fork` leave the
-                default random numbers as they are, for any name.
+            is_inference_rng_tracker: Make ``add`` and ``set_states`` do nothing and ``fork`` leave
+                the default random numbers as they are, for any name.
             device: Device of the streams; default the current accelerator, else the CPU, at the
-                first use after `reset`.
+                first use after ``reset``.
         """
         self.use_cudagraphable_rng = use_cudagraphable_rng
         self.is_inference_rng_tracker = is_inference_rng_tracker
@@ -159,7 +146,7 @@ class CudaRNGStatesTracker:
         self._cached_generator = None
 
     def is_initialized(self) -> bool:
-        """Say whether `add` or `set_states` was called since the last `reset`.
+        """Return whether ``add`` or ``set_states`` was called since the last ``reset``.
 
         Example:
             >>> CudaRNGStatesTracker(device="cpu").is_initialized()
@@ -209,7 +196,7 @@ class CudaRNGStatesTracker:
         """Replace all streams; the device's current random numbers are left alone.
 
         Args:
-            states: State by name, as from `get_states`; the dict is copied, seeds are forgotten.
+            states: State by name, as from ``get_states``; the dict is copied, seeds are forgotten.
                 Values are looked at when they are used.
 
         Example:
@@ -257,7 +244,7 @@ class CudaRNGStatesTracker:
     def fork(
         self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
     ) -> Iterator[None]:
-        """Draw from a named stream inside a `with` block.
+        """Draw from a named stream inside a ``with`` block.
 
         On entry the device's default generator becomes the stream; on exit, exceptions included,
         the stream is stored where it stands and the previous numbers go on.
@@ -338,13 +325,7 @@ RNGStatesTracker = CudaRNGStatesTracker
 
 
 def check_new_stream(name: str, seed: int, states: Mapping[str, Any], seeds: set[int]) -> None:
-    """Raise ValueError if a seed or a stream's name is in use.
-
-    Example:
-        >>> check_new_stream("b", 1, {"a": ...}, {1})
-        Traceback (most recent call last):
-        ValueError: seed 1 already exists
-    """
+    """Raise ValueError if a seed or a stream's name is in use."""
     if seed in seeds:
         raise ValueError(f"seed {seed} already exists")
     if name in states:

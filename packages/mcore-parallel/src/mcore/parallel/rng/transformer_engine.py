@@ -5,46 +5,24 @@ from __future__ import annotations
 import functools
 import importlib
 import sys
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from mcore.parallel.rng_state import clone_rng_state
-from mcore.parallel.rng_tracker import (
+from mcore.parallel.rng.state import clone_rng_state
+from mcore.parallel.rng.tracker import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     RngTracker,
     check_new_stream,
 )
 from mcore.versioning import get_te_version, is_te_min_version
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping
-
-__all__ = ["is_te_tracker", "make_te_tracker"]
-
 TE_MODULE = "transformer_engine.pytorch.distributed"
 MIN_TE_VERSION = "1.5.0"
 
 
 def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None:
-    """Make a tracker on top of TransformerEngine's, with the interface of this package.
-
-    TransformerEngine is imported here. Its tracker can be captured in CUDA graphs and serves
-    layers in FP8; it exchanges the states of the current CUDA device.
-
-    Args:
-        is_inference_rng_tracker: As for `CudaRNGStatesTracker`.
-
-    Returns:
-        The tracker, an instance of TransformerEngine's class, or None without TransformerEngine.
-
-    Raises:
-        RuntimeError: TransformerEngine is older than 1.5.0 or cannot be imported.
-
-    Example:
-        >>> tracker = make_te_tracker()
-        >>> tracker is None or is_te_tracker(tracker)
-        True
-    """
+    """Make a tracker on top of TransformerEngine's; None where that is not installed."""
     if not is_te_min_version("0.0.0"):
         return None
     if not is_te_min_version(MIN_TE_VERSION):
@@ -65,12 +43,7 @@ def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None
 
 
 def is_te_tracker(tracker: object) -> bool:
-    """Say whether a tracker is one of TransformerEngine's; imports nothing.
-
-    Example:
-        >>> is_te_tracker(None)
-        False
-    """
+    """Return whether a tracker is one of TransformerEngine's; imports nothing."""
     base = getattr(sys.modules.get(TE_MODULE), "CudaRNGStatesTracker", None)
     return base is not None and isinstance(tracker, base)
 

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.process_groups import ProcessGroups
-from mcore.parallel.rank_layout import (
+from mcore.parallel import ProcessGroups
+from mcore.parallel.process_groups.layout import (
     DENSE_FIELDS,
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,

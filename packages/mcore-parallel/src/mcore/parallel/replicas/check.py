@@ -3,31 +3,30 @@
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch.distributed as dist
+from torch import nn
 
 from mcore.parallel.agreement import max_or_raise
-from mcore.parallel.default_groups import get_default_process_groups
-from mcore.parallel.groups import as_process_group, group_ranks, is_distributed
-from mcore.parallel.hash_exchange import (
+from mcore.parallel.groups import GroupLike, group_ranks
+from mcore.parallel.process_groups.default import (
+    get_default_process_groups,
+    group_of_several,
+)
+from mcore.parallel.replicas.comparison import (
+    HashTable,
     agree_on_all_ranks,
+    describe_param,
     differing_from_first,
     hash_table,
+    raise_difference,
+    structure_digest,
 )
-from mcore.parallel.param_hashing import NamedParam, hash_params, named_params
-from mcore.parallel.param_structure import describe_param, raise_difference, structure_digest
-from mcore.parallel.shard_slots import ShardSlotFinder, ShardSlots
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
-    from torch import nn
-
-    from mcore.parallel.groups import GroupLike
-    from mcore.parallel.hash_exchange import HashTable
-
-__all__ = ["check_param_hashes_across_dp_replicas"]
+from mcore.parallel.replicas.hashing import NamedParam, hash_params, named_params
+from mcore.parallel.replicas.shard_slots import ShardSlotFinder, ShardSlots
+from mcore.parallel.torch_compat import is_distributed
 
 logger = logging.getLogger(__name__)
 
@@ -42,13 +41,7 @@ class _Settings(NamedTuple):
 
 
 class _Copies(NamedTuple):
-    """What this rank holds of the parameters that one group replicates.
-
-    Attributes:
-        descriptions: The settings and all parameters, which must be equal on all ranks.
-        compared: The parameters with a digest in `table`, in its order.
-        table: Their digests.
-    """
+    """What this rank holds of the parameters that one group replicates, with their digests."""
 
     descriptions: list[str]
     compared: list[NamedParam]
@@ -64,7 +57,7 @@ def check_param_hashes_across_dp_replicas(
     num_threads: int | None = None,
     bit_exact: bool = True,
 ) -> bool:
-    """Say whether the data-parallel copies of all parameters are equal, by their SHA-1.
+    """Return whether the data-parallel copies of all parameters are equal, by their SHA-1.
 
     Every rank of a group calls this. Parameters whose attribute ``allreduce`` is False (experts)
     are compared over ``expert_dp_group``, all others over ``dp_group``; the group of the experts
@@ -104,7 +97,7 @@ def check_param_hashes_across_dp_replicas(
             a parameter has no bytes to read (meta device, uninitialised, sparse, an unknown tensor
             subclass), or ``num_threads`` is below 1, on any rank.
         TypeError: ``model`` is neither a module nor a sequence of modules (on all ranks of the
-            group), or something that is no process group was given as one.
+            group), or something other than a process group was given as one.
 
     Example:
         >>> import torch
@@ -136,14 +129,13 @@ def _resolve(
     """Return the groups of several ranks; one that cannot be used is an error beside the others."""
     groups: dict[str, dist.ProcessGroup] = {}
     error: Exception | None = None
-    default = get_default_process_groups()
     for field, group in given.items():
         try:
-            member = as_process_group(getattr(default, field, None) if group is None else group)
+            member = group_of_several(group, field)
         except (TypeError, ValueError) as own_error:
             error = own_error
         else:
-            if member is not None and member.size() > 1:
+            if member is not None:
                 groups[field] = member
     return groups, error
 
@@ -160,7 +152,7 @@ def _params_by_field(model: nn.Module | Sequence[nn.Module]) -> dict[str, list[N
 def _warn_of_unchecked(
     params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, GroupLike | None]
 ) -> None:
-    """Say so when parameters go unchecked because nobody named their group."""
+    """Warn when parameters go unchecked because nobody named their group."""
     if not is_distributed() or get_default_process_groups() is not None:
         return
     arguments = {"expt_dp": "expert_dp_group", "dp": "dp_group"}
@@ -179,7 +171,7 @@ def _prepare(
     settings: _Settings,
     num_threads: int | None,
 ) -> dict[str, _Copies]:
-    """Describe and hash what is compared, all at once for the sake of the threads."""
+    """Describe and hash what is compared, all at once, which keeps the threads busy."""
     placed = {field: _with_slots(params[field], group) for field, group in groups.items()}
     compared = [named for pairs in placed.values() for named, slots in pairs if slots.has_replicas]
     digests = hash_params(compared, num_threads=num_threads, bit_exact=settings.bit_exact)
@@ -230,9 +222,8 @@ def _compare(
     earlier: bool,
     error: Exception | None,
 ) -> tuple[bool, Exception | None]:
-    """Compare over one group and return the verdict so far, or the error that all ranks have.
-
-    An error is returned and not raised, since the ranks of the next group wait for this one too.
+    """Compare over one group; return the verdict so far, or the error that all ranks have.
+    It is not raised, since the ranks of the next group wait for this one too.
     """
     try:
         digest = structure_digest(copies.descriptions)

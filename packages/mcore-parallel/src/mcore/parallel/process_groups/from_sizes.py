@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
-import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.agreement import max_or_raise, text_digest
-from mcore.parallel.group_creation import GroupMaker
-from mcore.parallel.rank_layout import (
+from mcore.parallel.process_groups.layout import (
     DENSE_FIELDS,
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -21,38 +21,14 @@ from mcore.parallel.rank_layout import (
     hierarchical_lists,
     layouts_of_sizes,
 )
-from mcore.parallel.torch_compat import mesh_from_groups
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = [
-    "GroupPlan",
-    "default_device_type",
-    "groups_of_plan",
-    "plan_groups",
-    "rank_table",
-    "require_equal_plans",
-]
+from mcore.tensor.device import available_accelerator
 
 SIZE_NAMES = ("tp", "cp", "pp", "ep", "expt_tp")
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """Which ranks form which group, worked out alike on every rank before any group is made.
-
-    Attributes:
-        sizes: The sizes of the parallelisms.
-        dense: The layout of the dense view.
-        expert: The layout of the expert view.
-        table: For each field the ranks of all its groups.
-        hcp_levels: For each level of hierarchical context parallelism the ranks of all groups.
-        device_type: The device type of the meshes.
-        digest: A number that stands for everything but the sizes.
-    """
+    """The ranks of every group, worked out alike on every rank before any group is made."""
 
     sizes: ParallelSizes
     dense: Layout
@@ -65,56 +41,37 @@ class GroupPlan:
 
 def plan_groups(
     sizes: ParallelSizes,
-    order: str,
     wanted: Sequence[str],
+    order: str,
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
     hcp_sizes: Sequence[int] | None,
     device_type: str | None,
 ) -> GroupPlan:
-    """Work out the wanted groups and check the arguments; no communication.
-
-    Args:
-        sizes: The sizes of the parallelisms.
-        order: The order of the axes, fastest first.
-        wanted: Names of fields, in the order of creation.
-        choices: For ``embd`` and ``pos_embd`` which ranks of a pipeline belong to it.
-        hcp_sizes: Factors of the context-parallel size, or None.
-        device_type: The device type of the meshes; None lets the backend decide.
-
-    Returns:
-        The plan.
-
-    Raises:
-        ValueError: The world cannot be divided so, or an argument is malformed.
-    """
+    """Work out the wanted groups and check the arguments; no communication."""
     dense, expert = layouts_of_sizes(sizes, dist.get_world_size(), order)
     hcp_levels = [] if hcp_sizes is None else hierarchical_lists(dense.lists(["cp"]), hcp_sizes)
     table = rank_table(dense, expert, wanted, choices)
     kind = device_type or default_device_type()
     chosen = [table.get(name) for name in EMBEDDING_FIELDS]
     facts = repr((order, tuple(wanted), hcp_sizes and tuple(hcp_sizes), kind, chosen))
-    if "hcp" not in wanted:
-        hcp_levels = []
-    return GroupPlan(sizes, dense, expert, table, hcp_levels, kind, text_digest(facts))
+    levels = hcp_levels if "hcp" in wanted else []
+    return GroupPlan(sizes, dense, expert, table, levels, kind, text_digest(facts))
 
 
-def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
-    """Return the plan if all ranks have the same and none has an error, else raise on all ranks.
-
+def agreed_plan(make_plan: Callable[[], GroupPlan]) -> GroupPlan:
+    """Make this rank's plan, or raise on all ranks where one cannot, or where the plans differ.
     Collective on the world group: one all-reduce (MAX of 13 int64); none in a world of one rank.
-
-    Raises:
-        ValueError: The plans differ, with the sizes that do; or the error of the first rank that
-            has one.
     """
     if dist.get_world_size() == 1:
-        return _own_plan(plan, error)
-    facts = [0] * (len(SIZE_NAMES) + 1)
-    if plan is not None:
+        return make_plan()
+    facts, error = [0] * (len(SIZE_NAMES) + 1), None
+    try:
+        plan = make_plan()
         facts = [*(getattr(plan.sizes, name) for name in SIZE_NAMES), plan.digest]
+    except Exception as own_error:
+        error = own_error
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     extremes = max_or_raise([*facts, *(-fact for fact in facts)], error, world)
-    plan = _own_plan(plan, error)
     different = [
         f"{name} is {-minus_lowest} to {highest} ({own} here)"
         for name, own, highest, minus_lowest in zip(
@@ -132,21 +89,9 @@ def require_equal_plans(plan: GroupPlan | None, error: Exception | None) -> Grou
     return plan
 
 
-def _own_plan(plan: GroupPlan | None, error: Exception | None) -> GroupPlan:
-    if error is not None:
-        raise error
-    if plan is None:
-        raise RuntimeError("this rank has neither a plan nor an error")
-    return plan
-
-
 def groups_of_plan(plan: GroupPlan) -> dict[str, Any]:
     """Create the groups of a plan and, where all their axes are wanted, the two meshes.
-
-    Collective on the world group; all ranks give the same plan.
-
-    Returns:
-        The value of each field that was created.
+    Collective on the world group; all ranks pass the same plan.
     """
     maker = GroupMaker()
     made: dict[str, Any] = {
@@ -168,17 +113,7 @@ def rank_table(
     wanted: Sequence[str],
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
 ) -> dict[str, list[list[int]]]:
-    """List the ranks of every group of each wanted field, in the order of the fields.
-
-    Args:
-        dense: The layout of the dense view.
-        expert: The layout of the expert view.
-        wanted: Names of fields; ``hcp`` is left to :func:`hierarchical_lists`.
-        choices: For ``embd`` and ``pos_embd`` which ranks of a pipeline belong to it.
-
-    Returns:
-        For each field disjoint ascending lists of global ranks.
-    """
+    """List the ranks of every group of each wanted field, in the order of the fields."""
     table = {}
     for name in GROUP_FIELDS:
         if name not in wanted:
@@ -196,14 +131,47 @@ def _mesh(layout: Layout, made: Mapping[str, Any], device_type: str) -> DeviceMe
     if not all(axis in made for axis in layout.axes):
         return None
     groups = [made[axis] for axis in layout.axes]
-    return mesh_from_groups(groups, device_type, layout.ranks, layout.axes)
+    return DeviceMesh.from_group(groups, device_type, mesh=layout.ranks, mesh_dim_names=layout.axes)
 
 
 def default_device_type() -> str:
     """Return the accelerator's type where the world group serves it natively, else ``"cpu"``."""
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    accelerator = available_accelerator()
     if accelerator is None:
         return "cpu"
     pairs = (pair.partition(":") for pair in dist.get_backend_config().split(","))
     backend = {kind: name for kind, _, name in pairs}.get(accelerator.type, "gloo")
     return "cpu" if backend == "gloo" else accelerator.type
+
+
+class GroupMaker:
+    """Creates a group for each set of ranks, once; all ranks make the same calls in order."""
+
+    # On an accelerator every communicator costs memory and start-up time, and many parallelisms of
+    # size 1 or of full size have the same ranks.
+
+    def __init__(self) -> None:
+        self._rank = dist.get_rank()
+        everyone = tuple(range(dist.get_world_size()))
+        self._made: dict[tuple[int, ...], dist.ProcessGroup | None] = {everyone: dist.group.WORLD}
+
+    def adopt(self, rank_lists: Iterable[Sequence[int]], group: dist.ProcessGroup | None) -> None:
+        """Remember groups that exist; ``group`` is the one of this rank, if it is in any."""
+        for ranks in rank_lists:
+            self._made.setdefault(tuple(ranks), group if self._rank in ranks else None)
+
+    def knows(self, rank_lists: Iterable[Sequence[int]]) -> bool:
+        """Return whether every one of the lists has its group."""
+        return all(tuple(ranks) in self._made for ranks in rank_lists)
+
+    def group_of(
+        self, rank_lists: Sequence[Sequence[int]], description: str
+    ) -> dist.ProcessGroup | None:
+        """Return this rank's group among disjoint lists, creating those that do not exist."""
+        missing = [list(ranks) for ranks in rank_lists if tuple(ranks) not in self._made]
+        if missing:
+            enumerate_groups: Any = dist.new_subgroups_by_enumeration  # torch leaves it untyped
+            mine, _ = enumerate_groups(missing, group_desc=description)
+            self.adopt(missing, mine)
+        own = next((tuple(ranks) for ranks in rank_lists if self._rank in ranks), None)
+        return None if own is None else self._made[own]

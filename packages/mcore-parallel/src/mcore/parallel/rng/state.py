@@ -1,8 +1,8 @@
 """States of a device's default random number generator, read and set.
 
-The names say cuda for the sake of Megatron-LM code; any device whose torch module has default
+The names say cuda as in Megatron-LM; any device whose torch module has default
 generators works, and so does the CPU. A state is either plain, a uint8 tensor on the CPU, or a
-`torch.Generator` handle: inside a CUDA graph only the handle may be exchanged, because replay
+``torch.Generator`` handle: inside a CUDA graph only the handle may be exchanged, because replay
 advances the state behind the handle.
 """
 
@@ -16,17 +16,6 @@ from torch import Tensor
 
 from mcore.tensor.device import current_device
 from mcore.versioning import internal_api
-
-__all__ = [
-    "RngState",
-    "clone_rng_state",
-    "convert_cuda_rng_state",
-    "default_generator",
-    "read_rng_state",
-    "require_graph_safe_generators",
-    "resolve_rng_device",
-    "write_rng_state",
-]
 
 RngState: TypeAlias = "Tensor | torch.Generator"
 
@@ -45,9 +34,9 @@ def _get_cuda_rng_state(
     Args:
         device: Accelerator index, name or device. "cuda" without an index and -1 mean the current
             accelerator, or the CPU where there is none.
-        clone: With `graph_safe`, return an independent copy instead of the live handle. Plain
+        clone: With ``graph_safe``, return an independent copy instead of the live handle. Plain
             states are always fresh tensors.
-        graph_safe: Return a `torch.Generator` that shares its state with the default generator.
+        graph_safe: Return a ``torch.Generator`` that shares its state with the default generator.
             Where the device cannot share it (the CPU), an independent copy of the generator.
 
     Returns:
@@ -74,15 +63,15 @@ def _set_cuda_rng_state(
     """Set the state of a device's default random number generator; in effect on return.
 
     Args:
-        new_state: What `_get_cuda_rng_state` returned with the same `graph_safe`. Not cloned.
-        device: As for `_get_cuda_rng_state`.
-        graph_safe: `new_state` is a generator, whose state the default generator shares from now
+        new_state: What ``_get_cuda_rng_state`` returned with the same ``graph_safe``. Not cloned.
+        device: As for ``_get_cuda_rng_state``.
+        graph_safe: ``new_state`` is a generator, whose state the default generator shares from now
             on; where the device cannot share it (the CPU), it takes a copy.
 
     Raises:
         RuntimeError: The device was named explicitly and does not exist, or the state is one of
             another kind of device.
-        TypeError: `new_state` is not of the kind that `graph_safe` asks for.
+        TypeError: ``new_state`` is not of the kind that ``graph_safe`` asks for.
 
     Example:
         >>> _set_cuda_rng_state(torch.Generator().manual_seed(1), "cpu", graph_safe=True)
@@ -98,16 +87,16 @@ def convert_cuda_rng_state(
     """Convert a state between its plain and its graph-safe form; the sequence goes on unchanged.
 
     Args:
-        state: A plain state (uint8 tensor) or a `torch.Generator`.
+        state: A plain state (uint8 tensor) or a ``torch.Generator``.
         to_graphable: Return a generator, else a plain state.
         device: Device of a generator that is made; default the current accelerator, else the CPU.
 
     Returns:
-        `state` itself where it has the wanted form already, else an independent copy.
+        ``state`` itself where it has the wanted form already, else an independent copy.
 
     Raises:
-        RuntimeError: The plain state is not one of `device`.
-        TypeError: `state` is neither a tensor nor a generator.
+        RuntimeError: The plain state is not one of ``device``.
+        TypeError: ``state`` is neither a tensor nor a generator.
 
     Example:
         >>> plain = torch.Generator().manual_seed(1).get_state()
@@ -126,21 +115,7 @@ def convert_cuda_rng_state(
 
 
 def resolve_rng_device(device: int | str | torch.device) -> torch.device:
-    """Return the device meant by an argument of this module, with the index of an accelerator.
-
-    Args:
-        device: As for `_get_cuda_rng_state`.
-
-    Returns:
-        A device that exists.
-
-    Raises:
-        RuntimeError: It was named explicitly and does not exist.
-
-    Example:
-        >>> resolve_rng_device("cpu")
-        device(type='cpu')
-    """
+    """Return the device meant by an argument of this module, with the index of an accelerator."""
     current = current_device()
     if device == CURRENT_INDEX:
         return current
@@ -161,21 +136,7 @@ def resolve_rng_device(device: int | str | torch.device) -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator that draws on a device use when they are given none.
-
-    Args:
-        device: A device with an index, or the CPU. Its runtime is initialised.
-
-    Returns:
-        The generator itself, not a copy.
-
-    Raises:
-        RuntimeError: torch gives no access to the device's generators.
-
-    Example:
-        >>> default_generator(torch.device("cpu")) is torch.default_generator
-        True
-    """
+    """Return the generator, not a copy, that draws on a device use when they are given none."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -191,12 +152,7 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
-    """Return a generator's plain state, or a handle that shares its state where it can be shared.
-
-    Example:
-        >>> read_rng_state(torch.Generator(), graph_safe=False).dtype
-        torch.uint8
-    """
+    """Return a generator's plain state, or a handle that shares its state where it can."""
     if not graph_safe:
         return generator.get_state()
     if _shares_state(generator.device.type):
@@ -205,17 +161,7 @@ def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
 
 
 def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: bool) -> None:
-    """Make a generator go on from a plain state, or share the state of a handle where it can.
-
-    Raises:
-        TypeError: `state` is not of the kind that `graph_safe` asks for.
-
-    Example:
-        >>> generator = torch.Generator()
-        >>> write_rng_state(generator, torch.Generator().manual_seed(1), graph_safe=True)
-        >>> generator.initial_seed()
-        1
-    """
+    """Make a generator go on from a plain state, or share the state of a handle where it can."""
     expected = torch.Generator if graph_safe else Tensor
     if not isinstance(state, expected):
         raise TypeError(
@@ -232,7 +178,7 @@ def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: boo
 
 @functools.cache
 def _shares_state(device_type: str) -> bool:
-    """Say whether generators of a device type can share one state, asked once of torch."""
+    """Return whether generators of a device type can share one state, asked once of torch."""
     try:
         torch.Generator(device_type).graphsafe_get_state()
     except NotImplementedError:
@@ -241,24 +187,12 @@ def _shares_state(device_type: str) -> bool:
 
 
 def clone_rng_state(state: RngState) -> RngState:
-    """Return a copy of a state that draws from the original do not advance.
-
-    Example:
-        >>> original = torch.Generator().manual_seed(1)
-        >>> clone_rng_state(original) is original
-        False
-    """
+    """Return an independent copy of a state of either kind."""
     return state.clone_state() if isinstance(state, torch.Generator) else state.clone()
 
 
 def require_graph_safe_generators(device: torch.device) -> None:
-    """Raise RuntimeError if graphs on this device cannot register generators.
-
-    Devices without graphs pass: there a copy of the generator stands for the handle.
-
-    Example:
-        >>> require_graph_safe_generators(torch.device("cpu"))
-    """
+    """Raise RuntimeError if graphs on this device cannot register generators; a CPU has none."""
     if device.type == CUDA and not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
         raise RuntimeError(
             "use_cudagraphable_rng needs torch.cuda.CUDAGraph.register_generator_state, which "

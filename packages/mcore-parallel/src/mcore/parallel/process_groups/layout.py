@@ -1,31 +1,13 @@
-"""Which ranks form which group: arithmetic on rank numbers, without any process group."""
+"""The layout of ranks: which of them form which group, as arithmetic without process groups."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
-from typing import TYPE_CHECKING
 
 import torch
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
-__all__ = [
-    "DENSE_FIELDS",
-    "EMBEDDING_FIELDS",
-    "EXPERT_FIELDS",
-    "EXPERT_NAMES",
-    "GROUP_FIELDS",
-    "ORDER_TOKENS",
-    "Layout",
-    "ParallelSizes",
-    "embedding_lists",
-    "hierarchical_lists",
-    "layouts_of_sizes",
-    "require_equal_pipelines",
-]
 
 # The axes that each group is flattened from.
 DENSE_FIELDS: dict[str, tuple[str, ...]] = {
@@ -59,12 +41,7 @@ EXPERT_NAMES = {"tp": "expt_tp", "dp": "expt_dp"}  # how an order token is calle
 
 @dataclass(frozen=True)
 class Layout:
-    """Ranks arranged along named axes, the slowest axis first.
-
-    Args:
-        axes: The name of each axis.
-        ranks: The global ranks, int64, one dimension for each axis.
-    """
+    """Global ranks (int64) arranged along named axes, the slowest axis first."""
 
     axes: tuple[str, ...]
     ranks: torch.Tensor
@@ -85,14 +62,7 @@ class Layout:
         return tuple(axis for axis in self.axes if axis in wanted)
 
     def lists(self, axes: Iterable[str]) -> list[list[int]]:
-        """List the groups of ranks that differ only along ``axes``, each in ascending order.
-
-        The lists partition the ranks of the layout. Axes that it lacks have size 1.
-
-        Example:
-            >>> Layout.row_major({"dp": 2, "tp": 2}).lists(["dp"])
-            [[0, 2], [1, 3]]
-        """
+        """List the groups of ranks that differ only along ``axes``, each in ascending order."""
         along = self.present(axes)
         members = prod(self.size(axis) for axis in along)
         sources = [self.axes.index(axis) for axis in along]
@@ -129,7 +99,7 @@ class ParallelSizes:
 
 
 def require_positive_int(name: str, value: object) -> None:
-    """Raise TypeError for what is no int and ValueError for what is below 1."""
+    """Raise TypeError for anything but an int and ValueError for an int below 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
     if value < 1:
@@ -146,27 +116,7 @@ def _quotient(world: int, taken: int, factors: str) -> int:
 
 
 def layouts_of_sizes(sizes: ParallelSizes, world: int, order: str) -> tuple[Layout, Layout]:
-    """Arrange ``world`` ranks into the dense and the expert layout.
-
-    Args:
-        sizes: The sizes of the parallelisms.
-        world: The number of ranks.
-        order: Tokens of ``tp``, ``cp``, ``ep``, ``dp``, ``pp`` joined by ``-``, fastest first. Size
-            1 axes may be left out.
-
-    Returns:
-        The dense layout (axes ``pp, dp, cp, tp`` in the order asked for, slowest first) and the
-        expert layout (``pp, expt_dp, ep, expt_tp``).
-
-    Raises:
-        ValueError: The world cannot be divided, the order is malformed, or the two layouts have
-            different pipeline groups.
-
-    Example:
-        >>> dense, expert = layouts_of_sizes(ParallelSizes(2, 1, 1, 1, 2), 4, "tp-cp-ep-dp-pp")
-        >>> dense.axes, dense.lists(["tp"])
-        (('pp', 'dp', 'cp', 'tp'), [[0, 1], [2, 3]])
-    """
+    """Arrange ``world`` ranks into the dense and the expert layout, in the order asked for."""
     views = (sizes.dense(world), sizes.expert(world))
     tokens = _parse_order(order, views)
     slowest_first = tokens[::-1]
@@ -213,20 +163,7 @@ def embedding_lists(
     choose: Callable[[list[int]], Sequence[int]],
     field: str,
 ) -> list[list[int]]:
-    """Choose the ranks of each pipeline that hold an embedding, dropping pipelines without any.
-
-    Args:
-        pipelines: The pipeline groups, first stage first.
-        choose: Gives some of the ranks of one pipeline; a rank given twice counts once.
-        field: What is chosen, for the error text.
-
-    Raises:
-        ValueError: ``choose`` gave a rank of another pipeline.
-
-    Example:
-        >>> embedding_lists([[0, 2, 4], [1, 3, 5]], lambda ranks: [ranks[0], ranks[-1]], "embd")
-        [[0, 4], [1, 5]]
-    """
+    """Choose the ranks of each pipeline that hold an embedding, dropping pipelines without any."""
     chosen = []
     for ranks in pipelines:
         some = sorted(set(choose(list(ranks))))
@@ -240,22 +177,7 @@ def embedding_lists(
 def hierarchical_lists(
     cp_lists: Sequence[list[int]], hcp_sizes: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Split every context-parallel group along the factors of its size, the first one fastest.
-
-    Args:
-        cp_lists: The context-parallel groups.
-        hcp_sizes: The factors; their product is the size of each group.
-
-    Returns:
-        For each factor the list of groups whose ranks differ only in that factor.
-
-    Raises:
-        ValueError: The product differs from the size of the groups, or a factor is below 1.
-
-    Example:
-        >>> hierarchical_lists([[0, 1, 2, 3]], [2, 2])
-        [[[0, 1], [2, 3]], [[0, 2], [1, 3]]]
-    """
+    """Split every context-parallel group along the factors of its size, the first one fastest."""
     cp = len(cp_lists[0])
     for size in hcp_sizes:
         require_positive_int("each of hcp_sizes", size)

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from mcore.parallel import wgrad_kernels
-from mcore.parallel.wgrad_kernels import accumulate_wgrad, check_main_grad
+from mcore.parallel import wgrad
+from mcore.parallel.wgrad import accumulate_wgrad, check_main_grad
 
 HALF = (torch.float16, torch.bfloat16)
 FLOATS = (*HALF, torch.float32, torch.float64)
@@ -72,7 +72,7 @@ def test_conversion_in_chunks_covers_every_row(
 ) -> None:
     grad, input_ = torch.randn(23, 4).half(), torch.randn(23, 3).bfloat16()
     expected = reference(torch.zeros(4, 3), grad, input_)
-    monkeypatch.setattr(wgrad_kernels, "_CAST_BYTES", chunk_bytes)
+    monkeypatch.setattr(wgrad, "_CAST_BYTES", chunk_bytes)
     main_grad = torch.zeros(4, 3)
     with ConvertedRows() as rows:
         accumulate_wgrad(main_grad, grad, input_, use_fused=False)

@@ -8,30 +8,8 @@ import warnings
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from mcore.parallel.rng_tracker import (
-    CudaRNGStatesTracker,
-    RNGStatesTracker,
-    RngTracker,
-    UnknownRngStreamError,
-    get_data_parallel_rng_tracker_name,
-    get_expert_parallel_rng_tracker_name,
-)
-from mcore.parallel.rng_transformer_engine import is_te_tracker, make_te_tracker
-
-__all__ = [
-    "CudaRNGStatesTracker",
-    "RNGStatesTracker",
-    "RngTracker",
-    "TrackerFlags",
-    "UnknownRngStreamError",
-    "ensure_tracker",
-    "get_all_rng_states",
-    "get_cuda_rng_tracker",
-    "get_data_parallel_rng_tracker_name",
-    "get_expert_parallel_rng_tracker_name",
-    "initialize_rng_tracker",
-    "is_graph_safe_cuda_rng_tracker",
-]
+from mcore.parallel.rng.tracker import CudaRNGStatesTracker, RngTracker
+from mcore.parallel.rng.transformer_engine import is_te_tracker, make_te_tracker
 
 logger = logging.getLogger(__name__)
 
@@ -98,9 +76,9 @@ def get_cuda_rng_tracker(
     """Return the tracker that the process shares, made at the first call.
 
     Args:
-        use_te_rng_tracker: As for `initialize_rng_tracker`.
-        inference_rng_tracker: As for `initialize_rng_tracker`.
-        use_cudagraphable_rng: As for `initialize_rng_tracker`.
+        use_te_rng_tracker: As for ``initialize_rng_tracker``.
+        inference_rng_tracker: As for ``initialize_rng_tracker``.
+        use_cudagraphable_rng: As for ``initialize_rng_tracker``.
 
     Returns:
         The same object at every call, until it is reset by force.
@@ -134,7 +112,7 @@ def get_all_rng_states() -> dict[str, Any]:
 
 
 def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
-    """Say whether forks of a tracker can be captured in CUDA graphs.
+    """Return whether forks of a tracker can be captured in CUDA graphs.
 
     Args:
         tracker: Any tracker, this package's or TransformerEngine's.
@@ -150,17 +128,7 @@ def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
 
 
 def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> RngTracker:
-    """Return the shared tracker, made if need be; warn once about flags that are not its own.
-
-    Args:
-        flags: What is asked for.
-        force_reset: Make a new tracker in any case.
-        stacklevel: Whose line the warning shows, as for `warnings.warn` called here.
-
-    Example:
-        >>> ensure_tracker(TrackerFlags(False, False, False), False, 2) is get_cuda_rng_tracker()
-        True
-    """
+    """Return the shared tracker, made if need be; warn once about flags that are not its own."""
     global _shared
     with _lock:
         shared = _shared

@@ -7,18 +7,16 @@ from itertools import combinations
 
 import torch
 
-from mcore.parallel.default_groups import get_default_process_groups
 from mcore.parallel.groups import get_pg_rank
-from mcore.parallel.rng import TrackerFlags, ensure_tracker
-from mcore.parallel.rng_state import default_generator, resolve_rng_device
-from mcore.parallel.rng_tracker import (
+from mcore.parallel.process_groups.default import group_or_default
+from mcore.parallel.rng.shared import TrackerFlags, ensure_tracker
+from mcore.parallel.rng.state import default_generator, resolve_rng_device
+from mcore.parallel.rng.tracker import (
     _DATA_PARALLEL_RNG_TRACKER_NAME,
     _EXPERT_PARALLEL_RNG_TRACKER_NAME,
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     CudaRNGStatesTracker,
 )
-
-__all__ = ["model_parallel_cuda_manual_seed", "rng_stream_seeds"]
 
 # Megatron-LM's offsets: e after the point, 2 ** 10, and room for a hundred expert tensor ranks.
 MODEL_OFFSET = 2718
@@ -41,25 +39,34 @@ def model_parallel_cuda_manual_seed(
 ) -> None:
     """Seed a device's default random numbers and the shared tracker's three streams.
 
-    Local to the process; no communication. The tracker is reset first, then gets the streams of
-    `rng_stream_seeds`, in that order; the default random numbers get the seed of the first. For
-    pipeline stages that must differ pass `seed + 100 * pp_rank`.
+    Local to the process; no communication. The tracker is reset first, then gets the streams
+
+    - ``data-parallel-rng``: ``seed``, which the default random numbers get too
+    - ``model-parallel-rng``: ``seed + 2718 + tp_rank``
+    - ``expert-parallel-rng``: ``seed + 1024 + 100 * ep_rank + etp_rank``
+
+    by Megatron-LM's formula. For pipeline stages that must differ pass ``seed + 100 * pp_rank``;
+    that is as wide as the step between expert-parallel ranks, so that ``ep_rank`` 1 of one stage
+    shares its expert stream with ``ep_rank`` 0 of the next. Model and expert streams of two ranks
+    cannot meet while ``100 * ep_rank + etp_rank < 1694``, expert streams not while
+    ``etp_rank < 100``.
 
     Args:
         seed: Seed of the job, an int >= 0, equal on all ranks that share data-parallel numbers.
-        te_rng_tracker: As `use_te_rng_tracker` of `initialize_rng_tracker`.
-        inference_rng_tracker: As for `initialize_rng_tracker`.
-        use_cudagraphable_rng: As for `initialize_rng_tracker`.
-        tp_rank: Tensor-parallel rank; default that in `tp` of the default `ProcessGroups`, else 0.
-        ep_rank: Expert-parallel rank; likewise from `ep`.
-        etp_rank: Expert-tensor-parallel rank; likewise from `expt_tp`.
+        te_rng_tracker: As ``use_te_rng_tracker`` of ``initialize_rng_tracker``.
+        inference_rng_tracker: As for ``initialize_rng_tracker``.
+        use_cudagraphable_rng: As for ``initialize_rng_tracker``.
+        tp_rank: Tensor-parallel rank; default that in ``tp`` of the default ``ProcessGroups``,
+            else 0.
+        ep_rank: Expert-parallel rank; likewise from ``ep``.
+        etp_rank: Expert-tensor-parallel rank; likewise from ``expt_tp``.
         force_reset_rng: Make a new tracker, with these flags, even if there is one.
         device: Device that is seeded; default the tracker's, which is the current accelerator or
             the CPU. TransformerEngine's streams are always on the current CUDA device.
 
     Raises:
-        ValueError: A seed or rank is negative or no int, a seed exceeds 64 bits, or two of the
-            seeds are equal; the old tracker is left as it was.
+        ValueError: A seed or rank is negative or not an int, a seed exceeds 64 bits, or two of the
+            rank's seeds are equal; the old tracker is left as it was.
         RuntimeError: TransformerEngine is asked for and too old, or the device does not exist.
 
     Example:
@@ -89,34 +96,7 @@ def model_parallel_cuda_manual_seed(
 def rng_stream_seeds(
     seed: int, tp_rank: int = 0, ep_rank: int = 0, etp_rank: int = 0
 ) -> dict[str, int]:
-    """Return the seed of each stream of a rank, by Megatron-LM's formula.
-
-    - `data-parallel-rng`: `seed`
-    - `model-parallel-rng`: `seed + 2718 + tp_rank`
-    - `expert-parallel-rng`: `seed + 1024 + 100 * ep_rank + etp_rank`
-
-    The three seeds of one rank are checked against each other. Between ranks, seeds can be equal,
-    and with them the numbers: model and expert streams cannot meet while
-    `100 * ep_rank + etp_rank < 1694`, expert streams not while `etp_rank < 100`. A pipeline offset
-    of 100 for each stage is as wide as the step between expert-parallel ranks, so that `ep_rank` 1
-    of one stage shares its expert stream with `ep_rank` 0 of the next.
-
-    Args:
-        seed: Seed of the job, an int >= 0.
-        tp_rank: Tensor-parallel rank.
-        ep_rank: Expert-parallel rank.
-        etp_rank: Expert-tensor-parallel rank.
-
-    Returns:
-        Seed by stream name: data, model, expert.
-
-    Raises:
-        ValueError: An argument is negative or no int, a seed exceeds 64 bits, or two are equal.
-
-    Example:
-        >>> list(rng_stream_seeds(1234, tp_rank=1, ep_rank=1).values())
-        [1234, 3953, 2358]
-    """
+    """Return the seed of a rank's data, model and expert stream; ValueError if two are equal."""
     numbers = {"seed": seed, "tp_rank": tp_rank, "ep_rank": ep_rank, "etp_rank": etp_rank}
     seed, tp_rank, ep_rank, etp_rank = (_natural(*item) for item in numbers.items())
     seeds = {
@@ -140,10 +120,7 @@ def rng_stream_seeds(
 
 
 def _own_rank(group_name: str, given: int | None) -> int:
-    if given is not None:
-        return given
-    defaults = get_default_process_groups()
-    return 0 if defaults is None else get_pg_rank(getattr(defaults, group_name))
+    return get_pg_rank(group_or_default(None, group_name)) if given is None else given
 
 
 def _natural(name: str, value: int) -> int:

@@ -5,20 +5,15 @@ from __future__ import annotations
 import hashlib
 import os
 from collections import deque
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
-from typing import TYPE_CHECKING, NamedTuple
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
 
 import torch
 from torch import nn
 
-from mcore.parallel.tensor_bytes import BytePieces, Part, plain_parts, stored_bytes
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from contextlib import AbstractContextManager
-
-__all__ = ["NamedParam", "hash_params", "named_params", "param_hashes"]
+from mcore.parallel.tensor_memory import BytePieces, Part, plain_parts, stored_bytes
 
 _STAGING_BYTES = 256 << 20  # of each of the two staging buffers, shared out among the threads
 _MIN_STAGING_BYTES = 4096
@@ -87,12 +82,7 @@ def param_hashes(
 
 
 def named_params(model: nn.Module | Sequence[nn.Module]) -> list[NamedParam]:
-    """List the parameters of the chunks of a model; each chunk's shared ones once.
-
-    Raises:
-        TypeError: ``model`` is neither a module nor a sequence of modules.
-        ValueError: A parameter has no bytes to read; the text names it.
-    """
+    """List the parameters of a module or its chunks; ValueError for one without bytes to read."""
     chunks = [model] if isinstance(model, nn.Module) else model
     if not isinstance(chunks, list | tuple):
         raise TypeError(f"model must be a module or a list of modules, got {type(model).__name__}")
@@ -118,18 +108,7 @@ def _named(chunk: int, name: str, param: nn.Parameter) -> NamedParam:
 def hash_params(
     params: Sequence[NamedParam], *, num_threads: int | None, bit_exact: bool
 ) -> list[bytes]:
-    """Return the 20-byte SHA-1 of each parameter's bytes on this rank.
-
-    A parameter that occurs twice is read once. Waits for the accelerators that hold parameters.
-
-    Args:
-        params: The parameters.
-        num_threads: As for :func:`param_hashes`.
-        bit_exact: As for :func:`param_hashes`.
-
-    Raises:
-        ValueError: ``num_threads`` is below 1.
-    """
+    """Return the 20-byte SHA-1 of each parameter, each of which is read only once."""
     threads = _default_threads() if num_threads is None else num_threads
     if threads < 1:
         raise ValueError(f"num_threads is {num_threads}; at least 1 is needed")
@@ -196,5 +175,5 @@ def _sha1(parts: list[Part], pieces: BytePieces) -> bytes:
 
 
 def _on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Make an accelerator current in this thread, lest another one is initialised."""
+    """Make an accelerator current in this thread, so that no other one is initialised."""
     return nullcontext() if device.type == "cpu" else torch.accelerator.device_index(device.index)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.group_creation import GroupMaker
-from mcore.parallel.rank_layout import (
+from mcore.parallel.process_groups.from_sizes import GroupMaker
+from mcore.parallel.process_groups.layout import (
     DENSE_FIELDS,
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -17,14 +19,7 @@ from mcore.parallel.rank_layout import (
     embedding_lists,
     require_equal_pipelines,
 )
-from mcore.parallel.torch_compat import flatten_mesh_dims
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
-    from torch.distributed.device_mesh import DeviceMesh
-
-__all__ = ["groups_from_mesh"]
+from mcore.parallel.torch_compat import flatten_mesh
 
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_ONLY_AXES = ("ep", "expt_dp", "expt_tp")
@@ -55,23 +50,7 @@ def groups_from_mesh(
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
 ) -> dict[str, Any]:
     """Take the groups of the meshes' dimensions and create the wanted composites of them.
-
-    Collective on the world group; all ranks give the same arguments.
-
-    Args:
-        mesh: The dense mesh with dimension names.
-        expert_mesh: The expert mesh with dimension names, or None.
-        names: The dimension that stands for a field, where it has another name.
-        wanted: Names of fields.
-        choices: For ``embd`` and ``pos_embd`` which ranks of a pipeline belong to it.
-
-    Returns:
-        The value of each field that is wanted and exists in the meshes.
-
-    Raises:
-        TypeError: What is no DeviceMesh was given.
-        ValueError: Dimensions without names, a name that is no dimension, different pipeline
-            groups in the two meshes, or this rank is in no mesh (after all groups were made).
+    Collective on the world group; all ranks pass the same arguments.
     """
     dense, expert = _views(mesh, expert_mesh, names or {})
     if expert is not None:
@@ -117,15 +96,13 @@ def _views(
 
 
 def _dimension_names(mesh: DeviceMesh | None) -> tuple[str, ...]:
-    from torch.distributed.device_mesh import DeviceMesh
-
     if mesh is None:
         return ()
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"expected a DeviceMesh, got {type(mesh).__name__}")
     if not mesh.mesh_dim_names:
         raise ValueError(
-            f"the mesh {tuple(mesh.shape)} has no dimension names; give mesh_dim_names when "
+            f"the mesh {tuple(mesh.shape)} has no dimension names; pass mesh_dim_names when "
             'making it, such as ("pp", "dp", "cp", "tp")'
         )
     return tuple(mesh.mesh_dim_names)
@@ -167,7 +144,7 @@ def _field(
         return _enumerated(name, lists, view, maker)
     lists = view.layout.lists(present)
     if not maker.knows(lists):
-        flat = flatten_mesh_dims(view.mesh, [view.dims[axis] for axis in present], name)
+        flat = flatten_mesh(view.mesh[tuple(view.dims[axis] for axis in present)], name)
         if flat is not None:
             maker.adopt(lists, flat.get_group() if _contains_this_rank(view.mesh) else None)
     return _enumerated(name, lists, view, maker)
@@ -181,6 +158,6 @@ def _enumerated(
         # A slice shows only this rank's part: the ranks outside would create other groups.
         raise ValueError(
             f"cannot create {name} from a mesh over {view.mesh.mesh.numel()} of {world} ranks; "
-            f"give a mesh over the whole world, or leave {name} out with groups=(...)"
+            f"pass a mesh over the whole world, or leave {name} out with groups=(...)"
         )
     return maker.group_of(lists, f"mcore_{name}")

@@ -3,65 +3,43 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Collection, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.tensor.dtensor import is_dtensor
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Sequence
-
-    import torch
-    from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor.placement_types import Placement
-
-__all__ = ["ShardSlotFinder", "ShardSlots"]
 
 
 class ShardSlots(NamedTuple):
-    """The different shards of a tensor in a group, as places that are compared one by one.
-
-    Attributes:
-        num_shards: The number of shards; 1 for a tensor that all ranks hold whole.
-        own: The place of this rank's shard; None where it holds none.
-        has_replicas: Whether two ranks can hold the same shard.
-        layout: Text that is equal on ranks with equal places.
-    """
+    """The different shards of a tensor in a group, as places that are compared one by one."""
 
     num_shards: int = 1
-    own: int | None = 0
+    own: int | None = 0  # the place of this rank's shard; None where it holds none
     has_replicas: bool = True
-    layout: str = ""
+    layout: str = ""  # equal on ranks with equal places; empty for what all ranks hold whole
 
 
 _WHOLE = ShardSlots()
 
 
 class ShardSlotFinder:
-    """Tells the copies of a tensor in a group from its other shards.
+    """Tells the copies of a tensor in a group from its other shards."""
 
-    Two ranks hold copies when they differ only along mesh dimensions that replicate. Ranks of the
-    group outside this rank's mesh are in meshes of their own, which are taken to be laid out alike:
-    a tensor that is sharded over tensor-parallel meshes has its copies across these meshes.
-
-    Args:
-        group_ranks: The global ranks of the group, this rank included.
-
-    Example:
-        >>> import torch
-        >>> ShardSlotFinder([0, 1]).slots(torch.ones(2))
-        ShardSlots(num_shards=1, own=0, has_replicas=True, layout='')
-    """
+    # Ranks outside this rank's mesh are in meshes of their own, which are taken to be laid out
+    # alike: a tensor sharded over tensor-parallel meshes has its copies across these meshes.
 
     def __init__(self, group_ranks: Collection[int]) -> None:
         self._group_ranks = frozenset(group_ranks)
         self._found: dict[tuple[DeviceMesh, tuple[Placement, ...]], ShardSlots] = {}
 
     def slots(self, tensor: torch.Tensor) -> ShardSlots:
-        """Return the places of a tensor's shards, the same on all ranks but for ``own``.
-
-        No communication. Anything but a DTensor has one place.
-        """
+        """Return the places of a tensor's shards, the same on all ranks but for ``own``."""
         if not is_dtensor(tensor):
             return _WHOLE
         key = (tensor.device_mesh, tuple(tensor.placements))

@@ -10,7 +10,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.double_encoding import decode_double, encode_double, encode_double_tensor
+from mcore.parallel.reductions import decode_double, encode_double, encode_double_tensor
 
 NAN = math.nan
 INF = math.inf
@@ -25,7 +25,7 @@ def same(first: float | None, second: float | None) -> bool:
     return bits or (math.isnan(first) and math.isnan(second))
 
 
-@settings(max_examples=400)
+@settings(max_examples=400, deadline=None)
 @given(DOUBLES, DOUBLES)
 @example(-0.0, 0.0)
 @example(INF, NAN)
@@ -42,11 +42,13 @@ def test_encoding_keeps_the_order_of_doubles(first: float, second: float) -> Non
     assert (low == high) == same(first, second)
 
 
+@settings(deadline=None)
 @given(DOUBLES | st.none())
 def test_decoding_gives_back_every_bit(value: float | None) -> None:
     assert same(decode_double(encode_double(value)), value)
 
 
+@settings(deadline=None)
 @given(DOUBLES)
 def test_tensors_are_encoded_like_floats(value: float) -> None:
     double = torch.tensor(value, dtype=torch.float64)
