@@ -3,6 +3,7 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
+from mcore.observe.steplog.experts import ExpertReport, moe_metric_names
 
 from mcore.observe import (
     MoEMetricsTracker,
@@ -10,8 +11,7 @@ from mcore.observe import (
     get_moe_metrics_tracker,
     get_mtp_metrics_tracker,
 )
-from mcore.observe.scalars import Scalars
-from mcore.observe.steplog.experts import ExpertReport, moe_metric_names
+from mcore.observe.sinks.scalars import Scalars
 
 
 @pytest.fixture(autouse=True)

@@ -2,9 +2,9 @@ import math
 from types import SimpleNamespace
 
 import pytest
+from mcore.observe.steplog.interval import IntervalClock, IntervalFlops, measure_energy
 
 from mcore.observe import Timers
-from mcore.observe.steplog.interval import IntervalClock, IntervalFlops, measure_energy
 
 
 def flops_state(so_far, **anchor):

@@ -2,8 +2,9 @@ import sys
 from types import ModuleType, SimpleNamespace
 from unittest import mock
 
-from mcore.observe import ConfigContainer, TrainingConfig
 from mcore.observe.steplog.microbatches import find_num_microbatches, samples_per_step
+
+from mcore.observe import ConfigContainer, TrainingConfig
 
 CALCULATOR = "megatron.core.num_microbatches_calculator"
 

@@ -4,10 +4,10 @@ from unittest import mock
 import pytest
 import torch
 import torch.distributed as dist
+from mcore.observe.moe_reduction import count_moe_layers
 
 from mcore.observe import MoEMetricsTracker, get_moe_metrics_tracker
-from mcore.observe.moe_metrics import has_moe_metrics_tracker
-from mcore.observe.moe_reduction import count_moe_layers
+from mcore.observe.experts.moe_metrics import has_moe_metrics_tracker
 from rank_testing import run_ranks
 
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import MTPMetricsTracker, get_mtp_metrics_tracker
-from mcore.observe.mtp_metrics import has_mtp_metrics_tracker
+from mcore.observe.experts.mtp_metrics import has_mtp_metrics_tracker
 from rank_testing import run_ranks
 
 

@@ -2,7 +2,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-
 from mcore.observe.shard_sums import squares_of_each, sum_of_squares
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -1,8 +1,8 @@
 from types import SimpleNamespace
 from unittest import mock
 
-from mcore.observe.scalars import Scalar
 from mcore.observe.sinks import MemorySink
+from mcore.observe.sinks.scalars import Scalar
 from mcore.observe.trackers import SinkTable, emit
 
 

@@ -26,6 +26,7 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from mcore.observe.training_log import expert_report
 
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)
 
@@ -658,7 +659,7 @@ def test_router_losses_wait_for_a_step_that_logs_and_skipped_steps_do_not_count(
 def test_metrics_of_experts_that_are_no_losses_are_shown_as_text(capsys):
     state = make_state(model=moe_model())
     state.moe_metrics = MoEMetricsTracker()
-    with mock.patch("mcore.observe.steplog.experts.moe_metric_names", return_value=["load_ratio"]):
+    with mock.patch.object(expert_report, "moe_metric_names", return_value=["load_ratio"]):
         state.moe_metrics.record("load_ratio", torch.tensor(20.0), 1, 2)
         call(state)
     assert fields(capsys.readouterr().out).endswith(

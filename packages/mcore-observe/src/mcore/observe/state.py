@@ -15,17 +15,17 @@ from mcore.observe.logger_config import LoggerConfig, require_run_name
 from mcore.observe.process_end import status_of
 from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.run_config import ConfigContainer
-from mcore.observe.scalars import Scalars
 from mcore.observe.sinks.comet import open_comet
 from mcore.observe.sinks.guarded import GuardedSink
 from mcore.observe.sinks.mlflow_run import MlflowRun, open_mlflow
 from mcore.observe.sinks.protocol import MetricSink
+from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.tensorboard import open_tensorboard
 from mcore.observe.sinks.wandb import open_wandb
-from mcore.observe.steplog.log_state import LOG_STATE, log_state_of
 from mcore.observe.timers import Timers
 from mcore.observe.trackers import TRACKERS, emit
 from mcore.observe.train_state import TrainState
+from mcore.observe.training_log.log import LOG_STATE, log_state_of
 
 __all__ = ["GlobalState", "TrainState"]
 

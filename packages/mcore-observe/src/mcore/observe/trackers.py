@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mcore.observe.config_params import config_secrets
-from mcore.observe.scalars import Scalar
 from mcore.observe.sinks.comet import CometSink
 from mcore.observe.sinks.guarded import GuardedSink
 from mcore.observe.sinks.mlflow import MlflowSink
 from mcore.observe.sinks.protocol import MetricSink
+from mcore.observe.sinks.scalars import Scalar
 from mcore.observe.sinks.tensorboard import TensorBoardSink
 from mcore.observe.sinks.wandb import WandbSink
 
