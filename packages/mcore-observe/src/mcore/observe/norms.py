@@ -114,7 +114,7 @@ def calc_params_l2_norm(
         The norm; 0.0 without parameters.
 
     Raises:
-        RuntimeError: ``use_megatron_fsdp`` and a parameter is no DTensor, or a DTensor has a
+        RuntimeError: ``use_megatron_fsdp`` and a parameter is not a DTensor, or a DTensor has a
             partial placement.
 
     Example:
@@ -161,7 +161,7 @@ def calc_dtensor_params_l2_norm(params: Iterable[torch.Tensor]) -> float:
         The norm; 0.0 for no parameters.
 
     Raises:
-        RuntimeError: One is no DTensor, or has a partial placement.
+        RuntimeError: One is not a DTensor, or has a partial placement.
 
     Example:
         >>> calc_dtensor_params_l2_norm([])

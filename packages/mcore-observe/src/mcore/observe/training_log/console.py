@@ -57,17 +57,16 @@ def line_fields(
     ]
 
 
-def print_line(step: LogStep, parts: Sequence[Field | str]) -> None:
-    """Print the line, from fields with Python numbers and texts that are formatted already."""
+def print_line(step: LogStep, parts: Sequence[Field | str], numbers: Mapping[int, Any]) -> None:
+    """Print fields, with the numbers that were read for them, and texts that are formatted."""
     total = "" if step.train_iters is None else f"/{step.train_iters:8d}"
-    head = f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}{total} |"
-    print(head + "".join(map(_part_text, parts)), flush=True)  # noqa: T201
-
-
-def _part_text(part: Field | str) -> str:
-    if isinstance(part, str):
-        return part
-    return "" if part.value is None else f" {part.name}: {part.value:{part.spec}} |"
+    texts = [f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}{total} |"]
+    for index, part in enumerate(parts):
+        if isinstance(part, str):
+            texts.append(part)
+        elif part.value is not None:
+            texts.append(f" {part.name}: {numbers[index]:{part.spec}} |")
+    print("".join(texts), flush=True)  # noqa: T201
 
 
 def print_step_time(interval: Interval) -> None:

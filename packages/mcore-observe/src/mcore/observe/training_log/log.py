@@ -267,13 +267,7 @@ def _send(
     batches, numbers = scalars.read(shown)
     emit(sinks, batches, step.iteration, step.global_state.train_state.consumed_train_samples)
     if line:
-        print_line(
-            step,
-            [
-                part._replace(value=numbers[index]) if isinstance(part, Field) else part
-                for index, part in enumerate(line)
-            ],
-        )
+        print_line(step, line, numbers)
 
 
 def _log_timers(step: LogStep, times: IntervalTimes | None, iterations: int) -> None:
