@@ -6,8 +6,6 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import MoEMetricsTracker, get_moe_metrics_tracker
-from mcore.observe.moe_metrics import has_moe_metrics_tracker
-from mcore.observe.moe_reduction import count_moe_layers
 from rank_testing import run_ranks
 
 
@@ -48,7 +46,7 @@ def test_a_report_starts_again_from_zero():
     assert totals["z_loss"].tolist() == [7.0]
 
 
-def test_what_is_no_loss_comes_back_as_text_and_not_into_the_totals():
+def test_what_is_not_a_loss_comes_back_as_text():
     totals = {}
     tracker = recorded([1.0, 1.5], name="load_ratio")
     assert tracker.report(1.0, 1, total_loss_dict=totals) == " load_ratio: 1.25 |"
@@ -103,26 +101,42 @@ def test_wrong_layers_are_refused_and_no_layer_is_ignored():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "count"),
+    ("num_layers", "moe_layer_freq", "mtp_num_layers", "count"),
     [
-        ((4, None), 4),
-        ((4, 1), 4),
-        ((5, 2), 3),
-        ((4, [0, 1, 1, 0]), 2),
-        ((4, 2, 3), 5),
-        ((0, None, 1), 1),
+        (4, None, None, 4),
+        (4, 1, None, 4),
+        (5, 2, None, 3),
+        (4, [0, 1, 1, 0], None, 2),
+        (4, [0, 1, 0, 1], 1, 3),
+        (4, 2, 3, 5),
+        (0, None, 1, 1),
     ],
 )
-def test_layers_with_experts(arguments, count):
-    assert count_moe_layers(*arguments) == count
+@pytest.mark.parametrize("counts_itself", [False, True])
+def test_layers_with_experts(num_layers, moe_layer_freq, mtp_num_layers, count, counts_itself):
+    totals = {}
+    recorded([60.0], num_layers=num_layers + (mtp_num_layers or 0)).report(
+        1.0,
+        1,
+        num_layers=None if counts_itself else num_layers,
+        moe_layer_freq=moe_layer_freq,
+        mtp_num_layers=mtp_num_layers,
+        total_loss_dict=totals,
+    )
+    assert totals["z_loss"].tolist() == [60.0 / count]
 
 
-def test_a_model_without_experts_has_no_metrics():
-    for arguments in ((0, None), (4, [0, 0, 0, 0])):
-        with pytest.raises(ValueError, match="has 0 MoE layers"):
-            count_moe_layers(*arguments)
+@pytest.mark.parametrize(
+    "layers",
+    [
+        {"num_layers": 0},
+        {"num_layers": 4, "moe_layer_freq": [0, 0, 0, 0]},
+        {"num_moe_layers": 0},
+    ],
+)
+def test_a_model_without_experts_has_no_metrics(layers):
     with pytest.raises(ValueError, match="has 0 MoE layers"):
-        recorded([1.0]).report(1.0, 1, num_moe_layers=0)
+        recorded([1.0]).report(1.0, 1, **layers)
 
 
 def test_steps_are_kept_or_dropped_as_a_whole():
@@ -145,11 +159,7 @@ def test_a_recorded_value_keeps_no_graph():
 
 
 def test_the_tracker_of_the_process():
-    get_moe_metrics_tracker.cache_clear()
-    assert not has_moe_metrics_tracker()
     assert get_moe_metrics_tracker() is get_moe_metrics_tracker()
-    assert has_moe_metrics_tracker()
-    get_moe_metrics_tracker.cache_clear()
 
 
 def reduced_over_two_by_two():

@@ -4,6 +4,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from mcore.observe import calc_dtensor_params_l2_norm, calc_params_l2_norm
 from mcore.parallel.process_groups import ProcessGroups
@@ -12,6 +14,7 @@ from rank_testing import run_ranks
 FP32 = SimpleNamespace(bf16=False, fp16=False)
 BF16 = SimpleNamespace(bf16=True, fp16=False)
 FP16 = SimpleNamespace(bf16=False, fp16=True)
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def ones_layer():
@@ -39,6 +42,27 @@ def test_agrees_with_plain_torch():
     model = torch.nn.Transformer(16, 2, 1, 1, 32)
     expected = torch.nn.utils.get_total_norm([p.detach() for p in model.parameters()]).item()
     assert calc_params_l2_norm(model, FP32) == pytest.approx(expected, rel=1e-5)
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(-100, 100), max_size=20), st.sampled_from(DTYPES)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_mixed_types_and_sizes(specification):
+    values = {f"p{i}": torch.tensor(v, dtype=t) for i, (v, t) in enumerate(specification)}
+    squares = sum(value * value for values, _ in specification for value in values)
+    assert calc_params_l2_norm(module_of(**values), FP32) == pytest.approx(
+        math.sqrt(squares), rel=1e-5
+    )
+
+
+def test_the_same_parameter_twice_counts_twice():
+    chunk = module_of(weight=torch.tensor([3.0]))
+    assert calc_params_l2_norm([chunk, chunk], FP32) == pytest.approx(math.sqrt(18.0))
 
 
 def test_half_parameters_are_summed_in_fp32():

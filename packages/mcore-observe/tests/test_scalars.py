@@ -1,6 +1,6 @@
 import torch
 
-from mcore.observe.scalars import Scalar, Scalars
+from mcore.observe.sinks.scalars import Scalar, Scalars
 
 
 def test_names_that_repeat_open_a_further_batch():

@@ -10,6 +10,14 @@ from mcore.observe.config import (
     TrainingConfig,
 )
 from mcore.observe.energy import EnergyMonitor
+from mcore.observe.experts import (
+    MoEMetricsTracker,
+    MTPMetricsTracker,
+    _build_moe_metric_writer,
+    _MoeMetricFanoutWriter,
+    get_moe_metrics_tracker,
+    get_mtp_metrics_tracker,
+)
 from mcore.observe.forward_step import (
     maybe_inject_state,
     needs_global_state_injection,
@@ -21,10 +29,11 @@ from mcore.observe.memory import (
     report_memory,
     start_memory_history_recording,
 )
-from mcore.observe.moe_fanout import _build_moe_metric_writer, _MoeMetricFanoutWriter
-from mcore.observe.moe_metrics import MoEMetricsTracker, get_moe_metrics_tracker
-from mcore.observe.mtp_metrics import MTPMetricsTracker, get_mtp_metrics_tracker
-from mcore.observe.norms import report_l2_norm_grad
+from mcore.observe.norms import (
+    calc_dtensor_params_l2_norm,
+    calc_params_l2_norm,
+    report_l2_norm_grad,
+)
 from mcore.observe.nvtx import (
     configure_nvtx_profiling,
     nvtx_decorator,
@@ -32,7 +41,6 @@ from mcore.observe.nvtx import (
     nvtx_range_pop,
     nvtx_range_push,
 )
-from mcore.observe.parameter_norms import calc_dtensor_params_l2_norm, calc_params_l2_norm
 from mcore.observe.process_end import status_of
 from mcore.observe.progress import report_runtime, report_throughput
 from mcore.observe.rank_logging import (

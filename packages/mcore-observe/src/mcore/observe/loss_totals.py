@@ -10,45 +10,18 @@ import torch
 
 from mcore.observe.host_reads import read_scalars
 
-__all__ = [
-    "ADVANCED",
-    "NAN",
-    "SKIPPED",
-    "add_losses",
-    "add_step",
-    "count_iterations",
-    "loss_averages",
-    "reset_totals",
-]
-
 ADVANCED = "advanced iterations"
 SKIPPED = "skipped iterations"
 NAN = "nan iterations"
 _COUNTERS = (ADVANCED, SKIPPED, NAN)
 
 
-def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped_iter: int) -> None:
+def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped: bool) -> None:
     """Count a step, and add its losses unless it was skipped.
 
-    Nothing is copied to the host unless the step was skipped: then the losses are read, in one
-    transfer, to see whether they were finite. No communication.
-
-    Args:
-        totals: The sums, changed in place: float32 ``[1]`` by loss, on its device, and three ints.
-        losses: Losses of the step: one element each, any shape.
-        skipped_iter: 1 if the optimizer skipped the step, else 0.
-
-    Raises:
-        ValueError: A loss with more elements than one.
-
-    Example:
-        >>> totals = {}
-        >>> add_step(totals, {"lm loss": torch.tensor(2.5)}, 0)
-        >>> totals["lm loss"], totals["advanced iterations"]
-        (tensor([2.5000]), 1)
+    Only the losses of a skipped step are copied to the host, to see whether they were finite.
     """
     checked = {key: _one_element(key, loss) for key, loss in losses.items()}
-    skipped = bool(skipped_iter)
     is_nan = skipped and not all(math.isfinite(loss) for loss in read_scalars(checked).values())
     for counter, increment in ((ADVANCED, not skipped), (SKIPPED, skipped), (NAN, is_nan)):
         totals[counter] = totals.get(counter, 0) + int(increment)
@@ -57,18 +30,7 @@ def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped
 
 
 def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> None:
-    """Add losses to their sums in place, on their devices.
-
-    Args:
-        totals: The sums, changed in place; a key that is not there is made.
-        losses: Tensors of one element.
-
-    Example:
-        >>> totals = {"lm loss": torch.tensor([1.0])}
-        >>> add_losses(totals, {"lm loss": torch.tensor(2.0), "z_loss": torch.tensor(0.5)})
-        >>> totals
-        {'lm loss': tensor([3.]), 'z_loss': tensor([0.5000])}
-    """
+    """Add losses of one element to their float32 sums, in place and on their devices."""
     sums: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
     for key, loss in losses.items():
@@ -84,51 +46,19 @@ def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> No
 
 
 def count_iterations(totals: Mapping[str, Any]) -> int:
-    """Return the steps since the last reset, skipped ones included.
-
-    Args:
-        totals: The sums.
-
-    Returns:
-        Advanced plus skipped steps.
-
-    Example:
-        >>> count_iterations({"advanced iterations": 3, "skipped iterations": 1})
-        4
-    """
+    """Return the steps since the last reset, skipped ones included."""
     count: int = totals.get(ADVANCED, 0) + totals.get(SKIPPED, 0)
     return count
 
 
 def loss_averages(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return each loss summed over the advanced steps, divided by their number (at least 1).
-
-    Args:
-        totals: The sums.
-
-    Returns:
-        Averages on the losses' devices, in the order of ``totals``.
-
-    Example:
-        >>> loss_averages({"advanced iterations": 2, "lm loss": torch.tensor([5.0])})
-        {'lm loss': tensor([2.5000])}
-    """
+    """Return the averages of the losses over the advanced steps, on their devices."""
     steps = max(1, totals.get(ADVANCED, 0))
     return {key: total / steps for key, total in totals.items() if key not in _COUNTERS}
 
 
 def reset_totals(totals: dict[str, Any]) -> None:
-    """Set the losses to zero, keeping their keys, and the counts to 0.
-
-    Args:
-        totals: The sums, changed in place.
-
-    Example:
-        >>> totals = {"advanced iterations": 2, "lm loss": torch.tensor([5.0])}
-        >>> reset_totals(totals)
-        >>> totals["lm loss"], totals["advanced iterations"]
-        (tensor([0.]), 0)
-    """
+    """Set the losses to zero, keeping their keys, and the counts to 0."""
     for key, total in totals.items():
         if key not in _COUNTERS:
             totals[key] = torch.zeros_like(total) if isinstance(total, torch.Tensor) else 0.0

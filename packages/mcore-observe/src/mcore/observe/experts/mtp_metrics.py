@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
+from mcore.observe.experts.moe_metrics import write_scalars
 from mcore.observe.host_reads import read_scalars, widest_float
 from mcore.observe.loss_totals import add_losses
-from mcore.observe.moe_metrics import write_scalars
 from mcore.parallel.groups import GroupLike, get_pg_size
 from mcore.parallel.reductions import sum_over_group
-
-__all__ = ["MTPMetricsTracker", "get_mtp_metrics_tracker", "has_mtp_metrics_tracker"]
 
 _LOSS, _ACCEPTED, _PREDICTED = range(3)
 
@@ -201,14 +199,5 @@ def get_mtp_metrics_tracker() -> MTPMetricsTracker:
 
 
 def has_mtp_metrics_tracker() -> bool:
-    """Say whether anybody has asked for the tracker of this process.
-
-    Returns:
-        True after the first call of :func:`get_mtp_metrics_tracker`.
-
-    Example:
-        >>> _ = get_mtp_metrics_tracker()
-        >>> has_mtp_metrics_tracker()
-        True
-    """
+    """Return whether anybody has asked for the tracker of this process."""
     return get_mtp_metrics_tracker.cache_info().currsize > 0

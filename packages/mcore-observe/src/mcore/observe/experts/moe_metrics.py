@@ -4,28 +4,82 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from mcore.observe.host_reads import read_scalars
 from mcore.observe.loss_totals import add_losses
-from mcore.observe.moe_reduction import (
-    LayerMetric,
-    ReducedMoEMetrics,
-    count_moe_layers,
-    reduce_layer_metrics,
-    require_moe_layers,
-)
-from mcore.parallel.groups import GroupLike, comm_device
+from mcore.parallel.groups import GroupLike, comm_device, get_pg_size
+from mcore.parallel.process_groups import get_default_process_groups
+from mcore.parallel.reductions import sum_over_group
 
-__all__ = [
-    "MoEMetricsTracker",
-    "format_moe_text",
-    "get_moe_metrics_tracker",
-    "has_moe_metrics_tracker",
-    "write_scalars",
-]
+
+@dataclass
+class _LayerMetric:
+    """Values by layer, ``[num_layers]``: of the present step, and of those before it."""
+
+    pending: torch.Tensor
+    kept: torch.Tensor
+    reduce_group: GroupLike | None = None
+    avg_group: GroupLike | None = None
+    needs_dp_avg: bool = True
+
+    @classmethod
+    def zeros(cls, num_layers: int, device: torch.device) -> _LayerMetric:
+        return cls(torch.zeros(num_layers, device=device), torch.zeros(num_layers, device=device))
+
+    def take(self) -> torch.Tensor:
+        """Return all values and start again from zero."""
+        taken = self.kept + self.pending
+        self.kept.zero_()
+        self.pending.zero_()
+        return taken
+
+
+@dataclass(frozen=True)
+class ReducedMoEMetrics:
+    """Router metrics of all ranks, as means over the steps, still on the device.
+
+    Attributes:
+        values: One element for each metric, over the whole model.
+        layers: ``[num_layers]`` for each metric.
+    """
+
+    values: dict[str, torch.Tensor]
+    layers: dict[str, torch.Tensor]
+
+    def by_layer(self) -> dict[str, torch.Tensor]:
+        """Return every layer's value as ``moe/{name}_layer_{i}``, with layers from 0."""
+        return {
+            f"moe/{name}_layer_{index}": value
+            for name, vector in self.layers.items()
+            for index, value in enumerate(vector.unbind())
+        }
+
+    def text_names(self) -> list[str]:
+        """Return the metrics that are not losses, which the console shows as text."""
+        return [name for name in self.values if not name.endswith("loss")]
+
+    def percentiles(
+        self, wanted: Sequence[float] | Mapping[str, Sequence[float]] | None
+    ) -> dict[str, torch.Tensor]:
+        """Return percentiles over the layers whose value is not zero; copies to the host.
+
+        Args:
+            wanted: Fractions, for all metrics or by name; None for no percentiles.
+
+        Returns:
+            One element for each, as ``{name}_p{percent}``.
+        """
+        found: dict[str, torch.Tensor] = {}
+        for name, vector in self.layers.items():
+            fractions = wanted.get(name, ()) if isinstance(wanted, Mapping) else wanted or ()
+            active = vector[vector != 0] if fractions else vector
+            for fraction in fractions if active.numel() else ():
+                found[f"{name}_p{int(fraction * 100)}"] = torch.quantile(active, fraction)
+        return found
 
 
 class MoEMetricsTracker:
@@ -45,7 +99,7 @@ class MoEMetricsTracker:
     """
 
     def __init__(self) -> None:
-        self._metrics: dict[str, LayerMetric] = {}
+        self._metrics: dict[str, _LayerMetric] = {}
 
     def record(
         self,
@@ -76,7 +130,7 @@ class MoEMetricsTracker:
         if not 1 <= layer_number <= num_layers:
             raise ValueError(f"layer_number is {layer_number}; give 1 to {num_layers}")
         if name not in self._metrics:
-            self._metrics[name] = LayerMetric.zeros(num_layers, value.device)
+            self._metrics[name] = _LayerMetric.zeros(num_layers, value.device)
         metric = self._metrics[name]
         if metric.pending.numel() != num_layers:
             raise ValueError(
@@ -125,17 +179,24 @@ class MoEMetricsTracker:
         names = self._tracked(track_names)
         if force_initialize:
             self._initialize(names, num_layers, mtp_num_layers)
-
-        def moe_layers(vector: torch.Tensor) -> int:
-            if num_moe_layers is not None:
-                return require_moe_layers(num_moe_layers)
-            total = vector.numel() - (mtp_num_layers or 0) if num_layers is None else num_layers
-            return count_moe_layers(total, moe_layer_freq, mtp_num_layers)
-
         metrics = {name: self._metrics[name] for name in names if name in self._metrics}
-        reduced = reduce_layer_metrics(metrics, loss_scale, moe_layers, num_steps, pg_collection)
+        layers: dict[str, torch.Tensor] = {}
+        values: dict[str, torch.Tensor] = {}
+        for name, vector in _reduce_over_ranks(metrics, pg_collection).items():
+            count = num_moe_layers
+            if count is None:
+                total = vector.numel() - (mtp_num_layers or 0) if num_layers is None else num_layers
+                count = _count_moe_layers(total, moe_layer_freq) + (mtp_num_layers or 0)
+            if count < 1:
+                raise ValueError(
+                    f"the model has {count} MoE layers; give the layers and their frequency, or "
+                    "do not report MoE metrics"
+                )
+            layers[name] = vector * (loss_scale / num_steps)
+            values[name] = layers[name].sum() / count
+        reduced = ReducedMoEMetrics(values, layers)
         if total_loss_dict is not None:
-            losses = {n: v * num_steps for n, v in reduced.values.items() if n.endswith("loss")}
+            losses = {n: v * num_steps for n, v in values.items() if n.endswith("loss")}
             add_losses(total_loss_dict, losses)
         return reduced
 
@@ -187,7 +248,7 @@ class MoEMetricsTracker:
                 ``total_loss_dict`` gets their sum.
 
         Returns:
-            `` {name}: {value:.2f} |`` for each metric that is no loss.
+            `` {name}: {value:.2f} |`` for each metric that is not a loss.
 
         Raises:
             ValueError: ``force_initialize`` without ``num_layers``, or a model without MoE layers.
@@ -206,11 +267,11 @@ class MoEMetricsTracker:
         )
         texts = {name: reduced.values[name] for name in reduced.text_names()}
         if writer is None and wandb_writer is None:
-            return format_moe_text(read_scalars(texts))
+            return _console_text(read_scalars(texts))
         by_layer = reduced.by_layer() if per_layer_logging else {}
         numbers = read_scalars(reduced.values | by_layer | reduced.percentiles(percentiles))
         write_scalars(numbers, iteration, writer, wandb_writer)
-        return format_moe_text({name: numbers[name] for name in texts})
+        return _console_text({name: numbers[name] for name in texts})
 
     def _tracked(self, track_names: str | Sequence[str] | None) -> list[str]:
         if track_names is None:
@@ -230,23 +291,49 @@ class MoEMetricsTracker:
         device = comm_device() if known is None else known.pending.device
         for name in missing:
             total = (num_layers or 0) + (mtp_num_layers or 0)
-            self._metrics[name] = LayerMetric.zeros(total, device)
+            self._metrics[name] = _LayerMetric.zeros(total, device)
+
+
+def _reduce_over_ranks(
+    metrics: Mapping[str, _LayerMetric], pg_collection: Any
+) -> dict[str, torch.Tensor]:
+    """Sum the values by layer over the ranks, and start the metrics again from zero."""
+    vectors = {name: metric.take() for name, metric in metrics.items()}
+    pgs = get_default_process_groups() if pg_collection is None else pg_collection
+    dp, pp = getattr(pgs, "dp", None), getattr(pgs, "pp", None)
+    _sum_by_group(vectors, {name: m.reduce_group for name, m in metrics.items()}, mean=False)
+    _sum_by_group(vectors, {name: m.avg_group for name, m in metrics.items()}, mean=True)
+    averaged = {name: dp if m.needs_dp_avg else None for name, m in metrics.items()}
+    _sum_by_group(vectors, averaged, mean=True)
+    # Last: stages without MoE layers know no groups of theirs, and get whole sums this way.
+    _sum_by_group(vectors, dict.fromkeys(metrics, pp), mean=False)
+    return vectors
+
+
+def _sum_by_group(
+    vectors: dict[str, torch.Tensor], groups: Mapping[str, GroupLike | None], *, mean: bool
+) -> None:
+    """Sum each vector over its group in place of the old one, with one collective a group."""
+    distinct = {id(group): group for group in groups.values() if group is not None}
+    for key, group in distinct.items():
+        names = [name for name, other in groups.items() if id(other) == key]
+        sums = sum_over_group([vectors[name] for name in names], group)
+        divisor = get_pg_size(group) if mean else 1
+        vectors.update({name: s / divisor for name, s in zip(names, sums, strict=True)})
+
+
+def _count_moe_layers(num_layers: int, moe_layer_freq: int | Sequence[int] | None) -> int:
+    if moe_layer_freq is None:
+        return num_layers
+    if isinstance(moe_layer_freq, int):
+        return sum(layer % moe_layer_freq == 0 for layer in range(num_layers))
+    return sum(moe_layer_freq)
 
 
 def write_scalars(
     numbers: Mapping[str, float], iteration: int, writer: Any, wandb_writer: Any
 ) -> None:
-    """Write numbers of one step to the writers that are there.
-
-    Args:
-        numbers: Numbers by name.
-        iteration: The step.
-        writer: Anything with ``add_scalar(name, value, step)``, or None.
-        wandb_writer: Anything with ``log(dict, step)``, or None.
-
-    Example:
-        >>> write_scalars({"z_loss": 0.5}, 1, None, None)
-    """
+    """Write numbers of one step to the writers that are there."""
     if writer is not None:
         for name, number in numbers.items():
             writer.add_scalar(name, number, iteration)
@@ -254,19 +341,7 @@ def write_scalars(
         wandb_writer.log(dict(numbers), iteration)
 
 
-def format_moe_text(values: Mapping[str, float]) -> str:
-    """Format metrics that are no losses for the console line.
-
-    Args:
-        values: Numbers by name.
-
-    Returns:
-        `` {name}: {value:.2f} |`` for each.
-
-    Example:
-        >>> format_moe_text({"expert_load_ratio": 1.25})
-        ' expert_load_ratio: 1.25 |'
-    """
+def _console_text(values: Mapping[str, float]) -> str:
     return "".join(f" {name}: {value:.2f} |" for name, value in values.items())
 
 
@@ -285,14 +360,5 @@ def get_moe_metrics_tracker() -> MoEMetricsTracker:
 
 
 def has_moe_metrics_tracker() -> bool:
-    """Say whether anybody has asked for the tracker of this process.
-
-    Returns:
-        True after the first call of :func:`get_moe_metrics_tracker`.
-
-    Example:
-        >>> _ = get_moe_metrics_tracker()
-        >>> has_moe_metrics_tracker()
-        True
-    """
+    """Return whether anybody has asked for the tracker of this process."""
     return get_moe_metrics_tracker.cache_info().currsize > 0

@@ -3,12 +3,15 @@ import math
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore.observe import report_l2_norm_grad
 from rank_testing import run_ranks
 
 P = "l2_norm/grad/"
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def chunk_of(**gradients):
@@ -29,6 +32,32 @@ def test_two_chunks():
         f"{P}a": 3.0,
         f"{P}b": 4.0,
         f"{P}global": 5.0,
+    }
+
+
+@settings(deadline=None)
+@given(
+    st.lists(
+        st.tuples(st.lists(st.integers(-100, 100), max_size=20), st.sampled_from(DTYPES)),
+        min_size=1,
+        max_size=12,
+    )
+)
+def test_mixed_types_and_sizes_in_any_order(specification):
+    gradients = [torch.tensor(values, dtype=dtype) for values, dtype in specification]
+    report = report_l2_norm_grad(chunk_of(**{f"p{i}": g for i, g in enumerate(gradients)}))
+    squares = [sum(value * value for value in values) for values, _ in specification]
+    norms = [report[f"{P}p{i}"] for i in range(len(gradients))]
+    assert norms == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
+    assert report[f"{P}global"] == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+
+
+def test_the_same_gradient_twice_counts_twice():
+    chunk = chunk_of(a=scalar(3))
+    assert report_l2_norm_grad([chunk, chunk]) == {
+        f"{P}a": 3.0,
+        f"{P}chunk1.a": 3.0,
+        f"{P}global": pytest.approx(math.sqrt(18.0)),
     }
 
 

@@ -12,8 +12,6 @@ from mcore.observe.sinks import sanitize_metric_name
 from mcore.tensor.dtensor import is_dtensor
 from mcore.versioning import internal_api
 
-__all__ = ["_MoeMetricFanoutWriter", "_build_moe_metric_writer"]
-
 logger = logging.getLogger(__name__)
 
 

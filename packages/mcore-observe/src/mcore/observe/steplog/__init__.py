@@ -1,1 +1,0 @@
-"""The parts of the training log: what a step is, what it collects, formats and sends."""

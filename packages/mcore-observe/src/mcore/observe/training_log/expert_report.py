@@ -1,0 +1,224 @@
+"""Which metrics of experts and of multi-token prediction a step reports, and who has kept them."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from mcore.observe.experts.moe_metrics import (
+    MoEMetricsTracker,
+    get_moe_metrics_tracker,
+    has_moe_metrics_tracker,
+)
+from mcore.observe.experts.mtp_metrics import (
+    MTPMetricsTracker,
+    get_mtp_metrics_tracker,
+    has_mtp_metrics_tracker,
+)
+from mcore.observe.host_reads import as_number
+from mcore.observe.sinks.scalars import Scalars
+from mcore.observe.training_log.console import Field
+from mcore.observe.training_log.step import LogStep, is_on
+
+_MEGATRON_MOE = "megatron.core.transformer.moe.moe_utils"
+_MEGATRON_MTP = "megatron.core.transformer.multi_token_prediction"
+
+_NAMES = (
+    ("aux_loss", "load_balancing_loss"),
+    ("seq_aux_loss", "seq_load_balancing_loss"),
+    ("global_aux_loss", "global_load_balancing_loss"),
+)
+
+
+class ExpertSource(Protocol):
+    """Keeps metrics that a model records in its steps, until they are reported."""
+
+    def end_step(self, step: LogStep) -> None:
+        """Keep what the step recorded, or drop it if the step was skipped. No wait."""
+
+    def report(
+        self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
+    ) -> list[Field | str]:
+        """Add the metrics of some steps to scalars and totals; return fields for the console.
+
+        All ranks call it at every step. Fields that another library has formatted are texts.
+        """
+
+
+class ExpertReport:
+    """Brings metrics of experts into the scalars, the totals and the line of the training log."""
+
+    def __init__(self) -> None:
+        self._num_steps = 0  # whose metrics wait for the next report
+
+    def end_step(self, step: LogStep) -> None:
+        """Keep the step's metrics, or drop them if it was skipped. No communication, no wait."""
+        if not step.skipped:
+            self._num_steps += 1
+        for source in _sources(step):
+            source.end_step(step)
+
+    def collect(self, step: LogStep, scalars: Scalars, totals: dict[str, Any]) -> list[Field | str]:
+        """Reduce the metrics over the ranks; what is added stays on the device."""
+        fields: list[Field | str] = []
+        for source in _sources(step):
+            fields += source.report(step, self._num_steps, scalars, totals)
+        if step.logs:
+            self._num_steps = 0
+        return fields
+
+
+@dataclass(frozen=True)
+class _OurExperts:
+    """Our tracker of routers, which adds up on the device until a step logs."""
+
+    tracker: MoEMetricsTracker
+
+    def end_step(self, step: LogStep) -> None:
+        _keep_or_discard(self.tracker, step)
+
+    def report(
+        self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
+    ) -> list[Field | str]:
+        if not step.logs or not num_steps:
+            return []
+        reduced = self.tracker.take(
+            1.0, total_loss_dict=totals, num_steps=num_steps, **_moe_options(step)
+        )
+        scalars.add_all(reduced.values)
+        if is_on(step.model_config, "moe_per_layer_logging"):
+            scalars.add_all(reduced.by_layer())
+        return [Field(name, reduced.values[name], ".2f") for name in reduced.text_names()]
+
+
+@dataclass(frozen=True)
+class _OurPrediction:
+    """Our tracker of multi-token prediction, likewise."""
+
+    tracker: MTPMetricsTracker
+
+    def end_step(self, step: LogStep) -> None:
+        _keep_or_discard(self.tracker, step)
+
+    def report(
+        self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
+    ) -> list[Field | str]:
+        if step.logs and num_steps:
+            scalars.add_all(self.tracker.take(1.0, total_loss_dict=totals, num_steps=num_steps))
+        return []
+
+
+@dataclass(frozen=True)
+class _Foreign:
+    """A tracker of another library, which expects to be asked at every step."""
+
+    ask: Callable[..., Any]
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def end_step(self, step: LogStep) -> None:
+        pass
+
+    def report(
+        self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
+    ) -> list[Field | str]:
+        text = self.ask(
+            loss_scale=1 / step.num_microbatches,
+            iteration=step.iteration,
+            writer=scalars,
+            wandb_writer=None,
+            total_loss_dict=None if step.skipped else totals,
+            **self.options,
+        )
+        return [text] if isinstance(text, str) else []
+
+
+def _sources(step: LogStep) -> Iterator[ExpertSource]:
+    if as_number(getattr(step.model_config, "num_moe_experts", None)) is not None:
+        tracker = _moe_tracker(step.global_state)
+        if isinstance(tracker, MoEMetricsTracker):
+            yield _OurExperts(tracker)
+        else:
+            per_layer = is_on(step.model_config, "moe_per_layer_logging")
+            yield _Foreign(tracker.report, _moe_options(step) | {"per_layer_logging": per_layer})
+    if as_number(getattr(step.model_config, "mtp_num_layers", None)) is not None:
+        tracker = _mtp_tracker(step.global_state)
+        if isinstance(tracker, MTPMetricsTracker):
+            yield _OurPrediction(tracker)
+        else:
+            yield _Foreign(tracker.report)
+
+
+def _moe_tracker(global_state: Any) -> Any:
+    given = getattr(global_state, "moe_metrics", None)
+    if given is not None:
+        return given
+    function = getattr(sys.modules.get(_MEGATRON_MOE), "track_moe_metrics", None)
+    if function is not None and not has_moe_metrics_tracker():
+        return _MegatronTracker(function)
+    return get_moe_metrics_tracker()
+
+
+def _mtp_tracker(global_state: Any) -> Any:
+    given = getattr(global_state, "mtp_metrics", None)
+    if given is not None:
+        return given
+    helper = getattr(sys.modules.get(_MEGATRON_MTP), "MTPLossLoggingHelper", None)
+    function = getattr(helper, "track_mtp_metrics", None)
+    if function is not None and not has_mtp_metrics_tracker():
+        return _MegatronTracker(function)
+    return get_mtp_metrics_tracker()
+
+
+class _MegatronTracker:
+    """One of Megatron-LM's functions as a tracker; leaves out arguments that it does not know."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        self._known = inspect.signature(function).parameters
+
+    def report(self, **options: Any) -> Any:
+        if "num_moe_layers" in options and "num_moe_layers" not in self._known:
+            # There, the layers with experts of a hybrid model are all that there are.
+            options["num_layers"] = options["num_moe_layers"] - (options["mtp_num_layers"] or 0)
+            options["moe_layer_freq"] = None
+        return self._function(**{k: v for k, v in options.items() if k in self._known})
+
+
+def _keep_or_discard(tracker: MoEMetricsTracker | MTPMetricsTracker, step: LogStep) -> None:
+    if step.skipped:
+        tracker.discard_step()
+    else:
+        tracker.commit_step(1 / step.num_microbatches)
+
+
+def _moe_options(step: LogStep) -> dict[str, Any]:
+    model_config = step.model_config
+    mtp_num_layers = getattr(model_config, "mtp_num_layers", None)
+    options = {
+        "force_initialize": True,
+        "track_names": moe_metric_names(model_config),
+        "num_layers": getattr(model_config, "num_layers", None),
+        "moe_layer_freq": getattr(model_config, "moe_layer_freq", None),
+        "mtp_num_layers": mtp_num_layers,
+        "pg_collection": step.pg_collection,
+    }
+    pattern = getattr(model_config, "hybrid_layer_pattern", None)
+    if getattr(model_config, "is_hybrid_model", False) and isinstance(pattern, str):
+        options["num_moe_layers"] = pattern.count("E") + (mtp_num_layers or 0)
+    return options
+
+
+def moe_metric_names(model_config: Any) -> list[str]:
+    """List the router losses that a model's configuration gives rise to.
+
+    A list of balancing types is looked up exactly; in a text each type is looked for as a part,
+    so that ``"seq_aux_loss"`` also yields ``load_balancing_loss``, which then stays 0.
+    """
+    kinds = getattr(model_config, "moe_router_load_balancing_type", None) or ()
+    names = [name for kind, name in _NAMES if kind in kinds]
+    if getattr(model_config, "moe_z_loss_coeff", None) is not None:
+        names.append("z_loss")
+    return names

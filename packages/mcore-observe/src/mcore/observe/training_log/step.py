@@ -1,0 +1,160 @@
+"""A step as the training log sees it: what it needs to know, and the values it is given."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from mcore.observe.host_reads import as_number
+from mcore.observe.model_groups import find_process_groups
+from mcore.parallel.groups import get_pg_size, world_size
+
+_CALCULATOR = "megatron.core.num_microbatches_calculator"
+
+
+@dataclass(frozen=True)
+class LogStep:
+    """A step, the same on every rank, with the containers of the run."""
+
+    config: Any
+    global_state: Any
+    iteration: int
+    num_microbatches: int
+    skipped: bool
+    ends_sink_interval: bool
+    ends_console_interval: bool
+    loaded_iteration: int
+    world_size: int
+    seq_length: int | None
+    pg_collection: Any
+
+    @classmethod
+    def of(
+        cls,
+        config: Any,
+        global_state: Any,
+        model: Any,
+        *,
+        skipped_iter: int,
+        pg_collection: Any,
+        loaded_iteration: int,
+        seq_length: int | None,
+    ) -> LogStep:
+        """Look the step up in the configuration and the state."""
+        iteration = int(global_state.train_state.step)
+        if seq_length is None:
+            seq_length = getattr(getattr(config, "dataset", None), "seq_length", None)
+        length = as_number(seq_length)
+        sink_interval = getattr(config.logger, "tensorboard_log_interval", 1)
+        return cls(
+            config=config,
+            global_state=global_state,
+            iteration=iteration,
+            num_microbatches=find_num_microbatches(config, global_state),
+            skipped=bool(skipped_iter),
+            ends_sink_interval=_ends(sink_interval, iteration),
+            ends_console_interval=_ends(config.logger.log_interval, iteration),
+            loaded_iteration=loaded_iteration,
+            world_size=world_size(),
+            seq_length=None if length is None else int(length),
+            pg_collection=find_process_groups(pg_collection, model),
+        )
+
+    @property
+    def logs(self) -> bool:
+        """Whether anything is logged at this step."""
+        return self.ends_sink_interval or self.ends_console_interval
+
+    @property
+    def train_iters(self) -> int | None:
+        """Steps of the whole run."""
+        number = as_number(getattr(self.config.train, "train_iters", None))
+        return None if number is None else int(number)
+
+    @property
+    def model_config(self) -> Any:
+        """The model's configuration, or None."""
+        return getattr(self.config, "model", None)
+
+    def group(self, name: str) -> Any:
+        """Return a group that has more than one rank, else None."""
+        group = getattr(self.pg_collection, name, None)
+        return group if get_pg_size(group) > 1 else None
+
+
+@dataclass(frozen=True)
+class StepValues:
+    """What the training loop hands over for a step: numbers, tensors of one element, or None."""
+
+    losses: Mapping[str, Any]
+    learning_rate: Any
+    decoupled_learning_rate: Any
+    loss_scale: Any
+    grad_norm: Any
+    params_norm: Any
+    num_zeros: Any
+    max_attention_logit: Any
+    batch_size: int
+
+
+def is_on(settings: Any, name: str) -> bool:
+    """Return whether a switch is on; what is missing, or neither bool nor int, is off.
+
+    :func:`mcore.parallel.settings.is_switched_on` takes any object for "on"; a mock that stands
+    for a configuration would switch everything on.
+    """
+    value = getattr(settings, name, False)
+    return isinstance(value, int) and bool(value)
+
+
+def find_num_microbatches(config: Any, global_state: Any = None) -> int:
+    """Return the number of forward passes of one step on one data-parallel rank, at least 1.
+
+    The state is asked first, then the configuration, then Megatron-LM's calculator if it is loaded.
+    """
+    train = getattr(config, "train", None)
+    for found in (
+        _called(global_state),
+        as_number(getattr(train, "num_microbatches", None)),
+        _called(sys.modules.get(_CALCULATOR)),
+    ):
+        if found is not None:
+            return max(int(found), 1)
+    total = as_number(getattr(train, "global_batch_size", None))
+    micro = as_number(getattr(train, "micro_batch_size", None))
+    if not total or not micro:
+        return 1
+    return max(int(total // (micro * _data_parallel_size(config))), 1)
+
+
+def samples_per_step(config: Any, num_microbatches: int) -> int:
+    """Return micro batch size times data-parallel ranks times microbatches."""
+    micro_batch_size = int(config.train.micro_batch_size)
+    return micro_batch_size * _data_parallel_size(config) * num_microbatches
+
+
+def _ends(interval: Any, iteration: int) -> bool:
+    every = as_number(interval)
+    if every is None or every < 1:
+        raise ValueError(f"a logging interval is {interval!r}; give 1 step or more")
+    return iteration % int(every) == 0
+
+
+def _data_parallel_size(config: Any) -> int:
+    for holder in (config, getattr(config, "train", None)):
+        size = as_number(getattr(holder, "data_parallel_size", None))
+        if size:
+            return int(size)
+    return 1
+
+
+def _called(holder: Any) -> float | int | None:
+    count = getattr(holder, "get_num_microbatches", None)
+    if not callable(count):
+        return None
+    try:
+        return as_number(count())
+    except (AttributeError, RuntimeError):  # a calculator that nobody has set up
+        return None
