@@ -11,7 +11,7 @@ import torch
 
 import mcore.observe
 from mcore.observe import StragglerDetector
-from mcore.observe.straggler.timing import HostRanges
+from mcore.observe.straggler.ranges import HostRanges
 
 LOGGER = "mcore.observe.straggler"
 MS = 1_000_000

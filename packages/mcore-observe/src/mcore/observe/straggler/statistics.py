@@ -1,14 +1,14 @@
-"""Medians, extremes and robust z-scores of one number per rank, without a Python loop."""
+"""Medians, extremes, spreads and scores of one number per rank, without a Python loop."""
 
 from __future__ import annotations
 
 import math
+from typing import TypeAlias
 
 import torch
 
-from mcore.observe.straggler.ranked_values import NOBODY, Extremes
-
-__all__ = ["extremes", "finite_part", "least_spread", "median", "robust_spread", "spread_of"]
+Extremes: TypeAlias = "tuple[tuple[float, int], tuple[float, int]]"  # smallest and largest
+_NOBODY: Extremes = ((math.nan, -1), (math.nan, -1))
 
 # 1.4826 times the median absolute deviation is the standard deviation of a normal distribution.
 _MAD_TO_SIGMA = 1.4826
@@ -18,12 +18,6 @@ _MIN_RELATIVE_SPREAD = 0.01
 
 def median(values: torch.Tensor) -> float:
     """Return the median: the mean of the two middle values where their number is even.
-
-    Args:
-        values: ``[n]``, finite.
-
-    Returns:
-        The median; NaN of no values.
 
     Example:
         >>> median(torch.tensor([4.0, 1.0, 3.0, 2.0]))
@@ -38,72 +32,43 @@ def median(values: torch.Tensor) -> float:
     return lower.item()
 
 
-def spread_of(values: torch.Tensor, center: float) -> float:
-    """Return the robust spread of values around their median.
-
-    Args:
-        values: ``[n]``, finite.
-        center: Their median.
-
-    Returns:
-        The spread, in the unit of the values.
-
-    Example:
-        >>> spread_of(torch.tensor([100.0, 101.0, 99.0, 100.0, 150.0]), center=100.0)
-        1.4826
-    """
-    return robust_spread(center, median((values - center).abs_()))
-
-
-def robust_spread(center: float, mad: float) -> float:
-    """Return a standard deviation that outliers do not inflate.
+def robust_spread(values: torch.Tensor, center: float) -> float:
+    """Return a standard deviation around the median that outliers do not inflate.
 
     The robust z of a value is its distance from the median in units of it (Iglewicz and Hoaglin,
-    How to Detect and Handle Outliers, 1993, with a floor).
-
-    Args:
-        center: The median ``m``.
-        mad: The median of ``|x - m|``.
-
-    Returns:
-        ``max(1.4826 * mad, 0.01 * |m|)``, in the unit of the values.
-
-    Example:
-        >>> robust_spread(100.0, mad=1.0)
-        1.4826
+    How to Detect and Handle Outliers, 1993, with a floor): ``max(1.4826 * mad, 0.01 * |center|)``.
     """
-    return max(_MAD_TO_SIGMA * mad, least_spread(center))
+    return max(_MAD_TO_SIGMA * median((values - center).abs_()), _least_spread(center))
 
 
-def least_spread(center: float) -> float:
-    """Return the floor of the spread, which costs nothing to know.
+def center_and_spread(values: torch.Tensor, side: int, min_z: float) -> tuple[float, float]:
+    """Return median and robust spread; 0 where nothing on the bad side can be ``min_z`` away.
 
-    Example:
-        >>> least_spread(-200.0)
-        2.0
+    With thousands of ranks the medians are what costs, so the second one is only taken if the
+    worst value would stand out of the smallest spread that there can be.
     """
-    return _MIN_RELATIVE_SPREAD * abs(center)
+    finite = finite_part(values)
+    if not finite.numel():
+        return math.nan, 0.0
+    center = median(finite)
+    worst = (finite.amax() if side > 0 else finite.amin()).item()
+    distance = side * (worst - center)
+    if distance < min_z * _least_spread(center):
+        return center, 0.0
+    spread = robust_spread(finite, center)
+    return center, spread if distance >= min_z * spread else 0.0
 
 
 def finite_part(values: torch.Tensor) -> torch.Tensor:
-    """Return the values that are finite: the same tensor where all are.
-
-    Example:
-        >>> finite_part(torch.tensor([1.0, float("nan")]))
-        tensor([1.])
-    """
+    """Return the values that are finite: the same tensor where all are."""
     return values if _is_finite(values) else values[values.isfinite()]
 
 
 def extremes(rows: torch.Tensor, ranks: torch.Tensor) -> list[Extremes]:
-    """Find the smallest and the largest value of each row, and the lowest rank that has each.
+    """Return the smallest and the largest value of each row, and the lowest rank that has each.
 
-    Args:
-        rows: ``[k, n]``; values that are not finite take no part.
-        ranks: ``[n]``, the rank of each column, all different.
-
-    Returns:
-        ``(smallest, rank), (largest, rank)`` of each row; NaN and -1 where no value is finite.
+    ``ranks`` are those of the columns, all different. Values that are not finite take no part; NaN
+    and -1 where no value is finite.
 
     Example:
         >>> extremes(torch.tensor([[3.0, 1.0, 3.0]]), torch.arange(3))
@@ -118,16 +83,25 @@ def extremes(rows: torch.Tensor, ranks: torch.Tensor) -> list[Extremes]:
         low, high = rows.where(is_finite, torch.inf), rows.where(is_finite, -torch.inf)
     # Of equal values argmin and argmax take the first one.
     return [
-        (smallest, largest) if math.isfinite(smallest[0]) else NOBODY
+        (smallest, largest) if math.isfinite(smallest[0]) else _NOBODY
         for smallest, largest in zip(
             _at(low, low.argmin(dim=1), ranks), _at(high, high.argmax(dim=1), ranks), strict=True
         )
     ]
 
 
+def relative_scores(medians: torch.Tensor) -> torch.Tensor:
+    """Return the fastest rank's median over that of each rank, ``[..., world]``; NaN: no data."""
+    return medians.where(medians > 0, torch.inf).amin(dim=-1, keepdim=True) / medians
+
+
 def _at(rows: torch.Tensor, columns: torch.Tensor, ranks: torch.Tensor) -> list[tuple[float, int]]:
     values = rows.gather(1, columns.unsqueeze(1)).flatten().tolist()
     return list(zip(values, ranks[columns].tolist(), strict=True))
+
+
+def _least_spread(center: float) -> float:
+    return _MIN_RELATIVE_SPREAD * abs(center)
 
 
 def _is_finite(values: torch.Tensor) -> bool:
