@@ -45,14 +45,14 @@ def test_row_of_a_rank_without_a_range():
 
 def test_metrics_of_the_rows():
     rows = torch.arange(48, dtype=torch.float64).view(2, 24)
-    metrics = GatheredRows(rows, (0, 1), torch.arange(2)).metrics()
+    metrics = GatheredRows(rows, (0, 1)).metrics()
     assert metrics.tolist() == [[5.0 + i, 29.0 + i] for i in range(7)]
 
 
 def test_disagreement_on_the_state_is_found():
     rows = rows_of(3)
     rows[1, 2] = 0.0
-    said = GatheredRows(rows, (2, 0, 1), torch.tensor([2, 0, 1]))
+    said = GatheredRows(rows, (2, 0, 1))
     assert (said.is_on, said.has_interval) == (False, False)
     assert said.ranks_unlike(ENABLED) == [2, 1]
 
@@ -61,6 +61,6 @@ def test_disagreement_on_the_state_is_found():
 def test_rank_0_says_whether_there_is_an_interval(interval, has_interval):
     rows = rows_of(2)
     rows[1, 12] = interval
-    said = GatheredRows(rows, (1, 0), torch.tensor([1, 0]))
+    said = GatheredRows(rows, (1, 0))
     assert (said.is_on, said.has_interval) == (True, has_interval)
     assert said.log_interval == (10 if has_interval else 0)

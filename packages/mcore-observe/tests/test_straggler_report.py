@@ -46,7 +46,7 @@ def compared(rows, names=NAMES, ranks=None, best=None, rule=None):
     ranks = ranks or tuple(range(len(rows)))
     best = best or Best()
     found = RankComparison(
-        GatheredRows(rows, ranks, torch.tensor(ranks)),
+        GatheredRows(rows, ranks, torch.tensor(ranks).argsort()),
         unix_time=1.7e9,
         hosts=tuple(f"node{rank // 2}" for rank in ranks),
         names=names,

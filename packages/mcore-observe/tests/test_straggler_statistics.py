@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from mcore.observe.straggler.statistics import (
-    center_and_spread,
-    extremes,
-    finite_part,
-    median,
+    least_spread,
     relative_scores,
     robust_spread,
+    row_extremes,
+    row_medians,
 )
 
 NAN = math.nan
@@ -21,11 +20,15 @@ def tensor(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
+def median(*values):
+    [of_row] = row_medians(tensor(*values).view(1, -1))
+    return of_row
+
+
 def test_z_of_the_documented_examples():
     def z_of(*values):
-        values = tensor(*values)
-        center = median(values)
-        spread = robust_spread(values, center)
+        center = median(*values)
+        spread = robust_spread(tensor(*values), center)
         return center, [round(float(value - center) / spread, 2) for value in values]
 
     assert z_of(100, 101, 99, 100, 150) == (100.0, [0.0, 0.67, -0.67, 0.0, 33.72])
@@ -37,37 +40,37 @@ def test_z_of_the_documented_examples():
 def test_median_is_that_of_the_statistics_module(num):
     random.seed(num)
     for values in ([random.random() for _ in range(num)], [float(i // 3) for i in range(num)]):
-        assert median(tensor(*values)) == statistics.median(values)
+        assert median(*values) == statistics.median(values)
 
 
-def test_median_of_nothing():
-    assert math.isnan(median(torch.empty(0)))
-    assert finite_part(torch.tensor([NAN, math.inf, 1.0])).tolist() == [1.0]
+def test_medians_of_the_finite_values_of_each_row():
+    rows = [(3.0, NAN, 1.0, 8.0), (math.inf, 4.0, 2.0, -math.inf), (NAN,) * 4, (5.0, 5.0, 5.0, 1.0)]
+    medians = row_medians(tensor(*rows))
+    assert medians[:2] == [3.0, 3.0]
+    assert math.isnan(medians[2])
+    assert medians[3] == 5.0
+    assert math.isnan(median(NAN))
 
 
-def test_spread_is_known_where_a_value_may_stand_out():
-    values = tensor(100.0, 101.0, 99.0, 100.0, 150.0)
-    assert center_and_spread(values, side=1, min_z=3.5) == (100.0, 1.4826)
-    assert center_and_spread(values, side=-1, min_z=3.5) == (100.0, 0.0)
-    center, spread = center_and_spread(tensor(NAN, NAN), side=1, min_z=3.5)
-    assert math.isnan(center)
-    assert spread == 0.0
+def test_spread_has_a_floor_of_a_percent():
+    assert robust_spread(tensor(100.0, 101.0, 99.0, 100.0, 150.0), 100.0) == 1.4826
+    assert robust_spread(tensor(200.0, 200.0, NAN), 200.0) == least_spread(-200.0) == 2.0
+    assert robust_spread(tensor(0.0, 0.0, 5.0), 0.0) == 0.0
 
 
 def test_extremes_of_several_rows():
     rows = torch.tensor([[3.0, NAN, 1.0], [NAN, NAN, NAN], [2.0, 2.0, 2.0]])
-    (three, nothing, equal) = extremes(rows, torch.tensor([0, 1, 2]))
+    (three, nothing, equal) = row_extremes(rows)
     assert three == ((1.0, 2), (3.0, 0))
-    assert [rank for _, rank in nothing] == [-1, -1]
+    assert [place for _, place in nothing] == [-1, -1]
     assert equal == ((2.0, 0), (2.0, 0))
 
 
-def test_extremes_without_the_infinite_and_in_any_order_of_ranks():
-    [known] = extremes(
-        tensor(3.0, 1.0, 3.0, NAN, math.inf).view(1, 5), torch.tensor([4, 3, 2, 1, 0])
-    )
-    assert known == ((1.0, 3), (3.0, 2))
-    assert extremes(tensor(math.inf).view(1, 1), torch.tensor([0]))[0][0][1] == -1
+def test_extremes_leave_out_the_infinite():
+    rows = tensor((3.0, 1.0, 3.0, NAN, math.inf), (-math.inf,) * 5)
+    known, nothing = row_extremes(rows)
+    assert known == ((1.0, 1), (3.0, 0))
+    assert [place for _, place in nothing] == [-1, -1]
 
 
 def test_relative_scores_of_one_section_and_of_several():

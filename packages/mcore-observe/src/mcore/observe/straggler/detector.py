@@ -197,7 +197,7 @@ class StragglerDetector:
             names=names,
             rule=OutlierRule(z_threshold, relative_threshold, individual_threshold),
         )
-        self._timers = SectionTimers(names, self._open, self.__exit__)
+        self._timers = SectionTimers(self, names)
         self._state = ControllerState(rank=rank, world_size=world, enabled=enabled)
         self._use_ranges(ranges)
         self._set_enabled(enabled)
@@ -321,10 +321,13 @@ class StragglerDetector:
             if len(pending) >= NUM_KEPT:
                 self._ranges.fold(COMPUTE_KIND, pending)
         elif type(opened) is tuple and opened is not UNTIMED:
-            if ex_type is None:
-                self._ranges.end(ranges, opened, ended_ns)
-            else:
+            kind, began_ns, events = opened
+            if ex_type is not None:
                 self._ranges.drop((opened,))
+            elif events is None:
+                self._ranges.add(ranges, kind, ended_ns - began_ns)
+            else:
+                self._ranges.end(ranges, opened, ended_ns)
         if self._off:
             self._settle()
         return False

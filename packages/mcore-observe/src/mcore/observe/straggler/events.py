@@ -116,15 +116,13 @@ class EventRanges(HostRanges):
 
     def end(self, ranges: ThreadRanges, entry: Entry, ended_ns: int) -> None:
         """Record the second event of a range, without waiting."""
-        kind, began_ns, events = entry
-        if events is None:
-            super().end(ranges, entry, ended_ns)
-        elif self._is_capturing():
+        if self._is_capturing():
             self._count_capture()
             self.drop([entry])
-        else:
-            events[1].record()
-            ranges.pairs.append((kind, ended_ns - began_ns, events))
+            return
+        kind, began_ns, events = entry
+        events[1].record()
+        ranges.pairs.append((kind, ended_ns - began_ns, events))
 
     def drop(self, entries: Sequence[Entry]) -> None:
         """Let go of ranges whose time is not kept: their events can be used again."""

@@ -22,6 +22,7 @@ SCHEMA, SECTIONS_HASH, ENABLED, WANTED, IDLE, ELAPSED = range(6)
 ETPT, LOG_INTERVAL, TOTAL_FLOPS, DROPPED, RESERVED = range(11, 16)
 SECTIONS_START = 16
 STATS_PER_SECTION = 4  # count, sum_ms, median_ms, max_ms
+_MUST_AGREE = slice(SECTIONS_HASH, ENABLED + 1)
 
 # The columns from ELAPSED to ETPT, with the unit that is printed.
 METRICS = {
@@ -75,30 +76,33 @@ def row_length(num_sections: int) -> int:
 class GatheredRows:
     """The rows of one exchange, ``[world, length]``, and what rank 0 decides with its own.
 
-    ``ranks`` and ``rank_ids`` are the rank of each row, as given to ``configure``.
+    ``ranks`` has the rank of each row, as given to ``configure``: 0 to ``world - 1`` in some order,
+    ``order`` the rows by rank, None where they are so already.
     """
 
     def __init__(
-        self, matrix: torch.Tensor, ranks: tuple[int, ...], rank_ids: torch.Tensor
+        self, matrix: torch.Tensor, ranks: tuple[int, ...], order: torch.Tensor | None = None
     ) -> None:
         self.matrix = matrix
         self.ranks = ranks
-        self.rank_ids = rank_ids
-        self._deciding: list[float] = matrix[ranks.index(0)].tolist()
-        self.is_on = bool(self._deciding[ENABLED])
-        self.wanted = bool(self._deciding[WANTED])
-        self.has_interval = self.is_on and self._deciding[LOG_INTERVAL] > 0
-        self.log_interval = int(self._deciding[LOG_INTERVAL]) if self.has_interval else 0
-        self.total_flops = self._deciding[TOTAL_FLOPS]
+        self.order = order
+        deciding = matrix[ranks.index(0)]
+        numbers: list[float] = deciding.tolist()
+        self.is_on = bool(numbers[ENABLED])
+        self.wanted = bool(numbers[WANTED])
+        self.has_interval = self.is_on and numbers[LOG_INTERVAL] > 0
+        self.log_interval = int(numbers[LOG_INTERVAL]) if self.has_interval else 0
+        self.total_flops = numbers[TOTAL_FLOPS]
+        self._unlike = (matrix[:, _MUST_AGREE] != deciding[_MUST_AGREE]).nonzero().tolist()
 
     def metrics(self) -> torch.Tensor:
         """Return ``[7, world]`` in the order of :data:`METRICS`."""
         return self.matrix[:, ELAPSED : ETPT + 1].t().contiguous()
 
     def ranks_unlike(self, column: int) -> list[int]:
-        """List the ranks whose number in a column is not that of rank 0, in the group's order."""
-        differ = self.matrix[:, column] != self._deciding[column]
-        return [self.ranks[index] for index in differ.nonzero().flatten().tolist()]
+        """List the ranks that differ from rank 0 in ``SECTIONS_HASH`` or ``ENABLED``, in order."""
+        place = column - _MUST_AGREE.start
+        return [self.ranks[index] for index, differing in self._unlike if differing == place]
 
 
 class Exchange:
@@ -124,7 +128,7 @@ class Exchange:
         # In the group's order, known after the introduction:
         self.hosts: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
-        self.rank_ids = torch.empty(0, dtype=torch.int64)
+        self._order: torch.Tensor | None = None
 
     def introduce(self, *, rank: int, sections_hash: float) -> None:
         """Tell the others this rank's host name and sections, the first time it is called.
@@ -145,7 +149,8 @@ class Exchange:
                 f"straggler report: the ranks given to configure() are {list(ranks)} in the "
                 f"group's order; each of 0 to {self._size - 1} has to be given once"
             )
-        self.ranks, self.rank_ids = ranks, torch.tensor(ranks)
+        self.ranks = ranks
+        self._order = None if sorted(ranks) == list(ranks) else torch.tensor(ranks).argsort()
         self.hosts = tuple(host.rstrip(b"\0").decode(errors="replace") for host in hosts)
 
     def gather(self, row: torch.Tensor, rank: int) -> GatheredRows:
@@ -154,7 +159,7 @@ class Exchange:
         One all-gather over the group, with gloo as an all-to-all in which each rank sends its row
         to all. RuntimeError on all ranks where some have other sections.
         """
-        rows = GatheredRows(self._gather(row, rank), self.ranks, self.rank_ids)
+        rows = GatheredRows(self._gather(row, rank), self.ranks, self._order)
         _reject(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
         return rows
 

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from mcore.observe.straggler.exchange import METRICS
-from mcore.observe.straggler.statistics import center_and_spread, finite_part, median
+from mcore.observe.straggler.ranges import DATA_KIND
+from mcore.observe.straggler.statistics import Extremes, least_spread, robust_spread, row_medians
 from mcore.parallel.shortened import shorten
 
 MIN_WORLD_FOR_Z = 4  # below it a median says too little, and the scores decide
@@ -59,7 +60,8 @@ class OutlierRule:
 
 
 def outliers_by_z(
-    metrics: Mapping[str, torch.Tensor],
+    metrics: torch.Tensor,
+    extremes: Mapping[str, Extremes],
     compute_scores: Callable[[], torch.Tensor],
     *,
     ranks: Sequence[int],
@@ -68,12 +70,20 @@ def outliers_by_z(
 ) -> tuple[Outlier, ...]:
     """Find the ranks whose metrics stand out from those of four ranks or more, the worst first.
 
-    All tensors are ``[world]``; the relative scores are only asked for if a rank stands out.
+    ``metrics`` are ``[7, world]``; relative scores are only asked for if a rank stands out. With
+    thousands of ranks medians are what costs, so the spread is only worked out where the worst
+    value would stand out of the smallest one that there can be.
     """
     found: list[tuple[str, int, float, float, float]] = []
-    for metric, side in _BAD_SIDE.items():
-        values = metrics[metric]
-        center, spread = center_and_spread(values, side, min_z)
+    judged = [list(METRICS).index(metric) for metric in _BAD_SIDE]
+    rows = metrics[judged]
+    centers = row_medians(rows)
+    for (metric, side), values, center in zip(_BAD_SIDE.items(), rows, centers, strict=True):
+        smallest, largest = extremes[metric]
+        distance = side * ((largest if side > 0 else smallest)[0] - center)
+        if not distance >= min_z * least_spread(center):  # nor where no value is known
+            continue
+        spread = robust_spread(values, center)
         if spread > 0:
             z_of = (values - center) / spread
             indices = ((side * z_of >= min_z) & values.isfinite()).nonzero().flatten()
@@ -105,15 +115,18 @@ def outliers_by_score(
 ) -> tuple[Outlier, ...]:
     """Find the ranks whose scores are too low, the worst first.
 
-    All tensors are ``[num_sections, world]``, with the sections in the order of ``names``.
+    All tensors are ``[num_sections, world]``, with the sections in the order of ``names``. What
+    prefetching hides slows nobody down, so data ranges are not judged.
     """
     found: list[tuple[str, int, float, float, float]] = []
-    is_low = (relative < rule.relative) | (individual < rule.individual)
-    for section, index in is_low.nonzero().tolist():
-        value = medians[section, index].item()
-        center = median(finite_part(medians[section]))
-        score = min(relative[section, index].item(), individual[section, index].item())
-        found.append((names[section], index, value, center, score))
+    sections = zip(names, medians, relative.tolist(), individual.tolist(), strict=True)
+    for kind, (name, values, *scores) in enumerate(sections):
+        for index, (of_fastest, of_best) in enumerate(zip(*scores, strict=True)):
+            is_low = of_fastest < rule.relative or of_best < rule.individual
+            if is_low and kind != DATA_KIND:
+                [center] = row_medians(values.unsqueeze(0))
+                score = min(of_fastest, of_best)
+                found.append((name, index, values[index].item(), center, score))
     found.sort(key=lambda one: (one[4], one[1]))
     return tuple(
         Outlier(name, ranks[index], hosts[index], value, center, math.nan, score)

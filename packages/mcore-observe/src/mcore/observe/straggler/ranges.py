@@ -140,10 +140,12 @@ class HostRanges:
         return (kind, self.now_ns(), None) if self._is_due(ranges, kind) else UNTIMED
 
     def end(self, ranges: ThreadRanges, entry: Entry, ended_ns: int) -> None:
-        """Close a range and keep its time."""
-        kind, began_ns, _ = entry
+        """Close a range that has events; here there are none."""
+
+    def add(self, ranges: ThreadRanges, kind: int, duration_ns: int) -> None:
+        """Keep the time that a range took on the host's clock."""
         pending = ranges.pending[kind]
-        pending.append(ended_ns - began_ns)
+        pending.append(duration_ns)
         if len(pending) >= NUM_KEPT:
             self.fold(kind, pending)
 

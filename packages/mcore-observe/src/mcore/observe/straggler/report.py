@@ -26,10 +26,10 @@ from mcore.observe.straggler.outliers import (
     outliers_by_z,
 )
 from mcore.observe.straggler.prometheus import family, labels
-from mcore.observe.straggler.ranges import DATA_KIND, SectionStats
-from mcore.observe.straggler.statistics import Extremes, extremes, relative_scores
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
+from mcore.observe.straggler.statistics import Extremes, relative_scores, row_extremes
 
-_MEDIAN_MS = 2  # of count, sum, median, max
+_MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
 _Ends = tuple[list[tuple[float, int]], list[tuple[float, int]]]
 
 # Metric -> name for Prometheus, factor to the base unit, help.
@@ -213,10 +213,14 @@ class StragglerReport:
         """
         if metric not in METRICS:
             raise ValueError(f"metric is {metric!r}; give one of {list(METRICS)}")
-        values = torch.tensor([self.metrics[metric]], dtype=torch.float64)
-        [(smallest, largest)] = extremes(values, torch.tensor(self.ranks))
-        unit = METRICS[metric]
-        return _ValueWithRank(*smallest, unit), _ValueWithRank(*largest, unit)
+        by_rank = sorted(zip(self.ranks, self.metrics[metric], strict=True))
+        values = torch.tensor([[value for _, value in by_rank]], dtype=torch.float64)
+        [ends] = row_extremes(values)
+        smallest, largest = (
+            _ValueWithRank(value, by_rank[at][0] if at >= 0 else -1, METRICS[metric])
+            for value, at in ends
+        )
+        return smallest, largest
 
     def throughput_ends(
         self, num_ranks: int
@@ -317,11 +321,7 @@ class RankComparison:
         self._rule = rule
         self._local_sections = dict(local_sections or {})
         self._metrics = rows.metrics()
-        # What prefetching hides slows nobody down, so data ranges have no scores.
-        scored = [kind for kind in range(len(names)) if kind != DATA_KIND]
-        self._scored_names = [names[kind] for kind in scored]
-        columns = [SECTIONS_START + STATS_PER_SECTION * kind + _MEDIAN_MS for kind in scored]
-        medians = rows.matrix[:, columns].t()
+        medians = rows.matrix[:, _MEDIANS].t().contiguous()
         self._medians = medians.where(medians > 0, torch.nan)
         self.best_medians = (
             self._medians if best_medians is None else torch.fmin(best_medians, self._medians)
@@ -349,8 +349,9 @@ class RankComparison:
     @cached_property
     def extremes(self) -> dict[str, Extremes]:
         """The smallest and the largest value of each metric, with their ranks."""
-        by_metric = extremes(self._metrics, self._rows.rank_ids)
-        return dict(zip(METRICS, by_metric, strict=True))
+        order = self._rows.order
+        by_rank = self._metrics if order is None else self._metrics[:, order]
+        return dict(zip(METRICS, row_extremes(by_rank), strict=True))
 
     @cached_property
     def outliers(self) -> tuple[Outlier, ...]:
@@ -358,14 +359,15 @@ class RankComparison:
         ranks, hosts, medians = self._rows.ranks, self._hosts, self._medians
         if self.world_size >= MIN_WORLD_FOR_Z:
             return outliers_by_z(
-                dict(zip(METRICS, self._metrics, strict=True)),
-                lambda: relative_scores(medians[0]),
+                self._metrics,
+                self.extremes,
+                lambda: relative_scores(medians[COMPUTE_KIND]),
                 ranks=ranks,
                 hosts=hosts,
                 min_z=self._rule.z,
             )
         return outliers_by_score(
-            self._scored_names,
+            self._names,
             medians,
             relative_scores(medians),
             self.best_medians / medians,
@@ -406,7 +408,11 @@ class RankComparison:
         }
 
     def _by_section(self, scores: torch.Tensor) -> dict[str, tuple[float, ...]]:
-        return dict(zip(self._scored_names, map(tuple, scores.tolist()), strict=True))
+        return {
+            name: tuple(by_rank)
+            for kind, (name, by_rank) in enumerate(zip(self._names, scores.tolist(), strict=True))
+            if kind != DATA_KIND  # what prefetching hides slows nobody down
+        }
 
 
 def _ends(values: Sequence[float], ranks: Sequence[int], num_ranks: int) -> _Ends:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from types import TracebackType
+from typing import Protocol
 
 from mcore.observe.straggler.ranges import SectionStats
 
@@ -43,20 +44,29 @@ def section_hash(names: Sequence[str]) -> float:
     return float(digest & ((1 << _HASH_BITS) - 1))
 
 
+class _Detector(Protocol):
+    """What opens and closes ranges."""
+
+    def _open(self, kind: int) -> None: ...
+    def __exit__(
+        self,
+        ex_type: type[BaseException] | None,
+        ex_val: BaseException | None,
+        ex_tb: TracebackType | None,
+    ) -> object: ...
+
+
 class SectionTimer:
     """Times the body of a with statement as a section. Threads may share it, and it nests."""
 
-    __slots__ = ("_close", "_kind", "_open")
+    __slots__ = ("_detector", "_kind")
 
-    def __init__(
-        self, kind: int, open_range: Callable[[int], None], close_range: Callable[..., object]
-    ) -> None:
+    def __init__(self, detector: _Detector, kind: int) -> None:
+        self._detector = detector
         self._kind = kind
-        self._open = open_range
-        self._close = close_range
 
     def __enter__(self) -> None:
-        self._open(self._kind)
+        self._detector._open(self._kind)
 
     def __exit__(
         self,
@@ -64,29 +74,18 @@ class SectionTimer:
         ex_val: BaseException | None,
         ex_tb: TracebackType | None,
     ) -> None:
-        self._close(ex_type, ex_val, ex_tb)
+        self._detector.__exit__(ex_type, ex_val, ex_tb)
 
 
 class SectionTimers:
-    """The timers of sections by name; those that were not declared are numbered as they come.
+    """The timers of sections by name; those that were not declared are numbered as they come."""
 
-    ``open_range`` takes the number of a section, ``close_range`` what ``__exit__`` takes.
-    """
-
-    def __init__(
-        self,
-        names: Sequence[str],
-        open_range: Callable[[int], None],
-        close_range: Callable[..., object],
-    ) -> None:
-        self._open = open_range
-        self._close = close_range
+    def __init__(self, detector: _Detector, names: Sequence[str]) -> None:
+        self._detector = detector
         self._lock = threading.Lock()
         self._num_declared = len(names)
         self._has_warned_of_many = False
-        self._timers: dict[str, SectionTimer] = {}
-        for name in names:
-            self._add(name)
+        self._timers = {name: SectionTimer(detector, kind) for kind, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> AbstractContextManager[None]:
         """Return the timer of a section; ValueError for a name that is empty or not text."""
@@ -100,11 +99,6 @@ class SectionTimers:
             names[kind]: of_kind for kind, of_kind in stats.items() if kind >= self._num_declared
         }
 
-    def _add(self, name: str) -> SectionTimer:
-        timer = SectionTimer(len(self._timers), self._open, self._close)
-        self._timers[name] = timer
-        return timer
-
     def _undeclared(self, name: str) -> AbstractContextManager[None]:
         _check_name(name)
         with self._lock:
@@ -112,7 +106,8 @@ class SectionTimers:
                 return self._timers[name]
             if len(self._timers) >= self._num_declared + _MAX_UNDECLARED:
                 return self._one_too_many(name)
-            timer = self._add(name)
+            timer = SectionTimer(self._detector, len(self._timers))
+            self._timers[name] = timer
         logger.warning(
             "straggler: section %r is not among the sections given to configure(); it is timed "
             "on this rank alone",
