@@ -70,18 +70,18 @@ def outliers_by_z(
 ) -> tuple[Outlier, ...]:
     """Find the ranks whose metrics stand out from those of four ranks or more, the worst first.
 
-    ``metrics`` are ``[7, world]``; relative scores are only asked for if a rank stands out. With
-    thousands of ranks medians are what costs, so the spread is only worked out where the worst
-    value would stand out of the smallest one that there can be.
+    ``metrics`` are ``[7, world]``; relative scores are only asked for if a rank stands out. Medians
+    are what costs, so they are only worked out where the extremes leave room for an outlier.
     """
     found: list[tuple[str, int, float, float, float]] = []
-    judged = [list(METRICS).index(metric) for metric in _BAD_SIDE]
-    rows = metrics[judged]
-    centers = row_medians(rows)
-    for (metric, side), values, center in zip(_BAD_SIDE.items(), rows, centers, strict=True):
-        smallest, largest = extremes[metric]
-        distance = side * ((largest if side > 0 else smallest)[0] - center)
-        if not distance >= min_z * least_spread(center):  # nor where no value is known
+    judged = [metric for metric in _BAD_SIDE if _has_room(extremes[metric], min_z)]
+    if not judged:
+        return ()
+    rows = metrics[[list(METRICS).index(metric) for metric in judged]]
+    for metric, values, center in zip(judged, rows, row_medians(rows), strict=True):
+        side, ((smallest, _), (largest, _)) = _BAD_SIDE[metric], extremes[metric]
+        distance = largest - center if side > 0 else center - smallest
+        if distance < min_z * least_spread(center):
             continue
         spread = robust_spread(values, center)
         if spread > 0:
@@ -101,6 +101,13 @@ def outliers_by_z(
         Outlier(metric, ranks[index], hosts[index], value, center, z, scores[index])
         for metric, index, value, center, z in found
     )
+
+
+def _has_room(extremes: Extremes, min_z: float) -> bool:
+    """Whether one extreme can be ``min_z`` of the smallest spread away from any median."""
+    (smallest, _), (largest, _) = extremes
+    least_center = 0.0 if smallest < 0 < largest else min(abs(smallest), abs(largest))
+    return largest - smallest >= min_z * least_spread(least_center)
 
 
 def outliers_by_score(
