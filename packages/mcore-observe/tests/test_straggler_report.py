@@ -235,6 +235,13 @@ def test_outlier_lines_are_bounded():
     assert outlier_lines([]) == []
 
 
+def test_outliers_around_zero():
+    """The median may be 0 between them, so that any distance may count."""
+    assert [one.rank for one in elapsed_report(-1.0, 0.0, 0.0, 0.0, 1.0, 40.0).outliers] == [4, 5][
+        1:
+    ]
+
+
 def test_worst_outlier_comes_first():
     report = elapsed_report(10, 10, 10, 10, 10, 12, 15)
     assert [outlier.rank for outlier in report.outliers] == [6, 5]
@@ -448,7 +455,7 @@ def test_reports_against_plain_python(world, seed):
     best_ms = {name: [NAN] * world for name in ("compute", "attention")}
     random.seed(world * 10 + seed)
     ranks = tuple(random.sample(range(world), world))
-    values = [0.0, 10.0, 10.0, 10.5, 40.0, 1e300, NAN, math.inf]
+    values = [0.0, 10.0, 10.0, 10.5, 40.0, 10.2, 1e300, NAN, math.inf]
     for _ in range(3):
         stats = [
             {kind: SectionStats(1, 1.0, random.choice(values[:5]), 1.0) for kind in (0, 1, 2)}

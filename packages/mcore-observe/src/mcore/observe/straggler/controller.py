@@ -39,19 +39,8 @@ def check_binding(bind: str, token: str | None) -> None:
 class StragglerController:
     """Listens for requests in a daemon thread, ``straggler``, from its construction to ``close``.
 
-    ========================= =========================================================
-    ``GET /``, ``/status``    the state as JSON; changes nothing
-    ``POST /toggle``          the other state from the next report on; twice cancels out
-    ``POST /on``, ``/off``    that state from the next report on
-    ``GET /report``           the last report as JSON
-    ``GET /metrics``          the last report for Prometheus
-    ``GET /healthz``          ``ok``, without a token too
-    ========================= =========================================================
-
-    With a token all other requests need ``Authorization: Bearer <token>``. What a browser sends
-    for a web page is refused. Requests read the stored state only: no collective, no device. At
-    most 32 connections are served at a time, each for 10 seconds at most; line, headers and body
-    may have 8 KiB each.
+    Requests read the stored state only: no collective, no device. At most 32 connections are served
+    at a time, each for 10 seconds at most.
     """
 
     def __init__(

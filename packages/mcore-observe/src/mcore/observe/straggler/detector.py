@@ -440,7 +440,7 @@ class StragglerDetector:
         if self.enabled and log_interval > 0:
             stats = self._ranges.take()
             metrics = self._reporter.metrics_of(stats, total_flops, log_interval)
-        said = self._reporter.gather(
+        rows = self._reporter.gather(
             enabled=self.enabled,
             wanted=self._state.wanted(),
             metrics=metrics,
@@ -450,11 +450,11 @@ class StragglerDetector:
             dropped=self.dropped,
         )
         found = None
-        if said.has_interval:
+        if rows.has_interval:
             local_sections = {} if self._timers is None else self._timers.local_stats(stats)
-            found = self._reporter.compare(said, local_sections)
+            found = self._reporter.compare(rows, local_sections)
         has_logged = self.rank == 0 and found is not None and self._reporter.log(found)
-        self._apply(said, found)
+        self._apply(rows, found)
         return has_logged
 
     def close(self) -> None:
@@ -527,15 +527,15 @@ class StragglerDetector:
         begin = self._begin
         ranges.stack.append((kind, self._now_ns(), None) if begin is None else begin(ranges, kind))
 
-    def _apply(self, said: GatheredRows, found: RankComparison | None) -> None:
+    def _apply(self, rows: GatheredRows, found: RankComparison | None) -> None:
         """Take the state that rank 0 wants; no communication."""
         if self.rank == 0 and self._reporter is not None:
-            self._reporter.log_switch(said)
+            self._reporter.log_switch(rows)
         elif self.rank != 0:
-            self._state.request(said.wanted)
-        if said.wanted != self.enabled:
-            self._set_enabled(said.wanted)
-        self._state.applied(said.wanted, found)
+            self._state.request(rows.wanted)
+        if rows.wanted != self.enabled:
+            self._set_enabled(rows.wanted)
+        self._state.applied(rows.wanted, found)
 
     def _check_toggle(self) -> None:
         """Switch timing on or off if that was requested, without a report.
@@ -584,14 +584,14 @@ class StragglerDetector:
         if self._reporter is None:
             return None
         metrics = (ptime, btime, temp, power, util, clock, flops)
-        said = self._reporter.gather(
+        rows = self._reporter.gather(
             enabled=self.enabled,
             wanted=self._state.wanted(),
             metrics=metrics if self.enabled else UNKNOWN_METRICS,
         )
         if self.rank != 0 or self._off:
             return None
-        return self._reporter.compare(said, {}).data()
+        return self._reporter.compare(rows, {}).data()
 
 
 def _check_settings(

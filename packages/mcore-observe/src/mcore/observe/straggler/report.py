@@ -267,17 +267,14 @@ class StragglerReport:
         by_rank = zip(self.ranks, self.hosts, strict=True)
         ranks = [labels(rank=rank, host=host) for rank, host in by_rank]
         outliers = [(labels(rank=one.rank, metric=one.metric), 1) for one in self.outliers]
-        return "".join(
-            [
-                *(
-                    family(name, "gauge", text, _scaled(ranks, self.metrics[metric], factor))
-                    for metric, (name, factor, text) in _GAUGES.items()
-                    if metric in self.metrics
-                ),
-                *self._section_families(ranks),
-                family("outlier", "gauge", "1 for each rank and metric that stands out.", outliers),
-            ]
-        )
+        families = [
+            family(name, "gauge", text, _scaled(ranks, self.metrics[metric], factor))
+            for metric, (name, factor, text) in _GAUGES.items()
+            if metric in self.metrics
+        ]
+        families += self._section_families(ranks)
+        text = "1 for each rank and metric that stands out."
+        return "".join([*families, family("outlier", "gauge", text, outliers)])
 
     def _section_families(self, ranks: Sequence[str]) -> Iterable[str]:
         sums = {name: [each.sum_ms for each in stats] for name, stats in self.sections.items()}

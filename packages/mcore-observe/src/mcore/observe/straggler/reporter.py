@@ -106,11 +106,11 @@ class Reporter:
         return self._exchange.gather(row, self._rank)
 
     def compare(
-        self, said: GatheredRows, local_sections: Mapping[str, SectionStats]
+        self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
     ) -> RankComparison:
         """Compare what all ranks said. No communication."""
         found = RankComparison(
-            said,
+            rows,
             unix_time=time.time(),
             hosts=self._exchange.hosts,
             names=self._names,
@@ -133,20 +133,20 @@ class Reporter:
                 logger.warning("%s", line)
         return True
 
-    def log_switch(self, said: GatheredRows) -> None:
+    def log_switch(self, rows: GatheredRows) -> None:
         """Log that ranks disagree on the state, and that it changes."""
-        differing = said.ranks_unlike(ENABLED)
+        differing = rows.ranks_unlike(ENABLED)
         if differing:
             named = ", ".join(str(rank) for rank in differing[:_MAX_NAMED_RANKS])
             logger.warning(
                 "straggler: rank 0 is %s and %d other ranks are not (%s); all take the state of "
                 "rank 0",
-                _word(said.is_on),
+                _word(rows.is_on),
                 len(differing),
                 f"{named} ..." if len(differing) > _MAX_NAMED_RANKS else named,
             )
-        if said.wanted != said.is_on:
-            logger.info("Toggling StragglerDetector State %s", _word(said.wanted))
+        if rows.wanted != rows.is_on:
+            logger.info("Toggling StragglerDetector State %s", _word(rows.wanted))
 
 
 def report_lines(found: RankComparison, *, num_ranks: int) -> list[str]:
