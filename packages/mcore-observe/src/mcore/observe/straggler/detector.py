@@ -64,6 +64,8 @@ class StragglerDetector:
         amp: How many times longer a step takes than what is timed of it.
         port: The port that the controller was to listen on.
         dev: The device of the collective: the CPU for gloo.
+        start: Opens a range while on, else does nothing.
+        stop: Closes it while on, else does nothing.
 
     Example:
         >>> StragglerDetector.reset_singleton()
