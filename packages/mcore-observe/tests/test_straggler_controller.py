@@ -8,13 +8,14 @@ import subprocess
 import sys
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
 
+from mcore.observe import SectionStats, StragglerReport
 from mcore.observe.straggler.controller import StragglerController, check_binding
-from mcore.observe.straggler.controller_server import ControllerServer
-from mcore.observe.straggler.controller_state import ControllerState
-from mcore.observe.straggler.report import SectionStats, StragglerReport
+from mcore.observe.straggler.http import ControllerRequest, ControllerServer
+from mcore.observe.straggler.routes import ControllerState
 
 ON = "Will turn StragglerDetector ON at next logging interval"
 OFF = "Will turn StragglerDetector OFF at next logging interval"
@@ -44,6 +45,11 @@ def make_report(host='node"1"\\a'):
         individual_scores={"compute": (1.0, nan)},
         outliers=(),
     )
+
+
+def compared(report):
+    """What a detector hands over with a report."""
+    return SimpleNamespace(unix_time=report.unix_time, report=report)
 
 
 @pytest.fixture
@@ -144,7 +150,7 @@ def test_report_and_metrics(start):
     response, body = ask(address, "GET", "/report")
     assert (response.status, body) == (404, '{"error":"no report yet"}')
     report = make_report()
-    state.applied(True, report)
+    state.applied(True, compared(report))
     response, body = ask(address, "GET", "/report")
     assert response.status == 200
     assert response.getheader("Content-Type") == "application/json"
@@ -160,7 +166,7 @@ SAMPLE = re.compile(
 
 def test_metrics_hold_to_the_format_line_by_line(start):
     state, address = start()
-    state.applied(True, make_report())
+    state.applied(True, compared(make_report()))
     response, body = ask(address, "GET", "/metrics")
     assert response.status == 200
     assert response.getheader("Content-Type") == "text/plain; version=0.0.4; charset=utf-8"
@@ -340,13 +346,12 @@ def test_a_client_that_hangs_up_early_changes_nothing(start, sent):
     assert state.wanted() is False
 
 
-def test_silent_clients_do_not_delay_others(start):
+def test_silent_clients_do_not_delay_others(start, monkeypatch):
+    monkeypatch.setattr(ControllerRequest, "timeout", 3600)
     _, address = start()
     silent = [socket.create_connection(address, timeout=20) for _ in range(8)]
     try:
-        started = time.monotonic()
         assert ask(address, "GET", "/healthz")[1] == "ok"
-        assert time.monotonic() - started < 4  # a silent one would hold it for five seconds
     finally:
         for client in silent:
             client.close()
@@ -371,7 +376,7 @@ def small_server():
 
 
 def drip(client, most):
-    """Send byte after byte; say how many went out before the connection was cut."""
+    """Send byte after byte; return how many went out before the connection was cut."""
     for sent in range(most):
         try:
             client.send(b"a")
@@ -440,7 +445,8 @@ def test_answers_have_valid_headers(start):
     assert b"Python" not in answer
 
 
-def test_close_ends_threads_and_frees_the_port():
+def test_close_ends_threads_and_frees_the_port(monkeypatch):
+    monkeypatch.setattr(ControllerRequest, "timeout", 3600)  # nobody waits for a silent client
     before = threading.active_count()
     state = ControllerState(rank=0, world_size=1, enabled=False)
     settings = {"bind": "127.0.0.1", "token": None, "allow_get_toggle": False}
@@ -452,9 +458,7 @@ def test_close_ends_threads_and_frees_the_port():
     ask(controller.address, "GET", "/")
     silent = socket.create_connection(controller.address, timeout=20)
     time.sleep(0.05)
-    started = time.monotonic()
     controller.close()
-    assert time.monotonic() - started < 2
     assert silent.recv(1) == b""
     controller.close()
     assert threading.active_count() == before
@@ -570,7 +574,7 @@ def test_a_forked_child_can_close_its_copy(start):
 def test_a_process_ends_with_its_controller_running():
     code = (
         "from mcore.observe.straggler.controller import StragglerController\n"
-        "from mcore.observe.straggler.controller_state import ControllerState\n"
+        "from mcore.observe.straggler.routes import ControllerState\n"
         "import socket\n"
         "state = ControllerState(rank=0, world_size=1, enabled=False)\n"
         "controller = StragglerController(\n"

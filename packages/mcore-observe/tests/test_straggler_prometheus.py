@@ -1,11 +1,11 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore.observe import Outlier, SectionStats, StragglerReport
-from mcore.observe.straggler.controller_state import ControllerState
-from mcore.observe.straggler.prometheus import prometheus_text
+from mcore.observe.straggler.routes import ControllerState, metrics_text
 
 HOST = 'no"de\\1\nx'
 
@@ -72,11 +72,11 @@ def test_sections_scores_and_outliers(report):
 
 def test_state_before_and_after_a_report(report):
     state = ControllerState(rank=0, world_size=2, enabled=True)
-    found = families(prometheus_text(state.status(), None))
+    found = families(metrics_text(state.status(), None))
     assert list(found) == ["mcore_straggler_enabled", "mcore_straggler_reports"]
     assert found["mcore_straggler_enabled"].samples[0].value == 1
-    state.applied(False, report)
-    text = prometheus_text(state.status(), report)
+    state.applied(False, SimpleNamespace(unix_time=report.unix_time, report=report))
+    text = metrics_text(state.status(), report)
     found = families(text)
     assert found["mcore_straggler_enabled"].samples[0].value == 0
     [total] = found["mcore_straggler_reports"].samples
@@ -88,7 +88,7 @@ def test_state_before_and_after_a_report(report):
 def test_every_family_has_help_and_type_once_before_its_samples(report):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     seen = []
-    for line in prometheus_text(state.status(), report).splitlines():
+    for line in metrics_text(state.status(), report).splitlines():
         if line.startswith("#"):
             _, keyword, name, rest = line.split(" ", 3)
             assert rest

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import random
@@ -7,15 +8,11 @@ import statistics
 import pytest
 import torch
 
-import mcore.observe.straggler.gathered_rows as gathered_rows
-from mcore.observe import Outlier, SectionStats, StragglerReport
-from mcore.observe.straggler.column_statistics import extremes, finite_part, median, spread_of
-from mcore.observe.straggler.gathered_report import GatheredReport, straggler_data
-from mcore.observe.straggler.gathered_rows import GatheredRows
+from mcore.observe import Outlier, SectionStats, StragglerReport, _StragglerData, _ValueWithRank
+from mcore.observe.straggler.exchange import METRICS, GatheredRows, encode_row
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
-from mcore.observe.straggler.report_lines import report_lines
-from mcore.observe.straggler.rows import ENABLED, RowHeader, encode_row, etpt_tf, row_length
-from mcore.observe.straggler.scores import BestMedians
+from mcore.observe.straggler.report import RankComparison
+from mcore.observe.straggler.reporter import etpt_tf, report_lines
 from mcore.observe.straggler.sections import section_hash
 
 NAN = math.nan
@@ -24,88 +21,54 @@ NAMES = ("compute", "data")
 
 def rows_of(metrics, names=NAMES, stats=None, **header):
     """One row a rank; ``metrics`` has seven numbers for each."""
-    header = {"log_interval": 10, "total_flops": 1e12, **header}
+    header = {"enabled": True, "wanted": True, "log_interval": 10, "total_flops": 1e12, **header}
     return torch.stack(
         [
             encode_row(
-                RowHeader(section_hash(names), True, True, metrics=seven, idle=False, **header),
+                section_hash(names),
                 (stats[rank] if stats else {0: SectionStats(1, seven[0], seven[0], seven[0])}),
                 len(names),
+                metrics=seven,
+                **header,
             )
             for rank, seven in enumerate(metrics)
         ]
     )
 
 
-def report_of(rows, names=NAMES, ranks=None, best=None, rule=None, **kwargs):
+class Best:
+    """The best medians of the reports so far."""
+
+    medians = None
+
+
+def compared(rows, names=NAMES, ranks=None, best=None, rule=None):
     ranks = ranks or tuple(range(len(rows)))
-    return GatheredReport(
-        GatheredRows(rows, ranks, torch.tensor(ranks)),
+    best = best or Best()
+    found = RankComparison(
+        GatheredRows(rows, ranks, torch.tensor(ranks).argsort()),
         unix_time=1.7e9,
         hosts=tuple(f"node{rank // 2}" for rank in ranks),
         names=names,
-        best=best or BestMedians(),
         rule=rule or OutlierRule(),
-        local_sections={},
-        **kwargs,
+        best_medians=best.medians,
     )
+    best.medians = found.best_medians
+    return found
+
+
+def report_of(rows, names=NAMES, **kwargs):
+    return compared(rows, names, **kwargs).report
 
 
 def elapsed_report(*elapsed_ms, **kwargs):
     return report_of(rows_of([(ms, NAN, NAN, NAN, NAN, NAN, 1.0) for ms in elapsed_ms]), **kwargs)
 
 
-def test_row_has_the_documented_places():
-    header = RowHeader(
-        sections_hash=7.0,
-        enabled=True,
-        wanted=False,
-        idle=False,
-        metrics=(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0),
-        log_interval=10,
-        total_flops=1e15,
-        dropped=3,
-    )
-    stats = {0: SectionStats(2, 9.0, 4.5, 5.0), 2: SectionStats(1, 3.0, 3.0, 3.0)}
-    row = encode_row(header, stats, 3)
-    assert row.dtype == torch.float64
-    assert row.numel() == row_length(3) == 16 + 4 * 3
-    assert row[:16].tolist() == [1, 7, 1, 0, 0, 1, 2, 3, 4, 5, 6, 8, 10, 1e15, 3, 0]
-    assert row[16:20].tolist() == [2, 9.0, 4.5, 5.0]
-    assert row[20:22].tolist() == [0, 0.0]
-    assert row[22:24].isnan().all()
-    assert row[24:].tolist() == [1, 3.0, 3.0, 3.0]
-    assert encode_row(header, {5: SectionStats(1, 1.0, 1.0, 1.0)}, 2).numel() == 24
-
-
 def test_throughput():
     assert round(etpt_tf(1e12, 10.0, world=1, amp=3.0), 2) == 33.33
     assert etpt_tf(4.8e13, 100.0, world=4, amp=3.0) == 40.0
     assert etpt_tf(1e12, 0.0, world=1, amp=3.0) == 0.0
-
-
-def test_z_of_the_documented_examples():
-    def z_of(*values):
-        values = torch.tensor(values, dtype=torch.float64)
-        center = median(values)
-        spread = spread_of(values, center)
-        return center, [round(float(value - center) / spread, 2) for value in values]
-
-    assert z_of(100, 101, 99, 100, 150) == (100.0, [0.0, 0.67, -0.67, 0.0, 33.72])
-    assert z_of(10, 10, 10, 10) == (10.0, [0.0] * 4)
-    assert z_of(10, 10, 10, 10.5) == (10.0, [0.0, 0.0, 0.0, 5.0])
-
-
-@pytest.mark.parametrize("num", [1, 2, 3, 4, 5, 100, 101])
-def test_median_is_that_of_the_statistics_module(num):
-    random.seed(num)
-    for values in ([random.random() for _ in range(num)], [float(i // 3) for i in range(num)]):
-        assert median(torch.tensor(values, dtype=torch.float64)) == statistics.median(values)
-
-
-def test_median_of_nothing():
-    assert math.isnan(median(torch.empty(0)))
-    assert finite_part(torch.tensor([NAN, math.inf, 1.0])).tolist() == [1.0]
 
 
 def test_outliers_by_z():
@@ -151,7 +114,7 @@ def test_few_ranks_are_judged_by_scores():
     assert (outlier.median, outlier.score) == (15.0, 0.5)
     assert math.isnan(outlier.z)
     assert elapsed_report(10.0, 13.0, 12.0).outliers == ()
-    best = BestMedians()
+    best = Best()
     elapsed_report(10.0, best=best)
     [outlier] = elapsed_report(20.0, best=best).outliers
     assert (outlier.rank, outlier.score) == (0, 0.5)
@@ -159,7 +122,7 @@ def test_few_ranks_are_judged_by_scores():
 
 
 def test_scores():
-    best = BestMedians()
+    best = Best()
     first = elapsed_report(10.0, 10.1, 9.9, 15.0, best=best)
     scores = first.relative_scores["compute"]
     assert [round(score, 3) for score in scores] == [0.99, 0.98, 1.0, 0.66]
@@ -229,7 +192,7 @@ def test_log_lines():
     rows = rows_of(
         [(ms, NAN, 60.0, 400.0, 99.0, 1980.0, tf) for ms, tf in zip(elapsed, etpt, strict=True)]
     )
-    first, bottom, top = report_lines(report_of(rows), num_ranks=2)
+    first, bottom, top = report_lines(compared(rows), num_ranks=2)
     assert LINE.fullmatch(first)
     assert first.split(" | ")[1:] == [
         "MnRtt/Rnk: 20.00ms/1",
@@ -250,7 +213,7 @@ def test_log_lines():
     assert bottom == "^^^^ Bottom 2 Ranks with lowest  Etpt(TF): 8.33/3, 19.80/0,"
     assert top == "^^^^ Top    2 Ranks with highest Etpt(TF): 19.90/2, 20.00/1,"
     for num_ranks in (1, 4, 5):
-        assert len(report_lines(report_of(rows), num_ranks=num_ranks)) == 1
+        assert len(report_lines(compared(rows), num_ranks=num_ranks)) == 1
 
 
 def test_throughput_ends_leave_out_the_unknown():
@@ -272,6 +235,13 @@ def test_outlier_lines_are_bounded():
     assert outlier_lines([]) == []
 
 
+def test_outliers_around_zero():
+    """The median may be 0 between them, so that any distance may count."""
+    assert [one.rank for one in elapsed_report(-1.0, 0.0, 0.0, 0.0, 1.0, 40.0).outliers] == [4, 5][
+        1:
+    ]
+
+
 def test_worst_outlier_comes_first():
     report = elapsed_report(10, 10, 10, 10, 10, 12, 15)
     assert [outlier.rank for outlier in report.outliers] == [6, 5]
@@ -281,7 +251,7 @@ def test_straggler_data_of_a_report():
     rows = rows_of(
         [(20.0, 1.0, 60.0, NAN, 99.0, 1980.0, 8.0), (30.0, 2.0, 70.0, NAN, 98.0, 1.0, 5)]
     )
-    data = straggler_data(report_of(rows))
+    data = compared(rows).data()
     assert (str(data.min_elapsed), str(data.max_elapsed)) == ("20.00ms/0", "30.00ms/1")
     assert (str(data.min_btime), str(data.max_btime)) == ("1.00ms/0", "2.00ms/1")
     assert (str(data.min_temp), str(data.max_temp)) == ("60.00C/0", "70.00C/1")
@@ -306,36 +276,97 @@ def test_json_has_null_for_nan():
     assert list(read)[:5] == ["unix_time", "world_size", "log_interval", "total_flops", "hosts"]
 
 
-def test_gathered_report_is_the_report_of_its_fields():
-    gathered = elapsed_report(10.0, 10.1, 9.9, 15.0)
-    fields = {name: getattr(gathered, name) for name in StragglerReport.__dataclass_fields__}
-    plain = StragglerReport(**fields)
-    assert plain.to_dict() == gathered.to_dict()
-    assert plain.to_prometheus() == gathered.to_prometheus()
-    for metric in gathered.metrics:
-        assert [str(value) for value in plain.min_max(metric)] == [
-            str(value) for value in gathered.min_max(metric)
-        ]
-    assert plain.throughput_ends(2) == gathered.throughput_ends(2)
+def test_replace_changes_one_field():
+    report = elapsed_report(10.0, 20.0)
+    later = dataclasses.replace(report, unix_time=1.8e9)
+    assert (later.unix_time, report.unix_time) == (1.8e9, 1.7e9)
+    assert later != report
+    assert dataclasses.replace(later, unix_time=1.7e9) == report
+    renamed = dataclasses.replace(report, hosts=("a", "b"))
+    assert renamed.hosts == ("a", "b")
+    assert renamed.metrics == report.metrics
     with pytest.raises(AttributeError):
-        gathered.world_size = 3
+        report.world_size = 3
 
 
-def test_disagreement_on_the_state_is_found():
-    rows = rows_of([(1.0, *(NAN,) * 6)] * 3)
-    rows[1, 2] = 0.0
-    said = GatheredRows(rows, (2, 0, 1), torch.tensor([2, 0, 1]))
-    assert (said.is_on, said.has_interval) == (False, False)
-    assert said.ranks_unlike(ENABLED) == [2, 1]
+def test_equal_reports_are_equal():
+    """Also where a number is missing, which is no data in both."""
+    rows = rows_of([(10.0, NAN, 60.0, NAN, NAN, NAN, 1.0), (NAN, 2.0, NAN, NAN, NAN, NAN, NAN)])
+    report = report_of(rows)
+    assert report == report_of(rows.clone())
+    rows[1, 6] = 3.0
+    assert report != report_of(rows)
+    rows[1, 6] = math.inf
+    assert report != report_of(rows)
+    assert report != report.to_dict()
+    other_rank = dataclasses.replace(report, local_sections={"x": SectionStats(1, 2.0, 2.0, 2.0)})
+    assert report != other_rank
 
 
-@pytest.mark.parametrize(("interval", "has_interval"), [(10.0, True), (0.0, False), (NAN, False)])
-def test_rank_0_says_whether_there_is_an_interval(interval, has_interval):
-    rows = rows_of([(1.0, *(NAN,) * 6)] * 2)
-    rows[1, 12] = interval
-    said = GatheredRows(rows, (1, 0), torch.tensor([1, 0]))
-    assert (said.is_on, said.has_interval) == (True, has_interval)
-    assert said.log_interval == (10 if has_interval else 0)
+def test_dict_of_a_report_worked_out_by_hand():
+    names = ("compute", "data", "mlp")
+    stats = [
+        {0: SectionStats(2, 40.0, 20.0, 21.0), 1: SectionStats(2, 4.0, 2.0, 3.0),
+         2: SectionStats(4, 8.0, 2.0, 2.5)},
+        {0: SectionStats(2, 80.0, 40.0, 41.0), 2: SectionStats(4, 8.0, 2.0, 2.5)},
+    ]  # fmt: skip
+    metrics = [
+        (4.0, 3.0, 60.0, 400.0, 97.0, 1980.0, 12.5),
+        (8.0, NAN, 61.0, NAN, 98.0, 1500.0, 6.25),
+    ]
+    report = report_of(rows_of(metrics, names, stats), names)
+    seconds = ("count", "sum_ms", "median_ms", "max_ms")
+    assert report.to_dict() == {
+        "unix_time": 1.7e9,
+        "world_size": 2,
+        "log_interval": 10,
+        "total_flops": 1e12,
+        "hosts": ["node0", "node0"],
+        "metrics": {
+            "elapsed_ms": [4.0, 8.0],
+            "data_ms": [3.0, None],
+            "temp_c": [60.0, 61.0],
+            "power_w": [400.0, None],
+            "util_pct": [97.0, 98.0],
+            "clock_mhz": [1980.0, 1500.0],
+            "etpt_tf": [12.5, 6.25],
+        },
+        "sections": {
+            "compute": [
+                dict(zip(seconds, (2, 40.0, 20.0, 21.0), strict=True)),
+                dict(zip(seconds, (2, 80.0, 40.0, 41.0), strict=True)),
+            ],
+            "data": [
+                dict(zip(seconds, (2, 4.0, 2.0, 3.0), strict=True)),
+                dict(zip(seconds, (0, 0.0, None, None), strict=True)),
+            ],
+            "mlp": [dict(zip(seconds, (4, 8.0, 2.0, 2.5), strict=True))] * 2,
+        },
+        "relative_scores": {"compute": [1.0, 0.5], "mlp": [1.0, 1.0]},
+        "individual_scores": {"compute": [1.0, 1.0], "mlp": [1.0, 1.0]},
+        "outliers": [
+            {
+                "metric": "compute",
+                "rank": 1,
+                "host": "node0",
+                "value": 40.0,
+                "median": 30.0,
+                "z": None,
+                "score": 0.5,
+            }
+        ],
+        "local_sections": {},
+        "ranks": [0, 1],
+    }
+
+
+def test_log_and_report_agree():
+    found = compared(rows_of([(ms, *(NAN,) * 5, ms / 2) for ms in (10.0, 10.1, 9.9, 15.0)]))
+    for metric in METRICS:
+        extremes = [(value, rank) for value, rank, _ in (v() for v in found.report.min_max(metric))]
+        assert str(extremes) == str(list(found.extremes[metric]))
+    assert found.report.throughput_ends(2) == found.throughput_ends(2)
+    assert found.report.outliers == found.outliers
 
 
 def synthetic(world):
@@ -359,7 +390,8 @@ def synthetic(world):
 def test_many_ranks_against_a_plain_loop():
     world = 16384
     metrics, rows = synthetic(world)
-    report = report_of(rows)
+    found = compared(rows)
+    report = found.report
     keys = list(report.metrics)
     expected = []
     for key, values, side in zip(keys, metrics, (1, 1, 1, 0, -1, -1, 0), strict=True):
@@ -379,50 +411,152 @@ def test_many_ranks_against_a_plain_loop():
     fastest = min(metrics[0])
     assert report.relative_scores["compute"] == tuple(fastest / value for value in metrics[0])
     assert report.sections["compute"][7] == SectionStats(1, 15.0, 15.0, 15.0)
-    first, bottom, _ = report_lines(report, num_ranks=3)
+    first, bottom, _ = report_lines(found, num_ranks=3)
     assert LINE.fullmatch(first)
     lowest = sorted((value, rank) for rank, value in enumerate(metrics[6]))[:3]
     assert bottom.endswith(" ".join(f"{value:.2f}/{rank}," for value, rank in lowest))
 
 
+BAD_SIDE = {"elapsed_ms": 1, "data_ms": 1, "temp_c": 1, "util_pct": -1, "clock_mhz": -1}
+
+
+def expected_outliers_by_z(metrics, relative):
+    found = []
+    for metric, side in BAD_SIDE.items():
+        known = [value for value in metrics[metric] if math.isfinite(value)]
+        if not known:
+            continue
+        center = statistics.median(known)
+        mad = statistics.median(abs(value - center) for value in known)
+        spread = max(1.4826 * mad, 0.01 * abs(center))
+        for index, value in enumerate(metrics[metric]):
+            if math.isfinite(value) and spread and side * (value - center) / spread >= 3.5:
+                z = (value - center) / spread
+                found.append((-abs(z), index, metric, value, center, z, relative[index]))
+    return found
+
+
+def expected_outliers_by_score(medians, relative, individual):
+    found = []
+    for name in medians:
+        known = [value for value in medians[name] if math.isfinite(value)]
+        for index, scores in enumerate(zip(relative[name], individual[name], strict=True)):
+            if min(scores) < 0.75:
+                value, center = medians[name][index], statistics.median(known)
+                found.append((min(scores), index, name, value, center, NAN, min(scores)))
+    return found
+
+
 @pytest.mark.parametrize("world", [1, 2, 3, 4, 7, 20])
 @pytest.mark.parametrize("seed", range(4))
-def test_few_ranks_are_reported_like_many(world, seed, monkeypatch):
-    """Lists and tensors give the same report, whatever is missing, equal or out of order."""
-    names, best = ("compute", "data", "attention"), (BestMedians(), BestMedians())
+def test_reports_against_plain_python(world, seed):
+    """Whatever is missing, equal or out of order."""
+    names, best = ("compute", "data", "attention"), Best()
+    best_ms = {name: [NAN] * world for name in ("compute", "attention")}
     random.seed(world * 10 + seed)
     ranks = tuple(random.sample(range(world), world))
+    values = [0.0, 10.0, 10.0, 10.5, 40.0, 10.2, 1e300, NAN, math.inf]
     for _ in range(3):
-        values = [0.0, 10.0, 10.0, 10.5, 40.0, 1e300, NAN, math.inf]
         stats = [
             {kind: SectionStats(1, 1.0, random.choice(values[:5]), 1.0) for kind in (0, 1, 2)}
             for _ in ranks
         ]
-        rows = rows_of([random.choices(values, k=7) for _ in ranks], names, stats)
-        reports = []
-        for few_numbers, best_of_kind in zip((10**6, 0), best, strict=True):
-            monkeypatch.setattr(gathered_rows, "FEW_NUMBERS", few_numbers)
-            reports.append(report_of(rows, names, ranks, best_of_kind))
-        assert reports[0]._rows.lists is not None
-        assert reports[1]._rows.lists is None
-        listed, tensors = (report.to_json() for report in reports)
-        assert listed == tensors
-        assert str(straggler_data(reports[0])) == str(straggler_data(reports[1]))
-        assert report_lines(reports[0], num_ranks=2) == report_lines(reports[1], num_ranks=2)
+        rows = [random.choices(values, k=7) for _ in ranks]
+        found = compared(rows_of(rows, names, stats), names, ranks=ranks, best=best)
+        metrics = dict(zip(METRICS, zip(*rows, strict=True), strict=True))
+        relative, individual, medians = {}, {}, {}
+        for kind, name in ((0, "compute"), (2, "attention")):
+            medians[name] = [of_rank[kind].median_ms or NAN for of_rank in stats]
+            fastest = min((ms for ms in medians[name] if ms > 0), default=NAN)
+            best_ms[name] = [
+                new if math.isnan(old) or new < old else old
+                for old, new in zip(best_ms[name], medians[name], strict=True)
+            ]
+            relative[name] = [fastest / ms for ms in medians[name]]
+            pairs = zip(best_ms[name], medians[name], strict=True)
+            individual[name] = [least / ms for least, ms in pairs]
+        if world >= 4:
+            outliers = expected_outliers_by_z(metrics, relative["compute"])
+        else:
+            outliers = expected_outliers_by_score(medians, relative, individual)
+        outliers.sort(key=lambda one: one[:2])
+        assert found.report == StragglerReport(
+            unix_time=1.7e9,
+            world_size=world,
+            log_interval=10,
+            total_flops=1e12,
+            hosts=tuple(f"node{rank // 2}" for rank in ranks),
+            metrics=metrics,
+            sections={
+                name: tuple(of_rank[kind] for of_rank in stats) for kind, name in enumerate(names)
+            },
+            relative_scores=relative,
+            individual_scores=individual,
+            outliers=tuple(
+                Outlier(name, ranks[index], f"node{ranks[index] // 2}", value, center, z, score)
+                for _, index, name, value, center, z, score in outliers
+            ),
+            ranks=ranks,
+        )
+        for metric, by_rank in metrics.items():
+            known = [pair for pair in zip(by_rank, ranks, strict=True) if math.isfinite(pair[0])]
+            if known:
+                smallest = min(known)
+                largest = min(known, key=lambda pair: (-pair[0], pair[1]))
+                assert found.extremes[metric] == (smallest, largest)
+            else:
+                assert [rank for _, rank in found.extremes[metric]] == [-1, -1]
 
 
 def test_what_nobody_reads_is_not_made():
-    report = report_of(synthetic(256)[1])
-    report_lines(report, num_ranks=1)
-    outlier_lines(report.outliers)
-    made = set(vars(report))
-    assert made.isdisjoint({"metrics", "sections", "relative_scores", "individual_scores"})
-    assert len(report.metrics["elapsed_ms"]) == 256
+    found = compared(synthetic(256)[1])
+    report_lines(found, num_ranks=3)
+    outlier_lines(found.outliers)
+    assert "report" not in vars(found)
+    assert len(found.report.metrics["elapsed_ms"]) == 256
+    assert found.report is found.report
 
 
-def test_extremes_of_several_rows():
-    rows = torch.tensor([[3.0, NAN, 1.0], [NAN, NAN, NAN], [2.0, 2.0, 2.0]])
-    (three, nothing, equal) = extremes(rows, torch.tensor([0, 1, 2]))
-    assert three == ((1.0, 2), (3.0, 0))
-    assert [rank for _, rank in nothing] == [-1, -1]
-    assert equal == ((2.0, 0), (2.0, 0))
+def test_text_and_call_of_a_value():
+    value = _ValueWithRank(48.126, 3, "ms")
+    assert str(value) == "48.13ms/3"
+    assert value() == (48.126, 3, "ms")
+    assert str(_ValueWithRank(math.nan, -1, "W")) == "nanW/-1"
+    assert _ValueWithRank(1.0, 2)() == (1.0, 2, "")
+
+
+def test_order_of_values_looks_at_numbers_alone():
+    low, high = _ValueWithRank(1.0, 9, "W"), _ValueWithRank(2.0, 0, "C")
+    assert low < high
+    assert high > low
+    assert low <= _ValueWithRank(1.0, 0)
+    assert low >= _ValueWithRank(1.0, 0)
+    assert not low > _ValueWithRank(1.0, 0)
+    assert sorted([high, low]) == [low, high]
+
+
+def test_equality_of_values_looks_at_all_three():
+    value = _ValueWithRank(1.0, 2, "ms")
+    assert value == _ValueWithRank(1.0, 2, "ms")
+    assert hash(value) == hash(_ValueWithRank(1.0, 2, "ms"))
+    for other in (_ValueWithRank(1.5, 2, "ms"), _ValueWithRank(1.0, 3, "ms"), 1.0):
+        assert value != other
+    assert value != _ValueWithRank(1.0, 2, "W")
+
+
+@pytest.mark.parametrize(
+    ("name", "unit"),
+    [("elapsed", "ms"), ("btime", "ms"), ("temp", "C"), ("power", "W"), ("util", "%"),
+     ("clock", "MHz")],
+)  # fmt: skip
+def test_extremes_start_as_nobody(name, unit):
+    for side in ("min", "max"):
+        assert str(getattr(_StragglerData(), f"{side}_{name}")) == f"nan{unit}/-1"
+
+
+def test_extremes_belong_to_the_instance():
+    one, other = _StragglerData(), _StragglerData()
+    one.min_temp = _ValueWithRank(50.0, 1, "C")
+    assert math.isnan(other.min_temp()[0])
+    assert len(dataclasses.fields(_StragglerData)) == 13
+    assert one.aflops is None

@@ -19,19 +19,12 @@ import torch.distributed as dist
 import mcore.observe.nvtx as observe_nvtx
 import mcore.observe.straggler.exchange as exchange
 from bench.measure import Row, paired
-from mcore.observe import StragglerDetector
+from mcore.observe import SectionStats, StragglerDetector
 from mcore.observe.nvtx import configure_nvtx_profiling, nvtx_range_pop, nvtx_range_push
-from mcore.observe.straggler.event_ranges import EventRanges
-from mcore.observe.straggler.rows import (
-    ELAPSED,
-    ETPT,
-    RowHeader,
-    encode_row,
-    etpt_tf,
-    row_length,
-)
-from mcore.observe.straggler.section_stats import SectionStats
-from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.observe.straggler.events import EventRanges
+from mcore.observe.straggler.exchange import ELAPSED, ETPT, encode_row, row_length
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.observe.straggler.reporter import etpt_tf
 from mcore.parallel.torch_compat import all_gather_single
 from rank_testing import run_ranks
 
@@ -281,12 +274,12 @@ def _values_of(world: int) -> torch.Tensor:
 
 def _matrix_of(values: torch.Tensor, ours: StragglerDetector) -> torch.Tensor:
     reporter: Any = ours._reporter
-    header = RowHeader(
-        reporter._sections_hash, enabled=True, wanted=True, log_interval=_INTERVAL,
+    stats = {kind: SectionStats(1, 1.0, 1.0, 1.0) for kind in (COMPUTE_KIND, DATA_KIND)}
+    row = encode_row(
+        reporter._sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
         total_flops=_FLOPS,
     )  # fmt: skip
-    stats = {kind: SectionStats(1, 1.0, 1.0, 1.0) for kind in (COMPUTE_KIND, DATA_KIND)}
-    matrix = encode_row(header, stats, 2).repeat(len(values), 1)
+    matrix = row.repeat(len(values), 1)
     matrix[:, ELAPSED : ETPT + 1] = values
     matrix[:, 18] = values[:, 0]  # the median of the compute ranges
     return matrix

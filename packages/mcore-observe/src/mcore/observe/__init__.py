@@ -62,9 +62,8 @@ from mcore.observe.sinks import (
 from mcore.observe.state import GlobalState, TrainState
 from mcore.observe.straggler.detector import StragglerDetector, __straggler__
 from mcore.observe.straggler.outliers import Outlier
-from mcore.observe.straggler.ranked_values import _StragglerData, _ValueWithRank
-from mcore.observe.straggler.report import StragglerReport
-from mcore.observe.straggler.section_stats import SectionStats
+from mcore.observe.straggler.ranges import SectionStats
+from mcore.observe.straggler.report import StragglerReport, _StragglerData, _ValueWithRank
 from mcore.observe.timers import Timer, Timers
 from mcore.observe.training_log import training_log
 from mcore.tensor.param_flags import param_is_not_shared

@@ -70,7 +70,7 @@ def open_mlflow(
         tags: Tags of the run.
         description: Note shown with the run.
         params: Settings to show with the run, without secrets, as of
-            :func:`mcore.observe.secrets`.
+            :func:`mcore.observe.config_params`.
         run_id: A run to continue instead of a new one.
         only_new_steps: Of a run to continue, leave out metrics of steps that it has already.
 

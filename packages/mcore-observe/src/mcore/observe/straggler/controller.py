@@ -1,36 +1,28 @@
-"""Switches the straggler detector and shows its reports over HTTP, on one rank."""
+"""The control and metrics endpoint of the straggler detector, on one rank."""
 
 from __future__ import annotations
 
+import atexit
 import ipaddress
+import logging
 import os
 import socket
 import threading
 
-from mcore.observe.straggler.controller_answers import Router
-from mcore.observe.straggler.controller_server import ControllerServer
-from mcore.observe.straggler.controller_state import ControllerState
+from mcore.observe.straggler.http import ControllerServer
+from mcore.observe.straggler.routes import ControllerState, Router
 
-__all__ = ["StragglerController", "check_binding"]
+logger = logging.getLogger("mcore.observe.straggler")
 
+_TOKEN_VARIABLE = "MCORE_STRAGGLER_TOKEN"
 _POLL_S = 0.5
 _GOODBYE_S = 1.0
 
 
 def check_binding(bind: str, token: str | None) -> None:
-    """Raise unless a controller may listen on an address; nothing is opened.
+    """Raise ValueError unless a controller may listen on an address; nothing is opened.
 
-    Args:
-        bind: An IPv4 or IPv6 address or a host name; ``""`` is every IPv4 address.
-        token: What clients have to present, or None.
-
-    Raises:
-        ValueError: ``bind`` is no address of this kind; it is reachable from other machines and
-            there is no token; or the token is empty or cannot be sent in a header.
-
-    Example:
-        >>> check_binding("127.0.0.1", None)
-        >>> check_binding("0.0.0.0", "s3cret")
+    An address that other machines reach needs a token, which a header has to be able to carry.
     """
     _, addresses = _resolve(bind)
     if token is not None and not (token and token.isascii() and token.isprintable()):
@@ -47,44 +39,8 @@ def check_binding(bind: str, token: str | None) -> None:
 class StragglerController:
     """Listens for requests in a daemon thread, ``straggler``, from its construction to ``close``.
 
-    ========================= =========================================================
-    ``GET /``, ``/status``    the state as JSON; changes nothing
-    ``POST /toggle``          the other state from the next report on; twice cancels out
-    ``POST /on``, ``/off``    that state from the next report on
-    ``GET /report``           the last report as JSON
-    ``GET /metrics``          the last report for Prometheus
-    ``GET /healthz``          ``ok``, without a token too
-    ========================= =========================================================
-
-    With a token all other requests need ``Authorization: Bearer <token>``. What a browser sends
-    for a web page is refused. Requests read the stored state only: no collective, no device. At
-    most 32 connections are served at a time, each for 10 seconds at most; line, headers and body
-    may have 8 KiB each.
-
-    Args:
-        state: Shared with the detector.
-        bind: The address to listen on; see :func:`check_binding`.
-        port: The port; 0 is any free one.
-        token: What clients have to present, or None. It is not logged.
-        allow_get_toggle: ``GET /`` toggles, as ``curl host:port`` does for Megatron-LM.
-
-    Attributes:
-        address: Host and port it listens on.
-
-    Raises:
-        ValueError: As :func:`check_binding`, and for a port outside 0..65535.
-        OSError: The address cannot be bound, such as a port in use.
-
-    Example:
-        >>> from urllib.request import urlopen
-        >>> state = ControllerState(rank=0, world_size=1, enabled=False)
-        >>> controller = StragglerController(
-        ...     state, bind="127.0.0.1", port=0, token=None, allow_get_toggle=False
-        ... )
-        >>> host, port = controller.address
-        >>> urlopen(f"http://{host}:{port}/toggle", data=b"").read().decode()
-        'Will turn StragglerDetector ON at next logging interval'
-        >>> controller.close()
+    Requests read the stored state only: no collective, no device. At most 32 connections are served
+    at a time, each for 10 seconds at most.
     """
 
     def __init__(
@@ -122,6 +78,55 @@ class StragglerController:
             thread.join()
             self._server.cut_all(_GOODBYE_S)
         self._server.server_close()
+
+
+class Listener:
+    """Starts and stops the controller of a process; a port that is in use is only a warning."""
+
+    def __init__(self, *, bind: str, port: int, token: str | None, allow_get_toggle: bool) -> None:
+        self._token = token if token is not None else os.environ.get(_TOKEN_VARIABLE) or None
+        check_binding(bind, self._token)
+        self._bind = bind
+        self._port = port
+        self._allow_get_toggle = allow_get_toggle
+        self._server: StragglerController | None = None
+        self.error: OSError | None = None
+
+    @property
+    def address(self) -> tuple[str, int] | None:
+        """Host and port that it listens on; None where it does not."""
+        return None if self._server is None else self._server.address
+
+    def start(self, state: ControllerState) -> None:
+        """Listen, until :meth:`close` or the end of the process; while listening do nothing."""
+        if self._server is not None:
+            return
+        self.error = None
+        try:
+            self._server = StragglerController(
+                state,
+                bind=self._bind,
+                port=self._port,
+                token=self._token,
+                allow_get_toggle=self._allow_get_toggle,
+            )
+        except OSError as error:
+            self.error = error
+            logger.warning(
+                "straggler controller cannot listen on %s:%d (%s); timing goes on without it",
+                self._bind,
+                self._port,
+                error,
+            )
+        else:
+            atexit.register(self.close)
+
+    def close(self) -> None:
+        """Stop listening; a second call does nothing."""
+        server, self._server = self._server, None
+        if server is not None:
+            atexit.unregister(self.close)
+            server.close()
 
 
 def _resolve(bind: str) -> tuple[socket.AddressFamily, list[str]]:

@@ -1,38 +1,50 @@
-"""Finds the ranks of a job that are slow, and shows whether GPU or data loading is the reason."""
+"""The detector of slow ranks, which shows whether the GPU or data loading is the reason."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, ClassVar
+from contextlib import AbstractContextManager, nullcontext
+from types import TracebackType
+from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 
-from mcore.observe.straggler.controller_state import ControllerState
-from mcore.observe.straggler.event_ranges import make_ranges
-from mcore.observe.straggler.exchange import Exchange
-from mcore.observe.straggler.gathered_report import straggler_data
-from mcore.observe.straggler.gathered_rows import GatheredRows
-from mcore.observe.straggler.listener import Listener
+from mcore.observe.straggler.events import make_ranges
+from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule
-from mcore.observe.straggler.ranked_values import _StragglerData
-from mcore.observe.straggler.report import StragglerReport
-from mcore.observe.straggler.reporting import UNKNOWN_METRICS, Reporter
-from mcore.observe.straggler.section_switch import SectionSwitch
-from mcore.observe.straggler.settings import Settings, chosen_device
+from mcore.observe.straggler.ranges import (
+    COMPUTE_KIND,
+    DATA_KIND,
+    NUM_KEPT,
+    UNTIMED,
+    Entry,
+    HostRanges,
+    ThreadRanges,
+)
+from mcore.observe.straggler.report import RankComparison, StragglerReport, _StragglerData
+from mcore.observe.straggler.reporter import Reporter
+from mcore.observe.straggler.routes import ControllerState
+from mcore.observe.straggler.sections import SectionTimers, checked_sections
 from mcore.observe.straggler.telemetry import guarded, telemetry_of
-from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.parallel.groups import GroupLike
+from mcore.tensor.device import current_device
 
 if TYPE_CHECKING:
-    from mcore.parallel.groups import GroupLike
-
-__all__ = ["StragglerDetector", "__straggler__"]
+    from mcore.observe.straggler.controller import Listener
 
 logger = logging.getLogger("mcore.observe.straggler")
 
+_MAX_PORT = 65535
 
-class StragglerDetector(SectionSwitch):
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class StragglerDetector:
     """Times chosen ranges on every rank and compares the ranks at each log interval.
 
     There is one in a process: constructing it again gives the same object, unchanged. It does
@@ -52,6 +64,8 @@ class StragglerDetector(SectionSwitch):
         amp: How many times longer a step takes than what is timed of it.
         port: The port that the controller was to listen on.
         dev: The device of the collective: the CPU for gloo.
+        start: Opens a range while on, else does nothing.
+        stop: Closes it while on, else does nothing.
 
     Example:
         >>> StragglerDetector.reset_singleton()
@@ -69,7 +83,11 @@ class StragglerDetector(SectionSwitch):
     _configured: ClassVar[bool] = False
     _instance: ClassVar[StragglerDetector | None] = None
     _is_made: bool
+    _off: bool
+    _idle: bool  # off, and no range is open
+    _begin: Callable[[ThreadRanges, int], Entry] | None  # None: read the host's clock, no more
     _reporter: Reporter | None
+    _timers: SectionTimers | None
     _listener: Listener | None
 
     def __new__(cls) -> StragglerDetector:
@@ -84,7 +102,7 @@ class StragglerDetector(SectionSwitch):
         if self._is_made:
             return
         self._is_made = True
-        super().__init__()
+        self._use_ranges(HostRanges())
         self._forget_settings()
 
     def configure(
@@ -147,29 +165,52 @@ class StragglerDetector(SectionSwitch):
             return
         if StragglerDetector._instance is not self:
             raise RuntimeError("this straggler detector was replaced; use StragglerDetector()")
-        rule = OutlierRule(z_threshold, relative_threshold, individual_threshold)
-        settings = Settings(
-            world, rank, mmcnt, amp, port, prefill, tuple(sections), sample_every, rule
+        _check_settings(
+            world=world,
+            rank=rank,
+            amp=amp,
+            port=port,
+            prefill=prefill,
+            sample_every=sample_every,
+            z_threshold=z_threshold,
         )
+        names = checked_sections(sections)
         listener = None
         if controller and rank == 0:
+            # It brings the standard library's HTTP server, which most ranks never need.
+            from mcore.observe.straggler.controller import Listener
+
             listener = Listener(
                 bind=bind, port=port, token=token, allow_get_toggle=allow_get_toggle
             )
         exchange = Exchange(group, world=world)
-        computing = chosen_device(device)
+        # Without an index: what is current when a range begins is what computes.
+        computing = torch.device(current_device().type if device is None else device)
         ranges = make_ranges(computing, prefill=prefill, sample_every=sample_every)
-        read = telemetry_of(computing) if telemetry is None else guarded(telemetry)
         self.world, self.rank, self.dev = world, rank, exchange.device
-        self.mmcnt, self.amp, self.port = settings.mmcnt, amp, port
-        self._reporter = Reporter(settings, exchange, read)
-        self._use_sections(settings.names)
+        self.mmcnt, self.amp, self.port = max(mmcnt, 1), amp, port
+        self._reporter = Reporter(
+            exchange,
+            telemetry_of(computing) if telemetry is None else guarded(telemetry),
+            world=world,
+            rank=rank,
+            amp=amp,
+            num_listed=self.mmcnt,
+            names=names,
+            rule=OutlierRule(z_threshold, relative_threshold, individual_threshold),
+        )
+        self._timers = SectionTimers(self, names)
         self._state = ControllerState(rank=rank, world_size=world, enabled=enabled)
         self._use_ranges(ranges)
         self._set_enabled(enabled)
         StragglerDetector._configured = True
         self._listener = listener
         self._controller()
+
+    @property
+    def enabled(self) -> bool:
+        """Whether ranges are timed now; a requested change comes at the end of a report."""
+        return not self._off
 
     @property
     def configured(self) -> bool:
@@ -185,6 +226,11 @@ class StragglerDetector(SectionSwitch):
     def world_size(self) -> int:
         """The number of ranks given to :meth:`configure`; 0 before."""
         return self.world
+
+    @property
+    def bdata(self) -> bool:
+        """Whether this thread's next range is a data range."""
+        return self._local.ranges.mark == DATA_KIND
 
     @property
     def toggle(self) -> bool:
@@ -216,8 +262,141 @@ class StragglerDetector(SectionSwitch):
         """Ranges that were not timed, since a graph was being captured."""
         return self._ranges.skipped_capture
 
+    def __call__(self, bdata: bool = False) -> StragglerDetector:
+        """Choose what this thread's next range is.
+
+        Args:
+            bdata: True for a data range, which is timed by the host's clock alone.
+
+        Returns:
+            The instance.
+        """
+        if not self._idle:
+            self._local.ranges.mark = DATA_KIND if bdata else COMPUTE_KIND
+        return self
+
+    def __enter__(self) -> StragglerDetector:
+        """Open a range while on. Never waits.
+
+        Returns:
+            The instance.
+        """
+        # This and __exit__ are what training pays for, so the common case is written out here.
+        if self._idle:
+            return self
+        ranges = self._local.ranges
+        if ranges.mark or self._begin is not None:
+            kind, ranges.mark = ranges.mark, COMPUTE_KIND
+            self._push(ranges, kind)
+        else:
+            ranges.stack.append(self._now_ns())
+        return self
+
+    def __exit__(
+        self,
+        ex_type: type[BaseException] | None,
+        ex_val: BaseException | None,
+        ex_tb: TracebackType | None,
+    ) -> Literal[False]:
+        """Close the range; one that an exception leaves is dropped.
+
+        Args:
+            ex_type: Of the exception, or None.
+            ex_val: The exception, or None.
+            ex_tb: Its traceback, or None.
+
+        Returns:
+            False: the exception goes on.
+        """
+        if self._idle:
+            return False
+        ended_ns = self._now_ns()
+        ranges = self._local.ranges
+        try:
+            opened = ranges.stack.pop()
+        except IndexError:  # not opened, or while timing was off
+            return False
+        # isinstance would take 6 % of the time of a range more.
+        if type(opened) is int and ex_type is None:
+            pending = ranges.compute
+            pending.append(ended_ns - opened)
+            if len(pending) >= NUM_KEPT:
+                self._ranges.fold(COMPUTE_KIND, pending)
+        elif type(opened) is tuple and opened is not UNTIMED:
+            kind, began_ns, events = opened
+            if ex_type is not None:
+                self._ranges.drop((opened,))
+            elif events is None:
+                self._ranges.add(ranges, kind, ended_ns - began_ns)
+            else:
+                self._ranges.end(ranges, opened, ended_ns)
+        if self._off:
+            self._settle()
+        return False
+
+    def start_method(self) -> None:
+        """Open a range: of compute, or of data after ``detector(bdata=True)``. Never waits.
+
+        Does nothing while off.
+        """
+        self.__enter__()
+
+    def stop_method(self) -> None:
+        """Close this thread's innermost range. Never waits.
+
+        Does nothing while off, or without an open range.
+        """
+        self.__exit__(None, None, None)
+
+    def null_method(self) -> None:
+        """Do nothing: what ``start`` and ``stop`` are while off."""
+
+    def section(self, name: str) -> AbstractContextManager[None]:
+        """Time the body of a with statement under a name.
+
+        Args:
+            name: One of the ``sections`` given to :meth:`configure`, which all ranks compare. Any
+                other is timed for ``local_sections`` of this rank's report, with one warning.
+
+        Returns:
+            A context manager; it does nothing while off.
+
+        Raises:
+            ValueError: An empty name.
+        """
+        return nullcontext() if self._timers is None else self._timers[name]
+
+    def wrap(self, fn: Callable[_P, _R], name: str) -> Callable[_P, _R]:
+        """Make a function whose calls are timed as a section.
+
+        Args:
+            fn: A function.
+            name: The section, as for :meth:`section`.
+
+        Returns:
+            A function with the same signature.
+
+        Raises:
+            TypeError: ``fn`` is a coroutine function or a generator: ranges follow the calls of a
+                thread, which those leave before they end.
+        """
+        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+            raise TypeError(f"wrap() got {fn!r}, which suspends; use section() around plain calls")
+
+        @functools.wraps(fn)
+        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+            with self.section(name):
+                return fn(*args, **kwargs)
+
+        return timed
+
+    def reset(self) -> None:
+        """Drop all samples; their events go back to the pool. Does nothing while off."""
+        if not self._off:
+            self._ranges.reset()
+
     def elapsed(self) -> tuple[float, float, int, int, int, int]:
-        """Return what was timed since the last call or report, and start anew.
+        """Return what was timed since the last call or report, and start again.
 
         Waits for the last event on an accelerator. No communication.
 
@@ -263,7 +442,7 @@ class StragglerDetector(SectionSwitch):
         if self.enabled and log_interval > 0:
             stats = self._ranges.take()
             metrics = self._reporter.metrics_of(stats, total_flops, log_interval)
-        said = self._reporter.gather(
+        rows = self._reporter.gather(
             enabled=self.enabled,
             wanted=self._state.wanted(),
             metrics=metrics,
@@ -272,22 +451,13 @@ class StragglerDetector(SectionSwitch):
             log_interval=log_interval,
             dropped=self.dropped,
         )
-        report = None
-        if said.has_interval:
-            report = self._reporter.new_report(said, self._local_stats(stats))
-        has_logged = self.rank == 0 and report is not None and self._reporter.log(report)
-        self._apply(said, report)
+        found = None
+        if rows.has_interval:
+            local_sections = {} if self._timers is None else self._timers.local_stats(stats)
+            found = self._reporter.compare(rows, local_sections)
+        has_logged = self.rank == 0 and found is not None and self._reporter.log(found)
+        self._apply(rows, found)
         return has_logged
-
-    def _apply(self, said: GatheredRows, report: StragglerReport | None) -> None:
-        """Take the state that rank 0 wants; no communication."""
-        if self.rank == 0 and self._reporter is not None:
-            self._reporter.log_switch(said)
-        elif self.rank != 0:
-            self._state.request(said.wanted)
-        if said.wanted != self.enabled:
-            self._set_enabled(said.wanted)
-        self._state.applied(said.wanted, report)
 
     def close(self) -> None:
         """Stop listening, switch timing off and let go of events; a second call does nothing.
@@ -322,10 +492,52 @@ class StragglerDetector(SectionSwitch):
         """Be as before ``configure``."""
         self.world, self.rank, self.mmcnt, self.amp, self.port = 0, 0, 1, 3.0, 0
         self.dev = torch.device("cpu")
-        self._reporter = None
-        self._listener = None
-        self._use_sections(None)
+        self._reporter = self._timers = self._listener = None
         self._state = ControllerState(rank=0, world_size=0, enabled=False)
+
+    def _use_ranges(self, ranges: HostRanges) -> None:
+        """Take what times ranges, and turn it off."""
+        self._ranges = ranges
+        self._local = ranges.local
+        self._now_ns = ranges.now_ns
+        self._set_enabled(False)
+
+    def _set_enabled(self, enabled: bool) -> None:
+        """Time ranges from now on, or no longer; one that is open is still closed and kept."""
+        self._off = not enabled
+        self.start: Callable[[], None] = self.start_method if enabled else self.null_method
+        self.stop: Callable[[], None] = self.stop_method if enabled else self.null_method
+        if enabled:
+            self._ranges.switched_on()
+            self._begin = self._ranges.begin if self._ranges.has_begin else None
+        else:
+            self._begin = _untimed
+            self._ranges.clear_marks()
+        self._settle()
+
+    def _settle(self) -> None:
+        self._idle = self._off and not self._ranges.has_open()
+
+    def _open(self, kind: int) -> None:
+        """Open a range of a given kind and leave the mark of the next one."""
+        if not self._idle:
+            ranges = self._local.ranges
+            ranges.make_room(kind)
+            self._push(ranges, kind)
+
+    def _push(self, ranges: ThreadRanges, kind: int) -> None:
+        begin = self._begin
+        ranges.stack.append((kind, self._now_ns(), None) if begin is None else begin(ranges, kind))
+
+    def _apply(self, rows: GatheredRows, found: RankComparison | None) -> None:
+        """Take the state that rank 0 wants; no communication."""
+        if self.rank == 0 and self._reporter is not None:
+            self._reporter.log_switch(rows)
+        elif self.rank != 0:
+            self._state.request(rows.wanted)
+        if rows.wanted != self.enabled:
+            self._set_enabled(rows.wanted)
+        self._state.applied(rows.wanted, found)
 
     def _check_toggle(self) -> None:
         """Switch timing on or off if that was requested, without a report.
@@ -374,14 +586,47 @@ class StragglerDetector(SectionSwitch):
         if self._reporter is None:
             return None
         metrics = (ptime, btime, temp, power, util, clock, flops)
-        said = self._reporter.gather(
+        rows = self._reporter.gather(
             enabled=self.enabled,
             wanted=self._state.wanted(),
             metrics=metrics if self.enabled else UNKNOWN_METRICS,
         )
         if self.rank != 0 or self._off:
             return None
-        return straggler_data(self._reporter.new_report(said, {}, remember=False))
+        return self._reporter.compare(rows, {}).data()
+
+
+def _check_settings(
+    *,
+    world: int,
+    rank: int,
+    amp: float,
+    port: int,
+    prefill: int,
+    sample_every: int,
+    z_threshold: float,
+) -> None:
+    """Raise ValueError for a value that cannot be."""
+    what = "straggler detector"
+    if world < 1:
+        raise ValueError(f"{what}: world is {world}; give at least 1")
+    if not 0 <= rank < world:
+        raise ValueError(f"{what}: rank is {rank}; give 0 to {world - 1}")
+    if not amp > 0:  # nor NaN
+        raise ValueError(f"{what}: amp is {amp}; give a number above 0")
+    if not 0 <= port <= _MAX_PORT:
+        raise ValueError(f"{what}: port is {port}; give 0 to {_MAX_PORT}")
+    if prefill < 0:
+        raise ValueError(f"{what}: prefill is {prefill}; give 0 or more")
+    if sample_every < 1:
+        raise ValueError(f"{what}: sample_every is {sample_every}; give at least 1")
+    if not z_threshold > 0:
+        raise ValueError(f"{what}: z_threshold is {z_threshold}; give a number above 0")
+
+
+def _untimed(ranges: ThreadRanges, kind: int) -> Entry:
+    """What an entry leaves that is inside an open range while timing is off."""
+    return UNTIMED
 
 
 def _whole(value: float) -> int:

@@ -1,47 +1,114 @@
-"""Gathers what each rank says in a report: one collective, entered by every rank."""
+"""What each rank says in a report, and the one collective that brings it to all ranks.
+
+A row is float64 of fixed length: the columns below, then four numbers a section.
+"""
 
 from __future__ import annotations
 
+import math
 import socket
 import struct
-from collections.abc import Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
 
-from mcore.observe.straggler.gathered_rows import GatheredRows
-from mcore.observe.straggler.rows import SCHEMA_VERSION, SECTIONS_HASH
+from mcore.observe.straggler.ranges import COMPUTE_KIND, NO_STATS, SectionStats
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 
-__all__ = ["Exchange"]
+SCHEMA, SECTIONS_HASH, ENABLED, WANTED, IDLE, ELAPSED = range(6)
+ETPT, LOG_INTERVAL, TOTAL_FLOPS, DROPPED, RESERVED = range(11, 16)
+SECTIONS_START = 16
+STATS_PER_SECTION = 4  # count, sum_ms, median_ms, max_ms
+_MUST_AGREE = slice(SECTIONS_HASH, ENABLED + 1)
 
+# The columns from ELAPSED to ETPT, with the unit that is printed.
+METRICS = {
+    "elapsed_ms": "ms",
+    "data_ms": "ms",
+    "temp_c": "C",
+    "power_w": "W",
+    "util_pct": "%",
+    "clock_mhz": "MHz",
+    "etpt_tf": "TF",
+}
+UNKNOWN_METRICS = (math.nan,) * len(METRICS)
+
+_SCHEMA_VERSION = 1
 _HOST_BYTES = 64
 _INTRODUCTION = struct.Struct(f"<qqq{_HOST_BYTES}s")  # schema, hash of sections, rank, host
 
 
+def encode_row(
+    sections_hash: float,
+    stats: Mapping[int, SectionStats],
+    num_sections: int,
+    *,
+    enabled: bool,
+    wanted: bool,
+    metrics: Sequence[float] = UNKNOWN_METRICS,
+    log_interval: int = 0,
+    total_flops: float = 0.0,
+    dropped: int = 0,
+) -> torch.Tensor:
+    """Return one rank's row, ``[row_length(num_sections)]`` on the CPU.
+
+    ``stats`` are by number of the section; those from ``num_sections`` on, which other ranks do not
+    know, are left out. ``metrics`` are in the order of :data:`METRICS`, NaN where unknown.
+    """
+    is_idle = COMPUTE_KIND not in stats
+    row: list[float] = [_SCHEMA_VERSION, sections_hash, enabled, wanted, is_idle, *metrics]
+    row += (log_interval, total_flops, dropped, 0.0)
+    for section in range(num_sections):
+        of_section = stats.get(section, NO_STATS)
+        row += (of_section.count, of_section.sum_ms, of_section.median_ms, of_section.max_ms)
+    # A third of the time of torch.tensor, which looks at each number.
+    return torch.frombuffer(array("d", row), dtype=torch.float64)
+
+
+def row_length(num_sections: int) -> int:
+    """Return the length of a row; the two built-in sections count."""
+    return SECTIONS_START + STATS_PER_SECTION * num_sections
+
+
+class GatheredRows:
+    """The rows of one exchange, ``[world, length]``, and what rank 0 decides with its own.
+
+    ``ranks`` has the rank of each row, as given to ``configure``: 0 to ``world - 1`` in some order,
+    ``order`` the rows by rank, None where they are so already.
+    """
+
+    def __init__(
+        self, matrix: torch.Tensor, ranks: tuple[int, ...], order: torch.Tensor | None = None
+    ) -> None:
+        self.matrix = matrix
+        self.ranks = ranks
+        self.order = order
+        deciding = matrix[ranks.index(0)]
+        numbers: list[float] = deciding.tolist()
+        self.is_on = bool(numbers[ENABLED])
+        self.wanted = bool(numbers[WANTED])
+        self.has_interval = self.is_on and numbers[LOG_INTERVAL] > 0
+        self.log_interval = int(numbers[LOG_INTERVAL]) if self.has_interval else 0
+        self.total_flops = numbers[TOTAL_FLOPS]
+        self._unlike = (matrix[:, _MUST_AGREE] != deciding[_MUST_AGREE]).nonzero().tolist()
+
+    def metrics(self) -> torch.Tensor:
+        """Return ``[7, world]`` in the order of :data:`METRICS`."""
+        return self.matrix[:, ELAPSED : ETPT + 1].t().contiguous()
+
+    def ranks_unlike(self, column: int) -> list[int]:
+        """List the ranks that differ from rank 0 in ``SECTIONS_HASH`` or ``ENABLED``, in order."""
+        place = column - _MUST_AGREE.start
+        return [self.ranks[index] for index, differing in self._unlike if differing == place]
+
+
 class Exchange:
-    """The ranks that report together.
+    """The ranks that report together; a group of None is the world, or this process alone.
 
-    Args:
-        group: The group; None is the world group. Without torch.distributed there is one rank.
-        world: The number of ranks that the caller expects.
-
-    Raises:
-        ValueError: ``world`` is not the size of the group, or this rank is no member.
-        TypeError: ``group`` is no group.
-
-    Attributes:
-        device: What the collective runs on: that of the group's backend.
-        hosts: Host name of each rank in the group's order; known after :meth:`introduce`.
-        ranks: The rank that each gave to ``configure``, likewise.
-        rank_ids: The same, int64 ``[world]``.
-
-    Example:
-        >>> exchange = Exchange(None, world=1)
-        >>> exchange.introduce(rank=0, sections_hash=5.0)
-        >>> exchange.ranks, len(exchange.hosts)
-        ((0,), 1)
+    Raises ValueError where ``world`` is not the size of the group or this rank is no member.
     """
 
     def __init__(self, group: GroupLike | None, *, world: int) -> None:
@@ -58,27 +125,20 @@ class Exchange:
         self._size = size
         self.device = torch.device("cpu") if self._group is None else comm_device(self._group)
         self._has_gloo = _has_gloo(self._group)
+        # In the group's order, known after the introduction:
         self.hosts: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
-        self.rank_ids = torch.empty(0, dtype=torch.int64)
+        self._order: torch.Tensor | None = None
 
     def introduce(self, *, rank: int, sections_hash: float) -> None:
         """Tell the others this rank's host name and sections, the first time it is called.
 
-        One all-gather of 88 bytes over the group; all of its ranks call it and get all names.
-
-        Args:
-            rank: The rank given to ``configure``.
-            sections_hash: The hash of the section names.
-
-        Raises:
-            RuntimeError: On all ranks: some have other sections, another version of this package,
-                or the same rank. Also when the collective fails.
+        One all-gather of 88 bytes over the group; RuntimeError on all ranks where some differ.
         """
         if self.hosts:
             return
         host = socket.gethostname().encode()[:_HOST_BYTES]
-        mine = _INTRODUCTION.pack(SCHEMA_VERSION, int(sections_hash), rank, host)
+        mine = _INTRODUCTION.pack(_SCHEMA_VERSION, int(sections_hash), rank, host)
         rows = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), rank)
         packed = bytes(rows.flatten().tolist())
         schemas, hashes, ranks, hosts = zip(*_INTRODUCTION.iter_unpack(packed), strict=True)
@@ -89,27 +149,17 @@ class Exchange:
                 f"straggler report: the ranks given to configure() are {list(ranks)} in the "
                 f"group's order; each of 0 to {self._size - 1} has to be given once"
             )
-        self.ranks, self.rank_ids = ranks, torch.tensor(ranks)
+        self.ranks = ranks
+        self._order = None if sorted(ranks) == list(ranks) else torch.tensor(ranks).argsort()
         self.hosts = tuple(host.rstrip(b"\0").decode(errors="replace") for host in hosts)
 
     def gather(self, row: torch.Tensor, rank: int) -> GatheredRows:
-        """Gather the rows of a report.
+        """Gather the rows of a report, on every rank; no communication for one rank.
 
         One all-gather over the group, with gloo as an all-to-all in which each rank sends its row
-        to all; every rank of the group calls it, with rows of equal length, and gets the result. No
-        communication for one rank.
-
-        Args:
-            row: See :func:`mcore.observe.straggler.rows.encode_row`.
-            rank: The rank given to ``configure``, for errors.
-
-        Returns:
-            What all ranks said, in the group's order.
-
-        Raises:
-            RuntimeError: On all ranks: some have other sections. Also when the collective fails.
+        to all. RuntimeError on all ranks where some have other sections.
         """
-        rows = GatheredRows(self._gather(row, rank), self.ranks, self.rank_ids)
+        rows = GatheredRows(self._gather(row, rank), self.ranks, self._order)
         _reject(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
         return rows
 
@@ -133,12 +183,12 @@ class Exchange:
             raise RuntimeError(
                 f"straggler report: gathering from {self._size} ranks failed on rank {rank}; a "
                 "rank died, hangs or does not call report() as often as the others, or one was "
-                f"configured anew: {error}"
+                f"configured again: {error}"
             ) from error
 
 
 def _has_gloo(group: GroupLike | None) -> bool:
-    """Say whether CPU tensors of a group go through gloo."""
+    """Whether CPU tensors of a group go through gloo."""
     return isinstance(group, dist.ProcessGroup) and "cpu:gloo" in dist.get_backend_config(group)
 
 

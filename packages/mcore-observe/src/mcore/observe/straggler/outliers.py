@@ -3,21 +3,15 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from mcore.observe.straggler.rank_numbers import Metrics
-from mcore.observe.straggler.rows import METRICS
+import torch
 
-__all__ = [
-    "MIN_WORLD_FOR_Z",
-    "Outlier",
-    "OutlierRule",
-    "outlier_lines",
-    "outliers_by_score",
-    "outliers_by_z",
-]
+from mcore.observe.straggler.exchange import METRICS
+from mcore.observe.straggler.ranges import DATA_KIND
+from mcore.observe.straggler.statistics import Extremes, least_spread, robust_spread, row_medians
+from mcore.parallel.shortened import shorten
 
 MIN_WORLD_FOR_Z = 4  # below it a median says too little, and the scores decide
 _MAX_LINES = 16
@@ -58,22 +52,17 @@ class Outlier:
 
 @dataclass(frozen=True)
 class OutlierRule:
-    """From where on a rank stands out.
+    """The thresholds from which on a rank stands out."""
 
-    Attributes:
-        z: Robust z on the bad side, four ranks or more.
-        relative: Relative score, fewer ranks.
-        individual: Individual score, fewer ranks.
-    """
-
-    z: float = 3.5
-    relative: float = 0.75
-    individual: float = 0.75
+    z: float = 3.5  # robust z on the bad side, four ranks or more
+    relative: float = 0.75  # relative score, fewer ranks
+    individual: float = 0.75  # individual score, fewer ranks
 
 
 def outliers_by_z(
-    metrics: Metrics,
-    compute_scores: Callable[[], Sequence[float]],
+    metrics: torch.Tensor,
+    extremes: Mapping[str, Extremes],
+    compute_scores: Callable[[], torch.Tensor],
     *,
     ranks: Sequence[int],
     hosts: Sequence[str],
@@ -81,37 +70,51 @@ def outliers_by_z(
 ) -> tuple[Outlier, ...]:
     """Find the ranks whose metrics stand out from those of four ranks or more, the worst first.
 
-    Args:
-        metrics: Of all ranks.
-        compute_scores: Returns the relative score of each rank; called if one stands out.
-        ranks: The rank of each value.
-        hosts: Its host.
-        min_z: Robust z on the bad side from which a value stands out.
-
-    Returns:
-        One for each rank and metric that stands out.
+    ``metrics`` are ``[7, world]``; relative scores are only asked for if a rank stands out. Medians
+    are what costs, so they are only worked out where the extremes leave room for an outlier.
     """
     found: list[tuple[str, int, float, float, float]] = []
-    for metric, side in _BAD_SIDE.items():
-        center, spread = metrics.center_and_spread(metric, side, min_z)
+    judged = [metric for metric in _BAD_SIDE if _has_room(extremes[metric], min_z)]
+    if not judged:
+        return ()
+    rows = metrics[[list(METRICS).index(metric) for metric in judged]]
+    for metric, values, center in zip(judged, rows, row_medians(rows), strict=True):
+        side, ((smallest, _), (largest, _)) = _BAD_SIDE[metric], extremes[metric]
+        distance = largest - center if side > 0 else center - smallest
+        if distance < min_z * least_spread(center):
+            continue
+        spread = robust_spread(values, center)
         if spread > 0:
+            z_of = (values - center) / spread
+            indices = ((side * z_of >= min_z) & values.isfinite()).nonzero().flatten()
             found += (
-                (metric, index, value, center, (value - center) / spread)
-                for index, value in enumerate(metrics.values(metric))
-                if side * (value - center) / spread >= min_z and math.isfinite(value)
+                (metric, index, value, center, z)
+                for index, value, z in zip(
+                    indices.tolist(), values[indices].tolist(), z_of[indices].tolist(), strict=True
+                )
             )
     if not found:
         return ()
     found.sort(key=lambda one: (-abs(one[4]), one[1]))
-    scores = compute_scores()
+    scores = compute_scores().tolist()
     return tuple(
         Outlier(metric, ranks[index], hosts[index], value, center, z, scores[index])
         for metric, index, value, center, z in found
     )
 
 
+def _has_room(extremes: Extremes, min_z: float) -> bool:
+    """Whether one extreme can be ``min_z`` of the smallest spread away from any median."""
+    (smallest, _), (largest, _) = extremes
+    least_center = 0.0 if smallest < 0 < largest else min(abs(smallest), abs(largest))
+    return largest - smallest >= min_z * least_spread(least_center)
+
+
 def outliers_by_score(
-    sections: Iterable[tuple[str, Sequence[float], Sequence[float], Sequence[float]]],
+    names: Sequence[str],
+    medians: torch.Tensor,
+    relative: torch.Tensor,
+    individual: torch.Tensor,
     *,
     ranks: Sequence[int],
     hosts: Sequence[str],
@@ -119,21 +122,18 @@ def outliers_by_score(
 ) -> tuple[Outlier, ...]:
     """Find the ranks whose scores are too low, the worst first.
 
-    Args:
-        sections: Name, and by rank the medians in ms, the relative and the individual scores.
-        ranks: The rank of each value.
-        hosts: Its host.
-        rule: The thresholds.
-
-    Returns:
-        One for each rank and section that stands out.
+    All tensors are ``[num_sections, world]``, with the sections in the order of ``names``. What
+    prefetching hides slows nobody down, so data ranges are not judged.
     """
     found: list[tuple[str, int, float, float, float]] = []
-    for name, medians, *both in sections:
-        for index, (relative, individual) in enumerate(zip(*both, strict=True)):
-            if relative < rule.relative or individual < rule.individual:
-                center = statistics.median(value for value in medians if math.isfinite(value))
-                found.append((name, index, medians[index], center, min(relative, individual)))
+    sections = zip(names, medians, relative.tolist(), individual.tolist(), strict=True)
+    for kind, (name, values, *scores) in enumerate(sections):
+        for index, (of_fastest, of_best) in enumerate(zip(*scores, strict=True)):
+            is_low = of_fastest < rule.relative or of_best < rule.individual
+            if is_low and kind != DATA_KIND:
+                [center] = row_medians(values.unsqueeze(0))
+                score = min(of_fastest, of_best)
+                found.append((name, index, values[index].item(), center, score))
     found.sort(key=lambda one: (one[4], one[1]))
     return tuple(
         Outlier(name, ranks[index], hosts[index], value, center, math.nan, score)
@@ -142,17 +142,9 @@ def outliers_by_score(
 
 
 def outlier_lines(outliers: Sequence[Outlier]) -> list[str]:
-    """Format outliers for a log: at most 16, then how many more there are.
-
-    Example:
-        >>> for line in outlier_lines([Outlier("temp_c", 2, "n1", 90.0, 60.0, 50.0, 0.8)]):
-        ...     print(line)
-        straggler: rank 2 (host n1) temp_c=90.00C median=60.00C z=50.0 score=0.80
-    """
-    lines = [_line(outlier) for outlier in outliers[:_MAX_LINES]]
-    if len(outliers) > _MAX_LINES:
-        lines.append(f"\u2026 and {len(outliers) - _MAX_LINES} more")
-    return lines
+    """Return the lines for a log: at most 16, then how many more there are."""
+    lines = [_line(outlier) for outlier in outliers]
+    return shorten(lines, most=_MAX_LINES, more="\u2026 and {} more")
 
 
 def _line(outlier: Outlier) -> str:

@@ -4,18 +4,140 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property, partial
 from heapq import nlargest, nsmallest
 from typing import Any
 
-from mcore.observe.straggler.outliers import Outlier
-from mcore.observe.straggler.prometheus import report_text
-from mcore.observe.straggler.ranked_values import Extremes, _ValueWithRank, extremes_of
-from mcore.observe.straggler.rows import METRICS
-from mcore.observe.straggler.scores import below
-from mcore.observe.straggler.section_stats import SectionStats
+import torch
 
-__all__ = ["StragglerReport"]
+from mcore.observe.straggler.exchange import (
+    METRICS,
+    SECTIONS_START,
+    STATS_PER_SECTION,
+    GatheredRows,
+)
+from mcore.observe.straggler.outliers import (
+    MIN_WORLD_FOR_Z,
+    Outlier,
+    OutlierRule,
+    outliers_by_score,
+    outliers_by_z,
+)
+from mcore.observe.straggler.prometheus import family, labels
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
+from mcore.observe.straggler.statistics import Extremes, relative_scores, row_extremes
+
+_MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
+_Ends = tuple[list[tuple[float, int]], list[tuple[float, int]]]
+
+# Metric -> name for Prometheus, factor to the base unit, help.
+_GAUGES = {
+    "elapsed_ms": ("iteration_seconds", 1e-3, "Time of the compute ranges per iteration."),
+    "data_ms": ("data_seconds", 1e-3, "Longest data range of the last interval."),
+    "temp_c": ("gpu_temperature_celsius", 1.0, "Temperature of the GPU."),
+    "power_w": ("gpu_power_watts", 1.0, "Power that the GPU draws."),
+    "util_pct": ("gpu_utilization_ratio", 1e-2, "Utilisation of the GPU from 0 to 1."),
+    "clock_mhz": ("gpu_clock_hertz", 1e6, "Clock of the GPU."),
+    "etpt_tf": ("estimated_tflops", 1.0, "Estimated throughput in TFLOP/s."),
+}
+
+
+class _ValueWithRank:
+    """A number, the rank that measured it and its unit.
+
+    ``<``, ``>``, ``<=`` and ``>=`` compare the values alone; ``==`` compares all three.
+
+    Args:
+        value: The number.
+        rank: The rank.
+        unit: Its unit, for the text.
+
+    Example:
+        >>> slow, fast = _ValueWithRank(48.0, 3, "ms"), _ValueWithRank(20.0, 1, "ms")
+        >>> str(fast), fast < slow, slow()
+        ('20.00ms/1', True, (48.0, 3, 'ms'))
+    """
+
+    __slots__ = ("_rank", "_unit", "_value")
+
+    def __init__(self, value: float, rank: int, unit: str = "") -> None:
+        self._value = value
+        self._rank = rank
+        self._unit = unit
+
+    def __call__(self) -> tuple[float, int, str]:
+        """Return the value, the rank and the unit."""
+        return self._value, self._rank, self._unit
+
+    def __lt__(self, other: _ValueWithRank) -> bool:
+        return self._value < other._value
+
+    def __gt__(self, other: _ValueWithRank) -> bool:
+        return self._value > other._value
+
+    def __le__(self, other: _ValueWithRank) -> bool:
+        return self._value <= other._value
+
+    def __ge__(self, other: _ValueWithRank) -> bool:
+        return self._value >= other._value
+
+    def __eq__(self, other: object) -> bool:
+        return self() == other() if isinstance(other, _ValueWithRank) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self())
+
+    def __str__(self) -> str:
+        return f"{self._value:.2f}{self._unit}/{self._rank}"
+
+    def __repr__(self) -> str:
+        return f"_ValueWithRank({self._value!r}, {self._rank!r}, {self._unit!r})"
+
+
+_NO_MS, _NO_C, _NO_W, _NO_PERCENT, _NO_MHZ = (
+    partial(_ValueWithRank, math.nan, -1, unit) for unit in ("ms", "C", "W", "%", "MHz")
+)
+
+
+@dataclass
+class _StragglerData:
+    """Smallest and largest value of each metric over the ranks, with NaN and rank -1 for none.
+
+    Attributes:
+        min_elapsed: Time of the compute ranges per iteration, ms.
+        max_elapsed: The same, of the slowest rank.
+        min_btime: Longest data range, ms.
+        max_btime: The same, of the slowest rank.
+        min_temp: GPU temperature, C.
+        max_temp: The same, of the hottest.
+        min_power: GPU power, W.
+        max_power: The same, of the highest.
+        min_util: GPU utilisation, %.
+        max_util: The same, of the busiest.
+        min_clock: GPU clock, MHz.
+        max_clock: The same, of the fastest.
+        aflops: Estimated throughput of every rank, TFLOP/s, ascending; None where not asked for.
+
+    Example:
+        >>> str(_StragglerData().min_power)
+        'nanW/-1'
+    """
+
+    min_elapsed: _ValueWithRank = field(default_factory=_NO_MS)
+    max_elapsed: _ValueWithRank = field(default_factory=_NO_MS)
+    min_btime: _ValueWithRank = field(default_factory=_NO_MS)
+    max_btime: _ValueWithRank = field(default_factory=_NO_MS)
+    min_temp: _ValueWithRank = field(default_factory=_NO_C)
+    max_temp: _ValueWithRank = field(default_factory=_NO_C)
+    min_power: _ValueWithRank = field(default_factory=_NO_W)
+    max_power: _ValueWithRank = field(default_factory=_NO_W)
+    min_util: _ValueWithRank = field(default_factory=_NO_PERCENT)
+    max_util: _ValueWithRank = field(default_factory=_NO_PERCENT)
+    min_clock: _ValueWithRank = field(default_factory=_NO_MHZ)
+    max_clock: _ValueWithRank = field(default_factory=_NO_MHZ)
+    aflops: list[_ValueWithRank] | None = None
 
 
 @dataclass(frozen=True)
@@ -70,6 +192,13 @@ class StragglerReport:
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(self.world_size)))
 
+    def __eq__(self, other: object) -> bool:
+        """Compare all fields; NaN, which is no data, equals NaN."""
+        if not isinstance(other, StragglerReport):
+            return NotImplemented
+        is_equal: bool = _plain(asdict(self), math.isnan) == _plain(asdict(other), math.isnan)
+        return is_equal
+
     def min_max(self, metric: str) -> tuple[_ValueWithRank, _ValueWithRank]:
         """Return the smallest and the largest value of a metric, with the lowest rank that has it.
 
@@ -84,9 +213,14 @@ class StragglerReport:
         """
         if metric not in METRICS:
             raise ValueError(f"metric is {metric!r}; give one of {list(METRICS)}")
-        smallest, largest = self._extremes(metric)
-        unit = METRICS[metric]
-        return _ValueWithRank(*smallest, unit), _ValueWithRank(*largest, unit)
+        by_rank = sorted(zip(self.ranks, self.metrics[metric], strict=True))
+        values = torch.tensor([[value for _, value in by_rank]], dtype=torch.float64)
+        [ends] = row_extremes(values)
+        smallest, largest = (
+            _ValueWithRank(value, by_rank[at][0] if at >= 0 else -1, METRICS[metric])
+            for value, at in ends
+        )
+        return smallest, largest
 
     def throughput_ends(
         self, num_ranks: int
@@ -99,9 +233,7 @@ class StragglerReport:
         Returns:
             Two lists of TFLOP/s and rank, both ascending, equal values by rank.
         """
-        by_rank = zip(self.metrics["etpt_tf"], self.ranks, strict=True)
-        known = [(value, rank) for value, rank in by_rank if math.isfinite(value)]
-        return nsmallest(num_ranks, known), nlargest(num_ranks, known)[::-1]
+        return _ends(self.metrics["etpt_tf"], self.ranks, num_ranks)
 
     def identify_stragglers(
         self, relative: float = 0.75, individual: float = 0.75
@@ -117,20 +249,13 @@ class StragglerReport:
             rank without data is never one.
         """
         return {
-            "relative": {
-                name: below(scores, relative, self.ranks)
-                for name, scores in self.relative_scores.items()
-            },
-            "individual": {
-                name: below(scores, individual, self.ranks)
-                for name, scores in self.individual_scores.items()
-            },
+            "relative": _below(self.relative_scores, relative, self.ranks),
+            "individual": _below(self.individual_scores, individual, self.ranks),
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists, texts and numbers, with None for NaN."""
-        fields = {name: getattr(self, name) for name in StragglerReport.__dataclass_fields__}
-        plain: dict[str, Any] = _plain(fields)
+        plain: dict[str, Any] = _plain(asdict(self), lambda value: not math.isfinite(value))
         return plain
 
     def to_json(self) -> str:
@@ -139,19 +264,182 @@ class StragglerReport:
 
     def to_prometheus(self) -> str:
         """Return the numbers of all ranks in Prometheus' text format 0.0.4."""
-        return report_text(self)
+        by_rank = zip(self.ranks, self.hosts, strict=True)
+        ranks = [labels(rank=rank, host=host) for rank, host in by_rank]
+        outliers = [(labels(rank=one.rank, metric=one.metric), 1) for one in self.outliers]
+        families = [
+            family(name, "gauge", text, _scaled(ranks, self.metrics[metric], factor))
+            for metric, (name, factor, text) in _GAUGES.items()
+            if metric in self.metrics
+        ]
+        families += self._section_families(ranks)
+        text = "1 for each rank and metric that stands out."
+        return "".join([*families, family("outlier", "gauge", text, outliers)])
 
-    def _extremes(self, metric: str) -> Extremes:
-        return extremes_of(self.metrics[metric], self.ranks)
+    def _section_families(self, ranks: Sequence[str]) -> Iterable[str]:
+        sums = {name: [each.sum_ms for each in stats] for name, stats in self.sections.items()}
+        per_iteration = 1e-3 / max(self.log_interval, 1)
+        relative, individual = self.relative_scores, self.individual_scores
+        for name, text, sections, factor in (
+            ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
+            ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
+            ("individual_score", "Own best median time over the current.", individual, 1.0),
+        ):
+            samples: list[tuple[str, float]] = []
+            for section, values in sections.items():
+                label = labels(section=section)
+                samples += _scaled([f"{rank},{label}" for rank in ranks], values, factor)
+            yield family(name, "gauge", text, samples)
 
 
-def _plain(value: Any) -> Any:
+class RankComparison:
+    """The rows of one exchange as a report; what nobody asks for is not worked out.
+
+    ``names`` are those of all sections. The best medians so far take in this report's.
+    """
+
+    def __init__(
+        self,
+        rows: GatheredRows,
+        *,
+        unix_time: float,
+        hosts: tuple[str, ...],
+        names: Sequence[str],
+        rule: OutlierRule,
+        best_medians: torch.Tensor | None = None,
+        local_sections: Mapping[str, SectionStats] | None = None,
+    ) -> None:
+        self.unix_time = unix_time
+        self.world_size = len(rows.ranks)
+        self.total_flops = rows.total_flops
+        self._rows = rows
+        self._hosts = hosts
+        self._names = names
+        self._rule = rule
+        self._local_sections = dict(local_sections or {})
+        self._metrics = rows.metrics()
+        medians = rows.matrix[:, _MEDIANS].t().contiguous()
+        self._medians = medians.where(medians > 0, torch.nan)
+        self.best_medians = (
+            self._medians if best_medians is None else torch.fmin(best_medians, self._medians)
+        )
+
+    @cached_property
+    def report(self) -> StragglerReport:
+        """Everything."""
+        individual = self.best_medians / self._medians
+        return StragglerReport(
+            unix_time=self.unix_time,
+            world_size=self.world_size,
+            log_interval=self._rows.log_interval,
+            total_flops=self.total_flops,
+            hosts=self._hosts,
+            metrics=dict(zip(METRICS, map(tuple, self._metrics.tolist()), strict=True)),
+            sections=self._sections(),
+            relative_scores=self._by_section(relative_scores(self._medians)),
+            individual_scores=self._by_section(individual),
+            outliers=self.outliers,
+            local_sections=self._local_sections,
+            ranks=self._rows.ranks,
+        )
+
+    @cached_property
+    def extremes(self) -> dict[str, Extremes]:
+        """The smallest and the largest value of each metric, with their ranks."""
+        order = self._rows.order
+        by_rank = self._metrics if order is None else self._metrics[:, order]
+        return dict(zip(METRICS, row_extremes(by_rank), strict=True))
+
+    @cached_property
+    def outliers(self) -> tuple[Outlier, ...]:
+        """The ranks that stand out, the worst first."""
+        ranks, hosts, medians = self._rows.ranks, self._hosts, self._medians
+        if self.world_size >= MIN_WORLD_FOR_Z:
+            return outliers_by_z(
+                self._metrics,
+                self.extremes,
+                lambda: relative_scores(medians[COMPUTE_KIND]),
+                ranks=ranks,
+                hosts=hosts,
+                min_z=self._rule.z,
+            )
+        return outliers_by_score(
+            self._names,
+            medians,
+            relative_scores(medians),
+            self.best_medians / medians,
+            ranks=ranks,
+            hosts=hosts,
+            rule=self._rule,
+        )
+
+    def throughput_ends(self, num_ranks: int) -> _Ends:
+        """See :meth:`StragglerReport.throughput_ends`."""
+        return _ends(self._metrics[-1].tolist(), self._rows.ranks, num_ranks)
+
+    def data(self) -> _StragglerData:
+        """Return the extremes, and the throughput of the ranks that know theirs."""
+        ends: dict[str, _ValueWithRank] = {}
+        for name, metric in (
+            ("elapsed", "elapsed_ms"),
+            ("btime", "data_ms"),
+            ("temp", "temp_c"),
+            ("power", "power_w"),
+            ("util", "util_pct"),
+            ("clock", "clock_mhz"),
+        ):
+            for side, value in zip(("min", "max"), self.extremes[metric], strict=True):
+                ends[f"{side}_{name}"] = _ValueWithRank(*value, METRICS[metric])
+        by_rank = zip(self._metrics[-1].tolist(), self._rows.ranks, strict=True)
+        aflops = sorted((value, rank) for value, rank in by_rank if not math.isnan(value))
+        return _StragglerData(
+            **ends, aflops=[_ValueWithRank(value, rank, "TF") for value, rank in aflops]
+        )
+
+    def _sections(self) -> dict[str, tuple[SectionStats, ...]]:
+        numbers = self._rows.matrix[:, SECTIONS_START:]
+        numbers = numbers.reshape(self.world_size, len(self._names), STATS_PER_SECTION)
+        return {
+            name: tuple(SectionStats(int(count), *times) for count, *times in by_rank)
+            for name, by_rank in zip(self._names, numbers.transpose(0, 1).tolist(), strict=True)
+        }
+
+    def _by_section(self, scores: torch.Tensor) -> dict[str, tuple[float, ...]]:
+        return {
+            name: tuple(by_rank)
+            for kind, (name, by_rank) in enumerate(zip(self._names, scores.tolist(), strict=True))
+            if kind != DATA_KIND  # what prefetching hides slows nobody down
+        }
+
+
+def _ends(values: Sequence[float], ranks: Sequence[int], num_ranks: int) -> _Ends:
+    by_rank = zip(values, ranks, strict=True)
+    known = [(value, rank) for value, rank in by_rank if math.isfinite(value)]
+    return nsmallest(num_ranks, known), nlargest(num_ranks, known)[::-1]
+
+
+def _below(
+    scores: Mapping[str, Sequence[float]], threshold: float, ranks: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
+    """The ranks whose score is below a threshold, by section; those without data are not."""
+    return {
+        name: tuple(rank for rank, score in zip(ranks, by_rank, strict=True) if score < threshold)
+        for name, by_rank in scores.items()
+    }
+
+
+def _scaled(
+    of_samples: Sequence[str], values: Sequence[float], factor: float
+) -> Iterable[tuple[str, float]]:
+    return zip(of_samples, (value * factor for value in values), strict=True)
+
+
+def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
+    """A value with lists for tuples and None for the numbers that are missing."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: _plain(item, is_missing) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
-        return [_plain(item) for item in value]
-    if isinstance(value, (SectionStats, Outlier)):
-        return _plain(asdict(value))
-    if isinstance(value, float) and not math.isfinite(value):
+        return [_plain(item, is_missing) for item in value]
+    if isinstance(value, float) and is_missing(value):
         return None
     return value

@@ -1,65 +1,132 @@
-"""The names of what is timed: the two built-in kinds, and sections that the user declares."""
+"""Named sections: the names that all ranks know, and the context managers that time them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import logging
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
+from types import TracebackType
+from typing import Protocol
 
-__all__ = ["COMPUTE", "DATA", "MAX_SECTIONS", "checked_sections", "section_hash"]
+from mcore.observe.straggler.ranges import SectionStats
 
-COMPUTE = "compute"
-DATA = "data"
-MAX_SECTIONS = 64
+logger = logging.getLogger("mcore.observe.straggler")
 
+_BUILT_IN = ("compute", "data")
+_MAX_SECTIONS = 64
+_MAX_UNDECLARED = 64
 _HASH_BITS = 52  # a float64 holds such an integer exactly
 
 
 def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
-    """Check the names that a user declares and put the two built-in kinds before them.
-
-    Args:
-        sections: The user's names.
-
-    Returns:
-        ``("compute", "data", *sections)``.
-
-    Raises:
-        ValueError: More than 64 names, a name twice, empty or not text, or the name of a built-in
-            kind.
-
-    Example:
-        >>> checked_sections(["attention"])
-        ('compute', 'data', 'attention')
-    """
+    """Return the names that a user declares behind the two built-in ones, or raise ValueError."""
     if isinstance(sections, str):
         raise ValueError(f"sections is the text {sections!r}; give a sequence of names")
-    if len(sections) > MAX_SECTIONS:
-        raise ValueError(f"{len(sections)} sections; at most {MAX_SECTIONS} can be declared")
-    names = (COMPUTE, DATA, *sections)
+    if len(sections) > _MAX_SECTIONS:
+        raise ValueError(f"{len(sections)} sections; at most {_MAX_SECTIONS} can be declared")
+    names = (*_BUILT_IN, *sections)
     for name in sections:
-        if not isinstance(name, str) or not name:
-            raise ValueError(f"section {name!r} has no name; give text that is not empty")
+        _check_name(name)
         if names.count(name) > 1:
             raise ValueError(
                 f"section {name!r} is declared twice or built in; give each its own name "
-                f"(built in are {COMPUTE!r} and {DATA!r})"
+                f"(built in are {_BUILT_IN[0]!r} and {_BUILT_IN[1]!r})"
             )
     return names
 
 
 def section_hash(names: Sequence[str]) -> float:
-    """Return 52 bits of a hash of some names, which a float64 holds exactly.
-
-    Args:
-        names: The names; their order counts.
-
-    Returns:
-        A whole number.
-
-    Example:
-        >>> section_hash(["a", "b"]) == section_hash(["a", "b"]) != section_hash(["b", "a"])
-        True
-    """
+    """Return 52 bits of a hash of names in their order, which a float64 holds exactly."""
     text = b"".join(len(name.encode()).to_bytes(8, "little") + name.encode() for name in names)
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     return float(digest & ((1 << _HASH_BITS) - 1))
+
+
+class _Detector(Protocol):
+    """What opens and closes ranges."""
+
+    def _open(self, kind: int) -> None: ...
+    def __exit__(
+        self,
+        ex_type: type[BaseException] | None,
+        ex_val: BaseException | None,
+        ex_tb: TracebackType | None,
+    ) -> object: ...
+
+
+class SectionTimer:
+    """Times the body of a with statement as a section. Threads may share it, and it nests."""
+
+    __slots__ = ("_detector", "_kind")
+
+    def __init__(self, detector: _Detector, kind: int) -> None:
+        self._detector = detector
+        self._kind = kind
+
+    def __enter__(self) -> None:
+        self._detector._open(self._kind)
+
+    def __exit__(
+        self,
+        ex_type: type[BaseException] | None,
+        ex_val: BaseException | None,
+        ex_tb: TracebackType | None,
+    ) -> None:
+        self._detector.__exit__(ex_type, ex_val, ex_tb)
+
+
+class SectionTimers:
+    """The timers of sections by name; those that were not declared are numbered as they come."""
+
+    def __init__(self, detector: _Detector, names: Sequence[str]) -> None:
+        self._detector = detector
+        self._lock = threading.Lock()
+        self._num_declared = len(names)
+        self._has_warned_of_many = False
+        self._timers = {name: SectionTimer(detector, kind) for kind, name in enumerate(names)}
+
+    def __getitem__(self, name: str) -> AbstractContextManager[None]:
+        """Return the timer of a section; ValueError for a name that is empty or not text."""
+        timer = self._timers.get(name)
+        return self._undeclared(name) if timer is None else timer
+
+    def local_stats(self, stats: Mapping[int, SectionStats]) -> dict[str, SectionStats]:
+        """Return the statistics of the sections that were not declared, by name."""
+        names = list(self._timers)
+        return {
+            names[kind]: of_kind for kind, of_kind in stats.items() if kind >= self._num_declared
+        }
+
+    def _undeclared(self, name: str) -> AbstractContextManager[None]:
+        _check_name(name)
+        with self._lock:
+            if name in self._timers:  # another thread was faster
+                return self._timers[name]
+            if len(self._timers) >= self._num_declared + _MAX_UNDECLARED:
+                return self._one_too_many(name)
+            timer = SectionTimer(self._detector, len(self._timers))
+            self._timers[name] = timer
+        logger.warning(
+            "straggler: section %r is not among the sections given to configure(); it is timed "
+            "on this rank alone",
+            name,
+        )
+        return timer
+
+    def _one_too_many(self, name: str) -> AbstractContextManager[None]:
+        if not self._has_warned_of_many:
+            self._has_warned_of_many = True
+            logger.warning(
+                "straggler: section %r and others are not timed: there are %d sections already "
+                "that were not given to configure()",
+                name,
+                _MAX_UNDECLARED,
+            )
+        return nullcontext()
+
+
+def _check_name(name: object) -> None:
+    if not isinstance(name, str) or not name:
+        raise ValueError(f"section {name!r} has no name; give text that is not empty")

@@ -11,8 +11,6 @@ import torch
 
 from mcore.observe.energy import open_device_handle
 
-__all__ = ["Reading", "Sensors", "guarded", "telemetry_of"]
-
 logger = logging.getLogger("mcore.observe.straggler")
 
 Reading: TypeAlias = "tuple[float, float, float, float]"  # C, W, %, MHz
@@ -22,18 +20,10 @@ _NOTHING: Reading = (math.nan,) * 4
 
 
 def telemetry_of(device: torch.device) -> Callable[[], Reading]:
-    """Choose how a device is read: NVML on NVIDIA, amdsmi through torch on ROCm, else not at all.
+    """Return what reads a device and never raises; NaN for what is not known.
 
-    Args:
-        device: The device; without an index the one that is current at the first reading.
-
-    Returns:
-        A function that returns temperature (C), power (W), utilisation (%) and clock (MHz); NaN
-        for what is not known. It never raises.
-
-    Example:
-        >>> telemetry_of(torch.device("cpu"))()
-        (nan, nan, nan, nan)
+    NVML on NVIDIA, amdsmi through torch on ROCm, else nothing. A device without an index is the one
+    that is current at the first reading.
     """
     if device.type == "cpu" or not torch.cuda.is_available():
         return lambda: _NOTHING
@@ -43,18 +33,7 @@ def telemetry_of(device: torch.device) -> Callable[[], Reading]:
 
 
 def guarded(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
-    """Wrap a user's telemetry: after its first failure, which is one warning, it returns NaN.
-
-    Args:
-        telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz).
-
-    Returns:
-        A function that never raises.
-
-    Example:
-        >>> guarded(lambda: (60, 400, 99, 1980))()
-        (60.0, 400.0, 99.0, 1980.0)
-    """
+    """Wrap a user's telemetry: after its first failure, which is one warning, it returns NaN."""
     source: Callable[[], Sequence[float]] | None = telemetry
 
     def read() -> Reading:
@@ -73,16 +52,7 @@ def guarded(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
 
 
 class Sensors:
-    """Four sensors that are opened at the first reading; one that fails is NaN from then on.
-
-    Args:
-        open_sensors: Returns functions for temperature (C), power (W), utilisation (%) and clock
-            (MHz), or raises.
-
-    Example:
-        >>> Sensors(lambda: [lambda: 60.0, lambda: 400.0, lambda: 99.0, lambda: 1980.0]).read()
-        (60.0, 400.0, 99.0, 1980.0)
-    """
+    """Four sensors that are opened at the first reading; one that fails is NaN from then on."""
 
     def __init__(self, open_sensors: Callable[[], Sequence[Callable[[], float]]]) -> None:
         self._open_sensors = open_sensors

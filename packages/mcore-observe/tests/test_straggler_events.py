@@ -4,12 +4,9 @@ import time
 import pytest
 import torch
 
-from mcore.observe import StragglerDetector
-from mcore.observe.straggler.event_pool import EventPool
-from mcore.observe.straggler.event_ranges import EventRanges, make_ranges
-from mcore.observe.straggler.range_switch import RangeSwitch
-from mcore.observe.straggler.section_stats import SectionStats
-from mcore.observe.straggler.timing import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.observe import SectionStats, StragglerDetector
+from mcore.observe.straggler.events import EventPool, EventRanges, make_ranges
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, HostRanges
 
 MS = 1_000_000
 
@@ -58,7 +55,14 @@ class StandInEvent:
         return end.at_ms - self.at_ms
 
 
-def new_switch(prefill=4, **kwargs):
+@pytest.fixture(autouse=True)
+def leave_no_detector():
+    StragglerDetector.reset_singleton()
+    yield
+    StragglerDetector.reset_singleton()
+
+
+def new_detector(prefill=4, **kwargs):
     device = Device()
     ranges = EventRanges(
         make_event=device.event,
@@ -67,110 +71,110 @@ def new_switch(prefill=4, **kwargs):
         now_ns=lambda: device.host_ns,
         **kwargs,
     )
-    switch = RangeSwitch()
-    switch._use_ranges(ranges)
-    return switch, device
+    detector = StragglerDetector()
+    detector._use_ranges(ranges)
+    return detector, device
 
 
 def test_slower_clock_counts_and_only_the_report_waits():
-    switch, device = new_switch()
+    detector, device = new_detector()
     assert device.num_made == 0
-    switch._set_enabled(True)
+    detector._set_enabled(True)
     assert device.num_made == 4
     for device_ms, host_ms in ((5, 1), (1, 3)):
-        with switch:
+        with detector:
             device.work(device_ms, host_ms)
     assert device.num_waits == 0
-    assert switch._ranges.take()[COMPUTE_KIND] == SectionStats(2, 8.0, 4.0, 5.0)
+    assert detector._ranges.take()[COMPUTE_KIND] == SectionStats(2, 8.0, 4.0, 5.0)
     assert device.num_waits == 1
-    assert switch._ranges.take() == {}
+    assert detector._ranges.take() == {}
     assert device.num_waits == 1
 
 
 def test_data_ranges_use_the_host_alone():
-    switch, device = new_switch(prefill=0)
-    switch._set_enabled(True)
-    with switch(bdata=True):
+    detector, device = new_detector(prefill=0)
+    detector._set_enabled(True)
+    with detector(bdata=True):
         device.work(50, 2)
-    assert switch._ranges.take()[DATA_KIND].sum_ms == 2.0
+    assert detector._ranges.take()[DATA_KIND].sum_ms == 2.0
     assert device.num_made == device.num_waits == 0
 
 
 def test_events_are_used_again():
-    switch, device = new_switch(prefill=2)
-    switch._set_enabled(True)
+    detector, device = new_detector(prefill=2)
+    detector._set_enabled(True)
     for _ in range(3):
-        with switch, switch:
+        with detector, detector:
             device.work(1)
-        switch._ranges.take()
+        detector._ranges.take()
     assert device.num_made == 4
-    with switch:
+    with detector:
         pass
-    switch.reset()
+    detector.reset()
     for _ in range(3):
-        with pytest.raises(ValueError, match="x"), switch:
+        with pytest.raises(ValueError, match="x"), detector:
             raise ValueError("x")
     assert device.num_made == 4
-    assert len(switch._ranges._pool._free) == 2
-    switch._ranges.free()
-    assert switch._ranges._pool.num_made == 0
+    assert len(detector._ranges._pool._free) == 2
+    detector._ranges.free()
+    assert detector._ranges._pool.num_made == 0
 
 
 def test_nested_and_sampled_ranges():
-    switch, device = new_switch(sample_every=2)
-    switch._set_enabled(True)
+    detector, device = new_detector(sample_every=2)
+    detector._set_enabled(True)
     for _ in range(2):
-        with switch:
+        with detector:
             device.work(1)
-            with switch(bdata=True):
+            with detector(bdata=True):
                 device.work(0, 4)
-    taken = switch._ranges.take()
+    taken = detector._ranges.take()
     assert taken[COMPUTE_KIND] == SectionStats(1, 8.0, 4.0, 4.0)
     assert taken[DATA_KIND] == SectionStats(1, 8.0, 4.0, 4.0)
 
 
 def test_nothing_is_timed_in_a_capture():
-    switch, device = new_switch()
-    switch._set_enabled(True)
+    detector, device = new_detector()
+    detector._set_enabled(True)
     device.is_capturing = True
-    with switch:
+    with detector:
         device.work(1)
     device.is_capturing = False
-    with switch:  # a capture that begins inside
+    with detector:  # a capture that begins inside
         device.is_capturing = True
     device.is_capturing = False
-    with switch:
+    with detector:
         device.work(2)
-    assert switch._ranges.skipped_capture == 2
-    assert switch._ranges.take()[COMPUTE_KIND].count == 1
-    assert len(switch._ranges._pool._free) == 2
+    assert detector._ranges.skipped_capture == 2
+    assert detector._ranges.take()[COMPUTE_KIND].count == 1
+    assert len(detector._ranges._pool._free) == 2
 
 
 def test_without_events_the_host_times_and_counts():
-    switch, device = new_switch(prefill=2)
-    switch._ranges._pool._capacity = 2
-    switch._set_enabled(True)
-    with switch, switch:
+    detector, device = new_detector(prefill=2)
+    detector._ranges._pool._capacity = 2
+    detector._set_enabled(True)
+    with detector, detector:
         device.work(9, 3)
-    taken = switch._ranges.take()
+    taken = detector._ranges.take()
     assert taken[COMPUTE_KIND] == SectionStats(2, 12.0, 6.0, 9.0)
-    assert switch._ranges.dropped == 1
+    assert detector._ranges.dropped == 1
     assert device.num_made == 2
 
 
 def test_each_thread_is_waited_for():
-    switch, device = new_switch()
-    switch._set_enabled(True)
+    detector, device = new_detector()
+    detector._set_enabled(True)
 
     def work():
-        with switch:
+        with detector:
             device.work(1)
 
     for _ in range(2):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join(30)
-    assert switch._ranges.take()[COMPUTE_KIND].count == 2
+    assert detector._ranges.take()[COMPUTE_KIND].count == 2
     assert device.num_waits == 2
 
 
@@ -181,23 +185,23 @@ def test_a_range_on_another_stream_is_waited_for():
                 raise RuntimeError("device is not ready")
             return end.at_ms - self.at_ms
 
-    switch, device = new_switch()
-    switch._ranges._pool._make_event = lambda: OtherStreamEvent(device)
-    switch._set_enabled(True)
+    detector, device = new_detector()
+    detector._ranges._pool._make_event = lambda: OtherStreamEvent(device)
+    detector._set_enabled(True)
     for _ in range(2):
-        with switch:
+        with detector:
             device.work(1)
-    assert switch._ranges.take()[COMPUTE_KIND].sum_ms == 2.0
+    assert detector._ranges.take()[COMPUTE_KIND].sum_ms == 2.0
 
 
 def test_long_intervals_keep_few_data_samples():
-    switch, device = new_switch()
-    switch._set_enabled(True)
+    detector, device = new_detector()
+    detector._set_enabled(True)
     for _ in range(3000):
-        with switch(bdata=True):
+        with detector(bdata=True):
             device.work(0, 1)
-    assert len(switch._local.ranges.pending[DATA_KIND]) < 1024
-    assert switch._ranges.take()[DATA_KIND].count == 3000
+    assert len(detector._local.ranges.pending[DATA_KIND]) < 1024
+    assert detector._ranges.take()[DATA_KIND].count == 3000
 
 
 def test_pool_never_exceeds_its_capacity():
@@ -223,7 +227,6 @@ def test_the_cpu_makes_no_events():
 @needs_cuda
 def test_cuda_range_lasts_as_long_as_the_kernels():
     """A range around queued kernels is far longer than the host needed to queue them."""
-    StragglerDetector.reset_singleton()
     detector = StragglerDetector()
     detector.configure(1, 0, enabled=True, controller=False)
     matrix = torch.randn(4096, 4096, device="cuda")
@@ -236,7 +239,6 @@ def test_cuda_range_lasts_as_long_as_the_kernels():
     torch.cuda.synchronize()
     done_ms = (time.perf_counter() - began) * 1e3
     delta_ms, *_ = detector.elapsed()
-    StragglerDetector.reset_singleton()
     assert queued_ms <= delta_ms + 1 <= done_ms + 2
 
 
@@ -244,7 +246,6 @@ def test_cuda_range_lasts_as_long_as_the_kernels():
 @needs_cuda
 def test_cuda_graph_capture_skips_ranges():
     """A captured range records no event, the capture works, and later ranges are timed."""
-    StragglerDetector.reset_singleton()
     detector = StragglerDetector()
     detector.configure(1, 0, enabled=True, controller=False)
     tensor, graph = torch.zeros(8, device="cuda"), torch.cuda.CUDAGraph()
@@ -254,7 +255,6 @@ def test_cuda_graph_capture_skips_ranges():
     with detector:
         tensor += 1
     skipped, delta_ms = detector.skipped_capture, detector.elapsed()[0]
-    StragglerDetector.reset_singleton()
     assert tensor.tolist() == [2.0] * 8
     assert skipped == 1
     assert delta_ms > 0
@@ -264,7 +264,6 @@ def test_cuda_graph_capture_skips_ranges():
 @needs_cuda
 def test_cuda_ranges_of_two_streams_in_one_thread():
     """Both streams' events are complete when the times are read."""
-    StragglerDetector.reset_singleton()
     detector = StragglerDetector()
     detector.configure(1, 0, enabled=True, controller=False)
     matrix = torch.randn(2048, 2048, device="cuda")
@@ -274,5 +273,4 @@ def test_cuda_ranges_of_two_streams_in_one_thread():
     with detector:
         torch.zeros(1, device="cuda")
     delta_ms, *_ = detector.elapsed()
-    StragglerDetector.reset_singleton()
     assert delta_ms > 0

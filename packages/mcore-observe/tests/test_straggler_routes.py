@@ -1,7 +1,8 @@
 import threading
+from types import SimpleNamespace
 
 from mcore.observe import StragglerReport
-from mcore.observe.straggler.controller_state import ControllerState, ControllerStatus
+from mcore.observe.straggler.routes import ControllerState, ControllerStatus
 
 
 def report_at(unix_time):
@@ -45,7 +46,7 @@ def test_requests_are_idempotent():
 def test_a_report_applies_what_was_wanted():
     state = ControllerState(rank=0, world_size=1, enabled=False)
     state.toggle()
-    state.applied(True, report_at(5.0))
+    state.applied(True, SimpleNamespace(unix_time=5.0, report=report_at(5.0)))
     assert state.status() == ControllerStatus(True, None, 0, 1, 1, 5.0)
     state.applied(True, None)
     assert state.status().reports == 1

@@ -1,16 +1,16 @@
-"""Times ranges on an accelerator with pairs of events, and with the host's clock beside them."""
+"""Ranges of an accelerator timed with pairs of events, and with the host's clock beside them."""
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
-from mcore.observe.straggler.event_pool import EventPool
-from mcore.observe.straggler.timing import (
+from mcore.observe.straggler.ranges import (
     DATA_KIND,
     UNTIMED,
     Entry,
@@ -18,9 +18,62 @@ from mcore.observe.straggler.timing import (
     ThreadRanges,
 )
 
-__all__ = ["EventRanges", "make_ranges"]
-
+_MIN_CAPACITY = 65536  # events; a pool that is filled with more may hold those
 _NS_PER_MS = 1e6
+
+
+class _TimingEvent(Protocol):
+    """What is used of ``torch.Event(device, enable_timing=True)``."""
+
+    def record(self) -> Any: ...
+    def synchronize(self) -> Any: ...
+    def elapsed_time(self, end_event: Any, /) -> float: ...
+
+
+_EventPair: TypeAlias = "tuple[_TimingEvent, _TimingEvent]"
+
+
+class EventPool:
+    """Hands out pairs of events and takes them back. Any thread may use it.
+
+    It never makes more events than the larger of ``prefill`` and 65536.
+    """
+
+    def __init__(self, make_event: Callable[[], Any], *, prefill: int) -> None:
+        self._make_event = make_event
+        self._prefill = prefill
+        self._capacity = max(prefill, _MIN_CAPACITY)
+        self._lock = threading.Lock()
+        self._free: list[_EventPair] = []
+        self.num_made = 0
+
+    def fill(self) -> None:
+        """Make events until there are ``prefill``."""
+        with self._lock:
+            while self.num_made < self._prefill:
+                self._free.append(self._new_pair())
+
+    def take(self) -> _EventPair | None:
+        """Return a pair, or None where all that may exist are in use."""
+        try:
+            return self._free.pop()
+        except IndexError:
+            with self._lock:
+                return self._new_pair() if self.num_made + 2 <= self._capacity else None
+
+    def give_back(self, pairs: Iterable[_EventPair]) -> None:
+        """Take pairs back."""
+        self._free.extend(pairs)
+
+    def clear(self) -> None:
+        """Let go of the events that nobody uses."""
+        with self._lock:
+            free, self._free = self._free, []
+            self.num_made -= 2 * len(free)
+
+    def _new_pair(self) -> _EventPair:
+        self.num_made += 2
+        return self._make_event(), self._make_event()
 
 
 class EventRanges(HostRanges):
@@ -28,17 +81,6 @@ class EventRanges(HostRanges):
 
     Data ranges use the host's clock alone. Nothing waits but :meth:`take`. While a graph is being
     captured ranges are skipped and counted.
-
-    Args:
-        make_event: Returns an event that can time.
-        is_capturing: Says whether the current stream is being captured into a graph.
-        prefill: How many events to make when timing is switched on.
-        sample_every: Time only each Nth entry of a kind, beginning with the first.
-        now_ns: The host's clock.
-
-    Attributes:
-        dropped: Ranges timed with the host's clock alone, since all events were in use.
-        skipped_capture: Ranges not timed since a graph was being captured.
     """
 
     def __init__(
@@ -76,14 +118,14 @@ class EventRanges(HostRanges):
         """Record the second event of a range, without waiting."""
         if self._is_capturing():
             self._count_capture()
-            self.give_back([entry])
+            self.drop([entry])
             return
         kind, began_ns, events = entry
         events[1].record()
-        ranges.pairs.append((kind, ended_ns - (began_ns or 0), events))
+        ranges.pairs.append((kind, ended_ns - began_ns, events))
 
-    def give_back(self, entries: Iterable[Entry]) -> None:
-        """Let go of the events of ranges."""
+    def drop(self, entries: Sequence[Entry]) -> None:
+        """Let go of ranges whose time is not kept: their events can be used again."""
         self._pool.give_back([events for _, _, events in entries if events is not None])
 
     def switched_on(self) -> None:
@@ -104,10 +146,10 @@ class EventRanges(HostRanges):
             last.synchronize()
         durations: defaultdict[int, list[float]] = defaultdict(list)
         for kind, host_ns, (begin, end) in entries:
-            durations[kind].append(max(_elapsed_ms(begin, end) * _NS_PER_MS, host_ns or 0))
+            durations[kind].append(max(_elapsed_ms(begin, end) * _NS_PER_MS, host_ns))
         for kind, durations_ns in durations.items():
             self._samples[kind].add(durations_ns)
-        self.give_back(entries)
+        self.drop(entries)
 
 
 def _elapsed_ms(begin: Any, end: Any) -> float:
@@ -121,31 +163,14 @@ def _elapsed_ms(begin: Any, end: Any) -> float:
 
 
 def make_ranges(device: torch.device, *, prefill: int, sample_every: int) -> HostRanges:
-    """Choose how ranges are timed on a device.
-
-    Args:
-        device: The device that computes.
-        prefill: How many events to make when timing is switched on.
-        sample_every: Time only each Nth entry of a kind.
-
-    Returns:
-        Events and the host's clock on an accelerator, the host's clock alone on the CPU.
-
-    Example:
-        >>> type(make_ranges(torch.device("cpu"), prefill=8, sample_every=1)).__name__
-        'HostRanges'
-    """
+    """Return what times ranges on a device: events on an accelerator, else the host's clock."""
     if device.type == "cpu":
         return HostRanges(sample_every=sample_every)
+    # Graphs are captured on the devices that torch.cuda serves; asking elsewhere raises an error.
+    namespace = torch.get_device_module(device)
     return EventRanges(
         make_event=lambda: torch.Event(device, enable_timing=True),
-        is_capturing=_capture_check(device),
+        is_capturing=getattr(namespace, "is_current_stream_capturing", lambda: False),
         prefill=prefill,
         sample_every=sample_every,
     )
-
-
-def _capture_check(device: torch.device) -> Callable[[], bool]:
-    # Graphs are captured on the devices that torch.cuda serves; asking elsewhere raises an error.
-    namespace = torch.get_device_module(device)
-    return getattr(namespace, "is_current_stream_capturing", lambda: False)

@@ -1,41 +1,88 @@
-"""Times nested ranges of several threads with the host's clock: the hot path of the detector."""
+"""Nested ranges of several threads timed with the host's clock: the hot path of the detector."""
 
 from __future__ import annotations
 
+import math
+import statistics
 import threading
 import time
 import weakref
-from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias, TypeVar
-
-from mcore.observe.straggler.samples import NUM_KEPT, Samples
-from mcore.observe.straggler.section_stats import SectionStats
-
-__all__ = [
-    "COMPUTE_KIND",
-    "DATA_KIND",
-    "UNTIMED",
-    "Entry",
-    "HostRanges",
-    "Opened",
-    "ThreadRanges",
-    "take_all",
-]
 
 # Kinds of ranges are numbered like the section names: the built-in two first.
 COMPUTE_KIND = 0
 DATA_KIND = 1
 
-# What an entry leaves on the stack, also one that is not timed, so that each exit finds its own:
-# kind, when it began in ns of the host, and its events; None where there is no such thing.
-Entry: TypeAlias = "tuple[int, int | None, Any]"
-UNTIMED: Entry = (COMPUTE_KIND, None, None)
+# What an entry leaves on the stack: kind, when it began in ns of the host, and its events or None.
+Entry: TypeAlias = "tuple[int, int, Any]"
+# What one leaves that is not timed, so that each exit finds its own; known by its identity.
+UNTIMED: Entry = (COMPUTE_KIND, 0, None)
 # A compute range that the host's clock alone times leaves when it began and no more: making and
 # reading a tuple would take 7 % of the time of a range.
 Opened: TypeAlias = "int | Entry"
 
+NUM_KEPT = 1024  # samples that the median is taken over
+
+_NS_PER_MS = 1e6
 _Item = TypeVar("_Item")
+
+
+@dataclass(frozen=True)
+class SectionStats:
+    """How long the ranges of one section took on one rank.
+
+    Attributes:
+        count: Ranges that were timed; with ``sample_every`` N that is one of N entries.
+        sum_ms: Their sum in ms, times ``sample_every``.
+        median_ms: The median of the last 1024, in ms; NaN where none was timed.
+        max_ms: The longest, in ms; NaN where none was timed.
+
+    Example:
+        >>> SectionStats(count=2, sum_ms=3.0, median_ms=1.5, max_ms=2.0).sum_ms
+        3.0
+    """
+
+    count: int
+    sum_ms: float
+    median_ms: float
+    max_ms: float
+
+
+NO_STATS = SectionStats(0, 0.0, math.nan, math.nan)
+
+
+class _Samples:
+    """Count, sum and maximum of durations, and the last 1024 of them for the median."""
+
+    __slots__ = ("_count", "_last_ns", "_max_ns", "_sum_ns")
+
+    def __init__(self) -> None:
+        self._count = 0
+        self._sum_ns: float = 0
+        self._max_ns: float = 0
+        self._last_ns: deque[float] = deque(maxlen=NUM_KEPT)
+
+    def add(self, durations_ns: Sequence[float]) -> None:
+        """Take in durations in nanoseconds, oldest first."""
+        if durations_ns:
+            self._count += len(durations_ns)
+            self._sum_ns += sum(durations_ns)
+            self._max_ns = max(self._max_ns, *durations_ns)
+            self._last_ns.extend(durations_ns)
+
+    def stats(self, scale: int) -> SectionStats:
+        """Return the statistics, with the sum multiplied by ``scale``."""
+        if not self._count:
+            return NO_STATS
+        return SectionStats(
+            count=self._count,
+            sum_ms=self._sum_ns * scale / _NS_PER_MS,
+            median_ms=statistics.median(self._last_ns) / _NS_PER_MS,
+            max_ms=self._max_ns / _NS_PER_MS,
+        )
 
 
 class ThreadRanges:
@@ -73,25 +120,7 @@ class _Local(threading.local):
 
 
 class HostRanges:
-    """Times ranges with the host's clock: what is behind the entries and exits of a switch.
-
-    Args:
-        sample_every: Time only each Nth entry of a kind, beginning with the first.
-        now_ns: The clock.
-
-    Attributes:
-        now_ns: The clock.
-        local: The ranges of the current thread, as ``local.ranges``.
-        has_begin: Whether an entry takes more than reading the clock.
-        dropped: Ranges timed with the host's clock for want of events; here always 0.
-        skipped_capture: Ranges not timed since a graph was being captured; here always 0.
-
-    Example:
-        >>> ranges = HostRanges()
-        >>> ranges.local.ranges.pending[COMPUTE_KIND].append(5_000_000)
-        >>> ranges.take()[COMPUTE_KIND].sum_ms
-        5.0
-    """
+    """Times ranges with the host's clock; ``sample_every`` N times each Nth entry of a kind."""
 
     def __init__(
         self, *, sample_every: int = 1, now_ns: Callable[[], int] = time.perf_counter_ns
@@ -99,12 +128,12 @@ class HostRanges:
         self._every = sample_every
         self._lock = threading.Lock()
         self._threads: list[tuple[ThreadRanges, weakref.ref[_Token]]] = []
-        self._samples: defaultdict[int, Samples] = defaultdict(Samples)
+        self._samples: defaultdict[int, _Samples] = defaultdict(_Samples)
         self.now_ns = now_ns
         self.local = _Local(self._announce)
-        self.has_begin = sample_every != 1
-        self.dropped = 0
-        self.skipped_capture = 0
+        self.has_begin = sample_every != 1  # whether an entry takes more than reading the clock
+        self.dropped = 0  # ranges timed with the host's clock for want of events
+        self.skipped_capture = 0  # ranges not timed since a graph was being captured
 
     def begin(self, ranges: ThreadRanges, kind: int) -> Entry:
         """Return what an entry leaves on the stack of its thread."""
@@ -113,23 +142,23 @@ class HostRanges:
     def end(self, ranges: ThreadRanges, entry: Entry, ended_ns: int) -> None:
         """Close a range that has events; here there are none."""
 
-    def give_back(self, entries: Iterable[Entry]) -> None:
-        """Let go of the events of ranges; here there are none."""
-
     def add(self, ranges: ThreadRanges, kind: int, duration_ns: int) -> None:
-        """Take in a range of the host's clock."""
+        """Keep the time that a range took on the host's clock."""
         pending = ranges.pending[kind]
         pending.append(duration_ns)
         if len(pending) >= NUM_KEPT:
             self.fold(kind, pending)
 
+    def drop(self, entries: Sequence[Entry]) -> None:
+        """Let go of ranges whose time is not kept."""
+
     def fold(self, kind: int, pending: list[float]) -> None:
         """Take the samples of a thread into the aggregates."""
         with self._lock:
-            self._samples[kind].add(take_all(pending))
+            self._samples[kind].add(_take_all(pending))
 
     def has_open(self) -> bool:
-        """Say whether any thread is inside a range."""
+        """Return whether any thread is inside a range."""
         with self._lock:
             return any(ranges.stack for ranges, _ in self._threads)
 
@@ -140,21 +169,21 @@ class HostRanges:
         """
         with self._lock:
             for ranges, _ in self._threads:
-                self._read_events(take_all(ranges.pairs))
+                self._read_events(_take_all(ranges.pairs))
                 for kind, pending in enumerate(ranges.pending):
                     if pending:
-                        self._samples[kind].add(take_all(pending))
+                        self._samples[kind].add(_take_all(pending))
             self._drop_ended_threads()
-            samples, self._samples = self._samples, defaultdict(Samples)
+            samples, self._samples = self._samples, defaultdict(_Samples)
         return {kind: of_kind.stats(self._every) for kind, of_kind in samples.items()}
 
     def reset(self) -> None:
         """Drop all samples, without waiting. Open ranges stay open."""
         with self._lock:
             for ranges, _ in self._threads:
-                self.give_back(take_all(ranges.pairs))
+                self.drop(_take_all(ranges.pairs))
                 for pending in ranges.pending:
-                    take_all(pending)
+                    _take_all(pending)
             self._drop_ended_threads()
             self._samples.clear()
 
@@ -190,14 +219,8 @@ class HostRanges:
         """Turn ranges with events into samples."""
 
 
-def take_all(items: list[_Item]) -> list[_Item]:
-    """Empty a list that another thread may be appending to, losing nothing.
-
-    Example:
-        >>> items = [1, 2]
-        >>> take_all(items), items
-        ([1, 2], [])
-    """
+def _take_all(items: list[_Item]) -> list[_Item]:
+    """Empty a list that another thread may be appending to, losing nothing."""
     taken = items[:]
     del items[: len(taken)]
     return taken

@@ -1,0 +1,189 @@
+"""What the controller answers to each request, and the state that it shares with the detector."""
+
+from __future__ import annotations
+
+import hmac
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+
+from mcore.observe.straggler.prometheus import family
+from mcore.observe.straggler.report import RankComparison, StragglerReport
+
+_TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class ControllerStatus:
+    """A snapshot of the detector for those who ask over HTTP, in the order that they get it."""
+
+    enabled: bool
+    pending: bool | None  # the state after the next report where it is another one
+    rank: int
+    world_size: int
+    reports: int
+    last_report_unix: float | None
+
+
+class ControllerState:
+    """Holds which state is wanted until the next report applies it. Any thread may call it."""
+
+    def __init__(self, *, rank: int, world_size: int, enabled: bool) -> None:
+        self._lock = threading.Lock()
+        self._rank = rank
+        self._world_size = world_size
+        self._enabled = enabled
+        self._wanted = enabled
+        self._reports = 0
+        self._last: RankComparison | None = None
+
+    @property
+    def last_report(self) -> StragglerReport | None:
+        """The last report; None before the first."""
+        last = self._last
+        return None if last is None else last.report
+
+    def status(self) -> ControllerStatus:
+        """Return a snapshot of the state."""
+        with self._lock:
+            return ControllerStatus(
+                enabled=self._enabled,
+                pending=None if self._wanted == self._enabled else self._wanted,
+                rank=self._rank,
+                world_size=self._world_size,
+                reports=self._reports,
+                last_report_unix=None if self._last is None else self._last.unix_time,
+            )
+
+    def request(self, wanted: bool) -> bool:
+        """Ask for a state from the next report on, and return it; the last request counts."""
+        with self._lock:
+            self._wanted = wanted
+            return wanted
+
+    def toggle(self) -> bool:
+        """Ask for the other state, and return it; a second call before a report takes it back."""
+        with self._lock:
+            self._wanted = not self._wanted
+            return self._wanted
+
+    def wanted(self) -> bool:
+        """Return the state wanted after the next report."""
+        with self._lock:
+            return self._wanted
+
+    def applied(self, enabled: bool, found: RankComparison | None) -> None:
+        """Take note of the state that all ranks have now, and of what a report found, if it did.
+
+        A request made while that report was under way stays for the next one.
+        """
+        with self._lock:
+            self._enabled = enabled
+            if found is not None:
+                self._last = found
+                self._reports += 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One response."""
+
+    status: HTTPStatus
+    body: str
+    content_type: str = _TEXT
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def error_answer(status: HTTPStatus, text: str, headers: dict[str, str] | None = None) -> Answer:
+    """Return the answer to a request that is refused; the text repeats nothing that was sent."""
+    return Answer(status, _json({"error": text}), _JSON, headers or {})
+
+
+class Router:
+    """Answers requests from the shared state. No collective, no device."""
+
+    def __init__(
+        self, state: ControllerState, *, token: str | None, allow_get_toggle: bool
+    ) -> None:
+        self._state = state
+        self._expected = None if token is None else token.encode()
+        root = self._toggle if allow_get_toggle else self._status
+        self._routes: dict[str, dict[str, Callable[[], Answer]]] = {
+            "/": {"GET": root},
+            "/status": {"GET": self._status},
+            "/toggle": {"POST": self._toggle},
+            "/on": {"POST": lambda: _accepted(state.request(True))},
+            "/off": {"POST": lambda: _accepted(state.request(False))},
+            "/report": {"GET": self._report},
+            "/metrics": {"GET": self._metrics},
+            "/healthz": {"GET": lambda: Answer(HTTPStatus.OK, "ok")},
+        }
+
+    def refusal(
+        self, method: str, path: str, *, authorization: list[str], is_cross_site: bool
+    ) -> Answer | None:
+        """Return the answer 403 or 401 where a request may not be answered; nothing is changed."""
+        if is_cross_site:
+            return error_answer(HTTPStatus.FORBIDDEN, "requests from web pages are refused")
+        if (method, path) == ("GET", "/healthz") or self._is_authorized(authorization):
+            return None
+        return error_answer(
+            HTTPStatus.UNAUTHORIZED,
+            "send the header Authorization: Bearer <token>",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+    def answer(self, method: str, path: str) -> Answer:
+        """Do what a request asks for; 404 for another path, 405 for another method."""
+        methods = self._routes.get(path)
+        if methods is None:
+            return error_answer(HTTPStatus.NOT_FOUND, "no such path")
+        if method not in methods:
+            allowed = {"Allow": ", ".join(methods)}
+            return error_answer(HTTPStatus.METHOD_NOT_ALLOWED, "no such method here", allowed)
+        return methods[method]()
+
+    def _is_authorized(self, authorization: list[str]) -> bool:
+        if self._expected is None:
+            return True
+        # Headers arrive decoded as latin-1: encoding gives the bytes that were sent.
+        scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
+        matches = hmac.compare_digest(given.strip().encode("latin-1"), self._expected)
+        return matches and len(authorization) == 1 and scheme.lower() == "bearer"
+
+    def _status(self) -> Answer:
+        return Answer(HTTPStatus.OK, _json(asdict(self._state.status())), _JSON)
+
+    def _toggle(self) -> Answer:
+        return _accepted(self._state.toggle())
+
+    def _report(self) -> Answer:
+        report = self._state.last_report
+        if report is None:
+            return error_answer(HTTPStatus.NOT_FOUND, "no report yet")
+        return Answer(HTTPStatus.OK, report.to_json(), _JSON)
+
+    def _metrics(self) -> Answer:
+        text = metrics_text(self._state.status(), self._state.last_report)
+        return Answer(HTTPStatus.OK, text, _PROMETHEUS)
+
+
+def metrics_text(status: ControllerStatus, report: StragglerReport | None) -> str:
+    """Return the detector's state and its last report in Prometheus' text format."""
+    enabled = family("enabled", "gauge", "Whether ranges are timed.", [("", int(status.enabled))])
+    reports = family("reports_total", "counter", "Reports since the start.", [("", status.reports)])
+    return enabled + reports + (report.to_prometheus() if report else "")
+
+
+def _accepted(wanted: bool) -> Answer:
+    word = "ON" if wanted else "OFF"
+    text = f"Will turn StragglerDetector {word} at next logging interval"
+    return Answer(HTTPStatus.ACCEPTED, text)
+
+
+def _json(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))
