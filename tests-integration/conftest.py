@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from pretrain.corpus import draw_batch, load_corpus
-from pretrain.parameter_init import ParameterInit
+from pretrain.model.randomness import ParameterInit
 from pretrain.settings import Settings
 
 

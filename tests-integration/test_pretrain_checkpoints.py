@@ -19,14 +19,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import pretrain.training
+import pretrain.run.training
 from mcore.parallel.checkpoint import is_complete_checkpoint, latest_checkpoint
-from pretrain.command_line import Request, parse, resolve
-from pretrain.launch import launch
+from pretrain.cli.launch import launch
+from pretrain.cli.options import Request, parse, resolve
+from pretrain.run.steps import Steps
+from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, write_settings
-from pretrain.steps import Steps
-from pretrain.training import train
 from pretrain.usage import UsageError
 from rank_testing import RankFailure, run_ranks
 
@@ -192,7 +192,7 @@ FLIPPED = "final_norm.weight"
 
 def train_with_a_flip(settings: Settings, run_dir: str) -> None:
     """One rank of the main job, on which memory is not to be relied on."""
-    pretrain.training.Steps = FlippingSteps  # type: ignore[misc]
+    pretrain.run.training.Steps = FlippingSteps  # type: ignore[misc]
     train(settings, RunFolder(Path(run_dir)), torch.device("cpu"), resume=None)
 
 
@@ -215,9 +215,9 @@ PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
-import pretrain.training
-from pretrain.command import main
-from pretrain.steps import Steps
+import pretrain.run.training
+from pretrain.cli.command import main
+from pretrain.run.steps import Steps
 
 class Flipping(Steps):
     def train_step(self, step):
@@ -226,7 +226,7 @@ class Flipping(Steps):
             dict(self.model.named_parameters())["{name}"].data.view(torch.int32)[5] ^= 1 << 12
         return done
 
-pretrain.training.Steps = Flipping
+pretrain.run.training.Steps = Flipping
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -295,7 +295,7 @@ def test_a_rank_that_the_launcher_stopped_is_not_blamed(
     def ranks_that_fail(*arguments: str) -> None:
         raise ChildFailedError("pretrain", failures)
 
-    monkeypatch.setattr("pretrain.launch.elastic_launch", lambda *arguments: ranks_that_fail)
+    monkeypatch.setattr("pretrain.cli.launch.elastic_launch", lambda *arguments: ranks_that_fail)
     request = Request(settings=Settings(), run_dir=tmp_path, resume=None, runs_dir=tmp_path)
     assert launch([], request, RunFolder(tmp_path)) == code
     assert capsys.readouterr().err.partition(" There is")[0] == f"pretrain: {text}" * bool(text)

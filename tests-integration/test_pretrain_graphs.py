@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from pretrain.command import main
+from pretrain.cli.command import main
+from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.training import train
 from rank_testing import run_ranks
 
 STEPS = 6

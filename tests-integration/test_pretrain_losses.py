@@ -11,12 +11,11 @@ import pytest
 import torch
 
 from mcore.parallel import ProcessGroups
-from pretrain.model import TransformerLayer
-from pretrain.model_build import build_model, transformer_config
-from pretrain.random_streams import seed_streams
+from pretrain.model.gpt import TransformerLayer
+from pretrain.model.randomness import seed_streams
+from pretrain.run.training import build_model, train, transformer_config
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.training import train
 from rank_testing import run_ranks
 
 PlainLosses = Callable[[Settings], list[float]]

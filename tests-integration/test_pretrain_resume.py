@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.training import train
 from rank_testing import run_ranks
 
 STEPS = 12

@@ -20,10 +20,10 @@ import pytest
 import torch
 
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
+from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.step_ranges import StepRanges
-from pretrain.training import train
+from pretrain.watch.straggler import StepRanges
 from rank_testing import free_port, run_ranks
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"

@@ -25,13 +25,12 @@ import torch.nn.functional as F
 
 from mcore.observe.sinks import sanitize_metric_name
 from mcore.parallel import ProcessGroups
-from pretrain.checkpoints import latest_step
 from pretrain.corpus import draw_batch, load_corpus
-from pretrain.event_files import forget_later_events
-from pretrain.model_build import build_model, transformer_config
+from pretrain.run.checkpoints import latest_step
+from pretrain.run.training import build_model, train, transformer_config
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.training import train
+from pretrain.watch.earlier_logs import forget_later_events
 from rank_testing import free_port, run_ranks
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"

@@ -18,16 +18,14 @@ from hypothesis import strategies as st
 
 from mcore.modules import LinearForLastLayer
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
-from pretrain.command import main
+from pretrain.cli.command import main
 from pretrain.corpus import draw_batch, load_corpus
-from pretrain.flops import training_flops
-from pretrain.line_column import line_columns
-from pretrain.model_build import build_model, build_optimizer, transformer_config
-from pretrain.objective import objective_of
-from pretrain.random_streams import seed_streams
+from pretrain.model.objective import line_columns, objective_of
+from pretrain.model.randomness import seed_streams
+from pretrain.run.training import build_model, build_optimizer, train, transformer_config
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.training import train
+from pretrain.watch.step_metrics import training_flops
 from rank_testing import run_ranks
 
 SMALL: dict[str, Any] = {
