@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 
-import pytest
 import torch
 import torch.nn.functional as F
 
@@ -117,7 +115,7 @@ class PlainGPT(torch.nn.Module):
         return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
 
 
-def _train(settings: Settings) -> list[float]:
+def plain_losses(settings: Settings) -> list[float]:
     """Train the plain model and return the loss of each step."""
     torch.manual_seed(0)
     text = load_corpus().train
@@ -160,7 +158,8 @@ def _batch(settings: Settings, text: torch.Tensor, step: int) -> dict[str, torch
     )
 
 
-def _first_gradients(settings: Settings) -> dict[str, torch.Tensor]:
+def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
+    """Run the first step of the plain model and return the gradient of each parameter."""
     model = PlainGPT(settings)
     model.loss(_batch(settings, load_corpus().train, 1)).backward()
     return {
@@ -168,15 +167,3 @@ def _first_gradients(settings: Settings) -> dict[str, torch.Tensor]:
         for name, weight in model.weights.items()
         if weight.grad is not None
     }
-
-
-@pytest.fixture
-def plain_losses() -> Callable[[Settings], list[float]]:
-    """Trains the plain model and returns the loss of each step."""
-    return _train
-
-
-@pytest.fixture
-def plain_gradients() -> Callable[[Settings], dict[str, torch.Tensor]]:
-    """Runs the first step of the plain model and returns the gradient of each parameter."""
-    return _first_gradients
