@@ -9,9 +9,11 @@ import contextlib
 import io
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,16 +22,24 @@ from unittest import mock
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
+from mcore.observe.sinks import sanitize_metric_name
 from pretrain.cli import launch
 from pretrain.cli.command import main
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
+from pretrain.watch import mlflow_run
 from rank_testing import run_ranks
-from rank_testing.programs import run_program
+from rank_testing.programs import Entry, run_program
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 COMMAND = (sys.executable, "-m", "pretrain")
+PASSWORD = "open-sesame-7"
+TINY = shlex.split(
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0"
+)
+Curves = dict[str, dict[int, float]]
 _NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
 SMALL: dict[str, Any] = {
     "num_layers": 2,
@@ -62,14 +72,22 @@ def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: 
     return printed.getvalue()
 
 
-def pretrain(cwd: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+def patient_main(arguments: list[str]) -> int:
+    """The command, which gives MLflow all the time that it needs on a busy machine."""
+    mlflow_run._WAIT_AT_THE_END_S = 150.0
+    return main(arguments)
+
+
+def pretrain(
+    cwd: Path, *arguments: str, entry: Entry = patient_main, **env: str
+) -> subprocess.CompletedProcess[str]:
     """Do in ``cwd`` what the command does, with ranks that are forked instead of launched."""
     output, errors = io.StringIO(), io.StringIO()
 
     def forking_launcher(config: Any, program: str) -> Callable[..., None]:
         def ranks(*words: str) -> None:
             assert words[:2] == ("-m", "pretrain")
-            ended = run_program(main, list(words[2:]), config.nproc_per_node, timeout_s=180)
+            ended = run_program(entry, list(words[2:]), config.nproc_per_node, timeout_s=300)
             output.write(ended.stdout)
             errors.write(ended.stderr)
             if failures := _failures(ended.exit_codes):
@@ -149,6 +167,63 @@ def losses_of(run: Path, name: str = "lm loss") -> list[float]:
     curve = curve_of(run, name)
     assert list(curve) == list(range(1, len(curve) + 1))
     return list(curve.values())
+
+
+def curves_of(run: Path) -> Curves:
+    """Each metric of the JSONL file by step; a step that comes twice is an error."""
+    curves: Curves = defaultdict(dict)
+    for record in records_of(run):
+        for name, value in record.items():
+            if name != "step":
+                assert record["step"] not in curves[name], f"{name} twice at {record['step']}"
+                curves[name][record["step"]] = value
+    return curves
+
+
+def events_of(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar of the TensorBoard files, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def mlflow_of(uri: str, run_id: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
+    """An MLflow run and the history of every metric it has."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    run = client.get_run(run_id)
+    history = {
+        name: [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+        for name in run.data.metrics
+    }
+    return run, history
+
+
+def known_to_mlflow(curves: Curves) -> dict[str, list[tuple[int, float]]]:
+    """What MLflow is to have, from what the JSONL file has."""
+    names = {"throughput/tflops/device": "throughput/tflops_per_device"}
+    return {
+        sanitize_metric_name(names.get(name, name)): sorted(curve.items())
+        for name, curve in curves.items()
+    }
+
+
+def last_value(output: str, label: str) -> str:
+    """What the closing lines say behind a label."""
+    (line,) = (line for line in output.splitlines() if line.startswith(f"{label}  "))
+    return line.removeprefix(label).strip()
+
+
+def assert_no_password(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """Nothing that was printed or written holds the password."""
+    assert PASSWORD not in done.stdout + done.stderr
+    for path in folder.rglob("*"):
+        assert not path.is_file() or PASSWORD.encode() not in path.read_bytes(), path
 
 
 def _failures(exit_codes: list[int]) -> dict[int, ProcessFailure]:
