@@ -11,6 +11,7 @@ from unittest import mock
 
 from rank_testing.launch import run_ranks
 from rank_testing.ports import free_port
+from rank_testing.target import Target, find_target, load_target
 
 Entry = Callable[[list[str]], int]
 
@@ -64,13 +65,14 @@ def run_program(
         output, errors = Path(folder, "stdout"), Path(folder, "stderr")
         paths = (str(output), str(errors))
         codes = run_ranks(
-            _be_a_rank, world_size, entry, arguments, paths,
+            _be_a_rank, world_size, find_target(entry), arguments, paths,
             init=None, env=launcher, timeout_s=timeout_s,
         )  # fmt: skip
         return Ended(codes, output.read_text(), errors.read_text())
 
 
-def _be_a_rank(entry: Entry, arguments: list[str], paths: tuple[str, str]) -> int:
+def _be_a_rank(target: Target, arguments: list[str], paths: tuple[str, str]) -> int:
+    entry = load_target(target)
     for number, path in enumerate(paths, start=1):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
@@ -79,7 +81,8 @@ def _be_a_rank(entry: Entry, arguments: list[str], paths: tuple[str, str]) -> in
     warnings.simplefilter("ignore", PendingDeprecationWarning)
     with mock.patch.object(os, "_exit", _leave):
         try:
-            return entry(arguments)
+            code: int = entry(arguments)
+            return code
         except _Left as left:
             return left.code
 

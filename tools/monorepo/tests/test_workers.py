@@ -1,4 +1,4 @@
-"""When ``hatch run test`` uses workers: not for one file or test, and as the user says otherwise."""
+"""When ``hatch run test`` uses workers: not for one file or test, nor against the options."""
 
 from __future__ import annotations
 
