@@ -27,7 +27,7 @@ class Request:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Says what is wrong in one line, like every other refusal."""
+    """A parser that refuses in one line, as everything else here does."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists the options)")

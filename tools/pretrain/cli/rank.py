@@ -90,7 +90,7 @@ def _write_whole_lines() -> None:
 
 
 def _refuse(error: Exception, exit_code: int) -> int:
-    """Say once what all ranks have raised; the others wait until it is said."""
+    """Report once what all ranks have raised; the others wait until it is reported."""
     try:
         dist.barrier()  # what ranks have logged before comes first
         if dist.get_rank() == 0:
