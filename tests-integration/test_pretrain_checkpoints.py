@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import os
 import resource
 import shlex
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -19,30 +17,28 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-import pretrain.training
+import pretrain.run.training
 from mcore.parallel.checkpoint import is_complete_checkpoint, latest_checkpoint
-from pretrain.command_line import Request, parse, resolve
-from pretrain.launch import launch
+from pretrain.cli.launch import launch
+from pretrain.cli.options import Request, parse, resolve
+from pretrain.run.steps import Steps
+from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, write_settings
-from pretrain.steps import Steps
-from pretrain.training import train
 from pretrain.usage import UsageError
+from pretrain_runs import (
+    COMMAND,
+    environment,
+    losses_of,
+    ranks_below,
+    start,
+    train_on_ranks,
+    wait_until,
+)
+from pretrain_runs import SMALL as BASE
 from rank_testing import RankFailure, run_ranks
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
-SMALL: dict[str, Any] = {
-    "num_layers": 1,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "train_iters": 9,
-    "global_batch_size": 8,
-    "warmup_iters": 2,
-    "eval_interval": 0,
-    "eval_batches": 1,
-    "save_interval": 2,
-}
+SMALL: dict[str, Any] = {**BASE, "num_layers": 1, "train_iters": 9, "save_interval": 2}
 LARGER = {**SMALL, "num_layers": 4, "hidden_size": 128, "train_iters": 100_000, "save_interval": 1}
 OPTIONS = shlex.split(
     " ".join(f"--{name.replace('_', '-')} {value}" for name, value in LARGER.items())
@@ -50,25 +46,10 @@ OPTIONS = shlex.split(
 QUIET = ("--no-mlflow", "--no-tensorboard")
 
 
-def train_here(settings: Settings, run_dir: str, resume: bool) -> None:
-    """One rank of the main job, in a process group that exists."""
-    path = Path(run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    train(settings, RunFolder(path), torch.device("cpu"), resume=path if resume else None)
-
-
 def run(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[float]:
     """Run the job on its ranks and return all losses that its folder has by then."""
-    run_ranks(train_here, settings.world_size, settings, str(run_dir), resume, timeout_s=120)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record["lm loss"] for record in records if "lm loss" in record]
-
-
-def environment() -> dict[str, str]:
-    """The environment of a user who is no rank yet."""
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "PYTHONPATH": str(TOOLS)}
+    train_on_ranks(settings, run_dir, resume=resume)
+    return losses_of(run_dir)
 
 
 @pytest.mark.parametrize("async_save", [False, True])
@@ -105,7 +86,7 @@ def test_background_saves_write_the_same_bytes_and_resume_the_same(tmp_path: Pat
 def test_a_background_save_that_fails_ends_the_job_with_its_reason(tmp_path: Path) -> None:
     """Files may not grow beyond 64 KiB: the logs do not, the parameters do."""
     done = subprocess.run(
-        [sys.executable, "-m", "pretrain", *OPTIONS, *QUIET, "--async-save", "--run-dir", "run"],
+        [*COMMAND, *OPTIONS, *QUIET, "--async-save", "--run-dir", "run"],
         cwd=tmp_path,
         env=environment(),
         capture_output=True,
@@ -124,40 +105,14 @@ def test_a_background_save_that_fails_ends_the_job_with_its_reason(tmp_path: Pat
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
 
 
-def ranks_of(job: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of the ranks that a job has started, by rank."""
-    children = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-    found = {}
-    for child in map(int, children):
-        variables = Path(f"/proc/{child}/environ").read_bytes().decode().split("\0")
-        rank = [item.removeprefix("RANK=") for item in variables if item.startswith("RANK=")]
-        if rank:
-            found[int(rank[0])] = child
-    return found
-
-
-def wait_for(root: Path, pattern: str, timeout_s: float = 90) -> None:
-    """Wait until something below a folder has a name."""
-    deadline = time.monotonic() + timeout_s
-    while not any(root.glob(pattern)):
-        if time.monotonic() > deadline:
-            raise AssertionError(f"no {pattern} in {root} within {timeout_s} s")
-        time.sleep(0.001)
-
-
 def test_a_rank_killed_during_a_background_save_leaves_the_one_before(tmp_path: Path) -> None:
     victim = 1
     checkpoints = tmp_path / "run" / "checkpoints"
-    job = subprocess.Popen(
-        [sys.executable, "-m", "pretrain", *OPTIONS, *QUIET, "--async-save", "--keep-last", "2",
-         "--run-dir", "run"],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        start_new_session=True,
-    )  # fmt: skip
+    job = start(tmp_path, *OPTIONS, *QUIET, "--async-save", "--keep-last", "2", "--run-dir", "run")
     try:
-        wait_for(checkpoints, "step_*")
-        pids = ranks_of(job)
-        wait_for(checkpoints, ".step_*.incomplete-*")
+        wait_until(lambda: any(checkpoints.glob("step_*")))
+        pids = ranks_below(job.pid)
+        wait_until(lambda: any(checkpoints.glob(".step_*.incomplete-*")), every_s=0.001)
         os.kill(pids[victim], signal.SIGKILL)
         _, errors = job.communicate(timeout=60)
     finally:
@@ -192,7 +147,7 @@ FLIPPED = "final_norm.weight"
 
 def train_with_a_flip(settings: Settings, run_dir: str) -> None:
     """One rank of the main job, on which memory is not to be relied on."""
-    pretrain.training.Steps = FlippingSteps  # type: ignore[misc]
+    pretrain.run.training.Steps = FlippingSteps  # type: ignore[misc]
     train(settings, RunFolder(Path(run_dir)), torch.device("cpu"), resume=None)
 
 
@@ -215,9 +170,9 @@ PROGRAM = """
 import sys
 import torch
 import torch.distributed as dist
-import pretrain.training
-from pretrain.command import main
-from pretrain.steps import Steps
+import pretrain.run.training
+from pretrain.cli.command import main
+from pretrain.run.steps import Steps
 
 class Flipping(Steps):
     def train_step(self, step):
@@ -226,7 +181,7 @@ class Flipping(Steps):
             dict(self.model.named_parameters())["{name}"].data.view(torch.int32)[5] ^= 1 << 12
         return done
 
-pretrain.training.Steps = Flipping
+pretrain.run.training.Steps = Flipping
 sys.exit(main(sys.argv[1:]))
 """
 
@@ -295,7 +250,7 @@ def test_a_rank_that_the_launcher_stopped_is_not_blamed(
     def ranks_that_fail(*arguments: str) -> None:
         raise ChildFailedError("pretrain", failures)
 
-    monkeypatch.setattr("pretrain.launch.elastic_launch", lambda *arguments: ranks_that_fail)
+    monkeypatch.setattr("pretrain.cli.launch.elastic_launch", lambda *arguments: ranks_that_fail)
     request = Request(settings=Settings(), run_dir=tmp_path, resume=None, runs_dir=tmp_path)
     assert launch([], request, RunFolder(tmp_path)) == code
     assert capsys.readouterr().err.partition(" There is")[0] == f"pretrain: {text}" * bool(text)

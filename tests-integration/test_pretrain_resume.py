@@ -5,45 +5,23 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
-import torch
 
-from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.training import train
-from rank_testing import run_ranks
+from pretrain_runs import SMALL as BASE
+from pretrain_runs import losses_of, train_on_ranks
 
 STEPS = 12
 STOP = 6
-SMALL = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "train_iters": STEPS,
-    "global_batch_size": 8,
-    "warmup_iters": 2,
-    "eval_interval": 5,
-    "eval_batches": 1,
-    "save_interval": 0,
-}
-
-
-def train_here(settings: Settings, run_dir: str, resume: bool) -> None:
-    """One rank of the main job, in a process group that exists."""
-    path = Path(run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    train(settings, RunFolder(path), torch.device("cpu"), resume=path if resume else None)
+SMALL: dict[str, Any] = {**BASE, "train_iters": STEPS, "eval_interval": 5}
 
 
 def start(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[float]:
     """Run the job on its ranks and return all losses that its folder has by then."""
-    run_ranks(train_here, settings.world_size, settings, str(run_dir), resume, timeout_s=120)
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    losses = {record["step"]: record["lm loss"] for record in records if "lm loss" in record}
-    assert list(losses) == list(range(1, len(losses) + 1)), "steps in order, none twice"
-    return list(losses.values())
+    train_on_ranks(settings, run_dir, resume=resume)
+    return losses_of(run_dir)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +64,14 @@ def test_another_layout_goes_on_with_equal_losses(
     assert resumed[:STOP] == whole[:STOP]
 
 
-@pytest.mark.parametrize("sharded_first", [True, False])
-def test_sharded_and_whole_replicas_read_each_others_checkpoints(
-    sharded_first: bool, tmp_path: Path
-) -> None:
+def test_sharded_and_whole_replicas_read_each_others_checkpoints(tmp_path: Path) -> None:
     whole = Settings(tp=1, cp=1, dp=4, **SMALL)
     sharded = dataclasses.replace(whole, fsdp=True, hsdp_outer=2)
-    before, after = (sharded, whole) if sharded_first else (whole, sharded)
     expected = start(whole, tmp_path / "whole")
-    start(dataclasses.replace(before, exit_after=STOP), tmp_path / "parts")
-    assert start(after, tmp_path / "parts", resume=True) == pytest.approx(expected, rel=1e-4)
+    for name, before, after in (("one", sharded, whole), ("other", whole, sharded)):
+        start(dataclasses.replace(before, exit_after=STOP), tmp_path / name)
+        resumed = start(after, tmp_path / name, resume=True)
+        assert resumed == pytest.approx(expected, rel=1e-4), name
 
 
 def test_steps_logged_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:

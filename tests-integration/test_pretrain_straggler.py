@@ -10,53 +10,29 @@ import shlex
 import signal
 import socket
 import subprocess
-import sys
-import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
-from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.step_ranges import StepRanges
-from pretrain.training import train
-from rank_testing import free_port, run_ranks
+from pretrain.watch.straggler import StepRanges
+from pretrain_runs import SMALL as BASE
+from pretrain_runs import losses_of, pretrain, records_of, start, train_on_ranks, wait_until
+from rank_testing import free_port
 
-TOOLS = Path(__file__).resolve().parents[1] / "tools"
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
     "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0 "
     "--no-mlflow --no-tensorboard"
 )
 SMALL = Settings(
-    tp=2, dp=1, num_layers=1, hidden_size=32, num_attention_heads=4, seq_length=32, train_iters=4,
-    global_batch_size=8, warmup_iters=2, eval_interval=0, eval_batches=1, save_interval=0,
-    log_interval=2, dropout=0.1, tensorboard=False,
+    tp=2, dp=1, dropout=0.1, log_interval=2, tensorboard=False,
+    **{**BASE, "num_layers": 1, "train_iters": 4},
 )  # fmt: skip
-
-
-def environment() -> dict[str, str]:
-    """The environment of a user who is no rank."""
-    left_out = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-    kept = {name: value for name, value in os.environ.items() if name not in left_out}
-    return {**kept, "PYTHONPATH": str(TOOLS)}
-
-
-def pretrain(cwd: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run the command in ``cwd`` and wait for it."""
-    return subprocess.run(
-        [sys.executable, "-m", "pretrain", *arguments], cwd=cwd, env=environment(),
-        capture_output=True, text=True, timeout=180, check=False,
-    )  # fmt: skip
-
-
-def records_of(run: Path) -> list[dict[str, Any]]:
-    """The lines of a run's JSONL file."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -85,24 +61,16 @@ def test_a_slow_rank_is_named_in_the_first_report(ranks: int, tmp_path: Path) ->
         assert any(re.match(r"straggler: rank 1 .* forward=[\d.]+ms ", line) for line in warnings)
 
 
-def train_here(settings: Settings, run_dir: str) -> list[float]:
-    """One rank of the main job; returns the bits of its losses as the last rank logs them."""
-    path = Path(run_dir)
-    path.mkdir(parents=True, exist_ok=True)
-    train(settings, RunFolder(path), torch.device("cpu"), resume=None)
-    return [record["lm loss"] for record in records_of(path) if "lm loss" in record]
-
-
 def test_nothing_that_watches_changes_a_loss(tmp_path: Path) -> None:
     kinds = {
         "off": dataclasses.replace(SMALL, straggler=False),
         "on": SMALL,
         "all": dataclasses.replace(SMALL, slow_rank="0:1.5", nvtx=True),
     }
-    losses = {
-        kind: run_ranks(train_here, 2, settings, str(tmp_path / kind), timeout_s=120)[1]
-        for kind, settings in kinds.items()
-    }
+    losses = {}
+    for kind, settings in kinds.items():
+        train_on_ranks(settings, tmp_path / kind)
+        losses[kind] = losses_of(tmp_path / kind)
     assert len(losses["off"]) == 4
     assert losses["on"] == losses["off"]
     assert losses["all"] == losses["off"]
@@ -122,41 +90,40 @@ def ask(address: str, path: str, method: str = "GET") -> tuple[int, str]:
         return refusal.code, refusal.read().decode()
 
 
-def wait_for(address: str, path: str, wanted: Any, timeout_s: float = 60) -> str:
+def answer_of(address: str, path: str, wanted: Callable[[str], bool]) -> str:
     """Ask until the answer is as wanted."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        status, text = ask(address, path)
-        if status == 200 and wanted(text):
-            return text
-        assert time.monotonic() < deadline, f"{path}: {status} {text}"
-        time.sleep(0.1)
+    answers: list[tuple[int, str]] = []
+
+    def is_as_wanted() -> bool:
+        answers.append(ask(address, path))
+        return answers[-1][0] == 200 and wanted(answers[-1][1])
+
+    wait_until(is_as_wanted)
+    return answers[-1][1]
 
 
 def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
     port = free_port()
-    job = subprocess.Popen(
-        [sys.executable, "-m", "pretrain", *TINY, "--train-iters", "100000", "--log-interval", "3",
-         "--save-interval", "0", "--straggler-port", str(port)],
-        cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        text=True, start_new_session=True,
+    job = start(
+        tmp_path, *TINY, "--train-iters", "100000", "--log-interval", "3", "--save-interval", "0",
+        "--straggler-port", str(port), stderr=subprocess.DEVNULL,
     )  # fmt: skip
     try:
         assert job.stdout is not None
         first = job.stdout.readline()
         assert first == f"straggler detector: http://127.0.0.1:{port}/report\n"
         address = f"http://127.0.0.1:{port}"
-        report = json.loads(wait_for(address, "/report", lambda text: True))
+        report = json.loads(answer_of(address, "/report", lambda text: True))
         assert report["world_size"] == 2
         assert set(report["sections"]) == {"compute", "data", "forward", "backward", "optimizer"}
         for name in ("forward", "backward", "optimizer"):
             assert [stats["count"] for stats in report["sections"][name]] == [3, 3]
         assert "mcore_straggler_enabled 1" in ask(address, "/metrics")[1]
         assert ask(address, "/off", "POST")[0] == 202
-        wait_for(address, "/status", lambda text: json.loads(text)["enabled"] is False)
+        answer_of(address, "/status", lambda text: json.loads(text)["enabled"] is False)
     finally:
         os.killpg(job.pid, signal.SIGINT)
-        job.communicate(timeout=30)
+        job.communicate(timeout=60)
     assert job.returncode == 130
 
 

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import shlex
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,31 +15,18 @@ from hypothesis import strategies as st
 
 from mcore.modules import LinearForLastLayer
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
-from pretrain.command import main
 from pretrain.corpus import draw_batch, load_corpus
-from pretrain.flops import training_flops
-from pretrain.line_column import line_columns
-from pretrain.model_build import build_model, build_optimizer, transformer_config
-from pretrain.objective import objective_of
-from pretrain.random_streams import seed_streams
-from pretrain.run_folder import RunFolder
+from pretrain.model.objective import line_columns, objective_of
+from pretrain.model.randomness import seed_streams
+from pretrain.run.training import build_model, build_optimizer, transformer_config
 from pretrain.settings import Settings
-from pretrain.training import train
+from pretrain.watch.step_metrics import training_flops
+from pretrain_reference import plain_gradients, plain_losses
+from pretrain_runs import SMALL as BASE
+from pretrain_runs import curve_of, losses_of, pretrain, train_on_ranks
 from rank_testing import run_ranks
 
-SMALL: dict[str, Any] = {
-    "num_layers": 2,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "seq_length": 32,
-    "train_iters": 8,
-    "global_batch_size": 8,
-    "warmup_iters": 2,
-    "eval_interval": 0,
-    "eval_batches": 1,
-    "save_interval": 0,
-    "value_head": True,
-}
+SMALL: dict[str, Any] = {**BASE, "value_head": True}
 CPU = torch.device("cpu")
 
 
@@ -101,10 +85,7 @@ def is_cut(param: torch.Tensor) -> bool:
     ("tp", "cp", "dp"), [(2, 1, 1), (4, 1, 1), (2, 2, 1), (2, 1, 2)], ids=lambda size: str(size)
 )
 def test_gradients_under_sequence_parallelism_are_those_of_one_process(
-    tp: int,
-    cp: int,
-    dp: int,
-    plain_gradients: Callable[[Settings], dict[str, torch.Tensor]],
+    tp: int, cp: int, dp: int
 ) -> None:
     settings = Settings(tp=tp, cp=cp, dp=dp, sequence_parallel=True, **SMALL)
     ranks = run_ranks(gradients_here, settings.world_size, settings, timeout_s=120)
@@ -120,20 +101,6 @@ def test_gradients_under_sequence_parallelism_are_those_of_one_process(
             torch.testing.assert_close(gradient, whole, rtol=1e-4, atol=1e-7, msg=name)
 
 
-def train_here(settings: Settings, run_dir: str) -> str:
-    """One rank of the main job, in a process group that exists; returns what it printed."""
-    Path(run_dir).mkdir(parents=True, exist_ok=True)
-    with contextlib.redirect_stdout(io.StringIO()) as printed:
-        train(settings, RunFolder(Path(run_dir)), CPU, resume=None)
-    return printed.getvalue()
-
-
-def metrics_of(run_dir: Path, name: str) -> list[float]:
-    """A metric over the steps, from the run's JSONL file."""
-    records = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [record[name] for record in records if name in record]
-
-
 @pytest.mark.parametrize(
     ("tp", "cp", "dp", "more"),
     [
@@ -145,16 +112,11 @@ def metrics_of(run_dir: Path, name: str) -> list[float]:
     ids=["dp2", "tp2", "tp2-cp2-sp", "tp2-dp2-sp-fsdp"],
 )
 def test_losses_equal_the_plain_value_model(
-    tp: int,
-    cp: int,
-    dp: int,
-    more: dict[str, Any],
-    tmp_path: Path,
-    plain_losses: Callable[[Settings], list[float]],
+    tp: int, cp: int, dp: int, more: dict[str, Any], tmp_path: Path
 ) -> None:
     settings = Settings(tp=tp, cp=cp, dp=dp, **{**SMALL, **more})
-    run_ranks(train_here, settings.world_size, settings, str(tmp_path / "run"), timeout_s=120)
-    losses = metrics_of(tmp_path / "run", "value loss")
+    train_on_ranks(settings, tmp_path)
+    losses = losses_of(tmp_path, "value loss")
     assert len(losses) == 8
     assert losses[-1] < 0.7 * losses[0]
     assert losses == pytest.approx(plain_losses(settings), rel=2e-5)
@@ -162,11 +124,11 @@ def test_losses_equal_the_plain_value_model(
 
 def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:
     settings = Settings(dp=1, bf16=True, **{**SMALL, "train_iters": 40, "lr": 1e-2})
-    [printed] = run_ranks(train_here, 1, settings, str(tmp_path / "run"), timeout_s=120)
-    losses = metrics_of(tmp_path / "run", "value loss")
+    [printed] = train_on_ranks(settings, tmp_path)
+    losses = losses_of(tmp_path, "value loss")
     assert losses[-1] < 0.5 * losses[0]
-    [validation] = metrics_of(tmp_path / "run", "value loss validation")
-    assert metrics_of(tmp_path / "run", "lm loss") == []
+    [validation] = curve_of(tmp_path, "value loss validation").values()
+    assert curve_of(tmp_path, "lm loss") == {}
     assert (
         "objective        value head: the column of each byte in its line, 1 for 80 and more\n"
         f"loss             {losses[0]:.5f} at step 1, {losses[-1]:.5f} at step 40 "
@@ -175,8 +137,8 @@ def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:
     ) in printed
     assert f" validation loss at iteration 40 | value loss value: {validation:.6E} |\n" in printed
     assert "PPL" not in printed
-    assert json.loads((tmp_path / "run" / "config.json").read_text())["settings"]["value_head"]
-    assert (tmp_path / "run" / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert json.loads((tmp_path / "config.json").read_text())["settings"]["value_head"]
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
     assert settings.run_kind == "tp1-cp1-dp1-value-head"
 
 
@@ -215,17 +177,12 @@ REFUSED = {
 
 @pytest.mark.parametrize(("options", "message"), REFUSED.values(), ids=REFUSED.keys())
 def test_what_cannot_work_is_refused_in_one_line(
-    options: list[str],
-    message: str,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
+    options: list[str], message: str, tmp_path: Path
 ) -> None:
-    monkeypatch.chdir(tmp_path)
-    assert main(["--value-head", *options]) == 2
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith("pretrain: error: ")
-    assert printed.err.count("\n") == 1
-    assert message in printed.err
+    done = pretrain(tmp_path, "--value-head", *options)
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.startswith("pretrain: error: ")
+    assert done.stderr.count("\n") == 1
+    assert message in done.stderr
     assert list(tmp_path.iterdir()) == []

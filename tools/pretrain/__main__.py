@@ -2,7 +2,7 @@
 
 import sys
 
-from pretrain.command import main
+from pretrain.cli.command import main
 
 if __name__ == "__main__":
     sys.exit(main(sys.argv[1:]))

@@ -55,6 +55,11 @@ class RunFolder:
         """Train and validation loss over steps."""
         return self.path / "loss.png"
 
+    @property
+    def resume_command(self) -> str:
+        """The command that continues the run."""
+        return f"hatch run pretrain --resume {self.path}"
+
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""
         return self.checkpoints / f"step_{step:08d}"

@@ -4,18 +4,39 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.usage import UsageError
 
 DEFAULT_RANKS = 2
+_SLOW_RANK = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Limit:
+    """What the value of one setting must be, in words and as a test."""
+
+    words: str
+    holds: Callable[[Any], bool]
+
+
+def _at_least(minimum: int) -> Limit:
+    return Limit(f"at least {minimum}", lambda value: value >= minimum)
+
+
+_SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
+_DURATION = Limit("above 0", lambda value: value > 0)
+_PORT = Limit("from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 
 def _option(
     default: Any,
     help_text: str,
+    limit: Limit | None = None,
     *,
     fixed: bool = False,
     kept: bool = True,
@@ -26,7 +47,9 @@ def _option(
     When a run is resumed, ``fixed`` ones may not change, and those not ``kept`` are at their
     defaults again.
     """
-    metadata = {"help": help_text, "fixed": fixed, "kept": kept, "choices": choices}
+    metadata = {
+        "help": help_text, "limit": limit, "fixed": fixed, "kept": kept, "choices": choices,
+    }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
 
@@ -34,11 +57,13 @@ def _option(
 class Settings:
     """Every setting of a run, after defaults and layout are resolved."""
 
-    tp: int = _option(1, "tensor-parallel size: ranks that share each weight matrix")
-    cp: int = _option(1, "context-parallel size: ranks that share each sequence")
-    dp: int = _option(DEFAULT_RANKS, "data-parallel size: ranks that share the global batch")
+    tp: int = _option(1, "tensor-parallel size: ranks that share each weight matrix", _at_least(1))
+    cp: int = _option(1, "context-parallel size: ranks that share each sequence", _at_least(1))
+    dp: int = _option(
+        DEFAULT_RANKS, "data-parallel size: ranks that share the global batch", _at_least(1)
+    )
     fsdp: bool = _option(False, "cut parameters and optimizer over the dp x cp ranks")
-    hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp")
+    hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp", _at_least(1))
     sequence_parallel: bool = _option(
         False, "with --tp: cut what lies between the split matrices along the sequence"
     )
@@ -48,44 +73,56 @@ class Settings:
         choices=("none", "local"),
     )
 
-    num_layers: int = _option(4, "transformer layers", fixed=True)
-    hidden_size: int = _option(128, "width of the hidden states", fixed=True)
-    num_attention_heads: int = _option(4, "attention heads", fixed=True)
-    seq_length: int = _option(128, "bytes per sequence", fixed=True)
+    num_layers: int = _option(4, "transformer layers", _at_least(1), fixed=True)
+    hidden_size: int = _option(128, "width of the hidden states", _at_least(1), fixed=True)
+    num_attention_heads: int = _option(4, "attention heads", _at_least(1), fixed=True)
+    seq_length: int = _option(128, "bytes per sequence", _at_least(1), fixed=True)
     untied: bool = _option(False, "give the output head a weight of its own", fixed=True)
     bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=True)
-    dropout: float = _option(0.0, "dropout on attention weights and residuals", fixed=True)
+    dropout: float = _option(0.0, "dropout on attention weights and residuals", _SHARE, fixed=True)
     value_head: bool = _option(
         False, "learn the column of each byte in its line instead of the next byte", fixed=True
     )
 
-    train_iters: int = _option(200, "optimizer steps in all")
-    global_batch_size: int = _option(16, "sequences per optimizer step", fixed=True)
-    micro_batch_size: int = _option(0, "sequences per rank and forward pass; 0: all at once")
-    lr: float = _option(3e-3, "peak learning rate", fixed=True)
-    min_lr: float = _option(3e-4, "learning rate at the end", fixed=True)
-    warmup_iters: int = _option(20, "steps of linear warm-up", fixed=True)
-    weight_decay: float = _option(0.1, "AdamW weight decay of the matrices", fixed=True)
-    clip_grad: float = _option(1.0, "global gradient norm limit; 0: no clipping", fixed=True)
-    seed: int = _option(1234, "seed of weights, batches and dropout", fixed=True)
+    train_iters: int = _option(200, "optimizer steps in all", _at_least(1))
+    global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1), fixed=True)
+    micro_batch_size: int = _option(
+        0, "sequences per rank and forward pass; 0: all at once", _at_least(0)
+    )
+    lr: float = _option(3e-3, "peak learning rate", _at_least(0), fixed=True)
+    min_lr: float = _option(3e-4, "learning rate at the end", _at_least(0), fixed=True)
+    warmup_iters: int = _option(20, "steps of linear warm-up", _at_least(0), fixed=True)
+    weight_decay: float = _option(
+        0.1, "AdamW weight decay of the matrices", _at_least(0), fixed=True
+    )
+    clip_grad: float = _option(
+        1.0, "global gradient norm limit; 0: no clipping", _at_least(0), fixed=True
+    )
+    seed: int = _option(1234, "seed of weights, batches and dropout", _at_least(0), fixed=True)
 
-    log_interval: int = _option(10, "steps between console lines")
-    eval_interval: int = _option(50, "steps between validation losses; 0: only at the end")
-    eval_batches: int = _option(8, "validation batches of the global batch size")
-    save_interval: int = _option(100, "steps between checkpoints; 0: only at the end")
-    keep_last: int = _option(0, "newest checkpoints to keep; 0: all of them")
+    log_interval: int = _option(10, "steps between console lines", _at_least(1))
+    eval_interval: int = _option(
+        50, "steps between validation losses; 0: only at the end", _at_least(0)
+    )
+    eval_batches: int = _option(8, "validation batches of the global batch size", _at_least(1))
+    save_interval: int = _option(100, "steps between checkpoints; 0: only at the end", _at_least(0))
+    keep_last: int = _option(0, "newest checkpoints to keep; 0: all of them", _at_least(0))
     async_save: bool = _option(False, "go on training while a checkpoint is written")
     check_replicas_interval: int = _option(
-        0, "steps between comparisons of the copies over dp x cp, bit by bit; 0: none"
+        0, "steps between comparisons of the copies over dp x cp, bit by bit; 0: none", _at_least(0)
     )
-    exit_after: int = _option(0, "stop with a checkpoint after this many steps; 0: no")
-    timeout_s: float = _option(300.0, "seconds after which a stuck collective ends the run")
+    exit_after: int = _option(
+        0, "stop with a checkpoint after this many steps; 0: no", _at_least(0)
+    )
+    timeout_s: float = _option(
+        300.0, "seconds after which a stuck collective ends the run", _DURATION
+    )
 
     tensorboard: bool = _option(True, "write TensorBoard events")
     mlflow: bool = _option(True, "log to MLflow, in the background")
     straggler: bool = _option(True, "compare the ranks' times and name those that are slow")
     straggler_port: int = _option(
-        0, "port on rank 0 that answers on slow ranks; 0: a free one", kept=False
+        0, "port on rank 0 that answers on slow ranks; 0: a free one", _PORT, kept=False
     )
     slow_rank: str = _option(
         "", "RANK:FACTOR has that rank take FACTOR times as long for a forward", kept=False
@@ -140,3 +177,28 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(f"--resume {run_dir}: config.json is not of this job ({error})") from None
     return dict(stored)
+
+
+@dataclasses.dataclass(frozen=True)
+class SlowRank:
+    """Which rank is made to take how many times as long as the others for a forward pass."""
+
+    rank: int
+    factor: float
+
+    @classmethod
+    def parse(cls, text: str, world_size: int) -> SlowRank | None:
+        """Read ``RANK:FACTOR``; empty is none."""
+        if not text:
+            return None
+        match = _SLOW_RANK.fullmatch(text)
+        if match is None:
+            raise UsageError(f"--slow-rank must be RANK:FACTOR such as 1:4, got {text}")
+        slow = cls(int(match[1]), float(match[2]))
+        if slow.rank >= world_size:
+            raise UsageError(
+                f"--slow-rank {text}: there are {world_size} ranks, 0 to {world_size - 1}"
+            )
+        if not 1.0 < slow.factor < math.inf:
+            raise UsageError(f"--slow-rank {text}: the factor must be above 1")
+        return slow

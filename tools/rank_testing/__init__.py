@@ -1,4 +1,4 @@
-"""Run a function of a test in N processes joined by `torch.distributed`.
+"""Run a function of a test in N processes joined by ``torch.distributed``.
 
 >>> import torch.distributed as dist
 >>> from rank_testing import run_ranks

@@ -12,15 +12,14 @@ from typing import Any, NoReturn
 
 from rank_testing import orphans
 from rank_testing.failures import failed
-from rank_testing.files import output_path, stack_path
-from rank_testing.messages import Outcome, Request, send_outcome
+from rank_testing.messages import Outcome, Request, output_path, send_outcome, stack_path
 from rank_testing.target import load_target
 
 _LAST_RESORT_S = 30.0
 
 
 def main(request: Request, connection: Connection) -> NoReturn:
-    """Run `request` in this process, send its outcome and leave without any teardown.
+    """Run ``request`` in this process, send its outcome and leave without any teardown.
 
     A rank that returned stays until the test process closes the connection: its peers may still be
     reading what it sent. A rank that failed leaves at once, so that its peers notice.
@@ -90,7 +89,7 @@ def _show_warnings() -> None:
 
 
 def _redirect_output(path: str) -> None:
-    """Send both standard streams to `path`, line by line, also those of C++ code."""
+    """Send both standard streams to ``path``, line by line, also those of C++ code."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

@@ -20,14 +20,10 @@ _CONNECTION_TEXT = re.compile(
 
 
 def failed(error: BaseException, without_frames_of: str) -> Outcome:
-    """Return the outcome of a rank that raised `error`.
+    """Return the outcome of a rank that raised ``error``.
 
     An error counts as a lost connection if the first error of its chain is one: neither a wrapper
     around it nor an error while cleaning up after something else changes what went wrong first.
-
-    Args:
-        error: any exception.
-        without_frames_of: the file whose frames say nothing about the test and are left out.
 
     Example:
         >>> failed(ConnectionResetError("gone"), __file__).kind

@@ -5,8 +5,8 @@ import datetime
 import torch
 import torch.distributed as dist
 
-from rank_testing.devices import uses_accelerator
-from rank_testing.files import rendezvous_path
+from rank_testing.messages import rendezvous_path
+from rank_testing.server import uses_accelerator
 
 # The test process reports a hang with each rank's stack: the group must not time out before that.
 _GROUP_TIMEOUT_MARGIN_S = 10.0
@@ -18,19 +18,10 @@ def limit_threads() -> None:
 
 
 def join_group(init: str, rank: int, world_size: int, folder: str, timeout_s: float) -> None:
-    """Initialise `torch.distributed` in this rank; all ranks of the run have to call it.
+    """Initialise ``torch.distributed`` in this rank; all ranks of the run have to call it.
 
-    The ranks meet through a file in `folder`, so no port can clash.
-
-    Args:
-        init: the backend, as `init_process_group` takes it.
-        rank: the number of this rank.
-        world_size: the number of ranks.
-        folder: a folder that only this run uses.
-        timeout_s: seconds until the test process gives up; the group waits a little longer.
-
-    Raises:
-        RuntimeError: if there is no accelerator for `init`, or NCCL ranks outnumber them.
+    The ranks meet through a file in ``folder``, so no port can clash. The group waits a little
+    longer than the test process.
     """
     on_accelerator = uses_accelerator(init)
     if on_accelerator:

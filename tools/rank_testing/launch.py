@@ -9,10 +9,8 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rank_testing.diagnosis import diagnose, read_values
-from rank_testing.files import output_path, text_of
-from rank_testing.messages import Request
-from rank_testing.report import rank_failure
+from rank_testing.messages import Request, output_path, text_of
+from rank_testing.report import diagnose, rank_failure, read_values
 from rank_testing.server import start_context
 from rank_testing.target import find_target
 from rank_testing.watch import PROCESS_NAME, Rank, watch
@@ -31,10 +29,10 @@ def run_ranks(
     init: str | None = "gloo",
     **kwargs: Any,
 ) -> list[T]:
-    """Call `fn(*args, **kwargs)` in `world_size` fresh processes that form a process group.
+    """Call ``fn(*args, **kwargs)`` in ``world_size`` fresh processes that form a process group.
 
-    Every rank starts with the environment of this process as it is now, plus `env`, RANK,
-    WORLD_SIZE and LOCAL_RANK, and with one torch thread. Only then is the file of `fn` imported.
+    Every rank starts with the environment of this process as it is now, plus ``env``, RANK,
+    WORLD_SIZE and LOCAL_RANK, and with one torch thread. Only then is the file of ``fn`` imported.
     On the CPU, torch itself is loaded once: variables that it reads on import have the value they
     had at the first call.
     A rank shares no memory with this process: arguments and results are copies.
@@ -42,24 +40,24 @@ def run_ranks(
     Args:
         fn: a function at the top level of a module, a test file included.
         world_size: the number of ranks, at least 1.
-        *args: positional arguments of `fn`, picklable.
+        *args: positional arguments of ``fn``, picklable.
         timeout_s: seconds that the ranks have, from the start of the last one.
         env: variables to set in every rank, or to remove where the value is None.
-        init: the backend to initialise `torch.distributed` with, all ranks in one group: "gloo",
+        init: the backend to initialise ``torch.distributed`` with, all ranks in one group: "gloo",
             or an accelerator's such as "cuda:nccl", whose ranks select the device of their number
             and start more slowly; None for no group.
-        **kwargs: keyword arguments of `fn`, picklable.
+        **kwargs: keyword arguments of ``fn``, picklable.
 
     Returns:
-        What `fn` returned in rank 0, 1, ... Results have to be picklable; tensors are.
+        What ``fn`` returned in rank 0, 1, ... Results have to be picklable; tensors are.
 
     Raises:
         RankFailure: if a rank raises, dies, returns what cannot be pickled, or has not ended in
-            time. The first line names the likely culprit; `.ranks` has one report for each rank
+            time. The first line names the likely culprit; ``.ranks`` has one report for each rank
             that failed. The others have two seconds from the first failure, then they are killed.
-        TypeError: if `fn` is no module-level function, or an argument cannot be pickled.
-        ValueError: if `world_size` or `timeout_s` is not positive, or `env` names a variable that
-            the harness sets.
+        TypeError: if ``fn`` is no module-level function, or an argument cannot be pickled.
+        ValueError: if ``world_size`` or ``timeout_s`` is not positive, or ``env`` names a variable
+            that the harness sets.
         RuntimeError: if called in a rank.
 
     Example:

@@ -1,10 +1,11 @@
-"""What the test process and its ranks send to each other."""
+"""What the test process and its ranks send to each other, and the files that ranks leave."""
 
 import os
 import pickle
 import struct
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Literal
 
 from rank_testing.target import Target
@@ -15,54 +16,33 @@ _CHUNK_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Request:
-    """What one rank is asked to do.
-
-    Attributes:
-        rank: the number of this rank.
-        world_size: the number of ranks.
-        target: the function to call.
-        call: its pickled `(args, kwargs)`.
-        environment: every environment variable that the rank is to see.
-        start_method: how `multiprocessing` starts processes unless told; None for Python's default.
-        init: what to hand to `init_process_group`; None for no group.
-        timeout_s: seconds until the test process gives up.
-        folder: the folder of this run, for the rendezvous and the rank's files.
-    """
+    """What one rank is asked to do."""
 
     rank: int
     world_size: int
     target: Target
-    call: bytes
-    environment: dict[str, str]
-    start_method: str | None
-    init: str | None
+    call: bytes  # its pickled arguments
+    environment: dict[str, str]  # every variable that the rank is to see
+    start_method: str | None  # of multiprocessing; None for Python's default
+    init: str | None  # for init_process_group; None for no group
     timeout_s: float
-    folder: str
+    folder: str  # of this run, for the rendezvous and the rank's files
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How the function ended in one rank.
+    """How the function ended in one rank."""
 
-    Attributes:
-        kind: "returned", "raised", or "connection" for an error that another rank's end brings.
-        moment: `time.monotonic()` of the end, which all processes of a machine share.
-        value: the pickled return value.
-        exception_type: the name of the exception's class.
-        message: the text of the exception.
-        traceback: the traceback as Python prints it.
-    """
-
-    kind: Literal["returned", "raised", "connection"]
-    moment: float
-    value: bytes = b""
+    kind: Literal["returned", "raised", "connection"]  # the last: an error that a peer's end brings
+    moment: float  # of time.monotonic(), which all processes of a machine share
+    value: bytes = b""  # the pickled return value
     exception_type: str = ""
     message: str = ""
     traceback: str = ""
 
 
 def send_outcome(connection: Connection, outcome: Outcome) -> None:
-    """Write `outcome` and its length to `connection`; wait until the other side took it."""
+    """Write ``outcome`` and its length to ``connection``; wait until the other side took it."""
     payload = pickle.dumps(outcome)
     for part in (_LENGTH.pack(len(payload)), payload):
         view = memoryview(part)
@@ -71,11 +51,7 @@ def send_outcome(connection: Connection, outcome: Outcome) -> None:
 
 
 class Inbox:
-    """Collects the bytes of one outcome as they arrive, without ever waiting for more.
-
-    Args:
-        connection: the test process's end of the pipe to a rank.
-    """
+    """Collects the bytes of one outcome as they arrive, without ever waiting for more."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
@@ -83,10 +59,7 @@ class Inbox:
         self.closed = False
 
     def read_available(self) -> Outcome | None:
-        """Take what lies in the pipe; return the outcome once it is whole.
-
-        Call it when the pipe is ready to be read, or to drain it after the rank's end.
-        """
+        """Take what lies in the pipe; return the outcome once it is whole."""
         while not self.closed and self._connection.poll(0):
             try:
                 chunk = os.read(self._connection.fileno(), _CHUNK_BYTES)
@@ -106,3 +79,26 @@ class Inbox:
         if not isinstance(outcome, Outcome):
             raise TypeError(f"a rank sent {type(outcome).__name__} where an Outcome was expected")
         return outcome
+
+
+def output_path(folder: str, rank: int) -> str:
+    """Return the file that takes the standard output and error of ``rank``."""
+    return os.path.join(folder, f"rank{rank}.output")
+
+
+def stack_path(folder: str, rank: int) -> str:
+    """Return the file that takes the Python stacks of ``rank``."""
+    return os.path.join(folder, f"rank{rank}.stack")
+
+
+def rendezvous_path(folder: str) -> str:
+    """Return the file through which the ranks find each other."""
+    return os.path.join(folder, "rendezvous")
+
+
+def text_of(path: str) -> str:
+    """Return what was written to ``path``; nothing where a rank did not come to open it."""
+    try:
+        return Path(path).read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""

@@ -17,10 +17,8 @@ def end_with_parent(folder: str) -> None:
 
     A rank is a child of the fork server and holds the pipe that keeps the server alive, so neither
     a parent-death signal nor the server itself would ever end it: this thread does, and the server
-    ends with its last rank. The rank leads a process group of its own; what it started goes too.
-
-    Args:
-        folder: the folder of the run, which nobody else is left to remove.
+    ends with its last rank. The rank leads a process group of its own; what it started goes too,
+    and so does the folder of the run.
     """
     parent = multiprocessing.parent_process()
     if parent is None:
@@ -35,12 +33,12 @@ def end_with_parent(folder: str) -> None:
 
 
 def end_at_the_latest(after_s: float, stack_file: TextIO) -> None:
-    """End this process after `after_s` seconds even where no Python code can run any more."""
+    """End this process after ``after_s`` seconds even where no Python code can run any more."""
     faulthandler.dump_traceback_later(after_s, exit=True, file=stack_file)
 
 
 def write_stacks_on_request(stack_file: TextIO) -> None:
-    """Write every thread's Python stack to `stack_file` on `STACK_SIGNAL` and on a crash.
+    """Write every thread's Python stack to ``stack_file`` on ``STACK_SIGNAL`` and on a crash.
 
     The handler runs in C, so a thread that holds the interpreter lock does not keep it from
     writing. A timer would do as well, but Python has only one and the last resort needs it.
@@ -50,7 +48,7 @@ def write_stacks_on_request(stack_file: TextIO) -> None:
 
 
 def kill_group(pid: int) -> None:
-    """Kill the rank `pid` with everything it started and left in its process group."""
+    """Kill the rank ``pid`` with everything it started and left in its process group."""
     try:
         os.killpg(pid, signal.SIGKILL)
     except (ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The processes that ranks are made from."""
+"""The processes that ranks are made from, forked on the CPU and spawned for an accelerator."""
 
 import contextlib
 import multiprocessing
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-
-from rank_testing.devices import uses_accelerator
 
 # Imported once by the fork server and inherited by every rank. None of them starts a thread or
 # touches an accelerator, which a forked rank could not use any more.
@@ -30,6 +28,7 @@ _PRELOADED_IF_USED = (
     "numpy",
     "torch.distributed.checkpoint",
 )
+_CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "ucc"})
 
 _starting = threading.Lock()
 
@@ -39,9 +38,6 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
 
     Ranks on the CPU come from a fork server that has torch loaded; it ends with the test process.
     Ranks that use an accelerator are spawned, since nothing of its state survives a fork.
-
-    Args:
-        init: what the ranks hand to `init_process_group`; None for no group.
 
     Example:
         >>> start_context("cuda:nccl").get_start_method()
@@ -58,12 +54,9 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
 
 
 def _server_environment() -> dict[str, str]:
-    """Return what the server needs besides this process's variables; ranks do not keep it.
-
-    One thread for the numerical libraries, which start theirs on import: a process that forks may
-    have no second one. The folder of this package, since the server of Python 3.10 and 3.11 does
-    not take over the path of the test process.
-    """
+    """Return what the server needs besides this process's variables; ranks do not keep it."""
+    # Numerical libraries start their threads on import: a process that forks may have no second
+    # one. The server of Python 3.10 and 3.11 does not take over the path of the test process.
     folder = str(Path(__file__).parents[1])
     path = os.environ.get("PYTHONPATH")
     return {
@@ -86,3 +79,15 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def uses_accelerator(init: str | None) -> bool:
+    """Return whether ranks use an accelerator whose group is initialised with ``init``.
+
+    Example:
+        >>> uses_accelerator("gloo"), uses_accelerator(None), uses_accelerator("cuda:nccl")
+        (False, False, True)
+    """
+    if init is None:
+        return False
+    return any(part.split(":")[0] not in _CPU_NAMES for part in init.split(","))

@@ -1,6 +1,8 @@
-"""Name a test's function in one process and find it again in another."""
+"""A test's function by names that find it again in another process, asserts rewritten."""
 
+import ast
 import builtins
+import functools
 import importlib
 import importlib.util
 import marshal
@@ -9,26 +11,18 @@ import sys
 import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
-
-from rank_testing.rewritten import rewritten_code
 
 
 @dataclass(frozen=True)
 class Target:
-    """A module-level function by the names that find it in another process.
-
-    Attributes:
-        module: the name of its module, as the test process knows it.
-        path: the file of that module; None where it has none (a built-in module).
-        name: the name of the function in the module.
-        code: what to run as the module, for `marshal`, where pytest rewrote its assert statements.
-    """
+    """A module-level function by the names that find it in another process."""
 
     module: str
-    path: str | None
+    path: str | None  # None for a built-in module
     name: str
-    code: bytes | None = field(default=None, repr=False)
+    code: bytes | None = field(default=None, repr=False)  # marshalled, where pytest rewrote asserts
 
     def __str__(self) -> str:
         if self.path is None:
@@ -37,17 +31,7 @@ class Target:
 
 
 def find_target(fn: Callable[..., Any]) -> Target:
-    """Return the names under which a rank finds `fn`.
-
-    Args:
-        fn: a function defined at the top level of a module.
-
-    Returns:
-        The names of the module, its file and the function.
-
-    Raises:
-        TypeError: if `fn` cannot be found by name: a lambda, a function made inside another one,
-            a method, or an object that is no function.
+    """Return the names under which a rank finds ``fn``, a function at the top level of a module.
 
     Example:
         >>> import os.path
@@ -80,15 +64,11 @@ def find_target(fn: Callable[..., Any]) -> Target:
 
 
 def load_target(target: Target) -> Callable[..., Any]:
-    """Import the module of `target` and return its function.
+    """Import the module of ``target`` and return its function.
 
     The module keeps the name it has in the test process, so that classes of a test file can be
     pickled in both directions. A module that imports by its name from the same file is imported;
     any other one is loaded from its file.
-
-    Raises:
-        AttributeError: if the module lacks the function once it is loaded.
-        Exception: what the module's own code raises.
 
     Example:
         >>> load_target(Target("math", None, "sqrt"))(9.0)
@@ -154,3 +134,30 @@ def _is_from(found: str | None, wanted: str | None) -> bool:
 
 def _described(fn: object) -> str:
     return f"{getattr(fn, '__qualname__', None) or repr(fn)} ({type(fn).__name__})"
+
+
+@functools.cache
+def rewritten_code(file: str) -> bytes | None:
+    """Return the marshalled code of ``file`` with pytest's assert statements, read once.
+
+    None where this pytest offers no rewriting, or the file is no valid Python: then an ordinary
+    import does its work, or names the error.
+
+    Example:
+        >>> rewritten_code("/nonexistent.py") is None
+        True
+    """
+    try:
+        from _pytest.assertion import rewrite
+
+        path = Path(file)
+        kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        code = rewrite._read_pyc(path, kept)
+        if code is None:
+            source = path.read_bytes()
+            tree = ast.parse(source, filename=file)
+            rewrite.rewrite_asserts(tree, source, file)
+            code = compile(tree, file, "exec", dont_inherit=True)
+        return marshal.dumps(code)
+    except (ImportError, AttributeError, TypeError, ValueError, OSError, SyntaxError):
+        return None

@@ -30,18 +30,8 @@ _polling = threading.Lock()
 class Rank:
     """One rank, seen from the test process; it runs once this is made.
 
-    Args:
-        context: what makes its process.
-        request: what it is to do.
-
-    Attributes:
-        number: its rank.
-        outcome: how its function ended; None while it runs, and for ever if it died or hung.
-        exit_code: of a rank that died; the negative number of the signal that killed it.
-        ended_at: `time.monotonic()` of its end; None while it runs.
-
-    Raises:
-        RuntimeError: if no process could be started.
+    ``outcome`` stays None for a rank that died or hung, ``exit_code`` is that of one that died, and
+    ``ended_at`` is of ``time.monotonic()``.
     """
 
     def __init__(self, context: ForkServerContext | SpawnContext, request: Request) -> None:
@@ -119,10 +109,6 @@ def watch(ranks: list[Rank], deadline: float) -> None:
     """Wait for all ranks at once, until the deadline or a grace time after the first failure.
 
     Before it stops, the ranks that still run write their stacks; they are not killed here.
-
-    Args:
-        ranks: the ranks of one run.
-        deadline: `time.monotonic()` at which to give up.
     """
     stop_at = deadline
     stacks_at = deadline - min(_STACKS_BEFORE_DEADLINE_S, (deadline - time.monotonic()) / 2)

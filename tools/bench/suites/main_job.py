@@ -17,14 +17,13 @@ import torch.distributed as dist
 from bench.measure import Row
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
-from pretrain.flops import training_flops
-from pretrain.model_build import build_model, build_optimizer, transformer_config
-from pretrain.random_streams import seed_streams
+from pretrain.model.randomness import seed_streams
+from pretrain.run.steps import Steps
+from pretrain.run.training import build_model, build_optimizer, transformer_config
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.step_ranges import StepRanges
-from pretrain.steps import Steps
-from pretrain.straggler_watch import StragglerWatch
+from pretrain.watch.step_metrics import training_flops
+from pretrain.watch.straggler import StepRanges, StragglerWatch
 from rank_testing import run_ranks
 
 _STEPS = 10

@@ -22,7 +22,7 @@ from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
 _TESTS = "tests-integration"
 # Those that need the installed packages and the tools, not the packages' sources.
-_CHOSEN = ("conftest.py", "test_pretrain_*.py")
+_CHOSEN = ("pretrain_*.py", "test_pretrain_*.py")
 _IGNORED = shutil.ignore_patterns("tests", "__pycache__", ".*")
 
 

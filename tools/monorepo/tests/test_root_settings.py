@@ -61,7 +61,7 @@ def test_test_runner_and_linter_look_everywhere(settings: dict[str, Any]) -> Non
 
 
 def test_no_test_is_named_after_an_address(request: pytest.FixtureRequest) -> None:
-    """Workers of ``hatch run test-parallel`` must find the same names."""
+    """The workers of ``hatch run test`` must find the same names."""
     names = [item.nodeid for item in request.session.items]
     assert request.node.nodeid in names
     assert [name for name in names if re.search(r"\bat 0x[0-9a-f]+", name)] == []

@@ -33,7 +33,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleReposit
             "pyproject.toml": "",
             "tools/pretrain/__init__.py": "",
             "tools/pretrain/tests/test_x.py": "",
-            "tests-integration/conftest.py": "",
+            "tests-integration/pretrain_runs.py": "",
             "tests-integration/test_pretrain_x.py": "",
             "tests-integration/test_sources.py": "",
         }
@@ -56,7 +56,7 @@ def test_the_main_jobs_tests_run_on_installed_packages(
     first, second = capfd.readouterr().out.splitlines()
     assert first == "mcore-base, mcore-other import from one environment"
     assert second.startswith("ran ")
-    assert second.endswith(" tests-integration -k losses conftest.py test_pretrain_x.py")
+    assert second.endswith(" tests-integration -k losses pretrain_runs.py test_pretrain_x.py")
     assert main([*root, "--fail"]) == 1
 
 

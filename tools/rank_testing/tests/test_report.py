@@ -1,7 +1,12 @@
 """The order and the text of a failure, from reports written by hand."""
 
-from rank_testing.report import Kind, RankReport, rank_failure
-from rank_testing.stacks import in_torch_distributed, readable_stacks
+from rank_testing.report import (
+    Kind,
+    RankReport,
+    in_torch_distributed,
+    rank_failure,
+    readable_stacks,
+)
 
 
 def report(rank: int, kind: Kind, *, elapsed_s: float = 0.5, place: int = 0) -> RankReport:

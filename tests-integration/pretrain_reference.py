@@ -1,0 +1,169 @@
+"""The main job's model in plain PyTorch on one process, as a reference for its tests."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+from pretrain.corpus import draw_batch, load_corpus
+from pretrain.model.randomness import ParameterInit
+from pretrain.settings import Settings
+
+
+def columns_by_counting(tokens: torch.Tensor) -> torch.Tensor:
+    """Bytes since the last line break, as a share of 80, counted one by one."""
+    rows = []
+    for row in tokens.tolist():
+        column, columns = 0, []
+        for byte in row:
+            column = 0 if byte == ord("\n") else column + 1
+            columns.append(min(column, 80) / 80)
+        rows.append(columns)
+    return torch.tensor(rows)
+
+
+class PlainGPT(torch.nn.Module):
+    """Written without any parallel part: whole matrices, plain attention, complex rotations."""
+
+    def __init__(self, settings: Settings) -> None:
+        super().__init__()
+        self.heads = settings.num_attention_heads
+        self.num_layers = settings.num_layers
+        hidden, std = settings.hidden_size, 0.02
+        drawn = ParameterInit(settings.seed, torch.device("cpu"), None)
+        self.weights = torch.nn.ParameterDict()
+
+        def normal(name: str, *shape: int, scale: float = 1.0) -> None:
+            values = drawn.whole(name, shape, lambda t: torch.nn.init.normal_(t, 0.0, std * scale))
+            self.weights[name.replace(".", "/")] = torch.nn.Parameter(values)
+
+        def constant(name: str, size: int, value: float) -> None:
+            self.weights[name.replace(".", "/")] = torch.nn.Parameter(torch.full((size,), value))
+
+        normal("embedding.weight", 256, hidden)
+        if settings.value_head:
+            normal("output_layer.weight", 1, hidden)
+        elif settings.untied:
+            normal("head.weight", 256, hidden)
+        last = 1.0 / math.sqrt(2.0 * settings.num_layers)
+        for layer in range(settings.num_layers):
+            name = f"layers.{layer}"
+            normal(f"{name}.attention.qkv.weight", 3 * hidden, hidden)
+            normal(f"{name}.attention.projection.weight", hidden, hidden, scale=last)
+            normal(f"{name}.feed_forward.widen.weight", 4 * hidden, hidden)
+            normal(f"{name}.feed_forward.narrow.weight", hidden, 4 * hidden, scale=last)
+            constant(f"{name}.attention.qkv.bias", 3 * hidden, 0.0)
+            constant(f"{name}.attention.projection.bias", hidden, 0.0)
+            constant(f"{name}.feed_forward.widen.bias", 4 * hidden, 0.0)
+            constant(f"{name}.feed_forward.narrow.bias", hidden, 0.0)
+            for norm in ("attention_norm", "feed_forward_norm"):
+                constant(f"{name}.{norm}.weight", hidden, 1.0)
+                constant(f"{name}.{norm}.bias", hidden, 0.0)
+        constant("final_norm.weight", hidden, 1.0)
+        constant("final_norm.bias", hidden, 0.0)
+
+    def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weights[f"{name}/weight"].T + self.weights[f"{name}/bias"]
+
+    def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        centred = x - x.mean(-1, keepdim=True)
+        scaled = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
+        return scaled * self.weights[f"{name}/weight"] + self.weights[f"{name}/bias"]
+
+    def _attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        batch, length, hidden = x.shape
+        size = hidden // self.heads
+        qkv = self._linear(f"{name}/qkv", x).view(batch, length, self.heads, 3, size)
+        query, key, value = qkv.permute(3, 0, 2, 1, 4)
+        turn = torch.arange(size // 2) * (-math.log(10_000.0) / (size // 2))
+        angles = torch.arange(length)[:, None] * turn.exp()
+        turns = torch.polar(torch.ones_like(angles), angles)
+
+        def rotate(heads: torch.Tensor) -> torch.Tensor:
+            pairs = torch.complex(heads[..., : size // 2], heads[..., size // 2 :]) * turns
+            return torch.cat((pairs.real, pairs.imag), dim=-1)
+
+        scores = rotate(query) @ rotate(key).transpose(-1, -2) / math.sqrt(size)
+        future = torch.triu(torch.ones(length, length, dtype=torch.bool), diagonal=1)
+        weights = torch.softmax(scores.masked_fill(future, float("-inf")), dim=-1)
+        context = (weights @ value).transpose(1, 2).reshape(batch, length, hidden)
+        return self._linear(f"{name}/projection", context)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[b, s]`` bytes to logits ``[b, s, 256]``, or values ``[b, s, 1]``."""
+        x = self.weights["embedding/weight"][tokens]
+        for layer in range(self.num_layers):
+            name = f"layers/{layer}"
+            x = x + self._attention(f"{name}/attention", self._norm(f"{name}/attention_norm", x))
+            wide = F.gelu(
+                self._linear(
+                    f"{name}/feed_forward/widen", self._norm(f"{name}/feed_forward_norm", x)
+                )
+            )
+            x = x + self._linear(f"{name}/feed_forward/narrow", wide)
+        heads = ("output_layer/weight", "head/weight", "embedding/weight")
+        head = next(name for name in heads if name in self.weights)
+        return self._norm("final_norm", x) @ self.weights[head].T
+
+    def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Mean over all bytes of a batch: nats, or squared errors of the column in the line."""
+        output = self(batch["tokens"])
+        if "output_layer/weight" in self.weights:
+            return F.mse_loss(output[..., 0], columns_by_counting(batch["tokens"]))
+        return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten())
+
+
+def plain_losses(settings: Settings) -> list[float]:
+    """Train the plain model and return the loss of each step."""
+    torch.manual_seed(0)
+    text = load_corpus().train
+    model = PlainGPT(settings)
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.0,
+        betas=(0.9, 0.95),
+    )
+    losses = []
+    for step in range(1, settings.train_iters + 1):
+        batch = _batch(settings, text, step)
+        loss = model.loss(batch)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        if step <= settings.warmup_iters:
+            rate = settings.lr * step / settings.warmup_iters
+        else:
+            done = (step - settings.warmup_iters) / (settings.train_iters - settings.warmup_iters)
+            rate = settings.min_lr
+            rate += (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return losses
+
+
+def _batch(settings: Settings, text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
+    return draw_batch(
+        text,
+        rows=slice(None),
+        batch_size=settings.global_batch_size,
+        seq_length=settings.seq_length,
+        seed=settings.seed,
+        step=step,
+    )
+
+
+def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
+    """Run the first step of the plain model and return the gradient of each parameter."""
+    model = PlainGPT(settings)
+    model.loss(_batch(settings, load_corpus().train, 1)).backward()
+    return {
+        name.replace("/", "."): weight.grad
+        for name, weight in model.weights.items()
+        if weight.grad is not None
+    }

@@ -1,0 +1,244 @@
+"""Runs of the main job for its tests: in forked ranks or as a user's command, and what they leave.
+
+Where a test is about the launcher itself or about signals, it starts the real command.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import shlex
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+
+from mcore.observe.sinks import sanitize_metric_name
+from pretrain.cli import launch
+from pretrain.cli.command import main
+from pretrain.run.training import train
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.watch import mlflow_run
+from rank_testing import run_ranks
+from rank_testing.programs import Entry, run_program
+
+TOOLS = Path(__file__).resolve().parents[1] / "tools"
+COMMAND = (sys.executable, "-m", "pretrain")
+PASSWORD = "open-sesame-7"
+TINY = shlex.split(
+    "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0"
+)
+Curves = dict[str, dict[int, float]]
+_NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
+SMALL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "seq_length": 32,
+    "train_iters": 8,
+    "global_batch_size": 8,
+    "warmup_iters": 2,
+    "eval_interval": 0,
+    "eval_batches": 1,
+    "save_interval": 0,
+}
+
+
+def train_on_ranks(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[str]:
+    """Train on the ranks of the layout; return what each has printed."""
+    return run_ranks(
+        train_here, settings.world_size, settings, str(run_dir), resume=resume, timeout_s=120
+    )
+
+
+def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: str = "cpu") -> str:
+    """Be one rank of the main job, in a process group that exists; return what it prints."""
+    path = Path(run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    device = torch.device(kind) if kind == "cpu" else torch.device(kind, 0)
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        train(settings, RunFolder(path), device, resume=path if resume else None)
+    return printed.getvalue()
+
+
+def patient_main(arguments: list[str]) -> int:
+    """The command, which gives MLflow all the time that it needs on a busy machine."""
+    mlflow_run._WAIT_AT_THE_END_S = 150.0
+    return main(arguments)
+
+
+def pretrain(
+    cwd: Path, *arguments: str, entry: Entry = patient_main, **env: str
+) -> subprocess.CompletedProcess[str]:
+    """Do in ``cwd`` what the command does, with ranks that are forked instead of launched."""
+    output, errors = io.StringIO(), io.StringIO()
+
+    def forking_launcher(config: Any, program: str) -> Callable[..., None]:
+        def ranks(*words: str) -> None:
+            assert words[:2] == ("-m", "pretrain")
+            ended = run_program(entry, list(words[2:]), config.nproc_per_node, timeout_s=300)
+            output.write(ended.stdout)
+            errors.write(ended.stderr)
+            if failures := _failures(ended.exit_codes):
+                raise ChildFailedError("pretrain", failures)
+
+        return ranks
+
+    with (
+        contextlib.redirect_stdout(output),
+        contextlib.redirect_stderr(errors),
+        mock.patch.dict(os.environ, {**environment(), **env}, clear=True),
+        mock.patch.object(launch, "elastic_launch", forking_launcher),
+        _working_in(cwd),
+    ):
+        code = main(list(arguments))
+    return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
+
+
+def command(cwd: Path, *arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+    """Run the real command in ``cwd``, with its own launcher."""
+    return subprocess.run(
+        [*COMMAND, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True,
+        timeout=timeout_s, check=False,
+    )  # fmt: skip
+
+
+def start(cwd: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
+    """Start the real command as the leader of a process group of its own."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
+    return subprocess.Popen(
+        [*COMMAND, *arguments], cwd=cwd, env=environment(), text=True, start_new_session=True,
+        **pipes,
+    )  # fmt: skip
+
+
+def environment() -> dict[str, str]:
+    """The environment of a user who is no rank and has no MLflow of their own."""
+    kept = {name: value for name, value in os.environ.items() if name not in _NOT_A_USERS}
+    scripts = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
+    return {**kept, "PYTHONPATH": str(TOOLS), "PATH": scripts}
+
+
+def ranks_below(pid: int) -> dict[int, int]:
+    """Process of each rank that a launcher has started."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            for item in Path(f"/proc/{child}/environ").read_bytes().decode().split("\0"):
+                if item.startswith("RANK="):
+                    found[int(item.removeprefix("RANK="))] = int(child)
+    return found
+
+
+def wait_until(condition: Callable[[], Any], *, every_s: float = 0.05) -> None:
+    """Wait for something that another process does."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen"
+        time.sleep(every_s)
+
+
+def records_of(run: Path) -> list[dict[str, Any]]:
+    """The lines of a run's JSONL file."""
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def curve_of(run: Path, name: str) -> dict[int, float]:
+    """A metric by step; a step that comes twice is an error."""
+    points = [(record["step"], record[name]) for record in records_of(run) if name in record]
+    curve = dict(points)
+    assert len(curve) == len(points), f"{name} twice at a step"
+    return curve
+
+
+def losses_of(run: Path, name: str = "lm loss") -> list[float]:
+    """The losses of all steps that a run has done, in their order, none left out."""
+    curve = curve_of(run, name)
+    assert list(curve) == list(range(1, len(curve) + 1))
+    return list(curve.values())
+
+
+def curves_of(run: Path) -> Curves:
+    """Each metric of the JSONL file by step; a step that comes twice is an error."""
+    curves: Curves = defaultdict(dict)
+    for record in records_of(run):
+        for name, value in record.items():
+            if name != "step":
+                assert record["step"] not in curves[name], f"{name} twice at {record['step']}"
+                curves[name][record["step"]] = value
+    return curves
+
+
+def events_of(run: Path) -> dict[str, list[tuple[int, float]]]:
+    """Every scalar of the TensorBoard files, as TensorBoard reads them."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0}).Reload()
+    return {
+        tag: [(event.step, event.value) for event in events.Scalars(tag)]
+        for tag in events.Tags()["scalars"]
+    }
+
+
+def mlflow_of(uri: str, run_id: str) -> tuple[Any, dict[str, list[tuple[int, float]]]]:
+    """An MLflow run and the history of every metric it has."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    run = client.get_run(run_id)
+    history = {
+        name: [(metric.step, metric.value) for metric in client.get_metric_history(run_id, name)]
+        for name in run.data.metrics
+    }
+    return run, history
+
+
+def known_to_mlflow(curves: Curves) -> dict[str, list[tuple[int, float]]]:
+    """What MLflow is to have, from what the JSONL file has."""
+    names = {"throughput/tflops/device": "throughput/tflops_per_device"}
+    return {
+        sanitize_metric_name(names.get(name, name)): sorted(curve.items())
+        for name, curve in curves.items()
+    }
+
+
+def last_value(output: str, label: str) -> str:
+    """What the closing lines say behind a label."""
+    (line,) = (line for line in output.splitlines() if line.startswith(f"{label}  "))
+    return line.removeprefix(label).strip()
+
+
+def assert_no_password(folder: Path, done: subprocess.CompletedProcess[str]) -> None:
+    """Nothing that was printed or written holds the password."""
+    assert PASSWORD not in done.stdout + done.stderr
+    for path in folder.rglob("*"):
+        assert not path.is_file() or PASSWORD.encode() not in path.read_bytes(), path
+
+
+def _failures(exit_codes: list[int]) -> dict[int, ProcessFailure]:
+    return {
+        rank: ProcessFailure(local_rank=rank, pid=0, exitcode=code, error_file="<N/A>")
+        for rank, code in enumerate(exit_codes)
+        if code
+    }
+
+
+@contextlib.contextmanager
+def _working_in(folder: Path) -> Any:
+    before = Path.cwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)

@@ -1,0 +1,140 @@
+"""Damaged and foreign checkpoints: refused in one line, or passed over and saved again."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+
+from mcore.parallel.checkpoint import list_checkpoints
+from pretrain_runs import pretrain
+
+pytestmark = pytest.mark.xdist_group("pretrain_damaged")
+TINY = shlex.split(
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
+    "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --no-mlflow"
+)
+
+
+@pytest.fixture(scope="module")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of three steps."""
+    folder = tmp_path_factory.mktemp("finished")
+    done = pretrain(folder, *TINY, "--tp", "2", "--train-iters", "3", "--run-dir", "run")
+    assert done.returncode == 0, done.stderr
+    return folder / "run"
+
+
+def replace_by_foreign(checkpoint: Path) -> None:
+    """Put the checkpoint of some other program in its place."""
+    shutil.rmtree(checkpoint)
+    dcp.save({"weight": torch.ones(3)}, checkpoint_id=checkpoint, no_dist=True)
+
+
+def change_a_digit(checkpoint: Path) -> None:
+    """Have the manifest tell another digest of the index: valid JSON, and a digest in form."""
+    path = checkpoint / "manifest.json"
+    text = path.read_text()
+    digest = json.loads(text)["files"][".metadata"]["parts"][0][2]
+    other = ("1" if digest[0] == "0" else "0") + digest[1:]
+    assert text.count(digest) == 1
+    path.write_text(text.replace(digest, other))
+
+
+def flip_a_bit(checkpoint: Path, pattern: str) -> None:
+    """Flip a bit of the largest tensor in each file with such a name, or of the whole file."""
+    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    for path in sorted(checkpoint.glob(pattern)):
+        parts = files[path.name]["parts"]
+        tensors = [part for part in parts if part[3] is not None]
+        start, size, *_ = max(tensors or parts, key=lambda part: part[1])
+        content = bytearray(path.read_bytes())
+        content[start + size // 2] ^= 1
+        path.write_bytes(content)
+
+
+UNREADABLE = "remove it to go on from the one before, or start a new run"
+
+
+@pytest.mark.parametrize(
+    ("harm", "reasons"),
+    [
+        (replace_by_foreign, ["key 'layout' is missing in the checkpoint", UNREADABLE]),
+        (
+            lambda checkpoint: flip_a_bit(checkpoint, "*.distcp"),
+            ["0.distcp: the content of key '", "has changed since it was saved", UNREADABLE],
+        ),
+        (
+            lambda checkpoint: flip_a_bit(checkpoint, ".metadata"),
+            [".metadata has changed since it was saved", UNREADABLE],
+        ),
+        (
+            change_a_digit,
+            [
+                "--resume run: no complete checkpoint in run/checkpoints, but damaged ones: ",
+                "run/checkpoints/step_00000003 (manifest.json has changed since it was saved)",
+            ],
+        ),
+    ],
+    ids=["foreign", "payload", "index", "manifest"],
+)
+def test_a_foreign_or_damaged_checkpoint_is_refused_in_one_line(
+    harm: Callable[[Path], None], reasons: list[str], finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    harm(run / "checkpoints" / "step_00000003")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    done = pretrain(tmp_path, "--resume", "run", "--train-iters", "6")
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("pretrain: error: --resume ")
+    assert [reason for reason in reasons if reason not in done.stderr] == [], done.stderr
+    assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_a_resume_names_damaged_checkpoints_and_saves_theirs_again(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    checkpoints = run / "checkpoints"
+    good, changed, cut = (checkpoints / f"step_{step:08d}" for step in (3, 4, 5))
+    shutil.copytree(good, changed)
+    change_a_digit(changed)
+    shutil.copytree(good, cut)
+    os.truncate(cut / "__1_0.distcp", 7)
+    (checkpoints / ".step_00000006.incomplete-0123456789abcdef").mkdir()
+    (checkpoints / "step_00000004.damaged").mkdir()
+    done = pretrain(
+        tmp_path, "--resume", "run", "--train-iters", "6", "--exit-after", "1", "--no-tensorboard"
+    )
+    assert done.returncode == 0, done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if "passed over" in line)
+    size = (good / "__1_0.distcp").stat().st_size
+    assert said == (
+        "pretrain: warning: going on from step 3: passed over run/checkpoints/step_00000004 "
+        "(manifest.json has changed since it was saved), now step_00000004.damaged-2, "
+        f"run/checkpoints/step_00000005 (__1_0.distcp has 7 bytes but {size} were saved: it is "
+        "truncated or was changed), now step_00000005.damaged"
+    )
+    assert [path.name for path in list_checkpoints(checkpoints)] == [good.name, changed.name]
+    records = (run / "metrics.jsonl").read_text().splitlines()
+    assert sorted({json.loads(record)["step"] for record in records}) == [1, 2, 3, 4]
+
+
+def test_a_layout_given_on_the_command_line_replaces_that_of_the_run(
+    finished_run: Path, tmp_path: Path
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    done = pretrain(tmp_path, "--resume", "run", "--dp", "2", "--train-iters", "5")
+    assert done.returncode == 0, done.stderr
+    settings = json.loads((run / "config.json").read_text())["settings"]
+    assert (settings["tp"], settings["dp"]) == (1, 2)
+    assert (run / "checkpoints" / "step_00000005").is_dir()

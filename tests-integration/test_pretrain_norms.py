@@ -1,0 +1,85 @@
+"""The norms that the main job logs are those of the whole model, in every layout."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
+
+from mcore.parallel import ProcessGroups
+from pretrain.corpus import draw_batch, load_corpus
+from pretrain.run.training import build_model, transformer_config
+from pretrain.settings import Settings
+from pretrain_runs import SMALL as BASE
+from pretrain_runs import curves_of, train_on_ranks
+from rank_testing import run_ranks
+
+SMALL = Settings(
+    dp=1, tensorboard=False, log_interval=2, **{**BASE, "train_iters": 3, "save_interval": 2}
+)
+
+
+def whole_parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a checkpoint, read by PyTorch alone."""
+    stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith("model.") and hasattr(entry, "size")
+    }
+    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def norm_of(tensors: Any) -> float:
+    """The norm of all elements, summed in float64."""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
+
+
+def gradient_norm_of_one_process(checkpoint: str, step: int) -> float:
+    """The norm of the gradient that the whole model has for the batch of a step."""
+    alone = dataclasses.replace(SMALL, tp=1, cp=1, dp=1)
+    device = torch.device("cpu")
+    model = build_model(alone, transformer_config(alone), ProcessGroups.from_sizes(), device)
+    wanted = dict(model.named_parameters())
+    with torch.no_grad():
+        for name, values in whole_parameters(Path(checkpoint)).items():
+            wanted.pop(name).copy_(values)
+    assert not wanted
+    batch = draw_batch(
+        load_corpus().train, rows=slice(None), batch_size=alone.global_batch_size,
+        seq_length=alone.seq_length, seed=alone.seed, step=step,
+    )  # fmt: skip
+    logits = model(batch["tokens"], batch["position_ids"])
+    labels = batch["labels"].transpose(0, 1)
+    F.cross_entropy(logits.flatten(0, 1), labels.flatten()).backward()
+    return norm_of(param.grad for param in model.parameters())
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [{"tp": 2}, {"dp": 2}, {"tp": 2, "cp": 2}, {"tp": 2, "dp": 2, "fsdp": True}],
+    ids=["tp2", "dp2", "tp2-cp2", "tp2-fsdp2"],
+)
+def test_norms_are_those_of_the_whole_model(layout: dict[str, Any], tmp_path: Path) -> None:
+    settings = dataclasses.replace(SMALL, **layout)
+    train_on_ranks(settings, tmp_path)
+    curves = curves_of(tmp_path)
+    assert list(curves["params-norm"]) == [2, 3]
+    for step, norm in curves["params-norm"].items():
+        whole = whole_parameters(tmp_path / "checkpoints" / f"step_{step:08d}")
+        assert norm == pytest.approx(norm_of(whole.values()), rel=1e-6)
+    before = str(tmp_path / "checkpoints" / "step_00000002")
+    (expected,) = run_ranks(gradient_norm_of_one_process, 1, before, 3, timeout_s=120)
+    assert curves["grad-norm"][3] == pytest.approx(expected, rel=1e-4)
+    ranks = {name.split("/")[1] for name in curves if name.startswith("memory/")}
+    assert Counter(ranks) == Counter(f"rank{rank}" for rank in range(settings.world_size))
+    assert not (tmp_path / "tensorboard").exists()
+    assert not list(tmp_path.glob("mlflow*"))

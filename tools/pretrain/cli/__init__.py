@@ -1,0 +1,1 @@
+"""What the user typed, and the processes that it starts."""

@@ -1,0 +1,137 @@
+"""The command: read what was asked, then start the ranks or be one of them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import sys
+import time
+
+from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
+from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
+from pretrain.usage import EXIT_USAGE, UsageError
+
+_URI_FOR_RANKS = "PRETRAIN_MLFLOW_URI"
+
+
+def main(argv: list[str]) -> int:
+    """Run the job; returns the exit code (2: nothing was started, one line says what to change)."""
+    try:
+        if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
+            return _be_a_rank(argv)
+        return _start_ranks(argv)
+    except UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            print(f"pretrain: error: {_shown(str(error))}", file=sys.stderr, flush=True)
+        return EXIT_USAGE
+
+
+def _start_ranks(argv: list[str]) -> int:
+    request = resolve(parse(argv), None)
+    _check_tracking(request)
+    _start_step(request)
+    folder = _folder(request)
+    from pretrain.cli.launch import launch
+
+    return launch(_hand_over(argv, request.mlflow_uri), request, folder)
+
+
+def _be_a_rank(argv: list[str]) -> int:
+    request = resolve(parse(argv), int(os.environ["WORLD_SIZE"]))
+    handed = os.environ.pop(_URI_FOR_RANKS, None)  # processes that this one starts lack it
+    if handed is not None:
+        request = dataclasses.replace(request, mlflow_uri=handed)
+    _check_tracking(request)
+    step = _start_step(request)
+    if request.resume is not None and os.environ["RANK"] == "0":
+        _pass_over_damaged(RunFolder(request.resume), step)
+    from pretrain.cli.rank import run_rank
+
+    return run_rank(request)
+
+
+def _hand_over(argv: list[str], uri: str | None) -> list[str]:
+    """Move the URI from the command line, which all may see, to the ranks' environment."""
+    os.environ.pop(_URI_FOR_RANKS, None)
+    if uri is not None:
+        os.environ[_URI_FOR_RANKS] = uri
+    kept = []
+    words = iter(argv)
+    for word in words:
+        if word == MLFLOW_URI:
+            next(words, None)
+        elif not word.startswith(f"{MLFLOW_URI}="):
+            kept.append(word)
+    return kept
+
+
+def _folder(request: Request) -> RunFolder:
+    if request.resume is not None:
+        return RunFolder(request.resume)
+    if request.run_dir is not None:
+        return make_run_folder(request.run_dir)
+    layout, started = request.settings.run_kind, int(time.time())
+    number = free_number(request.runs_dir, layout, started)
+    return make_run_folder(name_run(request.runs_dir, layout, started, number))
+
+
+def _check_tracking(request: Request) -> None:
+    """Raise UsageError where MLflow's address cannot be one."""
+    if not request.settings.mlflow:
+        return
+    from pretrain.watch.mlflow_target import choose_target
+
+    choose_target(
+        RunFolder(request.resume or request.run_dir or request.runs_dir), request.mlflow_uri
+    )
+
+
+def _start_step(request: Request) -> int:
+    """The step to go on from, 0 for a new run; UsageError where there is nothing to go on."""
+    from pretrain.corpus import require_text
+
+    require_text(request.settings.seq_length)
+    if request.resume is None:
+        return 0
+    step = _step_to_resume(RunFolder(request.resume))
+    if step >= request.settings.train_iters:
+        raise UsageError(
+            f"--resume {request.resume}: its checkpoint is at step {step} of "
+            f"{request.settings.train_iters}: give a larger --train-iters"
+        )
+    return step
+
+
+def _step_to_resume(folder: RunFolder) -> int:
+    from pretrain.run.checkpoints import damaged_after, latest_step
+
+    try:
+        return latest_step(folder)
+    except UsageError as error:
+        damaged = damaged_after(folder, -1)
+        if not damaged:
+            raise
+        told = ", ".join(f"{path} ({problem})" for path, problem in damaged.items())
+        raise UsageError(f"{error}, but damaged ones: {told}") from None
+
+
+def _pass_over_damaged(folder: RunFolder, step: int) -> None:
+    """Set damaged checkpoints of later steps aside, and say so: the run comes by there again."""
+    from pretrain.run.checkpoints import damaged_after, set_aside
+
+    told = [
+        f"{path} ({problem}), now {set_aside(path).name}"
+        for path, problem in damaged_after(folder, step).items()
+    ]
+    if told:
+        line = f"pretrain: warning: going on from step {step}: passed over {', '.join(told)}"
+        print(line, file=sys.stderr, flush=True)
+
+
+def _shown(text: str) -> str:
+    """The text without the password of a URI that was typed in the wrong place."""
+    if "://" not in text:
+        return text
+    from mcore.observe import mask_secrets
+
+    return mask_secrets(text)

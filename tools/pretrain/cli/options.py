@@ -1,0 +1,128 @@
+"""What was typed: parsed, and made settings together with a resumed run's and the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NoReturn
+
+from pretrain.cli.checks import check
+from pretrain.settings import DEFAULT_RANKS, Settings, read_settings
+from pretrain.usage import UsageError
+
+MLFLOW_URI = "--mlflow-uri"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Request:
+    """One start of the job: the settings and where it reads and writes."""
+
+    settings: Settings
+    run_dir: Path | None
+    resume: Path | None
+    runs_dir: Path
+    mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
+
+
+class _Parser(argparse.ArgumentParser):
+    """A parser that refuses in one line, as everything else here does."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message} (--help lists the options)")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Parse the command line; options that were not given are absent from the result."""
+    parser = _Parser(
+        prog="pretrain",
+        description="Train a small byte-level GPT on the text of Python's standard library.",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--ranks", type=int, help="ranks to start here (default: tp * cp * dp)")
+    parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
+    parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
+    parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
+    parser.add_argument(
+        MLFLOW_URI,
+        metavar="URI",
+        help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
+        "folder); a password is safer in MLFLOW_TRACKING_PASSWORD",
+    )
+    for field in dataclasses.fields(Settings):
+        _add_option(parser, field)
+    return parser.parse_args(argv)
+
+
+def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
+    flag = "--" + field.name.replace("_", "-")
+    text = f"{field.metadata['help']} (default: {field.default})"
+    if isinstance(field.default, bool):
+        parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
+    else:
+        choices = field.metadata["choices"]
+        parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+
+
+def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
+    """Make settings from what was given, a resumed run's settings and the defaults.
+
+    ``world_size`` is None where this process, and no launcher, starts the ranks.
+    """
+    options = dict(vars(given))
+    ranks = options.pop("ranks", None)
+    resume = options.pop("resume", None)
+    run_dir = options.pop("run_dir", None)
+    runs_dir = options.pop("runs_dir", Path("runs"))
+    mlflow_uri = options.pop("mlflow_uri", None)
+    if resume is not None and run_dir is not None:
+        raise UsageError("--resume continues in its own folder: leave --run-dir out")
+    base: Mapping[str, Any] = {} if resume is None else read_settings(resume)
+    _refuse_changes(base, options)
+    options = {**_kept(base), **options, **_layout(vars(given), base, ranks, world_size)}
+    settings = Settings(**options)
+    check(settings, world_size if world_size is not None else ranks)
+    if mlflow_uri is not None and not settings.mlflow:
+        raise UsageError("--mlflow-uri needs --mlflow, which is off")
+    return Request(
+        settings=settings, run_dir=run_dir, resume=resume, runs_dir=runs_dir, mlflow_uri=mlflow_uri
+    )
+
+
+def _layout(
+    given: Mapping[str, Any], base: Mapping[str, Any], ranks: int | None, world_size: int | None
+) -> dict[str, int]:
+    """The three sizes: those given; dp fills up the ranks where it was not."""
+    available = world_size if world_size is not None else ranks
+    named = [name for name in ("tp", "cp", "dp") if name in given]
+    if base and not named and available is None:
+        return {name: base[name] for name in ("tp", "cp", "dp")}
+    sizes = {name: given.get(name, 1) for name in ("tp", "cp", "dp")}
+    if "dp" in given or min(sizes.values()) < 1:
+        return sizes
+    if available is None and not named:
+        available = DEFAULT_RANKS
+    if available is not None and available % (sizes["tp"] * sizes["cp"]) == 0:
+        sizes["dp"] = available // (sizes["tp"] * sizes["cp"])
+    return sizes
+
+
+def _kept(base: Mapping[str, Any]) -> dict[str, Any]:
+    """What a resumed run takes over."""
+    fields = dataclasses.fields(Settings) if base else ()
+    return {field.name: base[field.name] for field in fields if field.metadata["kept"]}
+
+
+def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None:
+    if not base:
+        return
+    for field in dataclasses.fields(Settings):
+        if not field.metadata["fixed"] or field.name not in options:
+            continue
+        if options[field.name] != base[field.name]:
+            raise UsageError(
+                f"--{field.name.replace('_', '-')} {options[field.name]} differs from the run to "
+                f"resume, which has {base[field.name]}: leave it out or start a new run"
+            )

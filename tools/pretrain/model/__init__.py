@@ -1,0 +1,1 @@
+"""The model, split over tensor- and context-parallel ranks, and what it learns."""

@@ -1,0 +1,106 @@
+"""Causal self-attention with heads split over tp and the sequence split over cp."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from mcore.modules import MegatronModule, TransformerConfig
+from mcore.parallel import cp_zigzag_index, gather_from_sequence_parallel_region, get_pg_size
+from mcore.tensor import divide
+from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
+from pretrain.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+
+_ROTARY_BASE = 10_000.0
+
+
+def rotary_table(positions: torch.Tensor, head_size: int) -> torch.Tensor:
+    """Cosines and sines of rotary positions (Su et al. 2021), ``[2, s, head_size / 2]``."""
+    half = torch.arange(head_size // 2, device=positions.device, dtype=torch.float32)
+    frequencies = _ROTARY_BASE ** (-half / (head_size // 2))
+    angles = positions.float()[:, None] * frequencies
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def apply_rotary(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
+    """Rotate ``[s, b, heads, head_size]`` by the positions of the table."""
+    cos, sin = table.to(heads.dtype)[:, :, None, None, :]
+    first, second = heads.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def causal_mask(
+    positions: torch.Tensor, cp_group: torch.distributed.ProcessGroup | None
+) -> torch.Tensor | None:
+    """Which keys each local query may see, ``[s / cp, s]``; None where plain causality says it all.
+
+    Keys arrive in cp rank order, two chunks of the sequence each: their true positions decide.
+    """
+    cp_size = get_pg_size(cp_group)
+    if cp_size == 1:
+        return None
+    seq_length = positions.numel() * cp_size
+    keys = torch.cat([cp_zigzag_index(seq_length, cp_size, rank) for rank in range(cp_size)])
+    return positions[:, None] >= keys.to(positions.device)[None, :]
+
+
+class SelfAttention(MegatronModule):
+    """Multi-head causal attention; its column-parallel input projection holds whole heads."""
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        init: ParameterInit,
+        name: str,
+        *,
+        cp_group: torch.distributed.ProcessGroup | None,
+        dropout: float,
+    ) -> None:
+        super().__init__(config)
+        hidden = config.hidden_size
+        self.head_size = divide(hidden, config.num_attention_heads)
+        self.cp_group = cp_group
+        self.dropout = dropout
+        self.qkv = ColumnParallelLinear(
+            config, init, f"{name}.qkv", (hidden, 3 * hidden), weight_init=inner_init(config)
+        )
+        self.projection = RowParallelLinear(
+            config,
+            init,
+            f"{name}.projection",
+            (hidden, hidden),
+            weight_init=output_init(config),
+        )
+
+    def forward(
+        self, hidden: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None
+    ) -> torch.Tensor:
+        """``[s / cp, b, h]`` to the same; gathers keys and values over the cp group."""
+        qkv = self.qkv(hidden)
+        sequence, batch, _ = qkv.shape
+        qkv = qkv.view(sequence, batch, -1, 3 * self.head_size)
+        query, key, value = qkv.chunk(3, dim=-1)
+        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        if get_pg_size(self.cp_group) > 1:
+            key_value = torch.cat((key, value), dim=-1)
+            key_value = gather_from_sequence_parallel_region(key_value, group=self.cp_group)
+            key, value = key_value.chunk(2, dim=-1)
+        context = self._attend(query, key, value, mask)
+        projected: torch.Tensor = self.projection(
+            context.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
+        )
+        return projected
+
+    def _attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: torch.Tensor | None,
+    ) -> torch.Tensor:
+        dropout = self.dropout if self.training else 0.0
+        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
+        with stream_for(differs_over_tp=dropout > 0):  # as heads do
+            return F.scaled_dot_product_attention(
+                query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
+            )

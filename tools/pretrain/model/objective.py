@@ -1,0 +1,109 @@
+"""What the model learns: the target of each byte, the loss, and how it is named and shown."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel import get_pg_rank, get_pg_size, reduce_from_tensor_model_parallel_region
+from pretrain.corpus import VOCABULARY_SIZE
+from pretrain.settings import Settings
+
+Batch = dict[str, torch.Tensor]
+_LONGEST_COLUMN = 80
+
+
+@dataclass(frozen=True)
+class Objective:
+    """One thing to learn: its labels, its losses and their names.
+
+    ``with_labels`` puts labels of whole sequences into a batch; ``losses`` gives the loss of each
+    byte ``[s, b]``, equal on all tp ranks; ``digits`` are shown of it after the point.
+    """
+
+    loss_name: str
+    unit: str
+    digits: int
+    description: str
+    is_likelihood: bool
+    with_labels: Callable[[Batch], Batch]
+    losses: Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup | None], torch.Tensor]
+
+    @property
+    def validation_name(self) -> str:
+        """Of the validation loss in logs."""
+        return f"{self.loss_name} validation"
+
+
+def objective_of(settings: Settings) -> Objective:
+    """The objective that the settings ask for."""
+    return _COLUMN if settings.value_head else _NEXT_BYTE
+
+
+def _with_columns(batch: Batch) -> Batch:
+    return {**batch, "labels": line_columns(batch["tokens"])}
+
+
+def _squared_errors(
+    values: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    return (values[..., 0] - labels).square()
+
+
+def vocab_parallel_cross_entropy(
+    logits: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None
+) -> torch.Tensor:
+    """Nats per byte of ``[s, b, vocabulary / tp]`` logits against ``[s, b]`` labels: ``[s, b]``.
+
+    Two all-reduces over tp, none in backward; rows that only fill up the last rank are left out.
+    """
+    columns = logits.shape[-1]
+    first = get_pg_rank(tp_group) * columns
+    filler = torch.arange(first, first + columns, device=logits.device) >= VOCABULARY_SIZE
+    logits = logits.masked_fill(filler, float("-inf"))
+    largest = logits.detach().amax(dim=-1)
+    if get_pg_size(tp_group) > 1:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
+    shifted = logits - largest[..., None]
+    local = labels - first
+    elsewhere = (local < 0) | (local >= columns)
+    chosen = shifted.gather(-1, local.masked_fill(elsewhere, 0)[..., None])[..., 0]
+    parts = torch.stack((shifted.exp().sum(dim=-1), chosen.masked_fill(elsewhere, 0.0)))
+    exponentials, chosen = reduce_from_tensor_model_parallel_region(parts, tp_group)
+    losses: torch.Tensor = exponentials.log() - chosen
+    return losses
+
+
+def line_columns(tokens: torch.Tensor) -> torch.Tensor:
+    """Bytes since the last line break, as a share of 80, from 0 (a line break) to 1: ``[b, s]``.
+
+    What comes before a sequence is not known: it counts as a line break.
+    """
+    places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
+    breaks = torch.where(tokens == ord("\n"), places, 0)
+    columns = places - breaks.cummax(dim=-1).values
+    return (columns / _LONGEST_COLUMN).clamp(max=1.0)
+
+
+_NEXT_BYTE = Objective(
+    loss_name="lm loss",
+    unit="nats per byte",
+    digits=3,
+    description="the next byte",
+    is_likelihood=True,
+    with_labels=lambda batch: batch,
+    losses=vocab_parallel_cross_entropy,
+)
+_COLUMN = Objective(
+    loss_name="value loss",
+    unit="mean squared error",
+    digits=5,
+    description="value head: the column of each byte in its line, "
+    f"1 for {_LONGEST_COLUMN} and more",
+    is_likelihood=False,
+    with_labels=_with_columns,
+    losses=_squared_errors,
+)

@@ -1,0 +1,112 @@
+"""What is drawn at random: initial weights, equal in every layout, and the streams of a rank."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from mcore.modules import (
+    TransformerConfig,
+    init_method_normal,
+    scaled_init_method_normal,
+)
+from mcore.parallel import (
+    ProcessGroups,
+    get_cuda_rng_tracker,
+    get_pg_rank,
+    get_pg_size,
+    model_parallel_cuda_manual_seed,
+    set_tensor_model_parallel_attributes,
+)
+from mcore.parallel.rng import _get_cuda_rng_state, _set_cuda_rng_state
+from mcore.tensor import round_up_to_nearest_multiple
+
+Init = Callable[[torch.Tensor], object]
+_DATA_PARALLEL_STRIDE = 100_003
+
+
+def inner_init(config: TransformerConfig) -> Init:
+    """How matrices start whose result goes on inside a layer."""
+    return config.init_method or init_method_normal(config.init_method_std)
+
+
+def output_init(config: TransformerConfig) -> Init:
+    """How matrices start whose result is added to the residual stream."""
+    return config.output_layer_init_method or scaled_init_method_normal(
+        config.init_method_std, config.num_layers
+    )
+
+
+@dataclass(frozen=True)
+class ParameterInit:
+    """Draws parameters by name, so that every rank of every layout starts from the same model."""
+
+    seed: int
+    device: torch.device
+    tp_group: torch.distributed.ProcessGroup | None
+
+    def whole(self, name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
+        """The unsharded fp32 tensor on the CPU; leaves the default RNG stream as it was."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
+            tensor = torch.empty(shape)
+            init(tensor)
+        return tensor
+
+    def shard(
+        self, name: str, shape: tuple[int, ...], init: Init, *, axis: int
+    ) -> torch.nn.Parameter:
+        """This tensor-parallel rank's slice along ``axis``; rows of zeros fill up the last."""
+        size = get_pg_size(self.tp_group)
+        tensor = self.whole(name, shape, init)
+        missing = round_up_to_nearest_multiple(shape[axis], size) - shape[axis]
+        if missing:
+            filler = torch.zeros(*shape[:axis], missing, *shape[axis + 1 :])
+            tensor = torch.cat((tensor, filler), dim=axis)
+        mine = tensor.chunk(size, dim=axis)[get_pg_rank(self.tp_group)].clone()
+        parameter = torch.nn.Parameter(mine.to(self.device))
+        set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=axis)
+        return parameter
+
+    def replica(self, name: str, shape: tuple[int, ...], init: Init) -> torch.nn.Parameter:
+        """The whole tensor, equal on all ranks."""
+        return torch.nn.Parameter(self.whole(name, shape, init).to(self.device))
+
+
+def seed_streams(seed: int, groups: ProcessGroups, device: torch.device) -> None:
+    """Seed the streams: the default one equal within a tp group, the model-parallel one not.
+
+    Replicas over dp and cp see other data, so all their streams differ.
+    """
+    own = seed + _DATA_PARALLEL_STRIDE * groups.rank("dp_cp")
+    torch.manual_seed(own)
+    model_parallel_cuda_manual_seed(
+        own, tp_rank=groups.rank("tp"), ep_rank=0, etp_rank=0, device=device
+    )
+
+
+def stream_for(*, differs_over_tp: bool) -> AbstractContextManager[None]:
+    """Draw, while it lasts, for what is another part on each tp rank, or equal on all of them."""
+    return get_cuda_rng_tracker().fork() if differs_over_tp else contextlib.nullcontext()
+
+
+def save_streams(device: torch.device) -> dict[str, Any]:
+    """States of the CPU stream, the device's stream and the tracker's streams."""
+    return {
+        "cpu": torch.get_rng_state(),
+        "device": _get_cuda_rng_state(device),
+        "tracker": get_cuda_rng_tracker().get_states(),
+    }
+
+
+def restore_streams(states: dict[str, Any], device: torch.device) -> None:
+    """Put back what ``save_streams`` returned."""
+    torch.set_rng_state(states["cpu"])
+    _set_cuda_rng_state(states["device"], device)
+    get_cuda_rng_tracker().set_states(states["tracker"])

@@ -1,0 +1,196 @@
+"""Tensor-parallel building blocks: linears by column and by row, and the embedding by rows.
+
+With sequence parallelism what lies between them is cut along the sequence over tp: gathering and
+reduce-scattering together send as much as the all-reduce that they replace, while norms, residuals
+and dropout are computed once instead of on every rank (Korthikanti et al. 2022).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+from mcore.modules import MegatronModule, TransformerConfig
+from mcore.parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_pg_rank,
+    get_pg_size,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
+from mcore.parallel.checkpoint import make_sharded_tensors_for_checkpoint
+from pretrain.model.randomness import Init, ParameterInit, inner_init
+
+Offsets = Sequence[tuple[int, int, int]]
+_MARK = "sequence_parallel"
+
+
+class TensorParallelModule(MegatronModule):
+    """A module some of whose parameters are slices.
+
+    ``shard_axes`` names them with their axis; ``padded`` names those whose global length depends on
+    the layout, because rows were added to fill up the last rank.
+    """
+
+    shard_axes: ClassVar[dict[str, int]] = {}
+    padded: ClassVar[tuple[str, ...]] = ()
+
+    def __init__(self, config: TransformerConfig, init: ParameterInit) -> None:
+        super().__init__(config)
+        self.tp_group = init.tp_group
+        self.sequence_parallel = config.sequence_parallel
+
+    def sharded_state_dict(
+        self,
+        prefix: str = "",
+        sharded_offsets: Offsets = (),
+        metadata: dict[str, Any] | None = None,
+    ) -> dict[str, Any]:
+        """Slices say where they lie in the whole tensor."""
+        sharded = make_sharded_tensors_for_checkpoint(
+            self.state_dict(keep_vars=True),
+            prefix,
+            self.shard_axes,
+            tuple(sharded_offsets),
+            tp_group=self.tp_group,
+            dp_cp_group=(metadata or {}).get("dp_cp_group"),
+        )
+        for name in self.padded:
+            sharded[prefix + name].allow_shape_mismatch = True
+        return dict(sharded)
+
+
+class ColumnParallelLinear(TensorParallelModule):
+    """``[s, b, in]`` equal on all ranks to this rank's ``[s, b, out / tp]``.
+
+    Forward has no communication; backward sums the input gradient over the tp group. With sequence
+    parallelism the input is ``[s / tp, b, in]``, gathered in forward; backward reduce-scatters.
+    """
+
+    shard_axes: ClassVar = {"weight": 0, "bias": 0}
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        init: ParameterInit,
+        name: str,
+        sizes: tuple[int, int],
+        *,
+        weight_init: Init,
+    ) -> None:
+        super().__init__(config, init)
+        size_in, size_out = sizes
+        self.weight = init.shard(f"{name}.weight", (size_out, size_in), weight_init, axis=0)
+        self.bias = init.shard(f"{name}.bias", (size_out,), torch.nn.init.zeros_, axis=0)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[s, b, in]`` to ``[s, b, out / tp]``."""
+        hidden = enter_split_layers(hidden, self.tp_group, sequence_parallel=self.sequence_parallel)
+        return F.linear(hidden, self.weight, self.bias)
+
+
+class RowParallelLinear(TensorParallelModule):
+    """This rank's ``[s, b, in / tp]`` to ``[s, b, out]`` equal on all ranks.
+
+    Forward sums over the tp group; backward has no communication. The bias is added once. With
+    sequence parallelism the output is ``[s / tp, b, out]``: forward reduce-scatters, backward
+    gathers.
+    """
+
+    shard_axes: ClassVar = {"weight": 1}
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        init: ParameterInit,
+        name: str,
+        sizes: tuple[int, int],
+        *,
+        weight_init: Init,
+    ) -> None:
+        super().__init__(config, init)
+        size_in, size_out = sizes
+        self.weight = init.shard(f"{name}.weight", (size_out, size_in), weight_init, axis=1)
+        self.bias = init.replica(f"{name}.bias", (size_out,), torch.nn.init.zeros_)
+        if self.sequence_parallel:
+            mark_partial_gradients([self.bias])
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """``[s, b, in / tp]`` to ``[s, b, out]``."""
+        partial = F.linear(hidden, self.weight)
+        whole = leave_split_layers(partial, self.tp_group, sequence_parallel=self.sequence_parallel)
+        return whole + self.bias
+
+
+class VocabParallelEmbedding(TensorParallelModule):
+    """Byte ids to vectors; the rows of the table are split over the tp group."""
+
+    shard_axes: ClassVar = {"weight": 0}
+    padded: ClassVar = ("weight",)
+
+    def __init__(
+        self, config: TransformerConfig, init: ParameterInit, vocabulary_size: int
+    ) -> None:
+        super().__init__(config, init)
+        shape = (vocabulary_size, config.hidden_size)
+        self.weight = init.shard("embedding.weight", shape, inner_init(config), axis=0)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """``[s, b]`` ids to ``[s, b, h]`` vectors, or this rank's ``[s / tp, b, h]`` of them."""
+        rows = self.weight.shape[0]
+        local = tokens - get_pg_rank(self.tp_group) * rows
+        elsewhere = (local < 0) | (local >= rows)
+        vectors = F.embedding(local.masked_fill(elsewhere, 0), self.weight)
+        vectors = vectors.masked_fill(elsewhere[..., None], 0.0)
+        return leave_split_layers(vectors, self.tp_group, sequence_parallel=self.sequence_parallel)
+
+
+def enter_split_layers(
+    hidden: torch.Tensor, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
+) -> torch.Tensor:
+    """``[s / tp, b, h]`` or, without sequence parallelism, ``[s, b, h]`` to ``[s, b, h]``."""
+    if sequence_parallel:
+        return gather_from_sequence_parallel_region(hidden, group=tp_group)
+    return copy_to_tensor_model_parallel_region(hidden, tp_group)
+
+
+def leave_split_layers(
+    partial: torch.Tensor, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
+) -> torch.Tensor:
+    """Sum the ranks' ``[s, b, h]``; with sequence parallelism keep ``[s / tp, b, h]`` of that."""
+    if sequence_parallel:
+        return reduce_scatter_to_sequence_parallel_region(partial, tp_group)
+    return reduce_from_tensor_model_parallel_region(partial, tp_group)
+
+
+def mark_partial_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
+    """Note that each tp rank's gradient covers its slice of the sequence only."""
+    for parameter in parameters:
+        setattr(parameter, _MARK, True)
+
+
+def has_partial_gradient(parameter: torch.Tensor) -> bool:
+    """Whether the gradient has to be summed over the tp ranks."""
+    return bool(getattr(parameter, _MARK, False))
+
+
+def sum_partial_gradients(
+    gradients: list[torch.Tensor], tp_group: dist.ProcessGroup | None
+) -> None:
+    """Sum gradients over the tp group in place: one all-reduce, called by all its ranks or none."""
+    if not gradients or get_pg_size(tp_group) == 1:
+        return
+    if len(gradients) == 1:
+        dist.all_reduce(gradients[0], group=tp_group)
+        return
+    flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+    dist.all_reduce(flat, group=tp_group)
+    parts = torch.split(flat, [gradient.numel() for gradient in gradients])
+    torch._foreach_copy_(
+        gradients, [part.view_as(into) for part, into in zip(parts, gradients, strict=True)]
+    )

@@ -1,0 +1,1 @@
+"""AdamW over whole or sharded parameters."""

@@ -1,0 +1,150 @@
+"""AdamW whose moments exist from the start, to read a checkpoint into, and gradient clipping."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel import get_pg_size, param_is_not_tensor_parallel_duplicate
+from mcore.parallel.checkpoint import ShardedTensor
+from mcore.tensor import (
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class TrainingOptimizer(Protocol):
+    """What the training loop needs of an optimizer; all ranks call each method together."""
+
+    @property
+    def updates(self) -> int:
+        """Updates so far, which AdamW's bias correction counts."""
+        ...
+
+    def set_updates(self, updates: int) -> None:
+        """Set how many updates the moments have seen, as after loading them."""
+        ...
+
+    def accumulate_gradients(self) -> None:
+        """Take the gradients of one micro-batch; call after each backward."""
+        ...
+
+    def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Average gradients and loss over micro-batches and replicas; returns the mean loss."""
+        ...
+
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``limit``; returns the norm before."""
+        ...
+
+    def step(self, learning_rate: float) -> None:
+        """Update the parameters."""
+        ...
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of this step, as after an update or instead of one."""
+        ...
+
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """What a checkpoint needs, sharded like the parameters of ``model_state``."""
+        ...
+
+
+class AdamW:
+    """``torch.optim.AdamW`` over given weights, with decay for those of two and more dimensions."""
+
+    def __init__(self, weights: Sequence[torch.nn.Parameter], *, weight_decay: float) -> None:
+        self.weights = weights
+        self._adamw = torch.optim.AdamW(
+            [
+                {"params": [w for w in weights if w.dim() >= 2], "weight_decay": weight_decay},
+                {"params": [w for w in weights if w.dim() < 2], "weight_decay": 0.0},
+            ],
+            betas=(0.9, 0.95),
+            lr=0.0,
+        )
+        for weight in weights:
+            moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}
+            self._adamw.state[weight] = {"step": torch.zeros(()), **moments}
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return int(self._adamw.state[self.weights[0]]["step"].item())
+
+    def set_updates(self, updates: int) -> None:
+        """Set how many updates the moments have seen."""
+        for weight in self.weights:
+            self._adamw.state[weight]["step"].fill_(updates)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the weights from their gradients."""
+        for group in self._adamw.param_groups:
+            group["lr"] = learning_rate
+        self._adamw.step()
+
+    def moments(self, weight: torch.nn.Parameter) -> Iterator[tuple[str, torch.Tensor]]:
+        """Name and tensor of each moment of a weight."""
+        for name in _MOMENTS:
+            yield name, self._adamw.state[weight][name]
+
+
+def sharded_beside(
+    model_state: dict[str, Any],
+    params: Iterable[torch.nn.Parameter],
+    tensors_of: Callable[[int], Iterable[tuple[str, torch.Tensor]]],
+) -> dict[str, Any]:
+    """Describe as ``optimizer.<name>.<key>`` what is shaped and sharded like parameters.
+
+    ``tensors_of`` yields name and tensor of all that belongs to the parameter at a place.
+    """
+    places = {id(param): place for place, param in enumerate(params)}
+    state: dict[str, Any] = {}
+    for key, value in model_state.items():
+        if not isinstance(value, ShardedTensor) or id(value.data) not in places:
+            continue
+        for name, tensor in tensors_of(places[id(value.data)]):
+            new_key = f"optimizer.{name}.{key}"
+            state[new_key] = dataclasses.replace(
+                value, key=new_key, data=tensor, dtype=tensor.dtype
+            )
+    return state
+
+
+def clip_to_norm(
+    gradients: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    limit: float,
+    *,
+    tp_group: dist.ProcessGroup | None,
+    shard_groups: Iterable[dist.ProcessGroup | None] = (),
+) -> torch.Tensor:
+    """Scale gradients in place to a global norm of at most ``limit`` (0 only measures).
+
+    One all-reduce over each of ``shard_groups`` and one over tp, whose copies count once. Returns
+    the norm before, 0-d, equal on all ranks of the groups.
+    """
+    every = [gradient for _, gradient in gradients]
+    counted = [
+        gradient
+        for parameter, gradient in gradients
+        if param_is_not_tensor_parallel_duplicate(parameter, tp_group=tp_group)
+    ]
+    flag = torch.zeros(1, dtype=torch.int, device=every[0].device)
+    norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [counted], False)
+    square = norm.square()
+    for group in (*shard_groups, tp_group):
+        if get_pg_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    norm = square.sqrt()
+    if limit > 0:
+        scale = (limit / (norm + 1e-6)).clamp(max=1.0)
+        local_multi_tensor_applier(local_multi_tensor_scale, flag, [every, every], scale)
+    total: torch.Tensor = norm[0]
+    return total

@@ -1,0 +1,147 @@
+"""Fully sharded data parallelism: parameters, gradients and moments cut over the dp x cp ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from mcore.modules import MegatronModule
+from mcore.parallel import (
+    FSDPDistributedIndex,
+    ProcessGroups,
+    copy_tensor_model_parallel_attributes,
+    get_pg_size,
+)
+from mcore.tensor import to_local_if_dtensor
+from pretrain.model.gpt import TransformerLayer
+from pretrain.model.tensor_parallel import (
+    has_partial_gradient,
+    mark_partial_gradients,
+    sum_partial_gradients,
+)
+from pretrain.optim.adamw import AdamW, clip_to_norm, sharded_beside
+
+_SHARD, _OUTER, _TP = "dp_shard", "dp_outer", "tp"
+
+
+def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
+    """The index over the job's mesh: shards over dp x cp / outer ranks, ``outer`` copies of them.
+
+    Collective on the world group. ``groups.dp_cp`` already has its ranks in outer-major order.
+    """
+    if groups.dense_mesh is None:
+        raise ValueError("the process groups have no mesh: make them with from_sizes")
+    sizes = (outer, groups.size("dp") // outer)
+    mesh = groups.dense_mesh._unflatten("dp", sizes, (_OUTER, "dp_inner"))
+    mesh["dp_inner", "cp"]._flatten(_SHARD)
+    if outer == 1:
+        return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP)
+    return FSDPDistributedIndex(mesh, _SHARD, _OUTER, _TP, hybrid_fsdp_group=groups.dp_cp)
+
+
+def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: bool) -> None:
+    """Make every parameter a DTensor over the data-parallel ranks, one layer at a time."""
+    mesh = index.get_submesh((_OUTER, _SHARD) if index.use_hybrid_fsdp else _SHARD)
+    low = torch.bfloat16 if bf16 else None
+    policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+    at_the_end = dataclasses.replace(policy, output_dtype=torch.float32 if bf16 else None)
+    whole = dict(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, TransformerLayer):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=at_the_end)
+    for name, param in model.named_parameters():  # fully_shard has made new ones
+        copy_tensor_model_parallel_attributes(param, whole[name])
+        if has_partial_gradient(whole[name]):
+            mark_partial_gradients([param])
+
+
+class FullyShardedOptimizer:
+    """Updates the fp32 shards that FSDP leaves on a rank; FSDP reduces their gradients.
+
+    All ranks build it over their shards of the same model, after ``shard_model``, and call its
+    methods together: ``dp_cp`` ranks average the loss, ``tp`` ranks share the gradient norm.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        groups: ProcessGroups,
+        index: FSDPDistributedIndex,
+        *,
+        weight_decay: float,
+    ) -> None:
+        self.groups = groups
+        self.index = index
+        self.params = [param for param in model.parameters() if param.requires_grad]
+        self.adamw = AdamW(self.params, weight_decay=weight_decay)
+        self._accumulated = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self.adamw.updates
+
+    def set_updates(self, updates: int) -> None:
+        """Set how many updates the moments have seen."""
+        self.adamw.set_updates(updates)
+
+    def accumulate_gradients(self) -> None:
+        """Count a micro-batch: FSDP adds its reduced gradients to those of the ones before."""
+        self._accumulated += 1
+
+    def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Average over the micro-batches; FSDP has averaged the gradients over ``dp_cp``.
+
+        One all-reduce of the loss over ``dp_cp``; with sequence parallelism one over ``tp`` of the
+        gradients that each of its ranks has a part of.
+        """
+        gradients = list(self._local_gradients())
+        torch._foreach_div_([grad for _, grad in gradients], self._accumulated)
+        sum_partial_gradients(
+            [grad for param, grad in gradients if has_partial_gradient(param)], self.groups.tp
+        )
+        loss = loss_sum.detach().clone()
+        if get_pg_size(self.groups.dp_cp) > 1:
+            dist.all_reduce(loss, group=self.groups.dp_cp)
+        loss /= self._accumulated * get_pg_size(self.groups.dp_cp)
+        self._accumulated = 0
+        return loss
+
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``limit``.
+
+        One all-reduce over the shards' group and one over ``tp``; outer copies are equal.
+        """
+        return clip_to_norm(
+            list(self._local_gradients()),
+            limit,
+            tp_group=self.groups.tp,
+            shard_groups=[self.index.get_fsdp_group()],
+        )
+
+    def step(self, learning_rate: float) -> None:
+        """Update the shards."""
+        self.adamw.step(learning_rate)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        for param in self.params:
+            param.grad = None
+
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Moments, sharded like the parameters they belong to."""
+        return sharded_beside(
+            model_state, self.params, lambda place: self.adamw.moments(self.params[place])
+        )
+
+    def _local_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+        for param in self.params:
+            if param.grad is not None:
+                yield param, to_local_if_dtensor(param.grad)

@@ -1,0 +1,125 @@
+"""AdamW over fp32 main weights: gradients reduced in one bucket, clipped, stepped, checkpointed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.parallel import ProcessGroups, copy_tensor_model_parallel_attributes, get_pg_size
+from mcore.tensor import get_global_memory_buffer
+from pretrain.model.tensor_parallel import has_partial_gradient, sum_partial_gradients
+from pretrain.optim.adamw import AdamW, clip_to_norm, sharded_beside
+
+
+class MainWeightOptimizer:
+    """Keeps fp32 weights beside a model of any precision and updates both.
+
+    All ranks build it over their own slices of the same model and call its methods together:
+    ``dp_cp`` replicas average gradients, ``tp`` ranks share the gradient norm.
+    """
+
+    def __init__(
+        self, model: torch.nn.Module, groups: ProcessGroups, *, weight_decay: float
+    ) -> None:
+        self.groups = groups
+        trained = [param for param in model.parameters() if param.requires_grad]
+        # Those to sum over tp come first, so that they are one piece of the bucket.
+        self.params = sorted(trained, key=has_partial_gradient, reverse=True)
+        self.main = [_main_weight(param) for param in self.params]
+        self.adamw = AdamW(self.main, weight_decay=weight_decay)
+        numel = sum(param.numel() for param in self.params) + 1
+        self._num_partial = sum(p.numel() for p in self.params if has_partial_gradient(p))
+        self._bucket = get_global_memory_buffer().get_tensor(
+            (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
+        )
+        self._views = _views(self._bucket, self.params)
+        self._accumulated = 0
+
+    @property
+    def updates(self) -> int:
+        """Updates so far."""
+        return self.adamw.updates
+
+    def set_updates(self, updates: int) -> None:
+        """Set how many updates the moments have seen."""
+        self.adamw.set_updates(updates)
+
+    def accumulate_gradients(self) -> None:
+        """Add the model's gradients to the fp32 bucket and drop them; call after each backward."""
+        gradients = [_gradient(param) for param in self.params]
+        if self._accumulated:
+            torch._foreach_add_(self._views, gradients)
+        else:
+            torch._foreach_copy_(self._views, gradients)
+        self._accumulated += 1
+        for param in self.params:
+            param.grad = None
+
+    def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
+
+        One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss; with
+        sequence parallelism before that one over ``tp`` of what each of its ranks has a part of.
+        """
+        self._bucket[-1] = loss_sum.detach()
+        if self._num_partial:
+            sum_partial_gradients([self._bucket[: self._num_partial]], self.groups.tp)
+        if get_pg_size(self.groups.dp_cp) > 1:
+            dist.all_reduce(self._bucket, group=self.groups.dp_cp)
+        self._bucket /= self._accumulated * get_pg_size(self.groups.dp_cp)
+        for main, view in zip(self.main, self._views, strict=True):
+            main.grad = view
+        self._accumulated = 0
+        return self._bucket[-1].clone()
+
+    def clip_gradients(self, limit: float) -> torch.Tensor:
+        """Scale the gradients to a global norm of at most ``limit``; one all-reduce over ``tp``."""
+        gradients = [(main, main.grad) for main in self.main if main.grad is not None]
+        return clip_to_norm(gradients, limit, tp_group=self.groups.tp)
+
+    def step(self, learning_rate: float) -> None:
+        """Update the main weights and copy them into the model."""
+        self.adamw.step(learning_rate)
+        with torch.no_grad():
+            for param, main in zip(self.params, self.main, strict=True):
+                if param is not main:
+                    param.copy_(main)
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of this step."""
+        for main in self.main:
+            main.grad = None
+
+    def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
+        """Main weights and moments, sharded like the parameters they belong to."""
+        return sharded_beside(model_state, self.params, self._tensors)
+
+    def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        main = self.main[place]
+        if main is not self.params[place]:
+            yield "main", main.detach()
+        yield from self.adamw.moments(main)
+
+
+def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
+    if param.dtype == torch.float32:
+        return param
+    main = torch.nn.Parameter(param.detach().float())
+    copy_tensor_model_parallel_attributes(main, param)
+    return main
+
+
+def _gradient(param: torch.nn.Parameter) -> torch.Tensor:
+    return torch.zeros_like(param) if param.grad is None else param.grad
+
+
+def _views(bucket: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+    views, start = [], 0
+    for param in params:
+        views.append(bucket[start : start + param.numel()].view(param.shape))
+        start += param.numel()
+    return views

@@ -1,0 +1,1 @@
+"""A run: its steps, its checkpoints, and the loop around them."""

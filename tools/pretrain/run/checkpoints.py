@@ -1,0 +1,175 @@
+"""What a checkpoint holds, which one a run goes on from, and those that are damaged."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from mcore.modules import MegatronModule
+from mcore.observe import TrainState
+from mcore.parallel import ProcessGroups
+from mcore.parallel.checkpoint import (
+    CheckpointingException,
+    SaveHandle,
+    is_complete_checkpoint,
+    latest_checkpoint,
+    load_sharded_state_dict,
+    make_sharded_object_for_checkpoint,
+    save_sharded_state_dict,
+)
+from pretrain.model.randomness import restore_streams, save_streams
+from pretrain.optim.adamw import TrainingOptimizer
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.usage import UsageError
+
+_NAME = re.compile(r"step_(\d+)")
+
+
+def latest_step(folder: RunFolder) -> int:
+    """The step of the last complete checkpoint; UsageError where there is none."""
+    path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    step = -1 if path is None else _step_of(path)
+    if step < 0:
+        raise UsageError(f"--resume {folder.path}: no complete checkpoint in {folder.checkpoints}")
+    return step
+
+
+def _step_of(checkpoint: Path) -> int:
+    """The step in a checkpoint's name; -1 where it is not named as this job names them."""
+    match = _NAME.fullmatch(checkpoint.name)
+    return -1 if match is None else int(match[1])
+
+
+def describe_latest(folder: RunFolder) -> str:
+    """A sentence on how to go on after a run ended early."""
+    try:
+        step = latest_step(folder)
+    except UsageError:
+        return "There is no complete checkpoint yet."
+    return (
+        f"The last complete checkpoint is {folder.checkpoint(step)}; continue with: "
+        f"{folder.resume_command}"
+    )
+
+
+def _first_problem(error: CheckpointingException) -> str:
+    """The first of the problems that loading lists, without advice for callers of the library."""
+    lines = str(error).splitlines()
+    listed = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
+    return (listed or lines)[0].split("; ")[0]
+
+
+class CheckpointedState:
+    """Model, optimizer, counters and random streams of a run, as one sharded state.
+
+    All ranks build it over their parts of the same run and call its methods together.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: MegatronModule,
+        optimizer: TrainingOptimizer,
+        train_state: TrainState,
+        groups: ProcessGroups,
+        device: torch.device,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.train_state = train_state
+        self.groups = groups
+        self.device = device
+
+    def save(self, path: Path, *, async_: bool = False) -> SaveHandle | None:
+        """Write a checkpoint, which appears under its name when all ranks have written it.
+
+        With ``async_`` the save goes on behind the returned handle while the state may change.
+        """
+        state = {**self._tensors(), **self._facts(), **self._streams()}
+        return save_sharded_state_dict(state, path, async_=async_)
+
+    def load(self, path: Path) -> None:
+        """Read a checkpoint of any layout; random streams only where the layout is the same."""
+        try:
+            self._load(path)
+        except CheckpointingException as error:
+            raise UsageError(
+                f"--resume cannot read {path} ({_first_problem(error)}): it is damaged or of "
+                "another job; remove it to go on from the one before, or start a new run"
+            ) from error
+
+    def _load(self, path: Path) -> None:
+        facts = load_sharded_state_dict(self._facts(), path)
+        state = self._tensors()
+        if facts["layout"] == self._layout():
+            state.update(self._streams())
+        loaded = load_sharded_state_dict(state, path)
+        if "random_streams" in loaded:
+            restore_streams(loaded["random_streams"], self.device)
+        self.train_state.load_state_dict(facts["train_state"])
+        self.optimizer.set_updates(facts["updates"])
+
+    def _tensors(self) -> dict[str, Any]:
+        metadata = {"dp_cp_group": self.groups.dp_cp, "tp_group": self.groups.tp}
+        model = self.model.sharded_state_dict(prefix="model.", metadata=metadata)
+        return {**model, **self.optimizer.sharded_state_dict(model)}
+
+    def _facts(self) -> dict[str, Any]:
+        return {
+            "layout": self._layout(),
+            "updates": self.optimizer.updates,
+            "train_state": self.train_state.state_dict(),
+        }
+
+    def _layout(self) -> list[int]:
+        return [self.settings.tp, self.settings.cp, self.settings.dp]
+
+    def _streams(self) -> dict[str, Any]:
+        offsets = tuple(
+            (axis, self.groups.rank(name), self.groups.size(name))
+            for axis, name in enumerate(("tp", "dp_cp"))
+        )
+        streams = make_sharded_object_for_checkpoint(
+            save_streams(self.device), "random_streams", offsets, replica_id=0
+        )
+        return {"random_streams": streams}
+
+
+def damaged_after(folder: RunFolder, step: int) -> dict[Path, str]:
+    """What is wrong with each damaged checkpoint after a step (-1: with all), oldest first.
+
+    Call it before there is a process group: it reads checkpoints as one process.
+    """
+    entries = sorted(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
+    return {
+        entry: _damage(entry)
+        for entry in entries
+        if entry.is_dir() and _step_of(entry) > step and not is_complete_checkpoint(entry)
+    }
+
+
+def set_aside(checkpoint: Path) -> Path:
+    """Rename a damaged checkpoint, so that a new one of its step can be saved."""
+    number, aside = 1, checkpoint.with_name(f"{checkpoint.name}.damaged")
+    while aside.exists():
+        number += 1
+        aside = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
+    try:
+        return checkpoint.rename(aside)
+    except OSError as error:
+        raise UsageError(f"cannot rename the damaged {checkpoint}: {error.strerror}") from None
+
+
+def _damage(checkpoint: Path) -> str:
+    path = checkpoint.absolute()
+    try:
+        load_sharded_state_dict({}, path)
+    except CheckpointingException as error:
+        said = _first_problem(error).removeprefix(f"cannot load {path}: ")
+        return said.replace(f"{path}/", "").removeprefix(f"{path} ")
+    return "it is not complete"

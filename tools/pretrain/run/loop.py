@@ -1,0 +1,154 @@
+"""The steps of a run with what belongs between them: logs, validation, checkpoints."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+from mcore.observe import GlobalState, TrainState, training_log
+from mcore.parallel import ProcessGroups
+from pretrain.run.checkpoints import CheckpointedState
+from pretrain.run.saving import Saver, check_replicas
+from pretrain.run.steps import Steps
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
+from pretrain.watch.mlflow_run import JobRun
+from pretrain.watch.step_metrics import interval_metrics, step_time, training_flops
+from pretrain.watch.straggler import StragglerWatch
+from pretrain.watch.summary import Summary, describe_graphs, draw_losses
+
+
+class Loop:
+    """Steps, logs, validation and checkpoints in their order; all ranks run it together."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        folder: RunFolder,
+        groups: ProcessGroups,
+        steps: Steps,
+        state: CheckpointedState,
+        observed: GlobalState,
+        watch: StragglerWatch,
+        mlflow: JobRun | None,
+    ) -> None:
+        self.settings = settings
+        self.folder = folder
+        self.groups = groups
+        self.steps = steps
+        self.saver = Saver(
+            folder, state, keep=settings.keep_last, in_background=settings.async_save
+        )
+        self.observed = observed
+        self.watch = watch
+        self.mlflow = mlflow
+        self.progress: TrainState = observed.train_state
+        self.first_step = self.progress.step
+        self.summary = Summary(folder, settings, first_step=self.first_step)
+        self.flops_per_step = training_flops(settings)
+        self.totals: dict[str, Any] = {}
+        self.report_memory = True
+        self.finished = [time.time()]
+
+    def run(self) -> None:
+        """Train to the last step; print where everything is."""
+        last = self._last_step()
+        self.observed.timers("interval-time", log_level=0).start()
+        with progress_bar(self.settings, self.first_step) as bar:
+            while self.progress.step < last:
+                self._step()
+                bar.update()
+                step = self.progress.step
+                self.saver.poll()
+                if _due(step, self.settings.check_replicas_interval):
+                    check_replicas(self.steps.model, self.groups, step)
+                if step == last or _due(step, self.settings.eval_interval):
+                    self._validate()
+                if step == last or _due(step, self.settings.save_interval):
+                    self._flush()
+                    self.saver.save(step)
+        self.saver.wait()
+        if is_writer():
+            draw_losses(self.folder.metrics, self.folder.loss_picture, self.steps.objective)
+        self.observed.close()
+        self.watch.close()
+        if self.settings.cuda_graph != "none":
+            self.summary.graphs = describe_graphs(self.steps.model)
+        if is_writer():
+            print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
+
+    def _flush(self) -> None:
+        """Have the logs up to a checkpoint where a killed process does not take them along."""
+        for sink in self.observed.sinks():
+            sink.flush()
+
+    def _last_step(self) -> int:
+        if not self.settings.exit_after:
+            return self.settings.train_iters
+        return min(self.settings.train_iters, self.first_step + self.settings.exit_after)
+
+    def _step(self) -> None:
+        progress = self.progress
+        self.summary.start_step()
+        loss, norm, rate, skipped = self.steps.train_step(progress.step + 1)
+        self.summary.end_step()
+        progress.step += 1
+        progress.consumed_train_samples += self.settings.global_batch_size
+        progress.floating_point_operations_so_far += self.flops_per_step
+        if skipped:
+            progress.skipped_train_samples += self.settings.global_batch_size
+        self.finished.append(time.time())
+        del self.finished[: -(self.observed.cfg.logger.throughput_window_size + 1)]
+        with above_the_bar():
+            self.report_memory = training_log(
+                {self.steps.objective.loss_name: loss},
+                self.totals,
+                rate,
+                None,
+                1.0,
+                self.report_memory,
+                int(skipped),
+                norm,  # type: ignore[arg-type]  # any number will do, also a 0-d tensor
+                None,
+                None,
+                self.observed.cfg,
+                self.observed,
+                self.finished,
+                [self.steps.model],
+                pg_collection=self.groups,
+                loaded_iteration=self.first_step,
+                seq_length=self.settings.seq_length,
+            )
+        self._log_own()
+
+    def _log_own(self) -> None:
+        """Log what is this job's own, apart from the training log."""
+        own = step_time(self.finished)
+        self.watch.end_step()
+        step = self.progress.step
+        if step == self._last_step() or _due(step, self.settings.log_interval):
+            config = self.observed.cfg.model
+            own |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
+            with above_the_bar():
+                own |= self.watch.report()
+        self.observed.log_metrics(own, versus_samples=False)
+
+    def _validate(self) -> None:
+        loss = self.steps.validation_loss()
+        self.summary.validation = loss
+        if not is_writer():
+            return
+        step = self.progress.step
+        objective = self.steps.objective
+        self.observed.log_metrics({objective.validation_name: loss})
+        line = f" validation loss at iteration {step} | {objective.loss_name} value: {loss:.6E} |"
+        if objective.is_likelihood:
+            line += f" {objective.loss_name} PPL: {math.exp(min(loss, 20.0)):.6E} |"
+        with above_the_bar():
+            print(line, flush=True)
+
+
+def _due(step: int, interval: int) -> bool:
+    return interval > 0 and step % interval == 0

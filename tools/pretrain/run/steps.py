@@ -1,0 +1,126 @@
+"""What one rank computes: an optimizer step over its rows, and the validation loss."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.distributed as dist
+
+from mcore.modules import MegatronModule
+from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank, get_pg_size
+from pretrain.corpus import Corpus, draw_batch
+from pretrain.model.objective import objective_of
+from pretrain.optim.adamw import TrainingOptimizer
+from pretrain.settings import Settings
+from pretrain.watch.straggler import StepRanges
+
+_VALIDATION_SEED = 1
+
+
+class Steps:
+    """Draws batches, runs the model over them and updates it; all ranks call it together."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        model: MegatronModule,
+        optimizer: TrainingOptimizer,
+        corpus: Corpus,
+        groups: ProcessGroups,
+        device: torch.device,
+        ranges: StepRanges,
+    ) -> None:
+        self.settings = settings
+        self.model = model
+        self.optimizer = optimizer
+        self.corpus = corpus
+        self.groups = groups
+        self.device = device
+        self.ranges = ranges
+        self.objective = objective_of(settings)
+        self.rows_per_rank = settings.global_batch_size // settings.dp
+
+    def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float, bool]:
+        """Forward, backward and update of one step; what it returns is equal on all ranks.
+
+        Mean loss of the global batch before the update, gradient norm (both 0-d), learning rate,
+        and whether the update was left out because a gradient was not finite.
+        """
+        settings = self.settings
+        self.model.train()
+        loss_sum = torch.zeros((), device=self.device)
+        for first in range(0, self.rows_per_rank, settings.rows_per_forward):
+            rows = self._rows(first, settings.rows_per_forward)
+            with self.ranges.data():
+                batch = self._batch(self.corpus.train, rows, settings.seed, step)
+            with self.ranges.forward():
+                loss = self._loss(batch)
+            with self.ranges.backward():
+                torch.autograd.backward(loss)
+            self.optimizer.accumulate_gradients()
+            loss_sum += loss.detach()
+        mean_loss = self.optimizer.reduce_gradients(loss_sum)
+        norm = self.optimizer.clip_gradients(settings.clip_grad)
+        rate = learning_rate_at(
+            step,
+            peak=settings.lr,
+            final=settings.min_lr,
+            warmup_iters=settings.warmup_iters,
+            train_iters=settings.train_iters,
+        )
+        skipped = not bool(norm.isfinite())
+        if skipped:
+            self.optimizer.drop_gradients()
+        else:
+            with self.ranges.optimizer():
+                self.optimizer.step(rate)
+        return mean_loss, norm, rate, skipped
+
+    @torch.no_grad()
+    def validation_loss(self) -> float:
+        """Mean loss over the same validation batches each time; one all-reduce over ``dp_cp``."""
+        self.model.eval()
+        rows = self._rows(0, self.rows_per_rank)
+        seed = self.settings.seed + _VALIDATION_SEED
+        total = torch.zeros((), device=self.device)
+        for number in range(self.settings.eval_batches):
+            total += self._loss(self._batch(self.corpus.validation, rows, seed, number))
+        if get_pg_size(self.groups.dp_cp) > 1:
+            dist.all_reduce(total, group=self.groups.dp_cp)
+        return float(total.item()) / (self.settings.eval_batches * get_pg_size(self.groups.dp_cp))
+
+    def _rows(self, first: int, count: int) -> slice:
+        start = self.groups.rank("dp") * self.rows_per_rank + first
+        return slice(start, start + count)
+
+    def _batch(
+        self, text: torch.Tensor, rows: slice, seed: int, step: int
+    ) -> dict[str, torch.Tensor]:
+        batch = draw_batch(
+            text,
+            rows=rows,
+            batch_size=self.settings.global_batch_size,
+            seq_length=self.settings.seq_length,
+            seed=seed,
+            step=step,
+        )
+        local = get_batch_on_this_cp_rank(self.objective.with_labels(batch), self.groups.cp)
+        return {name: tensor.to(self.device) for name, tensor in local.items()}
+
+    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Mean over this rank's bytes; ranks hold equally many, so means may be averaged."""
+        output = self.model(batch["tokens"], batch["position_ids"])
+        losses = self.objective.losses(output, batch["labels"].transpose(0, 1), self.groups.tp)
+        mask = batch["loss_mask"].transpose(0, 1)
+        return (losses * mask).sum() / mask.sum()
+
+
+def learning_rate_at(
+    step: int, *, peak: float, final: float, warmup_iters: int, train_iters: int
+) -> float:
+    """Linear warm-up, then a half cosine to ``final``; ``step`` counts from 1."""
+    if step <= warmup_iters:
+        return peak * step / warmup_iters
+    progress = (step - warmup_iters) / max(1, train_iters - warmup_iters)
+    return final + (peak - final) * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))

@@ -1,0 +1,114 @@
+"""One rank's part of a run: everything that the loop needs, built and loaded in order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from mcore.modules import Float16Module, MegatronModule, TransformerConfig
+from mcore.observe import TrainState, configure_nvtx_profiling
+from mcore.parallel import ProcessGroups
+from pretrain.corpus import Corpus, load_corpus
+from pretrain.model.gpt import GPT, put_value_head
+from pretrain.model.randomness import ParameterInit, seed_streams
+from pretrain.optim.adamw import TrainingOptimizer
+from pretrain.optim.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
+from pretrain.optim.main_weights import MainWeightOptimizer
+from pretrain.run.checkpoints import CheckpointedState, latest_step
+from pretrain.run.loop import Loop
+from pretrain.run.steps import Steps
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, SlowRank, write_settings
+from pretrain.usage import UsageError
+from pretrain.watch.earlier_logs import forget_later_logs
+from pretrain.watch.logs import is_writer, observe_run
+from pretrain.watch.mlflow_run import JobRun
+from pretrain.watch.step_metrics import training_flops
+from pretrain.watch.straggler import StepRanges, StragglerWatch
+
+
+def train(
+    settings: Settings,
+    folder: RunFolder,
+    device: torch.device,
+    *,
+    resume: Path | None,
+    mlflow: JobRun | None = None,
+) -> None:
+    """Train as one rank of a process group that exists; all ranks call it together.
+
+    ``folder`` exists; ``resume`` is the folder to continue or None for a new run; ``mlflow`` is
+    given on the rank that writes logs.
+    """
+    groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
+    corpus = load_corpus()
+    _check_corpus(corpus, device)
+    seed_streams(settings.seed, groups, device)
+    config = transformer_config(settings)
+    model = build_model(settings, config, groups, device)
+    optimizer = build_optimizer(settings, model, groups)
+    progress = TrainState()
+    state = CheckpointedState(settings, model, optimizer, progress, groups, device)
+    if resume is not None:
+        state.load(folder.checkpoint(latest_step(folder)))
+    if dist.get_rank() == 0:
+        write_settings(settings, folder.path, [("corpus_crc32", corpus.checksum)])
+    watch = StragglerWatch(settings, folder, device, training_flops(settings))
+    configure_nvtx_profiling(settings.nvtx)
+    slow = SlowRank.parse(settings.slow_rank, settings.world_size)
+    ranges = StepRanges(watch.detector, slow, device)
+    steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
+    if is_writer():
+        forget_later_logs(folder, progress)
+    observed = observe_run(settings, folder, progress, config, mlflow)
+    Loop(settings, folder, groups, steps, state, observed, watch, mlflow).run()
+
+
+def transformer_config(settings: Settings) -> TransformerConfig:
+    """The configuration that the model's modules read."""
+    return TransformerConfig(
+        num_layers=settings.num_layers,
+        hidden_size=settings.hidden_size,
+        num_attention_heads=settings.num_attention_heads,
+        tensor_model_parallel_size=settings.tp,
+        context_parallel_size=settings.cp,
+        sequence_parallel=settings.sequence_parallel,
+        cuda_graph_impl=settings.cuda_graph,
+        bf16=settings.bf16,
+        params_dtype=torch.bfloat16 if settings.bf16 else torch.float32,
+    )
+
+
+def build_model(
+    settings: Settings, config: TransformerConfig, groups: ProcessGroups, device: torch.device
+) -> MegatronModule:
+    """The GPT on ``device``, in bfloat16 where asked for; collective on the tp group."""
+    init = ParameterInit(settings.seed, device, groups.tp)
+    model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
+    if settings.value_head:
+        put_value_head(model, config, init)
+    # FSDP casts by itself, from fp32 shards.
+    return Float16Module(config, model) if settings.bf16 and not settings.fsdp else model
+
+
+def build_optimizer(
+    settings: Settings, model: MegatronModule, groups: ProcessGroups
+) -> TrainingOptimizer:
+    """The optimizer of the model, which ``--fsdp`` shards on the way; collective on the world."""
+    if not settings.fsdp:
+        return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
+    index = sharding_index(groups, settings.hsdp_outer)
+    shard_model(model, index, bf16=settings.bf16)
+    return FullyShardedOptimizer(model, groups, index, weight_decay=settings.weight_decay)
+
+
+def _check_corpus(corpus: Corpus, device: torch.device) -> None:
+    """Raise UsageError on all ranks where their texts differ."""
+    facts = torch.tensor([corpus.checksum, -corpus.checksum], device=device)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+    if facts[0] != -facts[1]:
+        raise UsageError(
+            "the ranks read different texts: start them all with the same Python version"
+        )

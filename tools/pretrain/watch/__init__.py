@@ -1,0 +1,1 @@
+"""What a run shows: logs, trackers, slow ranks, the closing lines."""

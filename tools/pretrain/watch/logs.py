@@ -1,0 +1,81 @@
+"""What the run shows while it trains: console lines, TensorBoard, MLflow, JSONL, a bar."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+from mcore.observe import (
+    ConfigContainer,
+    DatasetConfig,
+    GlobalState,
+    JsonlSink,
+    LoggerConfig,
+    TrainingConfig,
+    TrainState,
+)
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.watch.mlflow_run import JobRun
+
+
+def observe_run(
+    settings: Settings,
+    folder: RunFolder,
+    train_state: TrainState,
+    model_config: Any,
+    mlflow: JobRun | None = None,
+) -> GlobalState:
+    """The state that ``training_log`` reads; the last rank writes, the others have no sinks."""
+    container = ConfigContainer(
+        logger=LoggerConfig(
+            log_interval=settings.log_interval,
+            log_throughput=True,
+            log_throughput_to_tensorboard=True,
+            throughput_window_size=max(2, settings.log_interval),
+            log_runtime_to_tensorboard=True,
+            runtime_time_unit="seconds",
+            tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,
+        ),
+        train=TrainingConfig(
+            micro_batch_size=settings.rows_per_forward,
+            global_batch_size=settings.global_batch_size,
+            train_iters=settings.train_iters,
+            num_microbatches=settings.num_microbatches,
+            data_parallel_size=settings.dp,
+        ),
+        model=model_config,
+        dataset=DatasetConfig(seq_length=settings.seq_length),
+        data_parallel_size=settings.dp,
+    )
+    sinks = [JsonlSink(folder.metrics)] if is_writer() else []
+    state = GlobalState(cfg=container, train_state=train_state, extra_sinks=sinks)
+    if mlflow is not None:
+        state.mlflow_logger = mlflow.logger
+    return state
+
+
+def is_writer() -> bool:
+    """Whether this rank writes logs: the last one, which has the loss in every layout."""
+    return dist.get_rank() == dist.get_world_size() - 1
+
+
+def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
+    """A bar on the last rank where standard error is a terminal, else one that shows nothing."""
+    return tqdm(
+        total=settings.train_iters,
+        initial=done,
+        unit="step",
+        dynamic_ncols=True,
+        disable=not (is_writer() and sys.stderr.isatty()),
+    )
+
+
+def above_the_bar() -> AbstractContextManager[None]:
+    """While it lasts, console lines go above the progress bar instead of into it."""
+    mode: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stdout)
+    return mode

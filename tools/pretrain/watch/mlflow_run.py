@@ -1,0 +1,188 @@
+"""The MLflow run of a job: opened while training starts, continued by later starts."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import logging
+import math
+import shlex
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from mcore.observe import config_params, status_of
+from mcore.observe.sinks import (
+    MlflowConnection,
+    MlflowRun,
+    TrackingServer,
+    mlflow_metric_name,
+    open_mlflow,
+)
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.watch.earlier_logs import records_up_to
+from pretrain.watch.mlflow_target import MlflowTarget, read_facts
+
+_EXPERIMENT = "pretrain"
+_WAIT_AT_THE_END_S = 10.0
+_WAIT_WHEN_IT_FAILED_S = 2.0
+
+
+class JobRun:
+    """The run that the logging rank writes to; in a ``with`` block it is marked when that fails.
+
+    A logging rank that is killed leaves it shown as running until the next start goes on with it.
+
+    Args:
+        settings: shown with the run.
+        folder: the job's folder, which notes the run.
+        target: where to.
+        first_step: steps that earlier starts have done, whose metrics are sent where they lack.
+
+    Attributes:
+        logger: the state's MLflow logger, which takes metrics at once.
+    """
+
+    def __init__(
+        self, settings: Settings, folder: RunFolder, target: MlflowTarget, first_step: int
+    ) -> None:
+        self.folder = folder
+        self.target = target
+        _say_like_the_job()
+        self.logger = MlflowRun(
+            functools.partial(_open, settings, folder, target, first_step, time.time()),
+            name=f"MLflow at {target.shown}",
+        )
+        self.logger.closing_s = _WAIT_AT_THE_END_S
+        self.logger.open_in_background()
+
+    def __enter__(self) -> JobRun:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.end(status_of(error))
+
+    def end(self, status: str) -> None:
+        """Send what is left and mark the run, within seconds; does nothing if it has ended."""
+        self.logger.closing_s = _WAIT_WHEN_IT_FAILED_S
+        with contextlib.suppress(Exception):  # what made the job fail is to be seen
+            self.logger.close(status)
+
+    def summary(self) -> str:
+        """What to type, or where to look, to see the run; the run has ended."""
+        run, shown = self.logger, self.target.shown
+        if run.num_missing or not run.is_open:
+            return (
+                f"{shown} has not taken {run.num_missing} of {run.num_logged} values; "
+                f"they are in {self.folder.metrics}"
+            )
+        if self.target.is_server:
+            facts = read_facts(self.folder)
+            page = f"#/experiments/{facts['experiment_id']}/runs/{facts['run_id']}"
+            return f"{shown.rstrip('/')}/{page}"
+        return f"hatch run mlflow ui --backend-store-uri {shlex.quote(shown)}"
+
+
+def _say_like_the_job() -> None:
+    """Have the library's warnings begin as the job's lines do; the closing lines say the rest."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
+    logging.getLogger("mcore.observe.sinks").addHandler(handler)
+    sender = logging.getLogger("mcore.observe.sinks.sender")
+    sender.addFilter(lambda record: record.levelno < logging.ERROR)
+
+
+def _open(
+    settings: Settings, folder: RunFolder, target: MlflowTarget, first_step: int, started_s: float
+) -> MlflowConnection:
+    """Continue the run that the folder names, where it still exists, or open a new one."""
+    from mlflow.tracking import MlflowClient
+
+    if target.is_server:
+        TrackingServer(target.uri).check()
+    if target.is_own_file:
+        _make_database(folder, MlflowClient)
+    client = MlflowClient(target.uri)
+    run_id = _earlier_run(client, folder, target)
+    if client.get_experiment_by_name(_EXPERIMENT) is None:
+        place = folder.mlflow_artifacts.absolute().as_uri() if target.is_own_file else None
+        client.create_experiment(_EXPERIMENT, artifact_location=place)
+    run = open_mlflow(
+        _EXPERIMENT,
+        folder.path.absolute().name,
+        tracking_uri=target.uri,
+        params=None if run_id else config_params(settings),
+        run_id=run_id,
+        only_new_steps=True,
+    )
+    if run_id is not None:
+        client.update_run(run_id, status="RUNNING")
+    _note(folder, target, client.get_run(run.run_id).info)
+    _send_earlier(run, folder, first_step, started_s)
+    return run.open()
+
+
+def _make_database(folder: RunFolder, client: Any) -> None:
+    """Make the store under another name: one that is half made would never be completed."""
+    target = folder.mlflow_database
+    if target.exists():
+        return
+    logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it says that it makes it
+    partial = target.with_suffix(".db.partial")
+    partial.unlink(missing_ok=True)
+    client(f"sqlite:///{partial}").search_experiments(max_results=1)
+    partial.replace(target)
+
+
+def _earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> str | None:
+    from mlflow.exceptions import MlflowException
+
+    facts = read_facts(folder)
+    if "run_id" not in facts or facts.get("tracking_uri") != _noted_uri(target):
+        return None
+    run_id: str = facts["run_id"]
+    try:
+        found = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return None
+        raise
+    return run_id if found.info.lifecycle_stage == "active" else None
+
+
+def _send_earlier(run: MlflowRun, folder: RunFolder, step: int, at_s: float) -> None:
+    """Send what earlier starts logged up to a step and MLflow has not taken; ends the object."""
+    taken = min(run.open().last_steps.values(), default=0)
+    for record in records_up_to(folder.metrics, step) if folder.metrics.exists() else ():
+        if record["step"] <= taken:
+            continue
+        values = {mlflow_metric_name(n): math.nan if v is None else v for n, v in record.items()}
+        del values["step"]
+        run.log_metrics(values, record["step"], time_s=at_s)
+    run.release()
+    if run.num_missing:
+        raise ConnectionError(f"{run.num_missing} values of earlier steps did not arrive")
+
+
+def _note(folder: RunFolder, target: MlflowTarget, info: Any) -> None:
+    facts = {
+        "tracking_uri": _noted_uri(target),
+        "experiment_id": info.experiment_id,
+        "run_id": info.run_id,
+    }
+    partial: Path = folder.mlflow_facts.with_suffix(".json.partial")
+    partial.write_text(json.dumps(facts, indent=2) + "\n")
+    partial.replace(folder.mlflow_facts)
+
+
+def _noted_uri(target: MlflowTarget) -> str | None:
+    return None if target.is_own_file else target.shown

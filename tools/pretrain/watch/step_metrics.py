@@ -1,0 +1,69 @@
+"""What the job logs of its own besides the training log: step time, norms, memory; its FLOPs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.observe import calc_params_l2_norm, report_memory
+from mcore.parallel import ProcessGroups
+from pretrain.corpus import VOCABULARY_SIZE
+from pretrain.settings import Settings
+
+_ON_AN_ACCELERATOR = (
+    "mem-allocated-gigabytes",
+    "mem-max-allocated-gigabytes",
+    "mem-max-reserved-gigabytes",
+)
+_ON_THE_HOST = ("mem-host-rss-gigabytes", "mem-max-host-rss-gigabytes")
+
+
+def step_time(finished: Sequence[float]) -> dict[str, float]:
+    """Seconds from the end of the step before to the end of this one, logs and all."""
+    return {"step-time": finished[-1] - finished[-2]}
+
+
+def interval_metrics(
+    model: torch.nn.Module, model_config: Any, groups: ProcessGroups, device: torch.device
+) -> dict[str, float]:
+    """The norm of all parameters and the memory of every rank; all ranks call it."""
+    norm = calc_params_l2_norm(model, model_config, pg_collection=groups)
+    return {"params-norm": norm, **_memory_of_ranks(device)}
+
+
+def _memory_of_ranks(device: torch.device) -> dict[str, float]:
+    """``memory/rank<r>/<name>`` in gigabytes for every rank; one all-gather over the world.
+
+    Of the device's allocator; on the CPU of the process.
+    """
+    names = _ON_THE_HOST if device.type == "cpu" else _ON_AN_ACCELERATOR
+    report = report_memory(None)
+    own = torch.tensor(
+        [report.get(name, math.nan) for name in names], dtype=torch.float64, device=device
+    )
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, own)
+    return {
+        f"memory/rank{rank}/{name}": value
+        for rank, row in enumerate(torch.stack(rows).tolist())
+        for name, value in zip(names, row, strict=True)
+    }
+
+
+def training_flops(settings: Settings) -> int:
+    """Floating point operations of one step's matrix products, forward and backward, of all ranks.
+
+    Per token and layer, forward: ``24 h^2`` in the linears (input projection ``3h``, output ``h``,
+    feed-forward ``4h`` twice, two operations per weight) and ``4 s h`` in the two attention
+    products, causal or not; plus ``2 h v`` for the logits, or ``2 h`` for a value. Backward costs
+    twice the forward.
+    """
+    hidden, length = settings.hidden_size, settings.seq_length
+    layer = 24 * hidden * hidden + 4 * length * hidden
+    num_outputs = 1 if settings.value_head else VOCABULARY_SIZE
+    forward = settings.num_layers * layer + 2 * hidden * num_outputs
+    return 3 * forward * settings.global_batch_size * length

@@ -1,0 +1,206 @@
+"""Straggler detection: the parts of a step, who is slow in them, and who is told."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+
+from mcore.observe import StragglerDetector, StragglerReport, nvtx_range
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, SlowRank
+
+SECTIONS = ("forward", "backward", "optimizer")
+_CLEAR_SCORE = 0.6
+_SHARE = 0.1
+logger = logging.getLogger("mcore.observe.straggler")
+
+
+class StepRanges:
+    """Context managers around the parts of a step.
+
+    Nothing in a part waits for another rank, save what tensor- and context-parallel layers and
+    FSDP wait for inside it.
+
+    The forward of a slow rank takes ``factor`` times as long as the longest of all ranks, pass by
+    pass, so that it stands out on a busy machine too.
+    """
+
+    def __init__(
+        self, detector: StragglerDetector, slow: SlowRank | None, device: torch.device
+    ) -> None:
+        self._detector = detector
+        self._slow = slow
+        self._device = device
+
+    @contextmanager
+    def data(self) -> Iterator[None]:
+        """Making the batch."""
+        with nvtx_range("data"), self._detector(bdata=True):
+            yield
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """The model and its loss: what the detector calls compute, and a section of its own."""
+        section = self._detector.section("forward")
+        if self._slow is None:
+            with nvtx_range("forward"), self._detector, section:
+                yield
+            return
+        is_slow = dist.get_rank() == self._slow.rank
+        with nvtx_range("forward"), self._detector, section:
+            began = self._now()
+            yield
+            took = self._now() - began
+            if is_slow:
+                end = began + self._slow.factor * self._longest(took)
+                time.sleep(max(0.0, end - self._now()))
+        if not is_slow:
+            self._longest(took)
+        dist.barrier()  # or the others would wait for the slow rank inside their next part
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Gradients of this rank."""
+        with nvtx_range("backward"), self._detector.section("backward"):
+            yield
+
+    @contextmanager
+    def optimizer(self) -> Iterator[None]:
+        """The update of the weights."""
+        with nvtx_range("optimizer"), self._detector.section("optimizer"):
+            yield
+
+    def _longest(self, seconds: float) -> float:
+        """The longest time of all ranks; one all-reduce over the world."""
+        longest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
+        dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+        return longest.item()
+
+    def _now(self) -> float:
+        if self._device.type != "cpu":
+            torch.accelerator.synchronize(self._device)
+        return time.perf_counter()
+
+
+class StragglerWatch:
+    """The detector of a run; all ranks make it and call ``report`` together."""
+
+    def __init__(
+        self, settings: Settings, folder: RunFolder, device: torch.device, flops_per_step: int
+    ) -> None:
+        StragglerDetector.reset_singleton()
+        self.detector = StragglerDetector()
+        self.reports = 0
+        self.named: Counter[int] = Counter()
+        self._log = folder.straggler_log
+        self._flops_per_step = flops_per_step
+        self._steps = 0
+        self._handler: logging.Handler | None = None
+        if settings.straggler:
+            self._start(settings, device)
+
+    def _start(self, settings: Settings, device: torch.device) -> None:
+        rank = dist.get_rank()
+        if rank == 0:
+            self._write_lines()
+        self.detector.configure(
+            dist.get_world_size(),
+            rank,
+            port=settings.straggler_port,
+            enabled=True,
+            device=device,
+            sections=SECTIONS,
+        )
+        if self.detector.controller_error is not None:
+            print(
+                f"straggler detector: port {settings.straggler_port} cannot be used "
+                f"({self.detector.controller_error.strerror}); the detector works without it",
+                flush=True,
+            )
+        elif self.detector.controller_address is not None:
+            host, port = self.detector.controller_address
+            print(f"straggler detector: http://{host}:{port}/report", flush=True)
+
+    def _write_lines(self) -> None:
+        """Have every line of the detector in the file; the console gets the clear cases only."""
+        self._handler = logging.FileHandler(self._log)
+        logger.addHandler(self._handler)
+        logger.setLevel(logging.INFO)
+
+    def end_step(self) -> None:
+        """Call after every step; no communication."""
+        self._steps += 1
+
+    def report(self) -> dict[str, float]:
+        """Compare the ranks since the last report; one all-gather over the world.
+
+        For the trackers, equal on all ranks: each rank's speed relative to the fastest one, the
+        time of its forward passes in a step, and its longest wait for data.
+        """
+        steps, self._steps = self._steps, 0
+        if not self.detector.configured or not steps:
+            return {}
+        before = self.detector.last_report
+        self.detector.report(float(self._flops_per_step * steps), steps)
+        found = self.detector.last_report
+        if found is None or found is before:  # it is switched off
+            return {}
+        self.reports += 1
+        slow = list(_slow_parts(found))
+        self.named.update({rank for rank, _, _ in slow})
+        if dist.get_rank() == 0:
+            for rank, part, times in slow:
+                print(
+                    f"straggler: rank {rank} takes {times:.1f} times as long as the fastest rank "
+                    f"for its {part}",
+                    flush=True,
+                )
+        columns = {
+            "relative-score": found.relative_scores["compute"],
+            "forward-ms": found.metrics["elapsed_ms"],
+            "data-ms": found.metrics["data_ms"],
+        }
+        return {
+            f"straggler/rank{rank}/{name}": values[rank]
+            for rank in range(found.world_size)
+            for name, values in columns.items()
+        }
+
+    def summary(self) -> str | None:
+        """Which ranks were named how often, or None without a report."""
+        if not self.reports:
+            return None
+        reports = f"{self.reports} reports ({self._log})"
+        if not self.named:
+            return f"none in {reports}"
+        named = ", ".join(f"rank {rank} in {count}" for rank, count in sorted(self.named.items()))
+        return f"{named} of {reports}"
+
+    def close(self) -> None:
+        """Stop listening and writing; all ranks call it."""
+        StragglerDetector.reset_singleton()
+        if self._handler is not None:
+            logger.removeHandler(self._handler)
+            self._handler.close()
+            self._handler = None
+
+
+def _slow_parts(found: StragglerReport) -> Iterator[tuple[int, str, float]]:
+    """The clear cases of a report: rank, part of the step, and how many times the fastest's time.
+
+    A case is clear where the rank's median is 1.67 times the fastest one's or more, in a part that
+    takes a tenth of the step or more: where ranks share a machine, shorter parts vary that much.
+    """
+    whole_ms = sum(stats.sum_ms for name in SECTIONS for stats in found.sections[name])
+    for name in SECTIONS:
+        if sum(stats.sum_ms for stats in found.sections[name]) < _SHARE * whole_ms:
+            continue
+        for rank, score in enumerate(found.relative_scores[name]):
+            if score <= _CLEAR_SCORE:
+                yield rank, name, 1.0 / score

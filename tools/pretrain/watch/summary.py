@@ -1,0 +1,120 @@
+"""The end of a run: its loss curve, what it reached, and what to type next."""
+
+from __future__ import annotations
+
+import json
+import shlex
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from mcore.modules import GraphableMegatronModule
+from mcore.modules.graphs import LocalGraphManager
+from pretrain.model.objective import Objective, objective_of
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.watch.mlflow_run import JobRun
+from pretrain.watch.straggler import StragglerWatch
+
+
+class Summary:
+    """Counts the steps of this start and words the result."""
+
+    def __init__(self, folder: RunFolder, settings: Settings, *, first_step: int) -> None:
+        self.folder = folder
+        self.settings = settings
+        self.first_step = first_step
+        self.steps = 0
+        self.train_s = 0.0
+        self.validation: float | None = None
+        self.graphs: str | None = None
+        self._step_began = 0.0
+
+    def start_step(self) -> None:
+        """Call before each optimizer step."""
+        self._step_began = time.perf_counter()
+
+    def end_step(self) -> None:
+        """Call after each optimizer step; logs, validation and checkpoints do not count."""
+        self.train_s += time.perf_counter() - self._step_began
+        self.steps += 1
+
+    def lines(self, mlflow: JobRun | None, watch: StragglerWatch) -> list[str]:
+        """The closing lines."""
+        objective = objective_of(self.settings)
+        digits, unit = objective.digits, objective.unit
+        curve = read_curve(self.folder.metrics, objective.loss_name)
+        tokens = self.steps * self.settings.global_batch_size * self.settings.seq_length
+        path = self.folder.path
+        more = ""
+        if self.first_step + self.steps >= self.settings.train_iters:
+            more = f" --train-iters {2 * self.settings.train_iters}"
+        return [
+            f"run folder       {path}",
+            *self._special(),
+            f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
+            f"{curve[-1][1]:.{digits}f} at step {curve[-1][0]} ({unit})",
+            f"validation loss  {self.validation:.{digits}f} {unit}",
+            f"speed            {tokens / max(self.train_s, 1e-9):,.0f} tokens per second",
+            *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
+            f"loss curve       {self.folder.loss_picture}",
+            *self._pages(mlflow),
+            f"go on            {self.folder.resume_command}{more}",
+        ]
+
+    def _special(self) -> Iterator[str]:
+        if self.settings.value_head:
+            yield f"objective        {objective_of(self.settings).description}"
+        if self.graphs is not None:
+            yield f"graphs           {self.graphs}"
+
+    def _pages(self, mlflow: JobRun | None) -> Iterator[str]:
+        if self.settings.tensorboard:
+            folder = shlex.quote(str(self.folder.tensorboard))
+            yield f"TensorBoard      hatch run tensorboard --logdir {folder}"
+        if mlflow is not None:
+            yield f"MLflow           {mlflow.summary()}"
+
+
+def describe_graphs(model: torch.nn.Module) -> str:
+    """How many graphs the layers of a model run from, and which runner captured them."""
+    managers = [
+        module.cudagraph_manager
+        for module in model.modules()
+        if isinstance(module, GraphableMegatronModule) and hasattr(module, "cudagraph_manager")
+    ]
+    local = [manager for manager in managers if isinstance(manager, LocalGraphManager)]
+    names = {manager.runner.name for manager in local if manager.runner is not None}
+    if not names:
+        return "none captured: too few steps"
+    captured = sum(manager.num_graphs for manager in local)
+    return f"{captured} for {len(local)} layers, by the {', '.join(sorted(names))} runner"
+
+
+def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
+    """Step and value of every record that has the metric."""
+    records = (json.loads(line) for line in metrics.read_text().splitlines())
+    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+
+
+def draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
+    """Draw both curves; no display is needed."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    axes = figure.add_subplot()
+    for name, label, style in (
+        (objective.loss_name, "train", "-"),
+        (objective.validation_name, "validation", "o--"),
+    ):
+        curve = read_curve(metrics, name)
+        if curve:
+            steps, values = zip(*curve, strict=True)
+            axes.plot(steps, values, style, label=label, linewidth=1.2, markersize=4)
+    axes.set_xlabel("step")
+    axes.set_ylabel(f"{objective.loss_name} ({objective.unit})")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(target, dpi=120)
