@@ -1,6 +1,7 @@
 """The life of one rank, from its first line to its exit."""
 
 import contextlib
+import datetime
 import multiprocessing
 import os
 import pickle
@@ -12,10 +13,20 @@ from typing import Any, NoReturn
 
 from rank_testing import orphans
 from rank_testing.failures import failed
-from rank_testing.messages import Outcome, Request, output_path, send_outcome, stack_path
+from rank_testing.messages import (
+    Outcome,
+    Request,
+    output_path,
+    rendezvous_path,
+    send_outcome,
+    stack_path,
+)
+from rank_testing.server import uses_accelerator
 from rank_testing.target import load_target
 
 _LAST_RESORT_S = 30.0
+# The test process reports a hang with each rank's stack: the group must not time out before that.
+_GROUP_TIMEOUT_MARGIN_S = 10.0
 
 
 def main(request: Request, connection: Connection) -> NoReturn:
@@ -61,18 +72,48 @@ def _call(request: Request) -> Any:
     # A process that was made by a fork server would use one by default.
     multiprocessing.set_start_method(request.start_method, force=True)
     _show_warnings()
-    # Here because a spawned rank imports torch only now, with its variables, and the test process,
-    # which imports this module too, may do without it.
-    from rank_testing.group import join_group, limit_threads
+    # Torch is imported in functions: a spawned rank imports it only now, with its variables, and
+    # the test process, which imports this module too, may do without it.
+    import torch
 
-    limit_threads()
+    torch.set_num_threads(1)  # the ranks of a test share the machine's cores
     function = load_target(request.target)
     args, kwargs = pickle.loads(request.call)
     if request.init is not None:
-        join_group(
-            request.init, request.rank, request.world_size, request.folder, request.timeout_s
-        )
+        _join_group(request.init, request)
     return function(*args, **kwargs)
+
+
+def _join_group(init: str, request: Request) -> None:
+    """Initialise ``torch.distributed``; the ranks meet through a file, so no port can clash."""
+    import torch.distributed as dist
+
+    on_accelerator = uses_accelerator(init)
+    if on_accelerator:
+        _select_device(init, request.rank, request.world_size)
+    timeout = datetime.timedelta(seconds=request.timeout_s + _GROUP_TIMEOUT_MARGIN_S)
+    path = rendezvous_path(request.folder)
+    store = dist.FileStore(path, request.world_size)  # type: ignore[attr-defined]
+    store.set_timeout(timeout)
+    dist.init_process_group(
+        init, store=store, rank=request.rank, world_size=request.world_size, timeout=timeout
+    )
+    if not on_accelerator:
+        # A rank that fails before its peers are connected to it would leave them waiting.
+        dist.barrier()
+
+
+def _select_device(init: str, rank: int, world_size: int) -> None:
+    import torch
+
+    count = torch.accelerator.device_count()
+    needed = world_size if "nccl" in init else 1
+    if count < needed:
+        raise RuntimeError(
+            f"init={init!r} with {world_size} ranks needs {needed} accelerators, "
+            f"this machine has {count}; skip the test here or start fewer ranks"
+        )
+    torch.accelerator.set_device_index(rank % count)
 
 
 def _apply_environment(environment: dict[str, str]) -> None:

@@ -20,7 +20,6 @@ _PRELOADED = (
     "torch._dynamo",
     "pytest",
     "rank_testing.child",
-    "rank_testing.group",
 )
 # Slow to import, and worth it only where the test process has use for them.
 _PRELOADED_IF_USED = (

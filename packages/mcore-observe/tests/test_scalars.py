@@ -1,6 +1,9 @@
+import math
+
+import pytest
 import torch
 
-from mcore.observe.sinks.scalars import Scalar, Scalars
+from mcore.observe.scalars import Scalar, Scalars, as_number, read_scalars
 
 
 def test_names_that_repeat_open_a_further_batch():
@@ -16,3 +19,62 @@ def test_names_that_repeat_open_a_further_batch():
         {"a": Scalar(3.0), "c": Scalar(4)},
     ]
     assert others == {"a": 5, ("b", 1): None}
+
+
+def test_numbers_and_tensors_of_every_type_keep_their_values():
+    values = {
+        "float": 0.1,
+        "int": 2**60,
+        "flag": True,
+        "double": torch.tensor([[0.1]], dtype=torch.float64),
+        "half": torch.tensor(2.5, dtype=torch.bfloat16),
+        "count": torch.tensor(2**40),
+        "grad": torch.nn.Parameter(torch.tensor(1.5)),
+    }
+    read = read_scalars(values)
+    assert read == values | {"double": 0.1, "half": 2.5, "count": 2**40, "grad": 1.5}
+    assert list(read) == list(values)
+    assert {type(read[name]) for name in ("int", "flag", "count")} == {int}
+
+
+def test_not_finite_values_stay_as_they_are():
+    read = read_scalars({"nan": torch.tensor(math.nan), "inf": torch.tensor(-math.inf)})
+    assert math.isnan(read["nan"])
+    assert read["inf"] == -math.inf
+
+
+def test_one_transfer_for_all_tensors(monkeypatch):
+    transfers = []
+    tolist = torch.Tensor.tolist
+    monkeypatch.setattr(torch.Tensor, "tolist", lambda t: (transfers.append(1), tolist(t))[1])
+    read_scalars({i: torch.tensor(float(i)) for i in range(12)})
+    assert len(transfers) == 1
+    read_scalars({"number": 1.0})
+    assert len(transfers) == 1
+
+
+def test_what_is_no_number_is_named():
+    with pytest.raises(TypeError, match="'lr' is '1e-4' \\(str\\)"):
+        read_scalars({"lr": "1e-4"})
+
+
+def test_numpy_numbers():
+    numpy = pytest.importorskip("numpy")
+    assert as_number(numpy.float32(0.5)) == 0.5
+    assert type(as_number(numpy.int64(3))) is int
+    assert as_number(numpy.bool_(True)) is None
+    assert read_scalars({"a": numpy.float64(0.25)}) == {"a": 0.25}
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_tensors_of_a_device_are_read_with_one_wait():
+    """Twelve scalars on the device take one synchronizing copy."""
+    values = {i: torch.tensor(float(i), device="cuda") for i in range(12)}
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        with pytest.raises(RuntimeError):
+            read_scalars(values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert read_scalars(values) == {i: float(i) for i in range(12)}

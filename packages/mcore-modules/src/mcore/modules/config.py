@@ -11,7 +11,6 @@ import torch
 
 from mcore.modules.errors import ConfigFieldError
 from mcore.modules.init_methods import init_method_normal, scaled_init_method_normal
-from mcore.parallel.settings import is_switched_on
 
 __all__ = [
     "GraphConfigLike",
@@ -293,3 +292,22 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
 def _require_int(name: str, value: object, *, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool) or value < least:
         raise ValueError(f"{name}={value!r} is not a whole number >= {least}")
+
+
+def is_switched_on(value: object) -> bool:
+    """Return whether the value of a field such as ``fp8`` means "on".
+
+    Args:
+        value: Any value; a field that is absent is read as None.
+
+    Returns:
+        False for what equals None, False, the empty string or zero (numpy's too), else True.
+
+    Example:
+        >>> is_switched_on("hybrid"), is_switched_on(False), is_switched_on(object())
+        (True, False, True)
+    """
+    try:
+        return value not in (None, False, "", 0)
+    except (RuntimeError, TypeError, ValueError):
+        return True  # its comparisons have no truth value, such as those of a tensor

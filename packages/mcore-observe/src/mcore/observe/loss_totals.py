@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.host_reads import read_scalars
+from mcore.observe.scalars import read_scalars
 
 ADVANCED = "advanced iterations"
 SKIPPED = "skipped iterations"

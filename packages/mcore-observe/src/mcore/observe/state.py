@@ -16,9 +16,9 @@ from mcore.observe.energy import EnergyMonitor
 from mcore.observe.extras import require_extra
 from mcore.observe.process_end import status_of
 from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.scalars import Scalars
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
-from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import TRACKERS, emit
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.log import LOG_STATE, log_state_of

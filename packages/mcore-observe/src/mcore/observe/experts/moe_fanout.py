@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.host_reads import as_number
+from mcore.observe.scalars import as_number
 from mcore.observe.sinks import sanitize_metric_name
 from mcore.tensor.dtensor import is_dtensor
 from mcore.versioning import internal_api

@@ -5,8 +5,12 @@ from mcore.observe.sinks.comet import CometSink
 from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.mlflow import MlflowSink, open_mlflow
 from mcore.observe.sinks.mlflow_http import TrackingServer
-from mcore.observe.sinks.mlflow_names import mlflow_metric_name, sanitize_metric_name
-from mcore.observe.sinks.mlflow_run import MlflowConnection, MlflowRun
+from mcore.observe.sinks.mlflow_run import (
+    MlflowConnection,
+    MlflowRun,
+    mlflow_metric_name,
+    sanitize_metric_name,
+)
 from mcore.observe.sinks.tensorboard import TensorBoardSink
 from mcore.observe.sinks.wandb import WandbSink
 

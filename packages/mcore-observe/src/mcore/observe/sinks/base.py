@@ -10,7 +10,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from mcore.observe.host_reads import as_number, read_scalars
+from mcore.observe.scalars import as_number, read_scalars
 from mcore.observe.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)

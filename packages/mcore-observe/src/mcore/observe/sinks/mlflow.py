@@ -10,8 +10,12 @@ from mcore.observe.extras import require_extra
 from mcore.observe.secrets import config_params, mask_secrets, without_secrets
 from mcore.observe.sinks.base import ScalarRules, Tracker, plain_numbers
 from mcore.observe.sinks.mlflow_http import TrackingServer, is_tracking_server
-from mcore.observe.sinks.mlflow_names import RENAMED, sanitize_metric_name
-from mcore.observe.sinks.mlflow_run import MlflowConnection, MlflowRun
+from mcore.observe.sinks.mlflow_run import (
+    RENAMED,
+    MlflowConnection,
+    MlflowRun,
+    sanitize_metric_name,
+)
 
 _DEFAULT_URI = "sqlite:///mlflow.db"
 

@@ -25,7 +25,6 @@ from mcore.observe.straggler.outliers import (
     outliers_by_score,
     outliers_by_z,
 )
-from mcore.observe.straggler.prometheus import family, labels
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
 from mcore.observe.straggler.statistics import Extremes, relative_scores, row_extremes
 
@@ -443,3 +442,39 @@ def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     if isinstance(value, float) and is_missing(value):
         return None
     return value
+
+
+_PREFIX = "mcore_straggler_"
+
+
+def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
+    """Return the lines of one metric: its help, its type, and its samples with their labels.
+
+    Example:
+        >>> print(family("enabled", "gauge", "Whether.", [(labels(rank=0), 1)]), end="")
+        # HELP mcore_straggler_enabled Whether.
+        # TYPE mcore_straggler_enabled gauge
+        mcore_straggler_enabled{rank="0"} 1
+    """
+    lines = [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
+    for of_sample, value in samples:
+        braced = f"{{{of_sample}}}" if of_sample else ""
+        lines.append(f"{_PREFIX}{name}{braced} {_number(value)}")
+    return "\n".join(lines) + "\n"
+
+
+def labels(**values: object) -> str:
+    """Return the labels of a sample, with their values escaped."""
+    return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in values.items())
+
+
+def _number(value: float) -> str:
+    if math.isnan(value):
+        return "NaN"
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return f"{value:.12g}"
+
+
+def _escaped(label: str) -> str:
+    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

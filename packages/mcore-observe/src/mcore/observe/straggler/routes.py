@@ -9,8 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 
-from mcore.observe.straggler.prometheus import family
-from mcore.observe.straggler.report import RankComparison, StragglerReport
+from mcore.observe.straggler.report import RankComparison, StragglerReport, family
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any, NamedTuple
 
-from mcore.observe.host_reads import as_number
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
 from mcore.observe.memory import report_memory
+from mcore.observe.scalars import as_number
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues, is_on
 from mcore.parallel.groups import get_pg_rank

@@ -18,8 +18,7 @@ from mcore.observe.experts.mtp_metrics import (
     get_mtp_metrics_tracker,
     has_mtp_metrics_tracker,
 )
-from mcore.observe.host_reads import as_number
-from mcore.observe.sinks.scalars import Scalars
+from mcore.observe.scalars import Scalars, as_number
 from mcore.observe.training_log.console import Field
 from mcore.observe.training_log.step import LogStep, is_on
 

@@ -7,7 +7,7 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mcore.observe.host_reads import as_number
+from mcore.observe.scalars import as_number
 from mcore.observe.timers import Timers
 
 _TIMER = "interval-time"

@@ -9,12 +9,11 @@ from typing import Any
 
 import torch
 
-from mcore.observe.host_reads import as_number
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
 from mcore.observe.memory import save_snapshot_at_profile_end
 from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.scalars import Scalars, as_number
 from mcore.observe.secrets import mask_secrets
-from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import SinkTable, emit
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.console import (

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from mcore.observe.host_reads import as_number
 from mcore.observe.model_groups import find_process_groups
+from mcore.observe.scalars import as_number
 from mcore.parallel.groups import get_pg_size, world_size
 
 _CALCULATOR = "megatron.core.num_microbatches_calculator"
@@ -102,7 +102,7 @@ class StepValues:
 def is_on(settings: Any, name: str) -> bool:
     """Return whether a switch is on; what is missing, or neither bool nor int, is off.
 
-    :func:`mcore.parallel.settings.is_switched_on` takes any object for "on"; a mock that stands
+    :func:`mcore.modules.config.is_switched_on` takes any object for "on"; a mock that stands
     for a configuration would switch everything on.
     """
     value = getattr(settings, name, False)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mcore.observe.host_reads import as_number
 from mcore.observe.memory import report_memory
 from mcore.observe.norms import gradient_norms
 from mcore.observe.progress import report_runtime, report_throughput
-from mcore.observe.sinks.scalars import Scalars
+from mcore.observe.scalars import Scalars, as_number
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues, is_on
 from mcore.parallel.reductions import reduce_max_memory_across_pp_group

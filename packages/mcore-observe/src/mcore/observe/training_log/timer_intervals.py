@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.timers import Timers, gather_seconds
-from mcore.observe.timers.text import longest_times
+from mcore.observe.timers import Timers, gather_seconds, longest_times
 
 _LEVEL_1 = (
     "forward-backward",
