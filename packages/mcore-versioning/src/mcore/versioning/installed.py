@@ -128,7 +128,7 @@ def is_torch_min_version(
         >>> is_torch_min_version("1000.0")
         False
     """
-    return _TORCH.is_at_least(version, check_equality, release_only=release_only)
+    return _TORCH.is_at_least(version, check_equality, release_only)
 
 
 def _taking_vers(check: Callable[..., bool]) -> Callable[..., bool]:
@@ -166,7 +166,7 @@ def is_te_min_version(
         >>> is_te_min_version("1000.0"), is_te_min_version(vers="1000.0")
         (False, False)
     """
-    return _TRANSFORMER_ENGINE.is_at_least(version, check_equality, release_only=release_only)
+    return _TRANSFORMER_ENGINE.is_at_least(version, check_equality, release_only)
 
 
 def is_fa_min_version(
@@ -180,7 +180,7 @@ def is_fa_min_version(
         >>> is_fa_min_version("1000.0")
         False
     """
-    return _FLASH_ATTN.is_at_least(version, check_equality, release_only=release_only)
+    return _FLASH_ATTN.is_at_least(version, check_equality, release_only)
 
 
 def is_mamba_min_version(
@@ -194,7 +194,7 @@ def is_mamba_min_version(
         >>> is_mamba_min_version("1000.0")
         False
     """
-    return _MAMBA_SSM.is_at_least(version, check_equality, release_only=release_only)
+    return _MAMBA_SSM.is_at_least(version, check_equality, release_only)
 
 
 def is_causal_conv1d_min_version(
@@ -208,7 +208,7 @@ def is_causal_conv1d_min_version(
         >>> is_causal_conv1d_min_version("1000.0")
         False
     """
-    return _CAUSAL_CONV1D.is_at_least(version, check_equality, release_only=release_only)
+    return _CAUSAL_CONV1D.is_at_least(version, check_equality, release_only)
 
 
 def check_mamba_sequence_packing_support(
@@ -289,7 +289,7 @@ def is_package_min_version(
         True
     """
     package = known_package(module, distribution)
-    return package.is_at_least(version, check_equality, release_only=release_only)
+    return package.is_at_least(version, check_equality, release_only)
 
 
 def _present(package: InstalledPackage) -> Version:

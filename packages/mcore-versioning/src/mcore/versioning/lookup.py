@@ -25,11 +25,36 @@ class InstalledPackage:
 
     def forget(self) -> None:
         """Drop what was found."""
-        # The loaded module, its `__version__` and, if that is readable, the version in it.
-        self._loaded: tuple[object, object, Version | None] = (None, None, None)
-        self._recorded: Version | None = None
+        # The loaded module, its `__version__` and, if that is readable, the text of it.
+        self._loaded: tuple[object, object, str | None] = (None, None, None)
+        self._recorded: str | None = None
 
     def version(self) -> Version | None:
+        """The version, None where the package is absent; an unreadable one is an InvalidVersion."""
+        text = self._text()
+        return None if text is None else _parse(text)
+
+    def is_at_least(
+        self, version: str | Version, check_equality: bool = True, release_only: bool = False
+    ) -> bool:
+        """Return whether the package is there in this version or newer."""
+        module, raw, installed = self._loaded
+        if (
+            installed is None
+            or sys.modules.get(self.module) is not module
+            or (getattr(module, "__version__", None) is not raw)
+        ):
+            installed = self._text()
+        if installed is None:
+            parse_version(version)  # a request that nobody can read is an error all the same
+            return False
+        try:
+            return _is_at_least(installed, version, check_equality, release_only)
+        except TypeError:
+            parse_version(version)  # says what is wrong with what cannot be hashed
+            raise
+
+    def _text(self) -> str | None:
         """Look into the loaded module, then the metadata, at last import a module without metadata.
 
         None in ``sys.modules`` means absent; a version that nobody can read is an InvalidVersion.
@@ -39,31 +64,20 @@ class InstalledPackage:
             return None
         if module is _NOT_LOADED:
             return self._recorded_version() or self._version_after_import()
-        return (
-            self._loaded_version(module)
-            or self._recorded_version()
-            or self._absent_unless_unreadable(module)
-        )
+        text = self._loaded_version(module) or self._recorded_version()
+        if text is None:
+            self._refuse_unreadable(module)
+        return text
 
-    def is_at_least(
-        self, version: str | Version, check_equality: bool = True, *, release_only: bool = False
-    ) -> bool:
-        """Return whether the package is there in this version or newer."""
-        requested = parse_version(version)
-        installed = self.version()
-        return installed is not None and is_at_least(
-            installed, requested, check_equality, release_only=release_only
-        )
-
-    def _loaded_version(self, module: object) -> Version | None:
+    def _loaded_version(self, module: object) -> str | None:
         raw = getattr(module, "__version__", None)
-        known_module, known_raw, version = self._loaded
+        known_module, known_raw, text = self._loaded
         if raw is not known_raw or module is not known_module:
-            version = _readable_version(raw)
-            self._loaded = (module, raw, version)
-        return version
+            text = _readable_text(raw)
+            self._loaded = (module, raw, text)
+        return text
 
-    def _recorded_version(self) -> Version | None:
+    def _recorded_version(self) -> str | None:
         if self._recorded is not None:
             return self._recorded
         from importlib.metadata import PackageNotFoundError, version
@@ -75,14 +89,15 @@ class InstalledPackage:
         if text is None:  # metadata without a Version field; later Pythons raise KeyError
             return None
         try:
-            self._recorded = Version(text)
+            _parse(text)
         except InvalidVersion as error:
             raise InvalidVersion(
                 f"the metadata of {self.distribution} gives {text!r}, which is no version"
             ) from error
-        return self._recorded
+        self._recorded = text
+        return text
 
-    def _version_after_import(self) -> Version | None:
+    def _version_after_import(self) -> str | None:
         import importlib
         from importlib.util import find_spec
 
@@ -97,16 +112,18 @@ class InstalledPackage:
                 "%s counts as absent: importing it failed with %r", self.module, error
             )
             return None
-        return self._loaded_version(module) or self._absent_unless_unreadable(module)
+        text = self._loaded_version(module)
+        if text is None:
+            self._refuse_unreadable(module)
+        return text
 
-    def _absent_unless_unreadable(self, module: object) -> Version | None:
+    def _refuse_unreadable(self, module: object) -> None:
         raw = getattr(module, "__version__", None)
         if isinstance(raw, str) and raw:
             raise InvalidVersion(
                 f"{self.module}.__version__ is {raw!r}, which is no version, and the distribution "
                 f"{self.distribution} has no metadata that gives one"
             )
-        return None
 
 
 _packages: dict[tuple[str, str], InstalledPackage] = {}
@@ -143,11 +160,11 @@ def is_at_least(
     For "newer" a local label such as ``+cpu`` makes no difference, unless the request carries one.
     """
     if release_only:
-        installed = _release(installed)
+        installed = Version(installed.base_version)
     if check_equality:
         return installed >= requested
     if requested.local is None:
-        installed = _without_label(installed)
+        installed = Version(installed.public)
     return installed > requested
 
 
@@ -160,26 +177,25 @@ def parse_version(version: str | Version) -> Version:
     return _parse(version)
 
 
-@lru_cache(maxsize=64)
-def _release(version: Version) -> Version:
-    return Version(version.base_version)
-
-
-@lru_cache(maxsize=64)
-def _without_label(version: Version) -> Version:
-    return Version(version.public)
-
-
 @lru_cache(maxsize=256)
 def _parse(version: str) -> Version:
     return Version(version)
 
 
-def _readable_version(raw: object) -> Version | None:
-    """The version in a ``__version__``, which may be a ``str``, a subclass of it or a Version."""
+@lru_cache(maxsize=256)
+def _is_at_least(
+    installed: str, requested: str | Version, check_equality: bool, release_only: bool
+) -> bool:
+    return is_at_least(
+        _parse(installed), parse_version(requested), check_equality, release_only=release_only
+    )
+
+
+def _readable_text(raw: object) -> str | None:
+    """The text of a ``__version__``, which may be a ``str``, a subclass of it or a Version."""
     if not isinstance(raw, (str, Version)):
         return None
     try:
-        return Version(str(raw))
+        return str(_parse(str(raw)))
     except InvalidVersion:
         return None
