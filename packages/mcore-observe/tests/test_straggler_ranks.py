@@ -1,7 +1,9 @@
+import gc
 import logging
 import math
 import os
 import time
+import weakref
 from datetime import timedelta
 from urllib.request import urlopen
 
@@ -392,3 +394,20 @@ def hangs_in_a_report(path):
 
 def test_a_rank_that_hangs_is_bounded_by_the_groups_timeout(tmp_path):
     assert run_ranks(hangs_in_a_report, 2, tmp_path / "rank0_gave_up", timeout_s=60) == [True, True]
+
+
+def report_and_destroy_the_group():
+    detector = configured()
+    with detector:
+        pass
+    detector.report(1e12, 1)
+    group = weakref.ref(dist.group.WORLD)
+    dist.destroy_process_group()
+    gc.collect()
+    with pytest.raises(RuntimeError, match="process group has been destroyed"):
+        detector.report(1e12, 1)
+    return group() is None
+
+
+def test_a_detector_does_not_keep_a_destroyed_group_alive():
+    assert run_ranks(report_and_destroy_the_group, 2) == [True, True]

@@ -59,7 +59,7 @@ def _minimum_check(peer: Any, name: str) -> Row:
         ours_s,
         name,
         peer_s,
-        target=15.0,
+        target=10.0,
         agreement=f"{len(_REQUESTS)} requests",
         note="per call",
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import socket
 import struct
+import weakref
 from array import array
 from collections.abc import Mapping, Sequence
 
@@ -121,10 +122,11 @@ class Exchange:
                 f"world is {world}, but the process group has {size} ranks; give its size, and "
                 "initialise torch.distributed before configure() for more than one"
             )
-        self._group = member if size > 1 else None
+        # Weakly: threads of a group that outlives destroy_process_group() abort the process's exit.
+        self._group = weakref.ref(member) if size > 1 else None
         self._size = size
-        self.device = torch.device("cpu") if self._group is None else comm_device(self._group)
-        self._has_gloo = _has_gloo(self._group)
+        self.device = torch.device("cpu") if size == 1 else comm_device(member)
+        self._has_gloo = _has_gloo(member)
         # In the group's order, known after the introduction:
         self.hosts: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
@@ -166,6 +168,12 @@ class Exchange:
     def _gather(self, row: torch.Tensor, rank: int) -> torch.Tensor:
         if self._group is None:
             return row.unsqueeze(0)
+        group = self._group()
+        if group is None:
+            raise RuntimeError(
+                "straggler report: the process group has been destroyed; report before "
+                "destroy_process_group(), or call configure() again for the new group"
+            )
         row = row.to(self.device)
         rows = row.new_empty(self._size * row.numel())
         try:
@@ -175,9 +183,9 @@ class Exchange:
                 # costs: half the time with 4 ranks, and less with more. The group's own method
                 # saves a tenth of a report of 2 ranks against dist.all_to_all_single.
                 for_each = torch.cat([row] * self._size)  # a fifth of the time of repeat()
-                self._group.alltoall_base(rows, for_each, [], []).wait()
+                group.alltoall_base(rows, for_each, [], []).wait()
             else:
-                all_gather_single(rows, row, self._group)
+                all_gather_single(rows, row, group)
             return rows.cpu().view(self._size, -1)
         except RuntimeError as error:
             raise RuntimeError(
