@@ -119,7 +119,7 @@ def test_what_cannot_be_pickled_is_an_error_of_the_call(tmp_path: Path) -> None:
 
 
 def busy_world(folder: str) -> list[str]:
-    """Training goes on over the same group while several saves are under way."""
+    """Training continues over the same group while several saves are under way."""
     from torch import distributed as dist
 
     rank, root = dist.get_rank(), Path(folder)

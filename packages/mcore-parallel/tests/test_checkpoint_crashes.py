@@ -47,7 +47,7 @@ def check_loads(path: Path, step: int) -> None:
 
 
 def kill_at(is_moment: Callable[[str, tuple[Any, ...]], bool]) -> None:
-    """Let this process die, without any cleaning up, before the operation that is asked for."""
+    """Let this process die, without any clean-up, before the given operation."""
 
     def hook(event: str, arguments: tuple[Any, ...]) -> None:
         if event in WRITING and is_moment(event, arguments):

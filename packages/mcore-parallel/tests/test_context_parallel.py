@@ -401,7 +401,7 @@ def split_hybrid_batches() -> None:
     assert part["tokens"].shape == (1, 8)
     for rank, part in enumerate(
         split_by_each_rank(hybrid_batch(), 2, is_hybrid_cp=True, use_per_sequence_balancing=True)
-    ):  # over the given group, whatever the batch asks for
+    ):  # over the given group, whatever the batch requests
         assert part["tokens"].tolist() == [[[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]][rank]]
         assert "hybrid_cp_group" not in part
     with pytest.raises(ValueError, match=r"group_size=2\) returned a group of 4"):
@@ -524,7 +524,7 @@ def test_causal_attention_over_the_group_equals_one_process(size: int) -> None:
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_packed_positions_from_borders_on_a_gpu() -> None:
-    """Checks that borders on a GPU are read and that the positions land on the device asked for."""
+    """Checks that borders on a GPU are read and that positions land on the given device."""
     borders = torch.tensor([0, 4, 16], device="cuda")
     index = cp_zigzag_index(16, 2, 0, cu_seqlens=borders, device="cuda")
     assert index.device.type == "cuda"

@@ -305,7 +305,7 @@ def test_a_rank_that_dies_in_a_collective_ends_the_others(name: str, tmp_path) -
     culprit, others = failure_of(die_in_a_collective, name, str(tmp_path / "step_1"))
     assert (culprit.rank, culprit.kind) == (VICTIM, "died")
     assert {other.rank for other in others} == {0, 2}
-    # a save names the ranks that failed in an error of its own
+    # a save names the ranks that failed in a separate error
     assert {other.kind for other in others} <= {"connection", "raised" if name == "save" else ""}
     assert not (tmp_path / "step_1").exists()
 

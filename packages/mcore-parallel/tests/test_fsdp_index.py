@@ -347,7 +347,7 @@ def test_experts_need_an_expert_mesh(fake_world, ask) -> None:
         ({"hybrid_fsdp_group": None}, r"hybrid_fsdp_group, which is None: flatten.*_flatten"),
         ({"dp_outer_dim": "dp_shard"}, "one dimension is given twice"),
         ({"tp_dim": "dp_shard"}, "one dimension is given twice"),
-        ({"dp_shard_dim": "hsdp"}, "overlapping.*a dimension of its own"),
+        ({"dp_shard_dim": "hsdp"}, "overlapping.*a separate dimension"),
     ],
     ids=str,
 )

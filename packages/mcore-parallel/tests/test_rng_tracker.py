@@ -44,7 +44,7 @@ def make_tracker(graph_safe: bool, **seeds: int) -> CudaRNGStatesTracker:
 
 
 def numbers(seed: int, count: int) -> list[float]:
-    """The first draws, one at a time, of a generator of its own."""
+    """The first draws, one at a time, of a separate generator."""
     generator = torch.Generator().manual_seed(seed)
     return [torch.rand(1, generator=generator).item() for _ in range(count)]
 

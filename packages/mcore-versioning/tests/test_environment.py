@@ -139,7 +139,7 @@ def test_other_python_version_is_required(install: Install) -> None:
     install("some-lib", "1.2", module="some_lib", metadata="Requires-Python: >=3.99")
     running = ".".join(str(part) for part in sys.version_info[:3])
     reason = package_state("some_lib", "some-lib").reason
-    assert reason == f"version 1.2 needs Python >=3.99, and this is {running}"
+    assert reason == f"version 1.2 needs Python >=3.99, but this is {running}"
 
 
 def test_unreadable_python_requirement_is_no_proof(install: Install) -> None:
@@ -165,13 +165,13 @@ def test_one_fitting_tag_is_enough(install: Install) -> None:
     ("requirement", "found", "reason"),
     [
         ("other-lib>=2.11", "2.13.0+cpu", None),
-        ("other-lib>=2.11", "2.9", "version 1.2 needs other-lib>=2.11, and 2.9 is installed"),
+        ("other-lib>=2.11", "2.9", "version 1.2 needs other-lib>=2.11, but 2.9 is installed"),
         ("other-lib>=2.11", None, "version 1.2 needs other-lib>=2.11, which is not installed"),
         ("other-lib", None, "version 1.2 needs other-lib, which is not installed"),
         ("other-lib>=2.11", "2.11.0a0+nv25", None),
         ("other-lib>=2.11; python_version < '3.0'", None, None),
         ("other-lib>=2.11; extra == 'more'", None, None),
-        ("other-lib>=2.11; python_version > '3.0'", "1", "2.11, and 1 is installed"),
+        ("other-lib>=2.11; python_version > '3.0'", "1", "2.11, but 1 is installed"),
         ("other-lib>=2.11", "unreadable", None),
         ("other-lib >>> 2", None, None),
     ],
@@ -199,7 +199,7 @@ def test_only_watched_requirements_count(install: Install) -> None:
     install("other-lib", "1.0")
     assert package_state("some_lib", "some-lib", watched=[]).version == "1.2"
     reason = package_state("some_lib", "some-lib", watched=["other-lib"]).reason
-    assert reason == "version 1.2 needs Other_Lib>2, and 1.0 is installed"
+    assert reason == "version 1.2 needs Other_Lib>2, but 1.0 is installed"
 
 
 @pytest.mark.parametrize(
@@ -293,7 +293,7 @@ def test_torch_floor_of_a_library_is_checked(install: Callable[..., Path]) -> No
         metadata="Requires-Dist: torch>=2.11\nRequires-Dist: absent-lib",
     )
     states = {package.name: package for package in environment_report().packages}
-    expected = "present but unusable: version 2.7 needs torch>=2.11, and 2.0 is installed"
+    expected = "present but unusable: version 2.7 needs torch>=2.11, but 2.0 is installed"
     assert str(states["flash-attn"]) == expected
 
 

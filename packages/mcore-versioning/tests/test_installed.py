@@ -51,7 +51,7 @@ def _stub(version: object) -> types.SimpleNamespace:
 
 @pytest.fixture
 def count_scans(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The distributions whose metadata is asked for, in order."""
+    """The distributions whose metadata is requested, in order."""
     scanned: list[str] = []
     real = importlib.metadata.version
 
@@ -370,7 +370,7 @@ def test_vers_is_another_name_of_version(monkeypatch: pytest.MonkeyPatch) -> Non
     assert v.is_te_min_version(vers="2.1", check_equality=False) is False
     assert v.is_te_min_version(version="2.1") is True
     for arguments, keywords in ((("2.1",), {}), ((), {"version": "2.1"})):
-        with pytest.raises(TypeError, match="not as both"):
+        with pytest.raises(TypeError, match="not both"):
             v.is_te_min_version(*arguments, vers="2.1", **keywords)
     with pytest.raises(TypeError):
         v.is_te_min_version()

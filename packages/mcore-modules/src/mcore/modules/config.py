@@ -1,4 +1,4 @@
-"""The configuration of a transformer, and reading the fields of any other one."""
+"""The configuration of a transformer, and access to the fields of any other."""
 
 from __future__ import annotations
 
@@ -217,13 +217,13 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
     Args:
         config: The configuration.
         name: The field, an attribute of ``config``.
-        default: What to return when the field is not there.
+        default: What to return when the field is missing.
 
     Returns:
         The value as stored.
 
     Raises:
-        ConfigFieldError: The field is not there and no default is given. It is both an
+        ConfigFieldError: The field is missing and no default is given. It is both an
             AttributeError and a ValueError.
 
     Example:
@@ -310,4 +310,4 @@ def is_switched_on(value: object) -> bool:
     try:
         return value not in (None, False, "", 0)
     except (RuntimeError, TypeError, ValueError):
-        return True  # its comparisons have no truth value, such as those of a tensor
+        return True  # comparing it gives no truth value, as with a tensor

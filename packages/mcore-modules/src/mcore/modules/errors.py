@@ -46,7 +46,7 @@ class ModelListError(RuntimeError, TypeError):
 
 
 class GraphStateError(RuntimeError):
-    """A graph is asked for something that its state does not allow, such as a replay too early."""
+    """The state of a graph does not allow a request, such as a replay that comes too early."""
 
 
 class GraphInputMismatch(ValueError):  # noqa: N818 - a documented name

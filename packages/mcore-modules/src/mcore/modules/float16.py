@@ -110,7 +110,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_stage(self) -> int | None:
-        """Number of this chunk of the model; setting it decides again which inputs are cast."""
+        """Number of this chunk of the model; setting it updates which inputs are cast."""
         return self._vp_stage
 
     @vp_stage.setter
@@ -119,7 +119,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_size(self) -> int | None:
-        """Chunks per pipeline rank; setting it decides again which outputs are cast."""
+        """Chunks per pipeline rank; setting it updates which outputs are cast."""
         return self._vp_size
 
     @vp_size.setter
@@ -291,7 +291,7 @@ def _pipeline_place(
 
 
 def _repeat_versions_below_wrapper(state: Mapping[str, Any], prefix: str) -> None:
-    """A parent loads through the name ``module``: let it find the versions of the modules there."""
+    """Repeat versions under ``module``, the name through which a parent loads the wrapper."""
     metadata = getattr(state, "_metadata", None)
     if metadata is None or not prefix:
         return
@@ -307,13 +307,13 @@ def _accept_both_spellings(
     local_metadata: dict[str, Any],
     *_: Any,
 ) -> None:
-    """Before a parent loads the wrapper."""
+    """Accept keys with and without ``module.`` when a parent loads the wrapper."""
     module._assigned = bool(local_metadata.get("assign_to_params_buffers", False))
     add_wrapper_to_keys(state_dict, prefix, lambda: set(module.module.state_dict()))
 
 
 def _restore_assigned(module: Float16Module, _: Any) -> None:
-    """After a parent has loaded the wrapper and everything below it."""
+    """Restore precision after a parent has loaded the wrapper and everything below it."""
     if module._assigned:
         module._assigned = False
         restore_precision(module.module, module._dtype)
@@ -372,8 +372,7 @@ def stage_flags(
 ) -> StageFlags:
     """Return whether a model chunk is the pipeline's first and its last; ValueError if unfit.
 
-    With interleaved stages the first chunk of all lies on the first pipeline rank and the last on
-    the last one.
+    Interleaved, the very first chunk is on the first pipeline rank, the very last on the last.
     """
     chunks = 1 if vp_size is None else vp_size
     if chunks > 1 and vp_stage is None:

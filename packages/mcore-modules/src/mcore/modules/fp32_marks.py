@@ -1,7 +1,6 @@
 """Tensors that stay in float32 when their module is cast to another floating dtype.
 
-Attributes of tensors get lost when torch replaces the tensor, so the names of kept tensors are
-stored on the module that owns them and the attribute is set again from there.
+Their names are stored on the owning module, which marks tensors again after torch replaces them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The state that inference with Mamba layers has to keep for each request."""
+"""The state that inference with Mamba layers must keep for each request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class MambaInferenceStateConfig:
         conv_states_dtype: torch.dtype | None = None,
         ssm_states_dtype: torch.dtype | None = None,
     ) -> MambaInferenceStateConfig | None:
-        """Return what a model's Mamba layers need, or None if it has none on this rank.
+        """Return the states that a model's Mamba layers need, or None without one on this rank.
 
         Args:
             model: One model, wrapped or not; its ``decoder`` has ``layer_type_list`` and

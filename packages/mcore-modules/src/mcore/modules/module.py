@@ -97,7 +97,7 @@ class MegatronModule(torch.nn.Module):
         Raises:
             TypeError: ``metadata`` is not a dict.
             ValueError: Bad offsets, two entries with one key, or a group is unknown, so that a
-                tensor might be written twice or never (this one is a RuntimeError too).
+                tensor might be written twice or not at all (this one is also a RuntimeError).
 
         Example:
             >>> import torch

@@ -18,7 +18,7 @@ _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
 def _legacy_types(name: str) -> tuple[type, ...]:
-    """The CPU and CUDA tensor types of old torch, as far as this build has them."""
+    """Return the CPU and CUDA tensor types of old torch, as far as this build has them."""
     found = (getattr(namespace, name, None) for namespace in (torch, getattr(torch, "cuda", None)))
     return tuple(kind for kind in found if kind is not None)
 
@@ -127,7 +127,7 @@ class _Conversion:
         self._inside: set[int] = set()
 
     def each(self, vals: Iterable[Any]) -> list[Any]:
-        """Convert values: one loop for all items of a container, since calls cost as much again."""
+        """Convert values in one loop for all items of a container, since calls double the cost."""
         conversion, converted = self._conversion, self._converted
         dtypes, exempting = self._dtypes, self._exempting
         results = []
@@ -199,7 +199,7 @@ def _rebuild_mapping_subclass(val: Mapping[Any, Any], each: Each) -> Any:
 
 
 def _rebuild_copied_mapping(val: Any, each: Each) -> Any:
-    """For mappings whose shallow copy keeps what a constructor would not: a factory, attributes."""
+    """Rebuild a mapping whose shallow copy keeps what a constructor would lose."""
     rebuilt = copy.copy(val)
     for key, item in _rebuild_dict(val, each).items():
         rebuilt[key] = item
@@ -207,9 +207,9 @@ def _rebuild_copied_mapping(val: Any, each: Each) -> Any:
 
 
 def _rebuild_dataclass_mapping(val: Any, each: Each) -> Any:
-    """A mapping whose items are its dataclass fields too, such as ModelOutput of transformers.
+    """Rebuild a mapping whose items are also its dataclass fields, as in transformers' ModelOutput.
 
-    Made without its constructor, which may validate or want fields that are None.
+    Its constructor is not called, since it may validate or require fields that are None.
     """
     kind: Any = type(val)
     rebuilt = kind.__new__(kind)

@@ -64,7 +64,7 @@ def sharded_state_dict_of(
 def _with_resolved_groups(
     module: object, metadata: dict[str, Any] | None, tp_group: Any
 ) -> dict[str, Any]:
-    """A copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
+    """Return a copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
     if metadata is not None and not isinstance(metadata, dict):
         raise TypeError(f"metadata is a {type(metadata).__name__}; give a dict or None")
     resolved = dict(metadata or {})
@@ -165,7 +165,7 @@ def _replicated_entries(
 
 
 def _own_state(module: torch.nn.Module) -> dict[str, Any]:
-    """The module's part of its ``state_dict``, live parameters, with its hooks applied."""
+    """Return the module's part of its ``state_dict``: live parameters, with its hooks applied."""
     own: Any = OrderedDict()
     local_metadata = {"version": module._version}
     own._metadata = OrderedDict({"": local_metadata})

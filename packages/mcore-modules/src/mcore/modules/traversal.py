@@ -34,7 +34,7 @@ def iter_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def has_plain_attribute(module: object, name: str) -> bool:
-    """Return whether a module or its class has an attribute: no parameter, buffer or child.
+    """Return whether a module or its class has an attribute, parameters, buffers, children aside.
 
     Much faster than ``hasattr`` for what is missing, as it is on most modules of a model.
     """
@@ -42,7 +42,7 @@ def has_plain_attribute(module: object, name: str) -> bool:
 
 
 def has_own_attribute(owner: Any, name: str) -> bool:
-    """Return whether an object has an attribute, without asking a module's ``__getattr__``."""
+    """Return whether an object has an attribute, without calling a module's ``__getattr__``."""
     if not isinstance(owner, torch.nn.Module):
         return hasattr(owner, name)
     tensors_and_children = (owner._parameters, owner._buffers, owner._modules)
@@ -63,7 +63,7 @@ def attribute_or_none(module: object, name: str) -> Any:
 def copy_sharing_groups(module: _ModuleT, memo: dict[int, Any]) -> _ModuleT:
     """Return what ``copy.deepcopy`` would, but share process groups, which cannot be copied.
 
-    For ``__deepcopy__``. Shared are those, device meshes and ProcessGroups of modules below too.
+    For ``__deepcopy__``. Device meshes and ProcessGroups are shared too, in all modules below.
     """
     for owner in iter_modules(module):
         for value in vars(owner).values():

@@ -39,8 +39,8 @@ class LinearForLastLayer(torch.nn.Linear):
     Every tensor-parallel rank has the whole weight. With sequence parallelism each rank projects
     its slice of the sequence, then the few output columns are gathered. All ranks compute the same
     loss from them, so each already holds the whole output gradient and backward takes its own
-    slice, without communication. A rank's weight gradient covers its slice only: the trainer has to
-    sum it over the tensor-parallel group, which ``sequence_parallel`` on weight and bias asks for.
+    slice, without communication. A rank's weight gradient covers its slice only: the trainer must
+    sum it over the tensor-parallel group, which ``sequence_parallel`` on weight and bias signals.
     That mark stays when the module is moved, copied, pickled or loaded.
 
     Args:
@@ -92,7 +92,7 @@ class LinearForLastLayer(torch.nn.Linear):
         self.output_in_fp32 = output_in_fp32
         self.tp_group = tp_group
         self.check_shapes = check_shapes
-        # Says to tools that the weight is replicated.
+        # Tells tools that the weight is replicated.
         self.tensor_model_parallel = False
         self.register_load_state_dict_post_hook(_stamp_after_load)  # type: ignore[no-untyped-call]
 
@@ -289,7 +289,7 @@ def _refuse_data_parallel(chunks: ModelList) -> None:
 
 
 def _group_of(name: str, chunk: Any, given: Any, pg_collection: Any, default: Any = None) -> Any:
-    """The group that is given, else that of the first collection which has it."""
+    """Return the group that is given, else that of the first collection that has it."""
     own = find_in_wrapped_models(chunk, "pg_collection")
     found = (getattr(source, name, None) for source in (pg_collection, own, default))
     return next((group for group in (given, *found) if group is not None), None)
@@ -338,7 +338,7 @@ def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
 
 
 def _tensor_like(replaced: Any, chunk: Any) -> torch.Tensor | None:
-    """A tensor with the device and dtype for the head."""
+    """Return a tensor with the device and dtype for the head."""
     weight = getattr(replaced, "weight", None)
     if isinstance(weight, torch.Tensor):
         return weight

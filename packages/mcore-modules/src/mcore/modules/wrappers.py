@@ -1,4 +1,4 @@
-"""The wrappers that training puts around a model: walking through them and stripping them off."""
+"""The wrappers that training puts around a model, and ways to search and strip them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import has_own_attribute, iter_modules
 
 # Where the usual wrappers live, with the attribute that holds the model. A module that is not
-# imported has no instances, so none is imported for the question.
+# imported has no instances, so none is imported to check.
 _KNOWN_WRAPPERS = (
     ("mcore.modules.float16", "Float16Module", "module"),
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
@@ -218,7 +218,7 @@ def get_model_config(model: Any) -> Any:
 def is_submodule(
     module: torch.nn.Module, parent_module: torch.nn.Module, strict: bool = True
 ) -> bool:
-    """Return whether a module is one of those below another, by identity.
+    """Return whether a module is below another one, by identity.
 
     Args:
         module: The module to look for.
@@ -237,15 +237,7 @@ def is_submodule(
 
 
 def ensure_model_list(model: Any) -> ModelList:
-    """Return a model, or a list or tuple of models, as a list; the same list for a list.
-
-    Raises:
-        TypeError: ``model`` is None.
-
-    Example:
-        >>> ensure_model_list("model"), ensure_model_list(("a", "b"))
-        (['model'], ['a', 'b'])
-    """
+    """Return one model or several as a list, a list itself unchanged; TypeError for None."""
     if model is None:
         raise TypeError("model is None; give a model or a list of models")
     if isinstance(model, list):
@@ -253,7 +245,7 @@ def ensure_model_list(model: Any) -> ModelList:
     return list(model) if isinstance(model, tuple) else [model]
 
 
-# The documented name.
+# The public name.
 _ensure_model_list = ensure_model_list
 
 
@@ -272,7 +264,7 @@ def iter_wrapped_models(model: Any) -> Iterator[Any]:
 
 
 def is_data_parallel_wrapper(model: object) -> bool:
-    """Return whether torch or Megatron-LM wraps a model, by class names: none is imported."""
+    """Return whether torch or Megatron-LM wraps a model, by class name, without importing any."""
     return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
 
 
@@ -285,7 +277,7 @@ def find_in_wrapped_models(model: Any, attr: str) -> Any:
 
 
 def _forwards(owner: Any) -> bool:
-    """Whether a wrapper forwards what it lacks, so that the owner is the model inside."""
+    """Return whether a wrapper forwards what it lacks, so that the model inside is the owner."""
     return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
 
 

@@ -1,4 +1,4 @@
-"""Agreement among the ranks of a group: equal numbers, and errors of single ranks that all raise.
+"""Agreement among the ranks of a group: equal numbers, and one rank's errors raised by all.
 
 A small all-reduce says whether a rank failed; only then texts of a fixed size follow.
 """

@@ -1,8 +1,7 @@
 """Slices of a batch for the ranks of a context-parallel group, balanced for causal attention.
 
-A sequence is cut into ``2 * cp`` equal chunks and rank r takes the chunks r and ``2 * cp - 1 - r``,
-one from each end. A causal query at position p attends to p + 1 keys, so the two chunks together
-cost the same on every rank. The scheme is the one of Megatron-LM's context parallelism.
+A sequence is cut into ``2 * cp`` equal chunks; rank r takes the chunks r and ``2 * cp - 1 - r``.
+A causal query at position p attends to p + 1 keys, so the two together cost the same on every rank.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ def get_batch_on_this_cp_rank(
             ``local_cp_size`` on an accelerator is read with one host sync.
         cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default ``cp`` of the
             default ``ProcessGroups``, else one rank.
-        is_hybrid_cp: The batch says itself, by ``local_cp_size``, how many ranks share it.
+        is_hybrid_cp: The batch itself says, by ``local_cp_size``, how many ranks share it.
         hybrid_cp_group_func: Called as ``hybrid_cp_group_func(group_size=n)`` for the group of the
             n ranks that share a hybrid batch; needed when n > 1.
         use_per_sequence_balancing: Split per sequence even if there is a ``cu_seqlens``.
@@ -90,7 +89,7 @@ def get_batch_on_this_cp_rank(
     dims = dict(seq_dims or {})
     has_documents = batch.get("cu_seqlens") is not None
     asks_for_ranks = batch.get("local_cp_size") is not None
-    # A pipeline stage without inputs has neither, and nothing to ask the group for.
+    # A pipeline stage without inputs has neither, and does not need the group.
     if is_hybrid_cp and not use_per_sequence_balancing and (has_documents or asks_for_ranks):
         return _split_hybrid(batch, hybrid_cp_group_func, dims)
     cp_group = group_or_default(cp_group, "cp")
@@ -115,7 +114,7 @@ def cp_zigzag_index(
     Args:
         seq_len: Length of the whole sequence.
         cp_size: Number of context-parallel ranks, cp.
-        cp_rank: The rank asked for, 0 to cp - 1.
+        cp_rank: The rank, 0 to cp - 1.
         cu_seqlens: Borders of the documents packed into the sequence, ``[n]`` or ``[1, n]``, from 0
             to ``seq_len``; each document is then balanced on its own. On an accelerator it is read
             with one host sync.
@@ -213,7 +212,7 @@ def _split_per_sequence(
 
 
 def _two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> Tensor:
-    if dim == 1 and tensor.dim() == 2:  # the usual case, which spares a third of the time
+    if dim == 1 and tensor.dim() == 2:  # the usual case, a third faster this way
         rows, columns = tensor.shape
         length = columns // num_chunks
         return tensor.view(rows, num_chunks, length).index_select(1, numbers).view(rows, 2 * length)
@@ -223,7 +222,7 @@ def _two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> T
 
 
 def _chunk_numbers(size: int, rank: int, device: torch.device) -> Tensor:
-    """The two chunks of a rank, made on the device, so that nothing is copied to it."""
+    """Return the two chunks of a rank, made on the device, so that nothing is copied to it."""
     last = 2 * size - 1 - rank
     return torch.arange(rank, last + 1, last - rank, device=device)
 
@@ -351,7 +350,7 @@ def check_divisible(borders: Tensor, cp_size: int) -> None:
         raise ValueError(
             f"document {uneven[0]} [{start}, {end}) has length {end - start}, not divisible by "
             f"{2 * cp_size} (2 * context-parallel size {cp_size}): pad it; {len(uneven)} of "
-            f"{len(borders) - 1} documents are like that"
+            f"{len(borders) - 1} documents are uneven"
         )
 
 

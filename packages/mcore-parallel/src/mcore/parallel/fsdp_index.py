@@ -195,7 +195,7 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: That of the experts.
+            is_expert_parallel: Return that of the experts.
 
         Returns:
             The hybrid group of a hybrid index, else the group of ``dp_shard_dim``.
@@ -216,7 +216,7 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: That of the experts.
+            is_expert_parallel: Return that of the experts.
             independent_all_gather: Return the second group with these ranks where one was given.
 
         Returns:
@@ -236,11 +236,11 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: That of the experts.
+            is_expert_parallel: Return that of the experts.
 
         Returns:
-            The group; None when the index is not hybrid. Note that collectives of
-            torch.distributed take None for the world group.
+            The group; None when the index is not hybrid. Collectives of torch.distributed take
+            None to mean the world group.
 
         Raises:
             ValueError: There is no expert mesh, or it lacks the outer dimension.
@@ -259,7 +259,7 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: That of the experts.
+            is_expert_parallel: Return that of the experts.
 
         Returns:
             ``device_mesh`` or ``expt_device_mesh``.
@@ -270,7 +270,7 @@ class FSDPDistributedIndex:
         return self._view(is_expert_parallel).mesh
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
-        """Return this rank's place among the shards when both data-parallel dimensions shard.
+        """Return this rank's position among the shards when both data-parallel dimensions shard.
 
         Parameters are cut over ``dp_shard_dim`` first and every part once more over
         ``dp_outer_dim``, so that shards are numbered inner-major while the hybrid group is
@@ -279,7 +279,7 @@ class FSDPDistributedIndex:
         rank is ``(l % O) * I + l // O``. No communication.
 
         Args:
-            is_expert_parallel: That of the experts.
+            is_expert_parallel: Return that of the experts.
 
         Returns:
             A number below the size of the hybrid group, different on all its ranks.
@@ -302,7 +302,7 @@ class FSDPDistributedIndex:
             return self._dense
         if self._expert is None:
             raise ValueError(
-                "asked for experts (is_expert_parallel=True), but the index has no expert mesh: "
+                "is_expert_parallel=True needs an expert mesh, which the index does not have: "
                 "make it with expt_device_mesh"
             )
         return self._expert
@@ -434,7 +434,7 @@ def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
         return resolve_submesh(mesh, names)
     except ValueError as error:
         raise ValueError(
-            f"{error}; make a mesh that has each of these as a dimension of its own, for example "
+            f"{error}; make a mesh that has each of these as a separate dimension, for example "
             f"by _unflatten of a 1-D mesh into {names}"
         ) from error
 
@@ -449,7 +449,7 @@ def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -
         return
     raise ValueError(
         f"{argument} {name!r} is not a dimension of {mesh_argument} {mesh}, which has: "
-        f"{_known(mesh)}; name one of these, or make a mesh that has it as a dimension of its own "
+        f"{_known(mesh)}; name one of these, or make a mesh that has it as a separate dimension "
         "(_unflatten)"
     )
 

@@ -1,4 +1,4 @@
-"""Questions that one asks of a process group: its size, this rank in it, its first rank."""
+"""The size of a process group, this rank's position in it, and its first rank."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | SizedGroup"
 
 
 def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Return a group, or a 1-D mesh's, that this rank is in; None where nobody else takes part."""
+    """Return a group, or a 1-D mesh's, that this rank is in; None where no other rank is."""
     if group is None or not is_distributed():
         return None
     if isinstance(group, dist.ProcessGroup):
@@ -87,7 +87,7 @@ def get_pg_size(group: GroupLike | None = None) -> int:
 
 
 def world_size() -> int:
-    """Return the ranks that can communicate: those of the world group, 1 without it."""
+    """Return the number of ranks that can communicate: the world group's, 1 without it."""
     return dist.get_world_size() if is_distributed() else 1
 
 
@@ -129,7 +129,7 @@ def get_pg_src_rank(group: GroupLike | None = None) -> int:
     Raises:
         ValueError: This rank is not a member of the group.
         TypeError: A mesh with more dimensions than one, or an object that torch.distributed does
-            not know as a group.
+            not recognise as a group.
 
     Example:
         >>> get_pg_src_rank(None)
@@ -152,7 +152,7 @@ def group_ranks(group: dist.ProcessGroup) -> list[int]:
 
 def comm_device(group: GroupLike | None = None) -> torch.device:
     """Return the device of small tensors for a collective over ``group``; None is the world.
-    The group's backends decide: the CPU where one serves it, for that saves a wait for the device.
+    The group's backends decide: the CPU where one supports it, which saves a wait for the device.
     """
     if not is_distributed():
         return torch.device("cpu")

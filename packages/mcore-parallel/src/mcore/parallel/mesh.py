@@ -1,4 +1,4 @@
-"""Dimension names of device meshes: list them, ask for them, and slice by them."""
+"""Dimension names of device meshes: listing them, looking them up and slicing by them."""
 
 from __future__ import annotations
 

@@ -1,12 +1,7 @@
 """Maxima and agreements of a few numbers over model-parallel ranks, one small collective each.
 
-Doubles and 64-bit integers travel as int64 in one MAX all-reduce, both without loss. A double is
-encoded as its bits ``b`` when ``b >= 0``, else as ``b ^ 0x7fffffffffffffff``, which keeps the order
-of all doubles, infinities included. "No value" is the lowest int64 and NaN the highest, so that a
-NaN on any rank reaches every rank, which a floating-point MAX does not promise.
-
-A value that cannot be encoded does not keep its rank from the collective: the message carries the
-failure, and every rank of the group raises an error of the same kind.
+A double travels as its bits ``b`` if ``b >= 0``, else ``b ^ 0x7fffffffffffffff``: int64 in the same
+order, with NaN highest. A rank that cannot encode its value sends the failure, and all raise.
 """
 
 from __future__ import annotations
@@ -212,7 +207,7 @@ def _own_stat(stat: Stat) -> float | None:
         return None
     if isinstance(stat, torch.Tensor):
         return float(require_one_real(stat).detach())
-    if isinstance(stat, str):  # which float() would read
+    if isinstance(stat, str):  # which float() would accept
         raise TypeError(f"expected a number, got the string {stat!r}")
     return float(stat)
 

@@ -1,8 +1,7 @@
 """Autograd pairs of collectives at the borders of a tensor-parallel region.
 
-Each function runs one collective in the forward pass and its counterpart in the backward pass, so
-that a layer sharded over a tensor-parallel group gives the outputs and gradients of the unsharded
-layer. With ``n`` ranks in the group, ``r`` this rank, and dim 0 the sequence:
+Each function runs one collective in the forward pass and its counterpart in the backward pass.
+With ``n`` ranks in the group, ``r`` this rank, and dim 0 the sequence:
 
 ==========================================  =====================  ================================
 function                                    forward                backward
@@ -16,27 +15,19 @@ gather_from_sequence_parallel_region (*)    all-gather, dim 0      reduce-scatte
 reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0  all-gather, dim 0
 ==========================================  =====================  ================================
 
-(*) The reduce-scatter sums what the ranks hold, which is right when the consumer of the gathered
-tensor is itself tensor-parallel: each rank then has a part of the gradient. When all ranks run the
-same computation on the gathered tensor (``tensor_parallel_output_grad=False``), each already holds
-the whole gradient and takes its own slice.
+(*) Reduce-scatter where each rank uses the gathered tensor for another part of the computation, and
+so has a part of the gradient; slice r where all ranks compute the same from it
+(``tensor_parallel_output_grad=False``), and so have the whole gradient.
 
-What holds for all of them:
-
-- The group is the argument, else ``tp`` of the default ``ProcessGroups``, else none. Without a
-  group, with a group of one rank, and where torch.distributed is not initialised, the input
-  itself is returned and nothing is sent.
+- Without a group (the argument, else ``tp`` of the default ``ProcessGroups``), in a group of one
+  rank and without torch.distributed the input itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
   same order, and must run the backward pass alike. Unequal shapes are not detected.
-- The input is never modified. Results of a collective and slices own their memory; only
-  ``copy_to_tensor_model_parallel_region`` returns an alias of its input, on which autograd refuses
-  in-place changes.
-- Inputs and gradients may have any strides and any dtype that the group's backend reduces;
-  gradients of gradients work, since every backward pass is one of these functions again.
+- The input is never modified. Only ``copy_to_tensor_model_parallel_region`` returns an alias of its
+  input, on which autograd refuses in-place changes.
+- Any strides and any dtype that the group's backend reduces work, and so do gradients of gradients.
 
-The pairs are those of Shoeybi et al., "Megatron-LM: Training Multi-Billion Parameter Language
-Models Using Model Parallelism" (arXiv:1909.08053), and Korthikanti et al., "Reducing
-Activation Recomputation in Large Transformer Models" (arXiv:2205.05198).
+The pairs are those of Shoeybi et al. (arXiv:1909.08053) and Korthikanti et al. (arXiv:2205.05198).
 """
 
 from __future__ import annotations

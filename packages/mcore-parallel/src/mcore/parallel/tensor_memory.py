@@ -75,7 +75,7 @@ def stored_bytes(tensor: torch.Tensor, *, as_float32: bool) -> int:
 
 
 class BytePieces:
-    """Reads plain tensors piece by piece; made for one thread and used for many tensors."""
+    """A reader of plain tensors piece by piece, made for one thread and used for many tensors."""
 
     def __init__(self, staging_bytes: int, *, as_float32: bool) -> None:
         self._staging_bytes = staging_bytes  # of each of two buffers; at least 16

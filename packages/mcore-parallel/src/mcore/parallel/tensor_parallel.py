@@ -155,7 +155,7 @@ def set_tensor_model_parallel_attributes(
         stride: How many interleaved blocks each rank holds along ``dim``, 1 or more.
 
     Raises:
-        ValueError: One of the attributes is set already, or ``dim`` or ``stride`` cannot be.
+        ValueError: One of the attributes is set already, or ``dim`` or ``stride`` is invalid.
 
     Example:
         >>> import torch

@@ -1,4 +1,4 @@
-"""The one place that knows torch names which differ between versions or are private."""
+"""Names of torch that differ between versions or are private."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
 
 
 def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """Return the mesh that a mesh was sliced, unflattened or joined from, itself if from none."""
+    """Return the mesh that a mesh was sliced, unflattened or joined from, else itself."""
     find: Any = getattr(mesh, "_get_root_mesh", None)
     if find is None:
         return mesh
@@ -124,7 +124,7 @@ def split_factor(placement: Placement) -> int | None:
 
 
 def file_part(name: str, offset: int, length: int) -> Any:
-    """Return how an index says in which bytes of which file something is."""
+    """Return the entry with which an index locates bytes in a file."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)

@@ -1,8 +1,7 @@
 """Weight gradients of the embedding that are computed after the last pipeline flush.
 
-With pipeline parallelism the last stage can leave out the weight-gradient GEMM of the output layer
-for some micro-batches, keep what it needs for it, and do all of them at the end of the step, when
-the stage would be idle otherwise.
+The last pipeline stage defers the weight-gradient GEMMs of the output layer to the end of the step,
+when it would otherwise be idle.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ _CAST_BYTES = 128 << 20  # of converted rows at a time
 
 
 def validate_wgrad_deferral(config: object) -> None:
-    """Raise ValueError where a configuration defers the embedding's weight gradients wrongly.
+    """Raise ValueError where a configuration cannot defer the embedding's weight gradients.
 
     Args:
         config: Any object; fields that it does not have count as not set:
@@ -65,7 +64,7 @@ def validate_wgrad_deferral(config: object) -> None:
 
 
 def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
-    """Return whether a layer has to leave the weight gradient of its next micro-batch for later.
+    """Return whether a layer must defer the weight gradient of its next micro-batch.
 
     A layer that gets True appends its activation and its output gradient to its buffers; one that
     gets False computes the weight gradient at once.
@@ -163,9 +162,9 @@ def drain_embedding_wgrad_compute(
         grad_output_buffer: The gradients, ``[s, b, v]``; the sequence length may differ between
             pairs. Emptied in place, pair by pair.
         weight: The weight ``[v, h]``; its ``main_grad`` of the same shape (float16, bfloat16,
-            float32 or float64) gets the sum in its own precision. A weight with an attribute
-            ``__fsdp_param__`` is asked for it with ``get_main_grad()`` before every pair. An
-            attribute ``grad_added_to_main_grad`` is set to True if there is one.
+            float32 or float64) gets the sum in its own precision. For a weight with an attribute
+            ``__fsdp_param__``, ``get_main_grad()`` returns it before every pair. An attribute
+            ``grad_added_to_main_grad`` is set to True if present.
         tp_group: The tensor-parallel group; None for no communication.
 
     Raises:
@@ -262,7 +261,7 @@ def _accumulate(
 def _check_pairs(
     inputs: list[torch.Tensor], grads: list[torch.Tensor], weight: torch.Tensor, num_ranks: int
 ) -> None:
-    """Raise for what would fail later, before anything is sent or added."""
+    """Raise for anything that would fail later, before anything is sent or added."""
     if len(inputs) != len(grads):
         raise ValueError(
             f"there are {len(inputs)} activations and {len(grads)} gradients; every deferred "
@@ -359,7 +358,7 @@ def accumulate_wgrad(
 
 
 def _fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
-    """Return the extension's function for these tensors, or None where it cannot serve."""
+    """Return the extension's function for these tensors, or None where it cannot be used."""
     main_grad, grad_output, input_ = tensors
     if not all(tensor.is_cuda for tensor in tensors) or grad_output.dtype != input_.dtype:
         return None

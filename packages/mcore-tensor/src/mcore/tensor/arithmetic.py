@@ -43,7 +43,7 @@ def ensure_divisibility(
         DivisibilityError: ``numerator`` is not a multiple; caught by ``except ValueError`` and by
             ``except AssertionError``.
         ZeroDivisionError: ``denominator`` is zero.
-        TypeError: One of the two is no integer (a float or a tensor, for example).
+        TypeError: One of the two is not an integer (a float or a tensor, for example).
 
     Example:
         >>> ensure_divisibility(8, 2)
@@ -72,7 +72,7 @@ def divide(
     Raises:
         DivisibilityError: ``numerator`` is not a multiple of ``denominator``.
         ZeroDivisionError: ``denominator`` is zero.
-        TypeError: One of the two is no integer (a float or a tensor, for example).
+        TypeError: One of the two is not an integer (a float or a tensor, for example).
 
     Example:
         >>> divide(8, 2)
@@ -104,7 +104,7 @@ def round_up_to_nearest_multiple(
 
     Raises:
         ValueError: ``multiple`` is not positive.
-        TypeError: One of the two is no integer.
+        TypeError: One of the two is not an integer.
 
     Example:
         >>> round_up_to_nearest_multiple(50257, 128)

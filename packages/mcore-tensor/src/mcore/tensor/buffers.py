@@ -18,7 +18,7 @@ from mcore.tensor.device import is_transform_wrapper, resolve_device, traced_dev
 
 _Key = tuple[Hashable, torch.dtype, torch.device]
 _AllocationContext = Callable[[], AbstractContextManager[Any]]
-_MAX_SHAPES = 16  # per buffer, so that ever new shapes do not pile up views
+_MAX_SHAPES = 16  # per buffer, so that views of ever new shapes do not pile up
 
 
 class _Views(NamedTuple):
@@ -59,7 +59,7 @@ class GlobalMemoryBuffer:
 
     Attributes:
         buffer: The one-dimensional tensors behind the buffers, by ``(name, dtype, device)``. It is
-            there to be read: ``release()`` takes entries out.
+            read-only: ``release()`` removes entries.
 
     Example:
         >>> buffers = GlobalMemoryBuffer()
@@ -87,7 +87,7 @@ class GlobalMemoryBuffer:
         """Return a tensor on the start of a buffer, which is allocated or enlarged if need be.
 
         While a ``FakeTensorMode`` is active, and on the meta device, it returns a new tensor and
-        keeps nothing. A buffer first asked for in inference mode is a normal tensor outside of it.
+        keeps nothing. A buffer first requested in inference mode is a normal tensor outside it.
 
         Args:
             tensor_shape: The shape: integers (zeros allowed; none at all for a 0-d tensor), or one
@@ -103,8 +103,8 @@ class GlobalMemoryBuffer:
 
         Raises:
             ValueError: The shape has a negative entry.
-            TypeError: The shape has something else than integers, or ``mem_alloc_context`` is a
-                context manager instead of a callable that makes one.
+            TypeError: The shape contains something other than integers, or ``mem_alloc_context`` is
+                a context manager instead of a callable that makes one.
             RuntimeError: The buffer would have to grow and is frozen.
 
         Example:
@@ -135,7 +135,7 @@ class GlobalMemoryBuffer:
         """Allocate or enlarge a buffer ahead of its use, before :meth:`freeze` for example.
 
         Args:
-            tensor_shape: The largest shape that will be asked for.
+            tensor_shape: The largest shape that will be requested.
             dtype: The element type.
             name: The name of the buffer.
             mem_alloc_context: As for :meth:`get_tensor`.
@@ -211,7 +211,7 @@ class GlobalMemoryBuffer:
             return sum(self._drop(key) for key in keys)
 
     def freeze(self) -> None:
-        """Make a request that would move memory an error, as captured graphs need it.
+        """Make requests that would move memory fail, as captured graphs require.
 
         A captured CUDA graph keeps the raw address of a buffer: growing the buffer later would free
         memory to which the graph still writes.
@@ -305,7 +305,7 @@ _by_process: dict[int, GlobalMemoryBuffer] = {}  # a forked child has another pr
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
     """Return the memory buffers of the process, which are created at the first call.
 
-    Safe in several threads. A forked child starts with an empty instance of its own.
+    Safe in several threads. A forked child starts with its own empty instance.
 
     Returns:
         The same instance at every call, until ``destroy_global_memory_buffer()``.
@@ -325,7 +325,7 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def destroy_global_memory_buffer() -> None:
-    """Let go of the memory buffers of the process; the next call that needs them makes new ones.
+    """Drop the memory buffers of the process; the next call that needs them makes new ones.
 
     Calling it again does nothing. Memory is free once the tensors handed out are gone as well.
 

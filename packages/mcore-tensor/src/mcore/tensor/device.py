@@ -11,7 +11,7 @@ _META = torch.device("meta")
 
 
 def available_accelerator() -> torch.device | None:
-    """Return the current accelerator with its index, None where there is none to use."""
+    """Return the current accelerator with its index, None where none is available."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
@@ -27,7 +27,7 @@ def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
 
 
 def current_device() -> torch.device:
-    """Return the device on which this package allocates when it is told none.
+    """Return the device on which this package allocates by default.
 
     Returns:
         The current accelerator with its index where an accelerator is available, else the CPU. It

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# What nearly all tensors are, told apart without a look at the imported modules.
+# The types of nearly all tensors, recognised without looking at the imported modules.
 _PLAIN_TYPES = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -148,7 +148,7 @@ def get_data_parallel_group_if_dtensor(
 
     Args:
         tensor: A DTensor, or any other object.
-        data_parallel_group: The group that the tensor is expected to have, if there is one.
+        data_parallel_group: The group that the tensor is expected to have, if any.
         mesh_dim: The index or name of the mesh dimension to take the group of; needed when the mesh
             has more than one.
 
@@ -182,7 +182,7 @@ def resolve_data_parallel_group(
 
     Args:
         tensors: DTensors and other objects.
-        data_parallel_group: The group that they are expected to have, if there is one.
+        data_parallel_group: The group that they are expected to have, if any.
         mesh_dim: The index or name of the mesh dimension to take the group of; needed for meshes
             with more than one.
 
@@ -226,13 +226,13 @@ def every_rank_has_elements(
 
 
 def _chunk_size(size: int, num_chunks: int, index: int) -> int:
-    """The length of one chunk as ``torch.chunk`` cuts, zero for the chunks it leaves out."""
+    """Return the length of a chunk as ``torch.chunk`` cuts, zero for chunks it leaves out."""
     full = -(-size // num_chunks)
     return min(max(size - index * full, 0), full)
 
 
 def _shard_sizes(size: int, num_shards: int, split_factor: int) -> set[int]:
-    """The distinct lengths of the shards of one dimension.
+    """Return the distinct lengths of the shards of one dimension.
 
     A strided shard cuts every one of ``split_factor`` pieces and joins the chunks of one index.
     """

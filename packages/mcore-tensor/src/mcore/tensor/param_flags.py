@@ -8,7 +8,7 @@ from typing import Any
 def param_is_shared(param: object) -> bool:
     """Return whether a parameter is marked as the copy of one that another module owns.
 
-    The mark is a truthy attribute ``shared``; any object may be asked about.
+    The mark is a truthy attribute ``shared``; any object is accepted.
 
     Example:
         >>> import torch

@@ -34,7 +34,7 @@ def _cause(error: BaseException) -> str:
 
 
 def _usable_group(process_group: ProcessGroup | None) -> ProcessGroup | str:
-    """The group to share memory in, or the reason why there is none."""
+    """Return the group to share memory in, or the reason why there is none."""
     distributed = torch.distributed
     if not distributed.is_available():
         return "this build of torch has no torch.distributed"
@@ -47,7 +47,7 @@ def _usable_group(process_group: ProcessGroup | None) -> ProcessGroup | str:
 
 
 def _allocate_bytes(num_bytes: int) -> Tensor | str:
-    """Symmetric memory on this rank, or the reason why there is none. No communication."""
+    """Return symmetric memory on this rank, or why there is none. No communication."""
     device = current_device()
     if device.type == "cpu":
         return "no accelerator is available (no CUDA device), and CPU memory cannot be symmetric"
@@ -62,7 +62,7 @@ def _allocate_bytes(num_bytes: int) -> Tensor | str:
 
 
 def _rendezvous(buffer: Tensor, group: ProcessGroup) -> object:
-    """The handle on the memory of all ranks, or the reason why there is none. A collective."""
+    """Return the handle on the memory of all ranks, or why there is none. A collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     try:
@@ -72,7 +72,7 @@ def _rendezvous(buffer: Tensor, group: ProcessGroup) -> object:
 
 
 def _all_ranks_agree(succeeded: bool, num_bytes: int, group: ProcessGroup) -> bool:
-    """Whether every rank succeeded, the same on every rank. One all-reduce (MIN)."""
+    """Return whether every rank succeeded, the same on every rank. One all-reduce (MIN)."""
     if torch.distributed.get_world_size(group) == 1:
         return succeeded
     devices = torch.distributed.get_backend_config(group)
@@ -93,8 +93,8 @@ class GlobalSymmetricMemoryBuffer:
 
     Creating it is a collective over the group: two all-reduces of three integers and, where all
     ranks could allocate, a rendezvous; every rank ends up with the same answer. Where symmetric
-    memory is not to be had (no accelerator, no support, torch.distributed not initialised) the
-    object is created all the same: it is not ``available``, ``init_failure_reason`` says why, and
+    memory is unavailable (no accelerator, no support, torch.distributed not initialised) the
+    object is still created: it is not ``available``, ``init_failure_reason`` says why, and
     callers use ordinary collectives.
 
     Every request starts at the beginning of the buffer, so two results overlap by design.
@@ -169,7 +169,7 @@ class GlobalSymmetricMemoryBuffer:
             room = "none is available" if not self.available else f"it has {self._room()} bytes"
             raise RuntimeError(
                 f"the symmetric buffer cannot hold {numel} elements of {dtype}: {room}. "
-                "Ask maybe_get_tensor(), and use an ordinary collective where it has no tensor"
+                "Call maybe_get_tensor(), and use an ordinary collective where it returns no tensor"
             )
         return self.symm_buffer[: numel * dtype.itemsize].view(dtype)
 
@@ -191,7 +191,7 @@ class GlobalSymmetricMemoryBuffer:
 
         Raises:
             ValueError: The shape has a negative entry.
-            TypeError: The shape has something else than integers.
+            TypeError: The shape contains something other than integers.
 
         Example:
             >>> GlobalSymmetricMemoryBuffer(1, None).maybe_get_tensor((4,), torch.float32)

@@ -1,8 +1,7 @@
 """Tensors that share the memory of a view without keeping its base tensor alive.
 
-A view keeps the tensor it was taken from alive in ``_base``. A viewless tensor has the same
-storage, offset, strides and values, and no ``_base``. It is not compact: a slice of ten elements
-still keeps the storage of the whole base allocated, only the base tensor object is let go.
+A viewless tensor has no ``_base``. It is not compact: a slice of ten elements still keeps the
+storage of the whole base allocated, and only the base tensor object is freed.
 """
 
 from __future__ import annotations
@@ -95,7 +94,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     a compiled region).
 
     Args:
-        inp: A tensor. One that is no view is returned as it is and the other arguments are ignored.
+        inp: A tensor. One that is not a view is returned as is; the other arguments are ignored.
         requires_grad: Whether the result requires grad, where ``keep_graph`` is false.
         keep_graph: Whether the result stays in the autograd graph of ``inp``. If it does, it
             requires grad exactly if ``inp`` does.
@@ -171,7 +170,7 @@ def assert_viewless_tensor(tensor: T, extra_msg: str | None = None) -> T:
 
 
 def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> None:
-    """Set the data of a tensor, after a check that it is not a view.
+    """Set the data of a tensor after checking that it is not a view.
 
     Shape and dtype may change.
 
@@ -181,7 +180,7 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
 
     Raises:
         AssertionError: ``tensor`` is a view.
-        TypeError: One of the two is no tensor.
+        TypeError: One of the two is not a tensor.
         RuntimeError: From torch: the device types differ.
 
     Example:

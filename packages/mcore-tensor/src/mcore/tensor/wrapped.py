@@ -13,7 +13,7 @@ class WrappedTensor(Generic[T]):
     """A holder that lets a callee free a tensor that its caller passed in.
 
     A caller that passes a tensor keeps a reference to it until the call returns. A caller that
-    passes ``WrappedTensor(tensor)``, and keeps no reference of its own, lets the callee take the
+    passes ``WrappedTensor(tensor)``, and keeps no reference itself, lets the callee take the
     tensor out and free it half-way. Threads may race for it: exactly one ``unwrap()`` gets it. It
     cannot be copied or pickled, since a second reference would defeat the purpose.
 

@@ -79,7 +79,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> object:
-    # Imported when asked for: it needs `dataclasses`, which brings `inspect` along.
+    # Imported on first use, because it needs `dataclasses`, which imports `inspect`.
     if name == "DeprecationInfo":
         from mcore.versioning.deprecation_info import DeprecationInfo
 

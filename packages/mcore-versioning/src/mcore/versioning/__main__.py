@@ -1,4 +1,4 @@
-"""Command line: ``python -m mcore.versioning [--json]`` writes the environment report."""
+"""The command ``python -m mcore.versioning [--json]``, which prints the environment report."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from mcore.versioning.environment import environment_report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the environment report to the standard output; the exit status is 0."""
+    """Print the environment report and return the exit status 0."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore.versioning",
         description="Versions of Python, torch, the libraries around it and mcore, found without "

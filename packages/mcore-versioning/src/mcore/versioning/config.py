@@ -1,13 +1,4 @@
-"""The flag that switches experimental code on.
-
-Example:
-    >>> from mcore.versioning import config
-    >>> config.is_experimental_enabled()
-    False
-    >>> with config.experimental_enabled():
-    ...     config.is_experimental_enabled()
-    True
-"""
+"""The flag that switches experimental code on, for the whole process or for one block."""
 
 from __future__ import annotations
 
@@ -25,7 +16,7 @@ __all__ = [
 ]
 
 ENABLE_EXPERIMENTAL: bool = False
-"""Whether experimental code may run; read at every call, and anything but ``True`` means no."""
+"""Whether experimental code may run. Read at every call; anything but ``True`` means no."""
 
 _override: ContextVar[bool | None] = ContextVar("mcore_experimental_override", default=None)
 
@@ -57,8 +48,8 @@ def is_experimental_enabled() -> bool:
     """Return whether experimental code may run here and now.
 
     Returns:
-        The value of the innermost ``experimental_enabled`` block of this thread or task; outside of
-        any, whether ``ENABLE_EXPERIMENTAL`` is True.
+        The value of the innermost ``experimental_enabled`` block of this thread or task; outside
+        any block, whether ``ENABLE_EXPERIMENTAL`` is True.
 
     Example:
         >>> is_experimental_enabled()
@@ -76,7 +67,7 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
     after an exception too.
 
     Args:
-        flag: What ``is_experimental_enabled`` says inside the block.
+        flag: What ``is_experimental_enabled`` returns inside the block.
 
     Returns:
         A context manager for a single use.
@@ -98,7 +89,7 @@ def checking_before_calls(
 ) -> Callable[..., Any]:
     """Wrap a function so that ``check``, which may raise, precedes its calls.
 
-    Once it has passed, the flag alone decides, and is quicker to read here than from elsewhere.
+    Once it has passed, only the flag is read, which is faster here than from another module.
     """
     passed: object = None
 
@@ -117,8 +108,8 @@ def checking_before_calls(
 def _overriding(flag: bool) -> Iterator[None]:
     global _may_be_overridden
     _may_be_overridden = True
-    # The earlier value instead of a token: a token is refused where a block is left in another
-    # context than it was entered in, as generator fixtures of test frameworks do.
+    # The earlier value rather than a token: a token fails where a block is left in a different
+    # context than it was entered in, as in generator fixtures of test frameworks.
     earlier = _override.get()
     _override.set(flag)
     try:
@@ -129,5 +120,5 @@ def _overriding(flag: bool) -> Iterator[None]:
 
 def _checked(flag: bool) -> bool:
     if not isinstance(flag, bool):
-        raise TypeError(f"the experimental flag is True or False, not {flag!r}")
+        raise TypeError(f"the experimental flag must be True or False, not {flag!r}")
     return flag

@@ -25,7 +25,7 @@ _MACHINERY_MODULES = ("abc", "typing")
 
 
 class Notice(NamedTuple):
-    """What to warn with; a category of None means never, ``stacklevel`` 1 blames the caller."""
+    """The contents of a warning; category None means never, ``stacklevel`` 1 blames the caller."""
 
     message: str
     category: type[Warning] | None
@@ -40,7 +40,7 @@ def deprecate_args(
 
     Args:
         *names: Parameters of the decorated function, or any names if it takes ``**kwargs``.
-        message: The text of the error, with ``{name}`` in the place of the argument.
+        message: The text of the error, with ``{name}`` in place of the argument's name.
 
     Returns:
         A decorator that keeps the signature.
@@ -48,7 +48,7 @@ def deprecate_args(
     Raises:
         TypeError: At a call: an argument of that name is given; the one that comes first in
             ``names`` is reported. At decoration: ``names`` holds something other than names.
-        ValueError: At decoration: no names, or one that the function can't be given.
+        ValueError: At decoration: no names, or one that the function does not accept.
 
     Example:
         >>> @deprecate_args("eps", message="{name} has moved to the optimizer")
@@ -92,7 +92,7 @@ def deprecate_inference_params(
     Only None means "not given": an empty list and 0 count as given.
 
     Args:
-        inference_context: The value of the argument under its present name.
+        inference_context: The value of the argument under its current name.
         inference_params: The value of the argument under its deprecated name.
 
     Returns:
@@ -132,7 +132,7 @@ def deprecate_inference_params(
 
 
 def _positions(func: Callable[..., Any], names: Mapping[str, str]) -> dict[str, int]:
-    """Where each name stands among the positional parameters, for those that have a place."""
+    """Return the position of each name that can be passed by position."""
     import inspect
 
     unknown = [name for name in names if not accepts_parameter(func, name)]
@@ -148,7 +148,7 @@ def _positions(func: Callable[..., Any], names: Mapping[str, str]) -> dict[str, 
 
 
 def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
-    """A plain function that warns at each call, also of a coroutine function, and calls ``func``.
+    """Wrap ``func``, even a coroutine function, in a plain function that warns at each call.
 
     A wrapper made here is replaced rather than wrapped again, so that a call warns once.
     """
@@ -163,7 +163,7 @@ def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]
 
 
 def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
-    """What a wrapper of :func:`warn_on_call` wraps, with its attributes; else ``func`` itself."""
+    """Return what a wrapper of :func:`warn_on_call` wraps, with its attributes; else ``func``."""
     if not _warns(func):
         return func
     bare: Callable[..., Any] = func.__wrapped__  # type: ignore[attr-defined]
@@ -174,7 +174,7 @@ def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def blaming_one_further(func: Callable[..., Any]) -> Callable[..., Any]:
-    """``func``, prepared for a wrapper of this package that stands between it and its callers."""
+    """Prepare ``func`` for a wrapper of this package that stands between it and its callers."""
     if not _warns(func):
         return func
     notice: Notice = getattr(func, NOTICE_ATTRIBUTE)
@@ -250,7 +250,7 @@ def _hook_into_subclassing(cls: type[Any], notice: Notice) -> None:
 def _initialise_as_inherited(
     cls: type[Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do what would happen if ``cls`` had no ``__init__`` of its own."""
+    """Do what would happen if ``cls`` did not define ``__init__``."""
     inherited = super(cls, instance).__init__
     if getattr(inherited, "__objclass__", None) is not object:
         return inherited(*args, **kwargs)
@@ -263,7 +263,7 @@ def _initialise_as_inherited(
 
 
 def _signature_with_self(cls: type[Any]) -> Any:
-    """The signature of the class as that of an ``__init__``; None where it has none."""
+    """Return the signature of the class as that of an ``__init__``; None where it has none."""
     import inspect
 
     try:
@@ -294,7 +294,7 @@ def _is_machinery(frame: FrameType, machinery: Collection[CodeType]) -> bool:
 
 
 def _code(cls: type[Any], name: str) -> Collection[CodeType]:
-    """The code of a method, and of the methods that it may call with super()."""
+    """Return the code of a method and of the methods that it may call with super()."""
     methods = (vars(owner).get(name) for owner in cls.__mro__)
     functions = (getattr(method, "__func__", method) for method in methods)
     return [function.__code__ for function in functions if isinstance(function, FunctionType)]

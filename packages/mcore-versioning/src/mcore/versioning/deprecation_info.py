@@ -1,6 +1,6 @@
 """The record that describes a deprecation.
 
-A module of its own, which is imported on demand: ``dataclasses`` brings ``inspect`` along.
+Imported on demand, because ``dataclasses`` imports ``inspect``.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeprecationInfo:
-    """What ``deprecated`` was told about an object.
+    """What was passed to ``deprecated`` for an object.
 
     Attributes:
         version: The version in which the deprecation began.
-        removal_version: The version that removes the object, if that is known.
-        alternative: What to use instead, if there is something.
-        reason: Why, if that was given.
+        removal_version: The version that removes the object, if known.
+        alternative: What to use instead, if anything.
+        reason: Why the object is deprecated, if given.
         message: The text of the warning.
 
     Example:

@@ -1,4 +1,4 @@
-"""Whether a package is installed and can work here, found out without importing it."""
+"""Checks, without importing a package, whether it is installed and can work here."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ _FILES_WITH_VERSION = ("__init__.py", "_version.py", "version.py", "__version__.
 
 
 class PackageState(NamedTuple):
-    """What was found out about one distribution; a reason says why it can't work here."""
+    """The state of one distribution; a reason says why it can't work here."""
 
     name: str
     version: str | None = None
     reason: str | None = None
 
     def __str__(self) -> str:
-        """The version, ``not installed``, or ``present but unusable: <reason>``."""
+        """Return the version, ``not installed``, or ``present but unusable: <reason>``."""
         if self.reason is not None:
             return f"{_UNUSABLE}: {self.reason}"
         return self.version or _NOT_INSTALLED
 
 
 def package_state(module: str, name: str, watched: Iterable[str] | None = None) -> PackageState:
-    """Find out whether a package is installed and can work here, without importing it.
+    """Determine whether a package is installed and can work here, without importing it.
 
-    A reason against it is given only where the installation itself proves it.
+    A problem is reported only where the installation itself proves it.
     """
     spec = _find_spec(module)
     try:
@@ -71,7 +71,7 @@ def _reasons_against(
     watched: Iterable[str] | None,
 ) -> Iterator[str]:
     if version is None or not _is_version(version):
-        yield f"its metadata gives the version {version!r}, which is none"
+        yield f"its metadata gives the version {version!r}, which is not a valid version"
     elif spec is None:
         yield f"version {version} is recorded as installed, but there is no module {module}"
     elif _is_bare_folder(spec):
@@ -99,7 +99,7 @@ def _state_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> 
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """What ``import`` would find, whatever is loaded already; imports no parent either."""
+    """Return the spec that ``import`` would find, whatever is loaded; no parent is imported."""
     parent, _, _ = module.rpartition(".")
     path = None
     if parent:
@@ -135,7 +135,7 @@ def _shadowing(
 
 
 def _module_files(installed: Distribution, module: str) -> set[Path]:
-    """The files in the record of a distribution that can be the module; none if it is editable."""
+    """Return the recorded files of a distribution that can be the module; none if editable."""
     path = PurePosixPath(*module.split("."))
     return {
         Path(str(installed.locate_file(file))).resolve()
@@ -153,7 +153,7 @@ def _wrong_python(installed: Distribution, version: str) -> Iterator[str]:
     except InvalidSpecifier:
         return
     if excluded:
-        yield f"version {version} needs Python {required}, and this is {running}"
+        yield f"version {version} needs Python {required}, but this is {running}"
 
 
 def _wrong_platform(installed: Distribution, version: str) -> Iterator[str]:
@@ -194,11 +194,11 @@ def _problem_with(requirement: Requirement) -> str | None:
         return "which is not installed"
     except InvalidVersion:
         return None  # reported for that package itself
-    # A build of a coming release is given the benefit of the doubt.
+    # A pre-release build is given the benefit of the doubt.
     candidates = (found, Version(found.base_version))
     if any(requirement.specifier.contains(v, prereleases=True) for v in candidates):
         return None
-    return f"and {text} is installed"
+    return f"but {text} is installed"
 
 
 def _field(installed: Distribution, name: str) -> str | None:
@@ -214,7 +214,7 @@ def _is_version(text: str) -> bool:
 
 
 def _version_in_source(spec: ModuleSpec) -> str | None:
-    """A literal ``__version__`` in the file of the module or in the usual files beside it."""
+    """Return a literal ``__version__`` from the module's file or the usual files beside it."""
     origin = Path(_location(spec))
     is_package = spec.submodule_search_locations is not None
     files = [origin.with_name(name) for name in _FILES_WITH_VERSION] if is_package else [origin]
@@ -237,21 +237,21 @@ def _literal_version(file: Path) -> str | None:
 
 
 class EnvironmentReport(NamedTuple):
-    """What a bug report needs to say about where it happened."""
+    """The facts about an installation that a bug report needs."""
 
     python: str
     platform: str
     packages: tuple[PackageState, ...]
 
     def as_text(self) -> str:
-        """One aligned line for each item."""
+        """Return one aligned line for each item."""
         lines = [("Python", self.python), ("platform", self.platform)]
         lines += [(package.name, str(package)) for package in self.packages]
         width = max(len(label) for label, _ in lines)
         return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
     def as_json(self) -> str:
-        """A JSON object; every package has a name, a status, a version and a reason."""
+        """Return a JSON object; every package has a name, a status, a version and a reason."""
         packages = [
             {
                 "name": package.name,
@@ -268,7 +268,7 @@ class EnvironmentReport(NamedTuple):
 def environment_report() -> EnvironmentReport:
     """Collect the report, without importing any of the packages.
 
-    Of a library only the requirements on packages of the report are checked.
+    Only a library's requirements on packages in the report are checked.
     """
     watched = tuple(name for _, name in _LIBRARIES)
     states = [package_state(module, name, watched) for module, name in _LIBRARIES]

@@ -34,13 +34,13 @@ class ExperimentalNotEnabledError(Exception):
 
 
 class FunctionDecorator(Protocol):
-    """Takes a function, and on request another lifetime, and keeps the function's type."""
+    """A decorator that keeps the function's type and optionally takes another lifetime."""
 
     def __call__(self, func: F, max_lifetime: int = DEFAULT_LIFETIME) -> F: ...
 
 
 class Gate:
-    """Decides about one experimental object, and reports once that it is in use."""
+    """The gate of one experimental object, which reports its first use."""
 
     __slots__ = ("name", "unannounced")
 
@@ -86,11 +86,11 @@ def experimental_fn(
     works; a WARNING record on rank 0 reports it when it is decorated.
 
     Args:
-        introduced_with_version: The version of the function's own distribution that brought it.
+        introduced_with_version: The version of the function's own distribution that introduced it.
         max_lifetime: Minor releases for which it may stay experimental; the decorator takes this
             as a second argument too.
-        current_version: The version of today; by default that of the distribution that owns the
-            function's module, and no check where that is unknown.
+        current_version: The current version; by default that of the distribution that owns the
+            function's module. Where that is unknown, nothing is checked.
 
     Returns:
         A decorator for functions, methods, classmethods, staticmethods and properties. The result
@@ -99,7 +99,7 @@ def experimental_fn(
 
     Raises:
         ExperimentalNotEnabledError: At a call, while experimental code is switched off.
-        packaging.version.InvalidVersion: One of the versions is none.
+        packaging.version.InvalidVersion: One of the versions is not valid.
         TypeError: Used without arguments, or on a class.
         ValueError: ``max_lifetime`` is negative.
 
@@ -130,7 +130,7 @@ def experimental_fn(
 def check_introduction(
     decorator: str, introduced: str, max_lifetime: int, current_version: str | None
 ) -> None:
-    """Refuse arguments of an experimental decorator that mean nothing."""
+    """Reject meaningless arguments of an experimental decorator."""
     if not isinstance(introduced, str):
         raise TypeError(
             f"@{decorator} needs the introducing version, not {introduced!r}; "
@@ -143,9 +143,11 @@ def check_introduction(
 
 
 def check_lifetime(max_lifetime: int) -> None:
-    """Refuse a lifetime that is no number of releases."""
+    """Reject a lifetime that is not a number of releases."""
     if max_lifetime < 0:
-        raise ValueError(f"max_lifetime counts minor releases from 0 on, not {max_lifetime}")
+        raise ValueError(
+            f"max_lifetime must be a number of minor releases, 0 or more, not {max_lifetime}"
+        )
 
 
 def _gated(func: Any, introduced: str) -> Any:
@@ -169,7 +171,7 @@ def warn_if_expired(
 ) -> None:
     """Log a warning, on rank 0, if an experimental object has reached its end of life.
 
-    Where the present version is neither given nor known, nothing is checked.
+    Where the current version is neither given nor known, nothing is checked.
     """
     if current_version is not None:
         current: Version | None = Version(current_version)
@@ -186,7 +188,7 @@ def warn_if_expired(
 
 
 def owner_version(module: str) -> Version | None:
-    """The version of the distribution that a module belongs to, None where that is unknown."""
+    """Return the version of the distribution that owns a module, None where that is unknown."""
     from importlib.metadata import PackageNotFoundError, version
 
     distribution = _owner(module)
@@ -213,9 +215,9 @@ def _owner(module: str) -> str | None:
 
 @cache
 def _owners_of(top_level: str) -> frozenset[str]:
-    """The distributions with modules in a top-level package, looked up once per process.
+    """Return the distributions with modules in a top-level package, looked up once per process.
 
-    Quicker than ``packages_distributions``, which on Python 3.10 needs a ``top_level.txt`` too.
+    Faster than ``packages_distributions``, which on Python 3.10 needs a ``top_level.txt`` too.
     """
     from importlib.metadata import distributions
 

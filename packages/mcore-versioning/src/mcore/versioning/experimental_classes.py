@@ -1,7 +1,6 @@
 """Classes that can be used only while experimental code is switched on.
 
-The decorated class is subclassed once, by a class with the same name and no content of its own,
-whose metaclass holds the gate. Instances are ordinary: reading their attributes costs nothing more.
+An empty subclass of the same name replaces the decorated class; its metaclass holds the gate.
 """
 
 from __future__ import annotations
@@ -52,13 +51,13 @@ _KEPT = (
 _GATE = "_experimental_gate"
 _PRESENTED_METACLASS = "_experimental_metaclass"
 
-# By identity: looking for something in a gated class takes longer than making an instance.
+# By identity: reading an attribute of a gated class takes longer than making an instance.
 _classes_in_use: set[int] = set()
 _defining_a_class: ContextVar[bool] = ContextVar("mcore_defining_a_class", default=False)
 
 
 class ClassDecorator(Protocol):
-    """Takes a class, and on request another lifetime, and returns one of the same type."""
+    """A decorator that keeps the class's type and optionally takes another lifetime."""
 
     def __call__(self, cls: C, max_lifetime: int = DEFAULT_LIFETIME) -> C: ...
 
@@ -75,21 +74,21 @@ def experimental_cls(
     defines from the class or a subclass, unless its name starts with an underscore. Everything
     else works at any time: attributes that it inherits, defining subclasses, setting attributes,
     ``isinstance``, type hints, ``inspect.signature``, documentation, and the use of an instance
-    made while the gate was open. ``is_experimental``, on the class and on instances, tells
+    made while the gate was open. ``is_experimental``, on the class and on instances, says
     whether it is open.
 
     The record on first use and the warning at the end of life are those of ``experimental_fn``.
 
     Put the decorator above all others that change the class, such as ``dataclasses.dataclass``.
-    Methods call their parents with ``super()``: the form ``super(Name, self)`` would find the gate,
-    which goes by that name, in front of the class itself, and never end.
+    Methods must call their parents with ``super()``: ``super(Name, self)`` would find the gate,
+    which has the same name, instead of the class itself, and recurse forever.
 
     Args:
-        introduced_with_version: The version of the class's own distribution that brought it.
+        introduced_with_version: The version of the class's own distribution that introduced it.
         max_lifetime: Minor releases for which it may stay experimental; the decorator takes this
             as a second argument too.
-        current_version: The version of today; by default that of the distribution that owns the
-            class's module, and no check where that is unknown.
+        current_version: The current version; by default that of the distribution that owns the
+            class's module. Where that is unknown, nothing is checked.
 
     Returns:
         A decorator for classes. The result is a subclass with the same name, and carries the
@@ -97,9 +96,9 @@ def experimental_cls(
 
     Raises:
         ExperimentalNotEnabledError: At use, while experimental code is switched off.
-        packaging.version.InvalidVersion: One of the versions is none.
-        TypeError: Used without arguments, or on something that can't be gated: no class, an enum,
-            a protocol.
+        packaging.version.InvalidVersion: One of the versions is not valid.
+        TypeError: Used without arguments, or on something that can't be gated: an enum, a
+            protocol, or anything but a class.
         ValueError: ``max_lifetime`` is negative.
 
     Example:
@@ -197,7 +196,7 @@ def _gated_subclass(cls: type[Any], introduced: str) -> type[Any]:
 
 @cache
 def _gated_metaclass(root: Any) -> Any:
-    """A metaclass with the gate, which follows the inheritance of ``root``."""
+    """Return a metaclass with the gate, which follows the inheritance of ``root``."""
     if issubclass(root, GatedMeta):
         return root
     if root is type:
@@ -208,11 +207,11 @@ def _gated_metaclass(root: Any) -> Any:
 
 def _check_can_be_gated(cls: Any) -> None:
     if not isinstance(cls, type):
-        raise TypeError(f"{cls!r} is no class: decorate a function with @experimental_fn")
+        raise TypeError(f"{cls!r} is not a class: decorate a function with @experimental_fn")
     if isinstance(cls, enum.EnumMeta):
         raise TypeError(
-            f"{cls!r} is an enum, which can't be subclassed and therefore not be gated; mark it "
-            "with @experimental_api"
+            f"{cls!r} is an enum, which can't be subclassed and therefore can't be gated; mark "
+            "it with @experimental_api"
         )
     if vars(cls).get("_is_protocol", False):
         raise TypeError(
@@ -245,7 +244,7 @@ def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
 
 
 def _comes_from_gated_class(cls: type[Any], name: str) -> bool:
-    """Whether the attribute is found in a decorated class, not in a subclass or an old parent."""
+    """Return whether a decorated class, not a subclass or an old parent, defines an attribute."""
     gated: set[type[Any]] = set()
     for owner in type.__getattribute__(cls, "__mro__"):
         if _GATE in vars(owner):
@@ -265,7 +264,7 @@ def _presented_signature(cls: type[Any]) -> inspect.Signature:
 
 
 def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signature:
-    """What ``inspect.signature(cls)`` would say if a metaclass had no ``__call__``."""
+    """Return what ``inspect.signature(cls)`` would if a metaclass had no ``__call__``."""
     try:
         return _explicit_signature(cls) or _metaclass_signature(cls, without) or _constructor(cls)
     except ValueError as error:
@@ -295,7 +294,7 @@ def _constructor(cls: type[Any]) -> inspect.Signature:
     method = getattr(method, "__func__", method)
     if isinstance(method, FunctionType):
         return inspect.signature(MethodType(method, cls))
-    # Written in C: ask about a class that has nothing else.
+    # Written in C: use the signature of a class that defines nothing else.
     return inspect.signature(type(cls.__name__, (base,), {}))
 
 

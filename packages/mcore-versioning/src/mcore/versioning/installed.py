@@ -1,8 +1,6 @@
 """The versions of the libraries that large-model code depends on.
 
-Every function answers "which version", not "does it import": a library whose metadata is installed
-has a version even where its shared libraries are missing. A library with metadata is never imported
-to find its version.
+A library with metadata is never imported, so it has a version even if importing it would fail.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ def get_torch_version() -> Version:
         as ``+cpu`` included; ``Version("0.0.0")`` where torch is absent.
 
     Raises:
-        packaging.version.InvalidVersion: torch is there, but gives no readable version.
+        packaging.version.InvalidVersion: torch is installed, but its version can't be parsed.
 
     Example:
         >>> get_torch_version() >= Version("0.0.0")
@@ -49,7 +47,7 @@ def get_te_version() -> Version:
         As :func:`get_torch_version`; ``Version("0.0.0")`` where Transformer Engine is absent.
 
     Raises:
-        packaging.version.InvalidVersion: It is there, but gives no readable version.
+        packaging.version.InvalidVersion: It is installed, but its version can't be parsed.
 
     Example:
         >>> get_te_version() >= Version("0.0.0")
@@ -66,7 +64,7 @@ def get_fa_version() -> Version:
 
     Raises:
         importlib.metadata.PackageNotFoundError: It is absent; a subclass of ImportError.
-        packaging.version.InvalidVersion: It is there, but gives no readable version.
+        packaging.version.InvalidVersion: It is installed, but its version can't be parsed.
 
     Example:
         >>> try:
@@ -104,25 +102,24 @@ def get_causal_conv1d_version() -> Version:
 def is_torch_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Return whether PyTorch is there in a version or newer.
+    """Return whether PyTorch is installed in at least a given version.
 
-    A build of a coming release, as in vendor containers, counts as older than that release:
-    ``2.9.0a0+50eac811a6.nv25.09`` is not at least ``2.9.0``. To ask for the 2.9 series with its
-    alphas, pass ``"2.9.0a0"`` or set ``release_only``.
+    A pre-release build, as in vendor containers, counts as older than its release:
+    ``2.9.0a0+50eac811a6.nv25.09`` is not at least ``2.9.0``. To accept the alphas of the 2.9
+    series, pass ``"2.9.0a0"`` or set ``release_only``.
 
     Args:
         version: The version to compare with.
-        check_equality: False asks for strictly newer; a local label such as ``+cpu`` then makes
-            nothing newer, unless ``version`` carries one as well.
+        check_equality: False requires a strictly newer version; a local label such as ``+cpu``
+            then makes nothing newer, unless ``version`` carries one as well.
         release_only: Compare only the release number of what is installed, so that a pre-release
             counts as its release.
 
     Returns:
-        The answer by the order of ``packaging.version.Version``; False where torch is absent,
-        whatever is asked for.
+        The answer by the order of ``packaging.version.Version``; False where torch is absent.
 
     Raises:
-        packaging.version.InvalidVersion: ``version`` is none.
+        packaging.version.InvalidVersion: ``version`` is not a valid version.
 
     Example:
         >>> is_torch_min_version("1000.0")
@@ -138,7 +135,7 @@ def _taking_vers(check: Callable[..., bool]) -> Callable[..., bool]:
     def renaming(*args: Any, **kwargs: Any) -> bool:
         if "vers" in kwargs:
             if args or "version" in kwargs:
-                raise TypeError("pass the version once: as `version` or as `vers`, not as both")
+                raise TypeError("pass the version once: as `version` or as `vers`, not both")
             kwargs["version"] = kwargs.pop("vers")
         return check(*args, **kwargs)
 
@@ -157,7 +154,7 @@ def is_te_min_version(
 def is_te_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Return whether Transformer Engine is there in a version or newer.
+    """Return whether Transformer Engine is installed in at least a given version.
 
     Arguments, result and errors are those of :func:`is_torch_min_version`. The keyword ``version``
     may also be written ``vers``; both together are a TypeError.
@@ -172,7 +169,7 @@ def is_te_min_version(
 def is_fa_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Return whether FlashAttention is there in a version or newer.
+    """Return whether FlashAttention is installed in at least a given version.
 
     Arguments, result and errors are those of :func:`is_torch_min_version`.
 
@@ -186,7 +183,7 @@ def is_fa_min_version(
 def is_mamba_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Return whether mamba-ssm is there in a version or newer.
+    """Return whether mamba-ssm is installed in at least a given version.
 
     Arguments, result and errors are those of :func:`is_torch_min_version`.
 
@@ -200,7 +197,7 @@ def is_mamba_min_version(
 def is_causal_conv1d_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
-    """Return whether causal-conv1d is there in a version or newer.
+    """Return whether causal-conv1d is installed in at least a given version.
 
     Arguments, result and errors are those of :func:`is_torch_min_version`.
 
@@ -217,7 +214,7 @@ def check_mamba_sequence_packing_support(
     """Return whether causal_conv1d and mamba_ssm are new enough for packed sequences.
 
     Args:
-        for_inference_not_training: False asks for what training needs, which older versions have.
+        for_inference_not_training: False checks for what training needs, which older versions have.
 
     Returns:
         ``(True, None)``, or ``(False, reason)`` with the first package that is missing or too old;
@@ -238,18 +235,18 @@ def check_mamba_sequence_packing_support(
 
 
 def get_package_version(module: str, distribution: str | None = None) -> Version | None:
-    """Return the version of any package, found as for those that have a function of their own.
+    """Return the version of any package, found in the same way as that of PyTorch.
 
     Args:
         module: The name to import; dots name a submodule, whose parents are then imported where
             there is no metadata.
-        distribution: The name of the distribution where it is another than ``module``.
+        distribution: The name of the distribution where it differs from ``module``.
 
     Returns:
         The version, or None where the package is absent.
 
     Raises:
-        packaging.version.InvalidVersion: The package is there, but gives no readable version.
+        packaging.version.InvalidVersion: The package is installed, but its version can't be parsed.
 
     Example:
         >>> get_package_version("packaging") >= Version("23.2")
@@ -268,21 +265,21 @@ def is_package_min_version(
     distribution: str | None = None,
     release_only: bool = False,
 ) -> bool:
-    """Return whether any package is there in a version or newer.
+    """Return whether any package is installed in at least a given version.
 
     Args:
         module: The name to import.
         version: The version to compare with.
-        check_equality: False asks for strictly newer.
-        distribution: The name of the distribution where it is another than ``module``.
+        check_equality: False requires a strictly newer version.
+        distribution: The name of the distribution where it differs from ``module``.
         release_only: Compare only the release number of what is installed.
 
     Returns:
         The answer by the order of ``packaging.version.Version``; False where the package is absent.
 
     Raises:
-        packaging.version.InvalidVersion: ``version`` is none, or the package is there, but gives no
-            readable version.
+        packaging.version.InvalidVersion: ``version`` is not valid, or the package is installed,
+            but its version can't be parsed.
 
     Example:
         >>> is_package_min_version("packaging", "23.2")

@@ -34,8 +34,8 @@ def deprecated(
 ) -> Callable[[F], F]:
     """Deprecate a function, method, property or class.
 
-    A function warns at each call, also one that makes a coroutine or a generator, and the warning
-    is blamed on the line of the call. A class stays the same object; it warns when it is
+    A function, even one that returns a coroutine or a generator, warns at each call and blames the
+    line of the call. A class stays the same object; it warns when it is
     instantiated or subclassed directly, not when a subclass is instantiated, nor when an instance
     is copied or unpickled by way of ``__new__`` (exceptions are unpickled by a call, which warns).
     Deprecating an object twice replaces the first deprecation.
@@ -60,10 +60,10 @@ def deprecated(
         A decorator that keeps the type of what it decorates.
 
     Raises:
-        packaging.version.InvalidVersion: ``version`` or ``removal_version`` is none.
+        packaging.version.InvalidVersion: ``version`` or ``removal_version`` is not valid.
         ValueError: ``removal_version`` is not later than ``version``, or ``stacklevel`` is below 1.
         TypeError: Used without arguments, on something that can't be deprecated, or with a
-            ``category`` that is no warning.
+            ``category`` that is not a warning class.
 
     Example:
         >>> @deprecated("1.0.0", removal_version="2.0.0", alternative="new", reason="Faster.")
@@ -101,14 +101,14 @@ def internal_api(func: T) -> T:
     """Mark a function or class as internal: not for users, and exempt from compatibility checks.
 
     Args:
-        func: A function or class; of a staticmethod, classmethod or property the functions inside
+        func: A function or class; in a staticmethod, classmethod or property the functions inside
             are marked.
 
     Returns:
         The same object, with the attribute ``_internal_api = True``.
 
     Raises:
-        TypeError: The object takes no attributes.
+        TypeError: The object does not accept attributes.
 
     Example:
         >>> @internal_api
@@ -125,14 +125,14 @@ def experimental_api(func: T) -> T:
     Unlike ``experimental_fn`` and ``experimental_cls`` this changes nothing about its use.
 
     Args:
-        func: A function or class; of a staticmethod, classmethod or property the functions inside
+        func: A function or class; in a staticmethod, classmethod or property the functions inside
             are marked.
 
     Returns:
         The same object, with the attribute ``_experimental_api = True``.
 
     Raises:
-        TypeError: The object takes no attributes.
+        TypeError: The object does not accept attributes.
 
     Example:
         >>> @experimental_api
@@ -164,7 +164,7 @@ def is_experimental_api(obj: object) -> bool:
 
 
 def get_deprecation(obj: object) -> DeprecationInfo | None:
-    """Return what :func:`deprecated` was told about an object itself; None for anything else.
+    """Return what was passed to :func:`deprecated` for an object itself; None for anything else.
 
     Example:
         >>> @deprecated("1.0.0", reason="Unused.")
@@ -245,7 +245,7 @@ def _attach(obj: Any, attributes: Mapping[str, Any]) -> None:
 
 
 def _own_attributes(obj: object) -> Mapping[str, Any]:
-    """Attributes of the object itself or, for a method or descriptor, of the function inside."""
+    """Return the attributes of the object or, for a method or descriptor, the function inside."""
     part = next(inner_callables(obj), None)
     part = getattr(part, "__func__", part)
     attributes: Mapping[str, Any] = getattr(part, "__dict__", {})

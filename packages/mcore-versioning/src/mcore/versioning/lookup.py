@@ -11,7 +11,7 @@ _NOT_LOADED = object()
 
 
 class InstalledPackage:
-    """One package and what was found out about it; absence is never kept.
+    """One package and its version once that is found; absence is never cached.
 
     State is replaced by single assignments: at worst two threads read the same metadata.
     """
@@ -37,7 +37,7 @@ class InstalledPackage:
     def is_at_least(
         self, version: str | Version, check_equality: bool = True, release_only: bool = False
     ) -> bool:
-        """Return whether the package is there in this version or newer."""
+        """Return whether the package is installed in at least this version."""
         module, raw, installed = self._loaded
         if (
             installed is None
@@ -46,18 +46,18 @@ class InstalledPackage:
         ):
             installed = self._text()
         if installed is None:
-            parse_version(version)  # a request that nobody can read is an error all the same
+            parse_version(version)  # an invalid request is an error all the same
             return False
         try:
             return _is_at_least(installed, version, check_equality, release_only)
         except TypeError:
-            parse_version(version)  # says what is wrong with what cannot be hashed
+            parse_version(version)  # raises the right error for what cannot be hashed
             raise
 
     def _text(self) -> str | None:
-        """Look into the loaded module, then the metadata, at last import a module without metadata.
+        """Look in the loaded module, then in the metadata; import a module without metadata.
 
-        None in ``sys.modules`` means absent; a version that nobody can read is an InvalidVersion.
+        None in ``sys.modules`` means absent; an unreadable version raises InvalidVersion.
         """
         module = sys.modules.get(self.module, _NOT_LOADED)
         if module is None:
@@ -92,7 +92,7 @@ class InstalledPackage:
             _parse(text)
         except InvalidVersion as error:
             raise InvalidVersion(
-                f"the metadata of {self.distribution} gives {text!r}, which is no version"
+                f"the metadata of {self.distribution} gives {text!r}, which is not a version"
             ) from error
         self._recorded = text
         return text
@@ -121,8 +121,8 @@ class InstalledPackage:
         raw = getattr(module, "__version__", None)
         if isinstance(raw, str) and raw:
             raise InvalidVersion(
-                f"{self.module}.__version__ is {raw!r}, which is no version, and the distribution "
-                f"{self.distribution} has no metadata that gives one"
+                f"{self.module}.__version__ is {raw!r}, which is not a version, and the "
+                f"distribution {self.distribution} has no metadata that gives one"
             )
 
 
@@ -130,7 +130,7 @@ _packages: dict[tuple[str, str], InstalledPackage] = {}
 
 
 def known_package(module: str, distribution: str | None = None) -> InstalledPackage:
-    """The one object that looks for a package; the distribution is named ``module`` by default."""
+    """Return the one object that looks up a package; the distribution defaults to ``module``."""
     key = (module, distribution or module)
     return _packages.get(key) or _packages.setdefault(key, InstalledPackage(*key))
 
@@ -192,7 +192,7 @@ def _is_at_least(
 
 
 def _readable_text(raw: object) -> str | None:
-    """The text of a ``__version__``, which may be a ``str``, a subclass of it or a Version."""
+    """Return the text of a ``__version__``: a ``str``, a subclass of it or a Version."""
     if not isinstance(raw, (str, Version)):
         return None
     try:

@@ -1,4 +1,4 @@
-"""Which rank of the job this process is, how many there are, and records that one rank writes."""
+"""The rank of this process, the number of ranks, and log records that one rank writes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ LOGGER_NAME = "mcore.versioning"
 
 
 def process_rank() -> int:
-    """Return the global rank of this process, 0 where nothing tells it."""
+    """Return the global rank of this process, 0 where it is unknown."""
     return known_rank() or 0
 
 
 def process_world_size() -> int:
-    """Return the number of ranks of the job, 1 where nothing tells it."""
+    """Return the number of ranks of the job, 1 where it is unknown."""
     return known_world_size() or 1
 
 
@@ -37,9 +37,9 @@ def log_on_rank_zero(level: int, message: str) -> None:
 
 
 def _from_process_group(question: str, variables: tuple[str, ...]) -> int | None:
-    """Ask torch.distributed if it is initialised, else the first variable that is an integer."""
+    """Return the answer of torch.distributed if initialised, else the first integer variable."""
     distributed = sys.modules.get("torch.distributed")
-    # During `import torch` the module is there before its functions are.
+    # During `import torch` the module exists before its functions do.
     is_available = getattr(distributed, "is_available", None)
     is_initialized = getattr(distributed, "is_initialized", None)
     answer = getattr(distributed, question, None)

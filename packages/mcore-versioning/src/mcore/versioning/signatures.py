@@ -1,4 +1,4 @@
-"""Signatures of callables, and what decorators need to know about the callables they wrap."""
+"""Signatures of callables, and other facts that decorators need about what they wrap."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ def create_updated_function_signature(
         original_function: Its parameters and its return annotation are kept; ``self`` of a bound
             method is left out.
         **extended_kwargs: Name and default of each new parameter, in this order; the annotation is
-            the type of the default. A default of None brings no annotation, and
-            ``inspect.Parameter.empty`` makes the parameter required and brings none either.
+            the type of the default. A default of None gives no annotation;
+            ``inspect.Parameter.empty`` makes the parameter required, without an annotation.
 
     Returns:
         The new signature, with the new parameters before a ``**kwargs`` parameter.
 
     Raises:
-        ValueError: A name is already a parameter of the function, or the function has no
-            signature that could be found out.
+        ValueError: A name is already a parameter of the function, or the function's
+            signature can't be determined.
 
     Example:
         >>> def scale(x, factor=1, **options): ...
@@ -68,7 +68,7 @@ def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
         True if ``func`` has that parameter, or takes ``**kwargs``.
 
     Raises:
-        ValueError: ``func`` has no signature that could be found out.
+        ValueError: The signature of ``func`` can't be determined.
 
     Example:
         >>> def step(x, *, scale=1.0): ...
@@ -117,7 +117,7 @@ def through_descriptor(target: Any, decorate: Callable[[Any], Any]) -> Any:
 
 
 def inner_callables(target: Any) -> Iterator[Any]:
-    """The callables that carry the attributes of ``target``: those in a descriptor, or itself."""
+    """Yield the callables that carry the attributes of ``target``: in a descriptor, or itself."""
     if isinstance(target, property):
         accessors = (target.fget, target.fset, target.fdel)
         yield from (accessor for accessor in accessors if accessor is not None)
@@ -138,7 +138,7 @@ def mark_if_coroutine_function(wrapper: Any, wrapped: Any) -> None:
 
 
 def display_name(target: Any) -> str:
-    """The name for messages: qualified for what is nested in a class, else the plain name."""
+    """Return the name for messages: qualified inside a class, else the plain name."""
     while isinstance(target, partial):
         target = target.func
     name: str | None = getattr(target, "__name__", None)
@@ -150,14 +150,14 @@ def display_name(target: Any) -> str:
 
 
 def full_name(target: Any) -> str:
-    """Module and qualified name, as far as the object has them."""
+    """Return module and qualified name, as far as the object has them."""
     name = getattr(target, "__qualname__", None) or display_name(target)
     module = getattr(target, "__module__", None)
     return f"{module}.{name}" if module else name
 
 
 def _mark_for_asyncio(wrapper: Any) -> None:
-    """Python 3.10 and 3.11 have only this marker."""
+    """Set the only marker that Python 3.10 and 3.11 have."""
     import asyncio.coroutines
 
     wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A decorator that does nothing, for the place of one that could not be imported."""
+"""A decorator that does nothing, in place of one that could not be imported."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NullDecorator:
-    """Returns what it decorates; as a context manager it lets everything through."""
+    """A decorator that returns what it decorates, and a context manager that does nothing."""
 
     __slots__ = ()
 

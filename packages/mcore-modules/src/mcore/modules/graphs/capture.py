@@ -1,4 +1,4 @@
-"""Capturing the graphs of all layers, freeing them, and choosing the microbatch's graph."""
+"""Capture and release of the graphs of all layers, and the choice of the microbatch's graph."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def capture_graphs(
 
     Layers replay them in training when their configuration has
     ``cuda_graph_impl="transformer_engine"``; see :func:`set_current_microbatch`. Buffers and random
-    states (the CPU's, the device's, the model-parallel tracker's) are afterwards what they were;
+    states (the CPU's, the device's, the model-parallel tracker's) are unchanged afterwards;
     ``.grad`` is not touched. Local to the rank, but layers may communicate while they are captured.
 
     Args:
@@ -107,7 +107,7 @@ def capture_graphs(
 
 
 def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
-    """Free the graphs of layers, captured together or each on its own, and drop manual hooks.
+    """Free the graphs of layers, captured together or one by one, and drop manual hooks.
 
     Does nothing for layers without graphs.
 

@@ -1,4 +1,4 @@
-"""The manager that captures each layer on its own, while the training runs."""
+"""The manager that captures each layer on its own during training."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Record:
-    """What the manager knows of calls that are alike."""
+    """What the manager knows about calls that are alike."""
 
     eager_calls: int = 0
     graphs: list[GraphedCallable] = field(default_factory=list)
@@ -44,7 +44,7 @@ class LocalGraphManager:
 
     Calls are alike when their tensors have the same shapes, dtypes, devices and ``requires_grad``,
     their other arguments are equal (these become part of the graph) and autocast is the same. Each
-    kind of call has graphs of its own, as many as are in flight at the same time: a graph is free
+    kind of call has its own graphs, as many as are in flight at the same time: a graph is free
     again once the backward of its call has run or its outputs are gone.
 
     Calls run eagerly, through the module's hooks, in evaluation, without gradients and while other
@@ -98,7 +98,7 @@ class LocalGraphManager:
 
         Returns:
             The module's outputs. Their memory is the graph's until their backward has run; outputs
-            none of which requires grad have memory of their own.
+            none of which requires grad have their own memory.
 
         Raises:
             GraphStateError: All ``max_graphs_per_key`` graphs are in flight.
@@ -117,7 +117,7 @@ class LocalGraphManager:
             record.graphs.append(graph)
         named_tensors: dict[str, Any] = call.named_tensors
         outputs = graph(*call.tensors, **named_tensors)
-        # Without a gradient nothing tells when the outputs may be overwritten.
+        # Without a gradient nothing says when the outputs may be overwritten.
         is_tracked = getattr(graph, "is_busy", False)
         return outputs if is_tracked else conversion_helper(outputs, _own_memory)
 

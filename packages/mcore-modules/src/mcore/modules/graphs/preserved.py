@@ -1,4 +1,4 @@
-"""Undoing what warm-up and capture do to buffers and random states."""
+"""Restoration of buffers and random states after warm-up and capture."""
 
 from __future__ import annotations
 

@@ -21,10 +21,10 @@ logger = logging.getLogger(__name__)
 def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
     """Return the best graph runner that a device has.
 
-    TransformerEngine's where the configuration asks for it with
+    TransformerEngine's where the configuration requests it with
     ``cuda_graph_impl="transformer_engine"`` and it is installed on a CUDA device; torch's on other
     CUDA and XPU devices; else eager running under the rules of graphs. Does not initialise a
-    device. A choice below what the configuration asks for is logged, once per process.
+    device. A choice below what the configuration requests is logged, once per process.
 
     Args:
         config: Any configuration object.

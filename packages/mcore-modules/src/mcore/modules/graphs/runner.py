@@ -1,4 +1,4 @@
-"""What a graph runner takes and gives, and the flag that is on while it captures."""
+"""The interface of graph runners, and the flag that is set while they capture."""
 
 from __future__ import annotations
 

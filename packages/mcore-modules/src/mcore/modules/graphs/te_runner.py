@@ -30,8 +30,8 @@ class TEGraphRunner:
     """Captures layers with ``transformer_engine.pytorch.make_graphed_callables``.
 
     TransformerEngine is imported at the first capture. Arguments that the installed version does
-    not have are left out. Each microbatch slot is captured in a call of its own, with a memory pool
-    of its own, so slots may run in any order.
+    not have are left out. Each microbatch slot is captured in a separate call, with its own memory
+    pool, so slots may run in any order.
 
     Gradients of parameters lie in memory that the next backward of the same graph writes again:
     consume ``.grad`` (or use ``main_grad``) before that.

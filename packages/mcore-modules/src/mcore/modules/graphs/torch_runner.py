@@ -150,7 +150,7 @@ class _FunctionalLayer:
 
 
 class _Shell(torch.nn.Module):
-    """Lets functional_call replace a layer's parameters around a function of that layer."""
+    """A shell in which functional_call replaces a layer's parameters around its function."""
 
     def __init__(self, spec: GraphSpec) -> None:
         super().__init__()
@@ -162,7 +162,7 @@ class _Shell(torch.nn.Module):
 
 
 class _CloneGrad(torch.autograd.Function):
-    """Identity whose backward copies the gradient into memory of its own."""
+    """Identity whose backward copies the gradient into separate memory."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -176,14 +176,14 @@ class _CloneGrad(torch.autograd.Function):
 
 
 def _with_cloned_grad(tensor: Any) -> Any:
-    """Only leaves keep gradients; others hand them on within the same backward."""
+    """Wrap leaves only: other tensors hand gradients on within the same backward."""
     if not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()):
         return tensor
     return _CloneGrad.apply(tensor)  # type: ignore[no-untyped-call]
 
 
 def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """The same memory, so that replays need no copy, but with no ``.grad`` to touch."""
+    """Return the same memory, so that replays need no copy, but without a ``.grad``."""
     sample = parameter.detach().requires_grad_(parameter.requires_grad)
     sample.__dict__.update(parameter.__dict__)
     return sample
@@ -194,7 +194,7 @@ def _tensors_of(spec: GraphSpec) -> Iterator[torch.Tensor]:
 
 
 def _device_function(device: torch.device) -> Callable[..., Any] | None:
-    """What captures graphs on a device, found without initialising it; None if nothing does."""
+    """Return what captures graphs on a device, if anything, without initialising the device."""
     module = getattr(torch, device.type, None)
     function: Callable[..., Any] | None = getattr(module, "make_graphed_callables", None)
     return function if module is not None and function and module.is_available() else None
@@ -202,7 +202,7 @@ def _device_function(device: torch.device) -> Callable[..., Any] | None:
 
 @contextlib.contextmanager
 def _autocast_without_cache(device: torch.device) -> Iterator[None]:
-    """Under autocast: cached casts of parameters would be missing from the captured work."""
+    """Disable autocast's cache: cached casts would be missing from the captured work."""
     if not torch.is_autocast_enabled(device.type):
         yield
         return
@@ -212,7 +212,7 @@ def _autocast_without_cache(device: torch.device) -> Iterator[None]:
 
 
 class _Place:
-    """Stands for a tensor in a template."""
+    """A placeholder for a tensor in a template."""
 
     __slots__ = ("index",)
 

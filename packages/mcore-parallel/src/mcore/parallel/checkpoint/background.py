@@ -1,4 +1,4 @@
-"""Saves in the background, one after the other, on a process group of their own."""
+"""Saves in the background, one after the other, on their own process group."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class SaveHandle:
         return self.path
 
     def wait(self, timeout: float | None = None) -> None:
-        """Do the same as :meth:`result` without a return value."""
+        """Do the same as :meth:`result`, but return nothing."""
         self.result(timeout)
 
 
@@ -77,7 +77,7 @@ class SaveHandle:
 class _Lane:
     """The background saves of one set of ranks, which run in the order of the calls.
 
-    They have a group of their own, for other threads go on using the caller's.
+    They have their own group, because other threads keep using the caller's.
     """
 
     world: dist.ProcessGroup | None
@@ -114,7 +114,7 @@ def _private_team(team: Team, ranks: list[int]) -> Team:
 
 
 def start_in_background(path: Path, team: Team, save: Callable[[Team], None]) -> SaveHandle:
-    """Run a save in a thread, after the same ranks' earlier ones, with a team of its own group.
+    """Run a save in a thread, after the same ranks' earlier ones, in a team with its own group.
 
     Collective over the team: the first call makes a gloo group. The interpreter waits for the save.
     """

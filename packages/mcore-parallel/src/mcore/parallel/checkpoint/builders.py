@@ -177,7 +177,7 @@ def make_sharded_object_for_checkpoint(
         replica_id: Number of this replica; None gives ``(0, tp rank, rank among the replicas)``.
         tp_group: Tensor-parallel group; None as in the tensor builders.
         dp_cp_group: Data- and context-parallel group; None as in the tensor builders.
-        kwargs: None are known; any is an error.
+        kwargs: None are accepted; any is an error.
 
     Returns:
         The description.
@@ -286,7 +286,7 @@ def sharded_state_dict_default(
     metadata: Mapping[str, Any] | None = None,
     tp_group: GroupLike | None = None,
 ) -> ShardedStateDict:
-    """Ask a module for its sharded state dict, or describe its tensors as replicated.
+    """Return a module's own sharded state dict, or describe its tensors as replicated.
 
     No communication; works on meta tensors.
 

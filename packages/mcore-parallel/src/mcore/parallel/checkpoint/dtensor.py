@@ -67,7 +67,7 @@ def cut_over_tensor_parallel(
 
 
 def prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTensor:
-    """Put stacked axes before those of a shard that has none yet."""
+    """Put stacked axes before those of a shard without any."""
     if not prepend_offsets:
         return shard
     stack = ShardedTensor.from_rank_offsets(
@@ -118,7 +118,7 @@ def _reject_unsavable(key: str, tensor: DTensor) -> None:
 
 
 def _reject_scattered_shard(key: str, tensor: DTensor) -> None:
-    """A strided shard is one box only where later mesh dimensions use up its split factor."""
+    """Reject a strided shard unless later mesh dimensions use up its split factor."""
     for mesh_dims in _cuts_by_axis(tensor).values():
         for mesh_dim in mesh_dims:
             factor = split_factor(tensor.placements[mesh_dim])

@@ -8,7 +8,7 @@ from mcore.parallel.shortened import ranks_text, shorten
 
 
 class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM users catch
-    """A sharded state dict, a save or a load is not right; the text says which key or file.
+    """A sharded state dict, a save or a load is invalid; the text names the key or file.
 
     In distributed calls every rank of the group raises it, whichever rank found the problem.
 

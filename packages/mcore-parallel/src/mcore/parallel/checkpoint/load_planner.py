@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 class Target:
     """Memory of this rank that a shard of a global tensor is read into."""
 
-    tensor: torch.Tensor  # detached, prepended axes first
+    tensor: torch.Tensor  # detached, with prepended axes first
     global_shape: Shape  # on this side
     offset: Shape
     shape: Shape
@@ -46,7 +46,7 @@ class Target:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The shard in the terms of torch.distributed.checkpoint."""
+        """Return the shard in terms of torch.distributed.checkpoint."""
         return ChunkStorageMetadata(torch.Size(self.offset), torch.Size(self.shape))
 
 
@@ -266,7 +266,7 @@ class ShardedLoadPlanner(LoadPlanner):
         targets: list[Target],
         items: list[ReadItem],
     ) -> None:
-        """Note holes, casts and what must be zeroed because the checkpoint has less of it."""
+        """Record holes, casts, and what must be zeroed because the checkpoint has less of it."""
         found = [0] * len(targets)
         for item in items:
             found[item.dest_index.index or 0] += prod(item.lengths)
@@ -293,7 +293,7 @@ class ShardedLoadPlanner(LoadPlanner):
 
 
 def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
-    """Return the tensor that a load gives back, new where there is none, and the target in it."""
+    """Return the tensor that a load returns, new where there is none, and the target in it."""
     data = shard.data
     if data is None:
         data = torch.empty(shard.local_shape, dtype=shard.dtype)

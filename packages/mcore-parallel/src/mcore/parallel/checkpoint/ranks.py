@@ -49,7 +49,7 @@ class CheckpointRanks(NamedTuple):
 
     @property
     def copy_id(self) -> tuple[int, int, int]:
-        """The replica id of what every rank of both groups holds."""
+        """Return the replica id of what every rank of both groups holds."""
         return (0, self.tp_rank, self.dp_cp_rank)
 
 
@@ -72,8 +72,7 @@ def resolve_groups(
 ) -> tuple[GroupLike, GroupLike]:
     """Return both groups: those given, else the default ProcessGroups', else what is certain.
 
-    ``model_sizes`` are a whole model's tp and pp sizes: where they are 1, a group that it does
-    not name does not exist, while a single tensor's silence (None) says nothing. No communication.
+    ``model_sizes``, a whole model's tp and pp sizes, rule a missing group out where they are 1.
     """
     default = get_default_process_groups() if tp_group is None or dp_cp_group is None else None
     if default is not None:
@@ -106,7 +105,7 @@ def _unknown_group(name: str, field: str, world: int) -> UnknownGroupError:
     return UnknownGroupError(
         f"{name} is not given, there is no default ProcessGroups with a {field} group, and the "
         f"groups that are known do not fill the world of {world} ranks, so that a tensor might be "
-        f"written twice or never; pass {name}=..., metadata[{name!r}] or a pg_collection with "
+        f"written twice or not at all; pass {name}=..., metadata[{name!r}] or a pg_collection with "
         f"{field}, or call set_default_process_groups(ProcessGroups.from_sizes(...))"
     )
 
@@ -140,7 +139,7 @@ def ensure_metadata_has_dp_cp_group(metadata: Mapping[str, Any] | None) -> dict[
         or None, which the builders resolve.
 
     Raises:
-        TypeError: ``metadata`` is no mapping.
+        TypeError: ``metadata`` is not a mapping.
 
     Example:
         >>> ensure_metadata_has_dp_cp_group(None)

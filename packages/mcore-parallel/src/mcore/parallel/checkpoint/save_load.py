@@ -69,10 +69,10 @@ def save_sharded_state_dict(
     process_group: GroupLike | None = None,
     async_: bool = False,
 ) -> SaveHandle | None:
-    """Write what all ranks hold as one checkpoint, which appears whole or not at all.
+    """Write what all ranks hold as one checkpoint, which appears complete or not at all.
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas
-    write their tensors and objects; the first rank writes all other leaves, and warns of those that
+    write their tensors and objects; the first rank writes all other leaves, and warns if they
     differ between ranks. Files go into a hidden directory beside ``path``; when all ranks have
     them on storage, one rename makes it ``path``. A process that is killed before that leaves
     only the hidden directory, which :func:`remove_incomplete` deletes.
@@ -221,7 +221,7 @@ def load_sharded_state_dict(
         weights_only: Refuse to run code that a checkpoint may hold; objects other than plain
             values and tensors need False.
         verify_checksums: Read what this rank needs twice, the first time to compare checksums:
-            every changed byte of it is found, also a piece of another checkpoint. Index and
+            every changed byte of it is found, even a piece of another checkpoint. Index and
             manifest are always checked.
 
     Returns:
@@ -260,13 +260,13 @@ def _prepare_load(
     weights_only: bool,
     verify_checksums: bool,
 ) -> tuple[ShardedLoadPlanner, Callable[[], None]]:
-    """Do all that can fail, and return the planner and what fills the tensors."""
+    """Do everything that can fail, and return the planner and what fills the tensors."""
     from mcore.parallel.checkpoint.files.reader import CheckedReader
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
 
     if is_incomplete_name(directory.name):
         raise CheckpointingException(
-            "it is what a save that did not finish left behind; take a complete checkpoint"
+            "it was left behind by a save that did not finish; take a complete checkpoint"
         )
     files = read_manifest(directory)
     metadata = read_metadata(directory, files, weights_only=weights_only)

@@ -53,7 +53,7 @@ from mcore.parallel.shortened import titled_list
 
 @dataclass(frozen=True)
 class _RankReport:
-    """What the coordinator needs of a rank besides its write items, packed."""
+    """What the coordinator needs from a rank besides its write items, packed."""
 
     written: bytes
     unwritten: bytes  # apart, as ranks with the same replicas send the same bytes, unpacked once
@@ -65,10 +65,10 @@ class ShardedSavePlanner(SavePlanner):
 
     Works with ``torch.distributed.checkpoint.save`` and any storage writer. Main replicas write
     tensors and objects; the coordinator writes all other leaves. The coordinator refuses plans in
-    which an element is written twice or by nobody, and warns of common leaves that differ.
+    which an element is written twice or never, and warns about common leaves that differ.
 
     Args:
-        entries: Leaves that were sorted by kind before, in place of those of the state dict.
+        entries: Leaves already sorted by kind, in place of those of the state dict.
 
     Example:
         >>> import tempfile

@@ -1,4 +1,4 @@
-"""What a rank holds of a checkpoint: shards of tensors and of arrays of objects, local values."""
+"""The part of a checkpoint that a rank holds: shards of tensors and object arrays, local values."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def as_shape(numbers: Iterable[int]) -> Shape:
 
 
 class ShardedBase:
-    """What :class:`ShardedTensor` and :class:`ShardedObject` have in common, for isinstance.
+    """The base of :class:`ShardedTensor` and :class:`ShardedObject`, for isinstance.
 
     Attributes:
         key: Name in the checkpoint.

@@ -83,7 +83,7 @@ def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
 
 
 def _is_entered(node: Any) -> bool:
-    """Dicts always, lists that hold a dict or a tensor, tuples that hold a sharded value."""
+    """Return whether a node is a dict, a list with a dict or tensor, a tuple with a shard."""
     if isinstance(node, Mapping):
         return True
     if isinstance(node, list):

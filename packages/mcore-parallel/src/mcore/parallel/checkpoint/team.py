@@ -25,10 +25,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Team:
-    """A process group seen as one party, whose methods are collectives with results on all ranks.
-
-    Group None is a single process.
-    """
+    """A process group, or None for a single process, whose methods are collectives."""
 
     group: dist.ProcessGroup | None
     rank: int
@@ -36,7 +33,7 @@ class Team:
 
     @property
     def is_first(self) -> bool:
-        """Whether this is the rank that writes what is written once."""
+        """Whether this rank writes what is written only once."""
         return self.rank == 0
 
     def max(self, numbers: Sequence[int]) -> list[int]:
@@ -98,7 +95,7 @@ def lost_ranks_named() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise CheckpointingException(
-            f"a rank that takes part cannot be reached; it may have died ({describe_error(error)})"
+            f"a participating rank cannot be reached; it may have died ({describe_error(error)})"
         ) from error
 
 

@@ -87,7 +87,7 @@ def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> li
         list_of_rank_metadata: The records of each rank, in rank order.
 
     Returns:
-        One sentence per problem with the key and the ranks, none if all is well.
+        One sentence per problem with the key and the ranks; empty if there are none.
 
     Example:
         >>> whole = ShardRecord("tensor", "w", True, "float32", (4,), (0,), (4,))
@@ -277,7 +277,7 @@ def _writer_problems(records: list[RankedRecord]) -> list[str]:
 
 
 def _repeated(records: list[RankedRecord], describe: Callable[[ShardRecord], str]) -> list[str]:
-    """Report what more than one record wants to write."""
+    """Report places that more than one record writes."""
     writers: dict[Place, list[int]] = {}
     sample: dict[Place, ShardRecord] = {}
     for rank, record in records:

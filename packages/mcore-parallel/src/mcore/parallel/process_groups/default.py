@@ -19,7 +19,7 @@ from mcore.parallel.torch_compat import is_distributed
 
 _Group = TypeVar("_Group")
 
-# The source lines that were told about the default, for as long as the world group lives.
+# The source lines already warned about the default, for as long as the world group lives.
 _warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
@@ -150,7 +150,7 @@ def group_or_default(group: _Group | None, field: str) -> _Group | dist.ProcessG
 
 
 def group_of_several(group: GroupLike | None, field: str) -> dist.ProcessGroup | None:
-    """Return the group, given or by default, or None when there is nobody else in it."""
+    """Return the group, given or by default, or None when this rank is alone in it."""
     member = as_process_group(group_or_default(group, field))
     return None if member is None or member.size() == 1 else member
 

@@ -1,4 +1,4 @@
-"""The layout of ranks: which of them form which group, as arithmetic without process groups."""
+"""The layout of ranks: the members of each group, as arithmetic without process groups."""
 
 from __future__ import annotations
 
@@ -116,7 +116,7 @@ def _quotient(world: int, taken: int, factors: str) -> int:
 
 
 def layouts_of_sizes(sizes: ParallelSizes, world: int, order: str) -> tuple[Layout, Layout]:
-    """Arrange ``world`` ranks into the dense and the expert layout, in the order asked for."""
+    """Arrange ``world`` ranks into the dense and the expert layout, in the given order."""
     views = (sizes.dense(world), sizes.expert(world))
     tokens = _parse_order(order, views)
     slowest_first = tokens[::-1]

@@ -1,4 +1,4 @@
-"""Whether the ranks that hold copies of the parameters hold the same bits."""
+"""The check that ranks with copies of the parameters hold the same bits."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def _params_by_field(model: nn.Module | Sequence[nn.Module]) -> dict[str, list[N
 def _warn_of_unchecked(
     params: Mapping[str, Sequence[NamedParam]], given: Mapping[str, GroupLike | None]
 ) -> None:
-    """Warn when parameters go unchecked because nobody named their group."""
+    """Warn when parameters go unchecked because no group was given for them."""
     if not is_distributed() or get_default_process_groups() is not None:
         return
     arguments = {"expt_dp": "expert_dp_group", "dp": "dp_group"}

@@ -18,7 +18,7 @@ DIGEST_BYTES = 20  # of SHA-1
 
 
 def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
-    """Return what has to be equal on two ranks for the bytes of a parameter to be comparable."""
+    """Return what must be equal on two ranks for the bytes of a parameter to be comparable."""
     param = named.param
     words = [f"{named.name!r} of model chunk {named.chunk}", f"shape {tuple(param.shape)}"]
     if with_dtype:

@@ -125,14 +125,14 @@ def _task(named: NamedParam, bit_exact: bool) -> _Task:
 
 
 def _default_threads() -> int:
-    """One for each CPU that this process may use, at most eight."""
+    """Return one for each CPU that this process may use, at most eight."""
     affinity = getattr(os, "sched_getaffinity", None)
     usable = len(affinity(0)) if affinity else (os.cpu_count() or 1)
     return min(_MAX_THREADS, usable)
 
 
 def _wait_for_accelerators(params: Sequence[NamedParam]) -> None:
-    """Let all streams end, since other threads read on streams of their own."""
+    """Wait for all streams, since other threads read on streams of their own."""
     for device in {tensor.device for named in params for _, tensor in named.parts}:
         if device.type != "cpu":
             torch.accelerator.synchronize(device)
@@ -154,7 +154,7 @@ def _run(tasks: list[_Task], num_threads: int, bit_exact: bool) -> dict[int, byt
 
 
 def _work(tasks: deque[_Task], staging_bytes: int, bit_exact: bool) -> dict[int, bytes]:
-    """Take tasks until there are none; what one thread does."""
+    """Take tasks until there are none left; run by each thread."""
     pieces = BytePieces(staging_bytes, as_float32=not bit_exact)
     digests: dict[int, bytes] = {}
     while True:

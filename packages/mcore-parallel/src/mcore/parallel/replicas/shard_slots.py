@@ -1,4 +1,4 @@
-"""Which ranks of a group hold copies of the same shard of a DTensor."""
+"""The ranks of a group that hold copies of the same shard of a DTensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _WHOLE = ShardSlots()
 class ShardSlotFinder:
     """Tells the copies of a tensor in a group from its other shards."""
 
-    # Ranks outside this rank's mesh are in meshes of their own, which are taken to be laid out
+    # Ranks outside this rank's mesh are in other meshes, which are assumed to be laid out
     # alike: a tensor sharded over tensor-parallel meshes has its copies across these meshes.
 
     def __init__(self, group_ranks: Collection[int]) -> None:

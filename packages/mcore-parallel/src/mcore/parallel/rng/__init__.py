@@ -1,4 +1,4 @@
-"""Random number streams that a rank shares with some ranks of a job and not with others."""
+"""Random number streams that a rank shares with some ranks of a job but not with others."""
 
 from mcore.parallel.rng.seeding import model_parallel_cuda_manual_seed
 from mcore.parallel.rng.shared import (

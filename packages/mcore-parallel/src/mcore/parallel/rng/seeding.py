@@ -67,7 +67,7 @@ def model_parallel_cuda_manual_seed(
     Raises:
         ValueError: A seed or rank is negative or not an int, a seed exceeds 64 bits, or two of the
             rank's seeds are equal; the old tracker is left as it was.
-        RuntimeError: TransformerEngine is asked for and too old, or the device does not exist.
+        RuntimeError: TransformerEngine is requested but too old, or the device does not exist.
 
     Example:
         >>> model_parallel_cuda_manual_seed(1234, tp_rank=1, force_reset_rng=True, device="cpu")

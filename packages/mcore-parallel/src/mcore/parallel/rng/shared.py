@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerFlags(NamedTuple):
-    """What kind of tracker is asked for; all False means whatever there is."""
+    """The requested kind of tracker; all False accepts any."""
 
     use_te_rng_tracker: bool
     inference_rng_tracker: bool
@@ -27,7 +27,7 @@ class TrackerFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shared:
-    """The tracker, how it was asked for, and the other wishes that were warned about."""
+    """The tracker, the flags it was made with, and the other flags that were warned about."""
 
     tracker: RngTracker
     flags: TrackerFlags
@@ -46,8 +46,8 @@ def initialize_rng_tracker(
 ) -> None:
     """Make the tracker that the process shares, unless there is one.
 
-    Local to the process; no communication. Where a tracker exists already, other flags than its
-    own change nothing but warn once; the defaults mean "whatever there is" and never warn.
+    Local to the process; no communication. Where a tracker exists already, different
+    flags change nothing and warn once; the defaults accept any tracker and never warn.
 
     Args:
         use_te_rng_tracker: Take TransformerEngine's tracker (>= 1.5.0), which serves CUDA graphs
@@ -57,7 +57,7 @@ def initialize_rng_tracker(
         force_reset: Drop the tracker that exists, with its streams.
 
     Raises:
-        RuntimeError: TransformerEngine is asked for and too old.
+        RuntimeError: TransformerEngine is requested but too old.
 
     Example:
         >>> initialize_rng_tracker(force_reset=True)
@@ -84,7 +84,7 @@ def get_cuda_rng_tracker(
         The same object at every call, until it is reset by force.
 
     Raises:
-        RuntimeError: TransformerEngine is asked for and too old.
+        RuntimeError: TransformerEngine is requested but too old.
 
     Example:
         >>> get_cuda_rng_tracker() is get_cuda_rng_tracker()
@@ -140,7 +140,7 @@ def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> R
             shared.refused.add(flags)
     if differs:
         warnings.warn(
-            f"rng tracker already initialised with {shared.flags}; asked for {flags}: use "
+            f"rng tracker already initialised with {shared.flags}; requested {flags}: use "
             "force_reset to replace it",
             RuntimeWarning,
             stacklevel=stacklevel,

@@ -1,9 +1,7 @@
-"""States of a device's default random number generator, read and set.
+"""States of a device's default random number generator, on the CPU and any accelerator.
 
-The names say cuda as in Megatron-LM; any device whose torch module has default
-generators works, and so does the CPU. A state is either plain, a uint8 tensor on the CPU, or a
-``torch.Generator`` handle: inside a CUDA graph only the handle may be exchanged, because replay
-advances the state behind the handle.
+A state is plain, a uint8 tensor on the CPU, or a ``torch.Generator`` handle, the only kind that may
+be exchanged inside a CUDA graph, because replay advances the state behind the handle.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def _set_cuda_rng_state(
     Raises:
         RuntimeError: The device was named explicitly and does not exist, or the state is one of
             another kind of device.
-        TypeError: ``new_state`` is not of the kind that ``graph_safe`` asks for.
+        TypeError: ``new_state`` is not of the kind that ``graph_safe`` requires.
 
     Example:
         >>> _set_cuda_rng_state(torch.Generator().manual_seed(1), "cpu", graph_safe=True)
@@ -84,7 +82,7 @@ def _set_cuda_rng_state(
 def convert_cuda_rng_state(
     state: RngState, to_graphable: bool = False, *, device: int | str | torch.device | None = None
 ) -> RngState:
-    """Convert a state between its plain and its graph-safe form; the sequence goes on unchanged.
+    """Convert a state between its plain and its graph-safe form; the sequence continues unchanged.
 
     Args:
         state: A plain state (uint8 tensor) or a ``torch.Generator``.
@@ -136,7 +134,7 @@ def resolve_rng_device(device: int | str | torch.device) -> torch.device:
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator, not a copy, that draws on a device use when they are given none."""
+    """Return the generator itself, not a copy, that draws on a device use by default."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
@@ -161,7 +159,7 @@ def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
 
 
 def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: bool) -> None:
-    """Make a generator go on from a plain state, or share the state of a handle where it can."""
+    """Set a generator to a plain state, or make it share the state of a handle where it can."""
     expected = torch.Generator if graph_safe else Tensor
     if not isinstance(state, expected):
         raise TypeError(
@@ -178,7 +176,7 @@ def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: boo
 
 @functools.cache
 def _shares_state(device_type: str) -> bool:
-    """Return whether generators of a device type can share one state, asked once of torch."""
+    """Return whether generators of a device type can share one state, checked once."""
     try:
         torch.Generator(device_type).graphsafe_get_state()
     except NotImplementedError:

@@ -1,4 +1,4 @@
-"""Named streams of random numbers on one device, each usable for a while as the default."""
+"""Named streams of random numbers on one device, each usable as the default for one block."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def get_data_parallel_rng_tracker_name() -> str:
 
 
 class UnknownRngStreamError(KeyError):
-    """A stream was asked for by a name under which none was added.
+    """No stream was added under the requested name.
 
     Example:
         >>> try:
@@ -61,7 +61,7 @@ class UnknownRngStreamError(KeyError):
 
 
 class RngTracker(Protocol):
-    """What every tracker offers, that of this package and that of TransformerEngine."""
+    """The interface of every tracker, this package's and TransformerEngine's."""
 
     is_inference_rng_tracker: bool
 
@@ -81,6 +81,15 @@ class CudaRNGStatesTracker:
     Local to the process; no communication. Forks may be nested in any order and depth, the same
     name included: every stream yields the numbers it would yield if it were used alone. Not meant
     for use by several threads at once, like the default generator that it exchanges.
+
+    Args:
+        use_cudagraphable_rng: Keep generators and exchange handles, so that forks can be captured
+            in CUDA graphs. On devices without graphs, the CPU among them, copies of generators
+            give the same numbers.
+        is_inference_rng_tracker: Make ``add`` and ``set_states`` do nothing and ``fork`` leave the
+            default random numbers as they are, for any name.
+        device: Device of the streams; default the current accelerator, else the CPU, at the first
+            use after ``reset``.
 
     Attributes:
         states_: State by name: a uint8 tensor, or a ``torch.Generator`` when graph-safe. The states
@@ -105,17 +114,6 @@ class CudaRNGStatesTracker:
         *,
         device: int | str | torch.device | None = None,
     ) -> None:
-        """Make a tracker without streams.
-
-        Args:
-            use_cudagraphable_rng: Keep generators and exchange handles, so that forks can be
-                captured in CUDA graphs. On devices without graphs, the CPU among them, copies of
-                generators give the same numbers.
-            is_inference_rng_tracker: Make ``add`` and ``set_states`` do nothing and ``fork`` leave
-                the default random numbers as they are, for any name.
-            device: Device of the streams; default the current accelerator, else the CPU, at the
-                first use after ``reset``.
-        """
         self.use_cudagraphable_rng = use_cudagraphable_rng
         self.is_inference_rng_tracker = is_inference_rng_tracker
         self._device_wanted = device
@@ -167,7 +165,7 @@ class CudaRNGStatesTracker:
         self.states_: dict[str, Any] = {}
         self.seeds_: set[int] = set()
         self._is_initialized = False
-        self._active: list[str] = []  # replaced, never cleared: open forks know by it that they end
+        self._active: list[str] = []  # replaced, never cleared: tells open forks that they ended
         self._cached_generator = None
 
     def get_states(self, *, clone: bool = False) -> dict[str, Any]:
@@ -197,7 +195,7 @@ class CudaRNGStatesTracker:
 
         Args:
             states: State by name, as from ``get_states``; the dict is copied, seeds are forgotten.
-                Values are looked at when they are used.
+                Values are checked when they are used.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -247,7 +245,7 @@ class CudaRNGStatesTracker:
         """Draw from a named stream inside a ``with`` block.
 
         On entry the device's default generator becomes the stream; on exit, exceptions included,
-        the stream is stored where it stands and the previous numbers go on.
+        the stream is stored where it stands and the previous numbers continue.
 
         Args:
             name: Name of an added stream.
@@ -291,7 +289,7 @@ class CudaRNGStatesTracker:
                 )
 
     def _enter(self, name: str) -> RngState:
-        """Make a stream the default and return the state that was."""
+        """Make a stream the default and return the previous state."""
         if name not in self.states_:
             raise UnknownRngStreamError(f"cuda rng state {name} is not added")
         previous = self._read()
@@ -302,7 +300,7 @@ class CudaRNGStatesTracker:
         return previous
 
     def _leave(self, name: str, previous: RngState) -> RngState:
-        """Store the stream where it stands and return the state that goes on."""
+        """Store the stream where it stands and return the state to continue from."""
         self._active.pop()
         self.states_[name] = self._read()
         return self.states_.get(self._active[-1], previous) if self._active else previous

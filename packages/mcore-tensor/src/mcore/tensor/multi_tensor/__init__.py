@@ -1,9 +1,7 @@
 """Norms and scaled copies of many tensors at once, called like the kernels of apex's ``amp_C``.
 
-The operations run under ``torch.no_grad()``, on any mix of float16, bfloat16, float32 and float64
-tensors, also non-contiguous and empty ones, and never read a tensor on the host. They report
-non-finite data in a flag: an integer tensor with one element that they set to 1. They never clear
-it, and they do their work whatever it holds.
+They take any mix of float dtypes and never read a tensor on the host. Non-finite data sets a flag,
+an integer tensor with one element, to 1; they never clear or obey the flag.
 """
 
 from __future__ import annotations
@@ -71,7 +69,7 @@ def local_multi_tensor_l2_norm(
     per_tensor: bool | None,
     *args: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Return the L2 norm of all tensors together and, if asked for, of each.
+    """Return the L2 norm of all tensors together and, if requested, of each.
 
     Squares are summed in float32, those of float64 tensors in float64. Non-finite data, and finite
     data whose sum of squares overflows, give a non-finite norm and set the flag. The norm is that
@@ -81,20 +79,20 @@ def local_multi_tensor_l2_norm(
     Args:
         chunk_size: Accepted for the calling form and ignored.
         noop_flag: An integer tensor with one element, set to 1 if the norm is not finite; or
-            None. One on another device than the norm costs a copy.
+            None. A flag on another device than the norm costs a copy.
         tensor_lists: Lists of plain tensors, which are taken together as one list.
         per_tensor: Whether to return the norm of each tensor too; None means no.
         *args: Ignored.
 
     Returns:
         The norm, float32 of shape ``[1]``, and the norms of the ``n`` tensors in their order,
-        float32 of shape ``[n]``, or ``[0]`` where they are not asked for; both on the device of the
+        float32 of shape ``[n]``, or ``[0]`` where they are not requested; both on the device of the
         first tensor, or where there is none on that of the flag, else the CPU.
 
     Raises:
         TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or the
-            flag is no integer tensor.
-        ValueError: The flag has not exactly one element.
+            flag is not an integer tensor.
+        ValueError: The flag does not have exactly one element.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -131,7 +129,7 @@ def local_multi_tensor_scale(
     Args:
         chunk_size: Accepted for the calling form and ignored.
         noop_flag: An integer tensor with one element, set to 1 if a source is not finite; or
-            None. One on another device than the destinations costs a copy.
+            None. A flag on another device than the destinations costs a copy.
         tensor_lists: ``[sources, destinations]``: plain tensors, as many of one as of the other,
             with as many elements each. A tensor may be its own destination. Where the shapes of a
             pair differ, elements go in the order of ``reshape(-1)``. The result is undefined where
@@ -140,9 +138,10 @@ def local_multi_tensor_scale(
 
     Raises:
         ValueError: Not exactly two lists, or their lengths differ, or a pair differs in the number
-            of elements, or the flag or ``scale`` has not exactly one element. Nothing is written.
+            of elements, or the flag or ``scale`` does not have exactly one. Nothing is written.
         TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or
-            ``scale`` is no real number; or the flag is no integer tensor. Nothing is written.
+            ``scale`` is not a real number; or the flag is not an integer tensor. Nothing is
+            written.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -174,7 +173,7 @@ def _device_of_result(tensors: list[Tensor], flag: Tensor | None) -> torch.devic
 
 
 def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
-    """The root of the sum of all squares as float32 of shape [1]; one scalar per device moves."""
+    """Return the root of the sum of all squares, float32 [1]; one scalar per device moves."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
         by_device.setdefault(part.device, []).append(part.square().sum())
@@ -189,14 +188,14 @@ def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
-    """Their sum, in float64 if one of them is, so that nothing is narrowed on the way."""
+    """Return the sum, in float64 if one of them is, so that nothing is narrowed on the way."""
     return torch.cat([scalar.reshape(1) for scalar in scalars]).sum()
 
 
 def _in_order(
     parts: list[Tensor], groups: list[list[int]], num_tensors: int, device: torch.device
 ) -> Tensor:
-    """The norms of groups of tensors as float32 in the order of the tensors; others get zero."""
+    """Return norms of groups of tensors, float32, in the tensors' order; others get zero."""
     here = [moved(part.to(torch.float32), device) for part in parts]
     if len(here) == 1 and len(groups[0]) == num_tensors:
         return here[0]
@@ -218,7 +217,7 @@ def _checked_scale(scale: float | Tensor) -> float | Tensor:
         return scale
     try:
         if isinstance(scale, (str, bytes)):
-            raise TypeError("text is no number, although float() reads it")
+            raise TypeError("text is not a number, although float() accepts it")
         return float(scale)
     except TypeError as error:
         raise TypeError(
@@ -227,7 +226,7 @@ def _checked_scale(scale: float | Tensor) -> float | Tensor:
 
 
 def _checked_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
-    """The sources and destinations that have elements, of the same shape each."""
+    """Return the sources and destinations that have elements, each pair in one shape."""
     if len(lists) != 2:
         raise ValueError(
             f"tensor_lists must be two lists, sources and destinations, got {len(lists)} lists"
@@ -255,7 +254,7 @@ def _picked(items: list[T], indices: list[int]) -> list[T]:
 
 
 def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]]:
-    """The indices of the tensors with elements, in groups that agree in device and dtype."""
+    """Return the indices of tensors with elements, in groups that agree in device and dtype."""
     if 0 not in lengths:
         return indices_by_kind(tensors)
     filled = [index for index, length in enumerate(lengths) if length > 0]
@@ -266,7 +265,7 @@ def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]
 def _pairs_by_kind(
     sources: list[Tensor], destinations: list[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """The pairs with elements, in groups that agree in dtypes, devices and in being in place."""
+    """Group the pairs with elements that agree in dtypes, devices and in being in place."""
     filled = [index for index, tensor in enumerate(destinations) if tensor.numel() > 0]
     in_place = [index for index in filled if sources[index] is destinations[index]]
     tensors = _picked(destinations, in_place)

@@ -1,4 +1,4 @@
-"""Checks of what the multi-tensor operations are given, before anything is computed or written."""
+"""Checks of the arguments of multi-tensor operations, before anything is computed or written."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _check_tensor(tensor: object, where: str) -> None:
 
 
 def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
-    """Return the lists as lists, after a check that they hold plain tensors of a float dtype."""
+    """Return the tensor lists as lists after checking that they hold plain float tensors."""
     if isinstance(tensor_lists, Tensor):
         raise TypeError("tensor_lists must be a list of lists of tensors, got a tensor")
     lists = []
@@ -51,7 +51,7 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
 
 
 def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
-    """Return the flag, after a check that it is one integer in a tensor."""
+    """Return the flag after checking that it is one integer in a tensor."""
     if noop_flag is None:
         return None
     if not isinstance(noop_flag, Tensor):

@@ -1,9 +1,7 @@
 """L2 norms of many tensors that share one device and one dtype.
 
-On an accelerator one fused operation gives the norm of every tensor. On the CPU an operation costs
-as much as some thousand additions, one float32 sum over millions of squares is off in the third
-digit, and converting 16-bit data as a whole takes twice its memory. So on the CPU small tensors are
-packed together, and long ones are summed in short rows and widened block by block.
+On the CPU an operation costs as much as thousands of additions, and a float32 sum over millions of
+squares is off in the third digit: small tensors are packed, long ones are summed in short rows.
 """
 
 from __future__ import annotations
@@ -92,14 +90,14 @@ def _norms_of_each(tensors: list[Tensor]) -> Tensor:
 
 
 def _flattened(tensor: Tensor) -> Tensor:
-    """The elements in any order in one dimension, without a copy if they lie densely."""
+    """Return the elements in any order in one dimension, without a copy if they are dense."""
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
     return tensor.reshape(-1)
 
 
 def _contiguous(tensor: Tensor) -> Tensor:
-    """The elements in any order, where a sum over them is fast and exact."""
+    """Return the elements in any order, where a sum over them is fast and exact."""
     return tensor if tensor.is_contiguous() else _flattened(tensor).contiguous()
 
 
@@ -122,13 +120,13 @@ class _Workspace:
         return torch.cat(tensors, out=self._scratch.take(length, self._dtype))
 
     def pack_norms(self, tensors: list[Tensor], length: int) -> Tensor:
-        """The norms of the short rows of everything together; zeros fill up the last row."""
+        """Return the norms of the short rows of everything together; zeros pad the last row."""
         missing = -length % _ROW
         fill = tensors[0].new_zeros(missing)
         return self.norms_of_rows(self.joined([*tensors, fill], length + missing).view(-1, _ROW))
 
     def row_norms(self, tensor: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """The norms of the short rows of a long tensor, and the elements that fill no row."""
+        """Return the norms of a long tensor's short rows, and the elements that fill no row."""
         dense = _contiguous(tensor)
         num_rows, num_left = divmod(dense.numel(), _ROW)
         rows = dense.as_strided((num_rows, _ROW), (_ROW, 1))

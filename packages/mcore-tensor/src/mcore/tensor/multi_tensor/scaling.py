@@ -1,7 +1,6 @@
 """Scaled copies of many tensors that share dtypes and devices, with a check for non-finite input.
 
-PyTorch can check and multiply in one pass over the data, but only in place. So where destinations
-are no sources, the data goes through in batches that stay in the cache from step to step.
+PyTorch checks and multiplies in one pass only in place, so other data goes in cache-sized batches.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a na
 def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float | Tensor) -> Tensor:
     """Write ``source * scale`` into each destination; return, on the device, if sources are finite.
 
-    The sources share a dtype and have elements; the destinations too, which all are or aren't the
-    sources. The product is rounded once, from float64 if either is float64, else from float32.
+    Either all destinations are their sources or none is. The product is rounded once.
     """
     device, dtype = destinations[0].device, destinations[0].dtype
     if sources[0].device != device:
@@ -55,7 +53,7 @@ def _factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 class _CheckedMultiply:
-    """Multiplies by one factor and keeps in mind, on the device, whether all input was finite."""
+    """Multiplies by one factor and records, on the device, whether all input was finite."""
 
     def __init__(
         self, scale: float | Tensor, dtype: torch.dtype, device: torch.device, length: int
@@ -77,7 +75,7 @@ class _CheckedMultiply:
         torch._foreach_mul_(tensors, self._factor)
 
     def check(self, tensor: Tensor) -> None:
-        """A non-finite element makes the smallest or the largest one non-finite."""
+        """Record non-finite elements, which make the smallest or the largest one non-finite."""
         self._extremes += torch.aminmax(tensor)
 
     def into(self, source: Tensor, destination: Tensor) -> None:
@@ -162,7 +160,7 @@ def _scale_batch(
 
 
 def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
-    """Slices of the list with at most ``limit`` elements, or with one tensor."""
+    """Yield slices of the list with at most ``limit`` elements, or with one tensor."""
     start = batched = 0
     for index, tensor in enumerate(tensors):
         length = tensor.numel()
@@ -177,7 +175,7 @@ def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
 def _cut(
     sources: list[Tensor], destinations: list[Tensor], limit: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The same pairs, with those of more than ``limit`` elements in parts."""
+    """Yield the same pairs, with those of more than ``limit`` elements in parts."""
     if all(source.numel() <= limit for source in sources):
         return sources, destinations
     source_parts: list[Tensor] = []
@@ -202,7 +200,7 @@ class Scratch:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Return a one-dimensional tensor; what an earlier request of the dtype got is void."""
+        """Return a one-dimensional tensor; earlier ones of the same dtype become invalid."""
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < length:
             memory = torch.empty(max(length, self._capacity), dtype=dtype, device="cpu")

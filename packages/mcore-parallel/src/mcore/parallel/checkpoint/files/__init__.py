@@ -1,1 +1,1 @@
-"""What a checkpoint is on disk: files that are written durably and checked before use."""
+"""The files of a checkpoint on disk, written durably and checked before use."""

@@ -1,4 +1,4 @@
-"""Archives of ``torch.save`` inside larger files: their checksums, and where elements lie."""
+"""Archives of ``torch.save`` inside larger files: their checksums and the place of elements."""
 
 from __future__ import annotations
 
@@ -48,9 +48,9 @@ class FileSlice(io.RawIOBase):
 
 
 def elements_at(stream: BinaryIO, offset: int, length: int, num_bytes: int) -> int | None:
-    """Return where in a file the elements of a tensor start that is alone in an archive.
+    """Return where in a file the elements of the only tensor in an archive start.
 
-    None when the archive is not laid out like this, or the tensor has not ``num_bytes``.
+    None when the archive is not laid out like this, or the tensor does not have ``num_bytes``.
     """
     with zipfile.ZipFile(FileSlice(stream, offset, length)) as archive:
         records = [
@@ -69,7 +69,7 @@ def elements_at(stream: BinaryIO, offset: int, length: int, num_bytes: int) -> i
 
 
 def archive_problem(stream: FileSlice) -> str | None:
-    """Compare the checksums in an archive with its content; None when all is well."""
+    """Compare the checksums in an archive with its content; None when they match."""
     try:
         with zipfile.ZipFile(stream) as archive:
             damaged = archive.testzip()

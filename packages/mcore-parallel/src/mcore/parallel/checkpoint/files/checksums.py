@@ -1,4 +1,4 @@
-"""Bytes of files, read into memory that is used again, and their checksums."""
+"""Bytes of files, read into reused memory, and their checksums."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Scratch:
         read_exactly(stream, offset, self._memory[:length])
 
 
-# Each 128 bytes are added up as sixteen 64-bit integers. The checksum has the CRC-32 of these sums
+# Each 128 bytes are summed as sixteen 64-bit integers. The checksum has the CRC-32 of these sums
 # and the sum of all: one changed byte is always found, other damage but for one case in 2**32. It
 # is ten times as fast as a CRC-32 of the bytes themselves. The order of the integers within 128
 # bytes, which storage does not mix up, is not covered.

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are complete, which is the latest, which may go."""
+"""A directory of checkpoints: which are complete, which is the latest, which to delete."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def is_complete_checkpoint(path: PathLike) -> bool:
             too, judged by its index.
 
     Returns:
-        True or False; it never raises for what it finds there.
+        True or False; it never raises, whatever the directory contains.
 
     Example:
         >>> is_complete_checkpoint("/no/such/directory")

@@ -53,7 +53,7 @@ def write_file(path: Path, content: bytes) -> None:
 def new_large_file(path: Path) -> BinaryIO:
     """Open a new file, whose content is on its way to storage while more of it is written.
 
-    Otherwise the operating system keeps it in memory until a sync asks for it.
+    Otherwise the operating system keeps it in memory until the sync.
     """
     return io.BufferedWriter(_StartedEarly(path, "x"))
 
@@ -65,7 +65,7 @@ class _StartedEarly(io.FileIO):
         written = super().write(content)
         end = self.tell() // _AT_ONCE_BYTES * _AT_ONCE_BYTES  # the next write waits for a half page
         if end > self.started and hasattr(os, "posix_fadvise"):
-            # Where memory may be dropped after it is written, writing starts, and nobody waits.
+            # Saying that memory may be dropped starts writing it, without waiting.
             with suppress(OSError):
                 os.posix_fadvise(
                     self.fileno(), self.started, end - self.started, os.POSIX_FADV_DONTNEED

@@ -95,7 +95,7 @@ def _record(entry: Mapping[str, Any]) -> FileRecord:
 
 
 def size_problem(path: Path, expected: int, *, at_least: bool = False) -> str | None:
-    """Return what is wrong with a file's size, in words that name the file, or None."""
+    """Return what is wrong with a file's size, with the file's name, or None."""
     try:
         found = path.stat().st_size
     except OSError as error:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class _MetadataUnpickler(pickle.Unpickler):
-    """Knows only what such an index is made of; anything else is refused."""
+    """An unpickler that knows only the parts of such an index and refuses anything else."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         allowed = (
@@ -40,7 +40,7 @@ def _is_dtype(name: str) -> bool:
 def read_metadata(
     directory: Path, files: FileRecords | None = None, *, weights_only: bool = True
 ) -> Metadata:
-    """Read what a checkpoint holds and where, and check it against the manifest."""
+    """Read the index of a checkpoint and check it against the manifest."""
     from torch.distributed.checkpoint.metadata import Metadata
 
     path = directory / METADATA_FILE
@@ -91,7 +91,7 @@ def needed_sizes(metadata: Metadata) -> dict[str, int]:
             sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
     except (AttributeError, TypeError) as error:
         raise CheckpointingException(
-            f"the index of the checkpoint does not say where its content is ({error})"
+            f"the index of the checkpoint does not say where its content is stored ({error})"
         ) from error
     return sizes
 

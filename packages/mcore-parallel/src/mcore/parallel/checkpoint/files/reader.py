@@ -1,4 +1,4 @@
-"""A load from disk, of which everything that is read was checked before."""
+"""Loads from disk, with a check of everything before it is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from mcore.parallel.checkpoint.files.manifest import FileRecords, Piece, size_pr
 from mcore.parallel.checkpoint.files.metadata_file import keys_text
 from mcore.parallel.tensor_memory import memory_of
 
-_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, which likes few and large copies
+_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, for which few large copies are fastest
 
 
 class CheckedReader(FileSystemReader):
@@ -94,7 +94,7 @@ class CheckedReader(FileSystemReader):
         return None if piece is None or piece.length < place.length else piece
 
     def read_objects(self, plan: LoadPlan, planner: Any) -> None:
-        """Read the objects of a plan; nothing in place is changed by it."""
+        """Read the objects of a plan; nothing is changed in place."""
         self._read([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
 
     def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
@@ -193,7 +193,7 @@ def read_slice(
     row_bytes = prod(shape[1:]) * dtype.itemsize
     if _lies_alike(shape, target, dtype):
         read_exactly(stream, elements_at + start[0] * row_bytes, memory_of(target))
-        target[:0].zero_()  # autograd counts changes, and has not seen this one
+        target[:0].zero_()  # autograd counts changes and has not seen this one
         return
     if len(shape) > 1 and row_bytes > scratch.tensor.numel():
         for row in range(target.shape[0]):

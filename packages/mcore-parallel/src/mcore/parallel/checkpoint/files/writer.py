@@ -55,7 +55,7 @@ class DurableWriter:
         self._file = _RankFile(incomplete / f"__{rank}_0.distcp")
 
     def begin(self) -> None:
-        """Make the directory, on every rank: each may see it later than another has made it."""
+        """Make the directory, on every rank: one may see it only after another has made it."""
         self._incomplete.mkdir(exist_ok=True)
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> RankWrites:
@@ -97,9 +97,9 @@ class DurableWriter:
 
 
 class _RankFile:
-    """The file that one rank writes in a save: objects, then tensors, each an archive of its own.
+    """The file that one rank writes in a save: objects, then tensors, each as an archive.
 
-    ``key`` is that of the content that was asked for or written last, None before the first.
+    ``key`` is that of the content that was requested or written last, None before the first.
     """
 
     def __init__(self, path: Path) -> None:
@@ -168,7 +168,7 @@ class _RankFile:
 
 
 class _IndexWriter(FileSystemWriter):
-    """Writes the index of a directory that will have another name."""
+    """A writer of the index of a directory that will have another name."""
 
     def __init__(self, directory: Path, final: Path) -> None:
         super().__init__(directory, sync_files=False)
@@ -179,7 +179,7 @@ class _IndexWriter(FileSystemWriter):
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start to copy a tensor to the CPU; what is returned waits for the end and gives the copy."""
+    """Start copying a tensor to the CPU; the returned function waits for and returns the copy."""
     if tensor.is_cpu:
         return lambda: _without_neighbours(tensor)
     copy = tensor.to("cpu", non_blocking=True)
@@ -221,7 +221,7 @@ def _synced_meanwhile(path: Path) -> Iterator[None]:
 
 
 def _unwritten(error: Exception, path: Path, key: str | None = None) -> CheckpointingException:
-    """Describe an error, which every rank gets pickled, and not every exception survives that."""
+    """Turn an error into one of ours, since not every exception can be sent to the other ranks."""
     at = f" at key {key!r}" if key is not None else ""
     return CheckpointingException(
         f"{path} cannot be written{at} ({describe_error(_origin(error))})"
@@ -229,7 +229,7 @@ def _unwritten(error: Exception, path: Path, key: str | None = None) -> Checkpoi
 
 
 def _origin(error: BaseException) -> BaseException:
-    """Return the operating system's error behind what torch.save makes of it."""
+    """Return the operating system's error behind the one that torch.save raised."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError):
