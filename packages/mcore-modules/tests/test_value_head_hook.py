@@ -95,7 +95,7 @@ def test_a_number_of_chunks_that_does_not_fit_is_refused(count, options):
 
 @pytest.mark.parametrize("sizes", [(0, 1), (4, 0), (4.5, 1), (4, "1")])
 def test_sizes_are_checked_when_the_hook_is_made(sizes):
-    with pytest.raises(ValueError, match=r"_size is (0|4.5|'1'); give a whole number >= 1"):
+    with pytest.raises(ValueError, match=r"_size is (0|4.5|'1'); pass a whole number >= 1"):
         create_value_head_hook(sizes[0], False, sizes[1])
 
 

@@ -109,7 +109,7 @@ def look_and_run_all():
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    """Of each rank what it found, by stack."""
+    """Return what each rank found, by stack."""
     return run_ranks(look_and_run_all, 2, timeout_s=120)
 
 

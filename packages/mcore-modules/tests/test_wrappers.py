@@ -38,7 +38,7 @@ class Wrapper(torch.nn.Module):
 
 
 class HandsOn(Wrapper):
-    """Asks the wrapped model for every attribute that it lacks."""
+    """Looks up every attribute that it lacks on the wrapped model."""
 
     def __getattr__(self, name):
         try:

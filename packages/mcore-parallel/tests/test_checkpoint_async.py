@@ -1,4 +1,4 @@
-"""Background saves: what they write, in which order, and where their errors come out."""
+"""Background saves: what they write, in which order, and where their errors surface."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def scramble(state: dict[str, Any]) -> None:
 
 
 class HeldBack:
-    """Makes the background thread wait before it starts, so that changes surely come first."""
+    """Makes the background thread wait before it starts, so that changes always come first."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.gate = threading.Event()

@@ -1,4 +1,4 @@
-"""Processes killed at every file-system operation of a save leave only whole checkpoints."""
+"""Processes killed at every file-system operation of a save leave only complete checkpoints."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def kill_at(is_moment: Callable[[str, tuple[Any, ...]], bool]) -> None:
 
 
 def in_child_killed_at(operation: int, root: Path, work: Callable[[], None]) -> bool:
-    """Do ``work`` in a fork that dies before its n-th operation below ``root``; say if it died."""
+    """Return whether ``work`` died in a fork, before its n-th operation below ``root``."""
     pid = os.fork()
     if pid == 0:
         left = [operation]

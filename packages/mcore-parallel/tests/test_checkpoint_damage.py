@@ -41,7 +41,7 @@ def state_of(value: float) -> dict[str, Any]:
 
 
 def refusal(path: Path) -> str:
-    """What a load says; its targets must be as before."""
+    """Return the error of a load, whose targets must be unchanged."""
     targets = state_of(UNTOUCHED)
     with pytest.raises(CheckpointingException) as caught:
         load_sharded_state_dict(targets, path)
@@ -100,7 +100,7 @@ def test_each_changed_digit_of_a_manifest_has_an_error_of_the_same_words(tmp_pat
 
 @pytest.mark.parametrize("name", [".metadata", "manifest.json", "__0_0.distcp"])
 def test_a_file_of_another_checkpoint_is_refused(name: str, tmp_path: Path) -> None:
-    """It has the same size and is whole: only the manifest tells that it belongs elsewhere."""
+    """It has the same size and is intact: only the manifest shows that it belongs elsewhere."""
     paths = [tmp_path / "step_1", tmp_path / "step_2"]
     for number, path in enumerate(paths):
         save_sharded_state_dict(state_of(number + 1.0), path)

@@ -1,4 +1,4 @@
-"""What importing the package costs, and that its lazy names are there."""
+"""What importing the package costs, and that its lazy names resolve."""
 
 from __future__ import annotations
 

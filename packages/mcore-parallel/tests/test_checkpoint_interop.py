@@ -1,4 +1,4 @@
-"""Both planners in torch's own save and load, and DTensors that go to and fro."""
+"""Both planners in torch's own save and load, and DTensors that make the round trip."""
 
 from __future__ import annotations
 

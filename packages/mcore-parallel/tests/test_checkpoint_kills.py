@@ -137,7 +137,7 @@ def killed_at_calls(folder: str, async_: bool) -> dict[str, int]:
 
 
 def check_what_is_left(root: Path, found: dict[str, int]) -> None:
-    """The old checkpoint is there and loads; the new one is whole or is none."""
+    """The old checkpoint loads; the new one is complete or absent."""
     check_loads(root / "step_1", 1)
     published = (root / "step_2").exists()
     expected = [root / "step_1", root / "step_2"][: 1 + published]

@@ -170,7 +170,7 @@ def trained(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def filled_with_ones(tensor: torch.Tensor) -> torch.Tensor:
-    """A target of another content, and of other strides."""
+    """A target with different content and strides."""
     reverse = tuple(reversed(range(tensor.ndim)))
     return trained(torch.ones(tensor.shape[::-1], dtype=tensor.dtype).permute(reverse))
 

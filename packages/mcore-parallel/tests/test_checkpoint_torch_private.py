@@ -1,4 +1,4 @@
-"""Private torch names mean what checkpoints take them for; bytes of tensors."""
+"""Private torch names mean what checkpoints assume; bytes of tensors."""
 
 from __future__ import annotations
 

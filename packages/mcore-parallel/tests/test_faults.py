@@ -1,4 +1,4 @@
-"""Real ranks of which one does wrong: one clear error, or an end within seconds, and no hang."""
+"""Real ranks, one of which fails: one clear error, or an end within seconds, and no hang."""
 
 from __future__ import annotations
 
@@ -332,7 +332,7 @@ def test_a_rank_that_dies_in_a_step_of_fully_shard_ends_the_others(where: str) -
 
 
 def failure_of(worker: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Any]]:
-    """The report of the culprit and of the others; a rank that waits for long counts as hung."""
+    """The report of the culprit and of the others; a rank that waits too long counts as hung."""
     with pytest.raises(RankFailure) as caught:
         run_ranks(worker, 3, *arguments, timeout_s=60)
     culprit, *others = caught.value.ranks

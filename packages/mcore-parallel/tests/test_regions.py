@@ -284,7 +284,7 @@ def test_tensor_parallel_mlp_equals_the_unsharded_one(sequence_parallel: bool) -
 
 
 def refusals() -> dict[str, str]:
-    """What each function says to shapes that cannot be shared, and to a foreign group."""
+    """The errors of each function for shapes that cannot be shared and for a foreign group."""
     messages = {}
     cases = {name: torch.ones(5, 5) for name in ("scatter_last", "scatter_sequence")}
     cases["reduce_scatter"] = torch.ones(5, 5)

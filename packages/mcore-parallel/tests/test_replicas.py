@@ -40,7 +40,7 @@ def world() -> dist.ProcessGroup:
 
 
 def verdicts(model: Any, **kwargs: Any) -> tuple[bool, bool]:
-    """What the check says without and with cross_check."""
+    """The verdicts of the check without and with cross_check."""
     plain, cross = (check(model, cross, **{"dp_group": world(), **kwargs}) for cross in BOTH)
     return plain, cross
 
@@ -319,7 +319,7 @@ def test_experts_have_a_group_of_their_own() -> None:
 def dtensor(
     whole: torch.Tensor, mesh: DeviceMesh, placements: Sequence[Placement], change: bool
 ) -> nn.Module:
-    """A parameter whose shard on this rank is that of `whole`, changed if told so."""
+    """A parameter whose shard on this rank is that of ``whole``, changed if requested."""
     made = DTensor.from_local(
         *_local(whole, mesh, placements), run_check=False, shape=whole.shape, stride=whole.stride()
     )

@@ -188,7 +188,7 @@ class Quantised(torch.Tensor):
 
 
 class Opaque(torch.Tensor):
-    """A wrapper that keeps what is inside to itself."""
+    """A wrapper that hides what is inside."""
 
     @staticmethod
     def __new__(cls) -> Opaque:

@@ -23,7 +23,7 @@ COUNTS = (0, 1, 2, 3, 4, 5, 6, 7)
 
 
 class MicroBatches:
-    """Deferred pairs whose values every rank can compute, and the sum they have to give."""
+    """Deferred pairs whose values every rank can compute, and the sum that they must give."""
 
     def __init__(self, lengths: list[int], dtype: torch.dtype, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)

@@ -50,7 +50,7 @@ def test_half_inputs_do_not_pass_through_a_half_sum() -> None:
 
 
 class ConvertedRows(TorchDispatchMode):
-    """Notes how many rows are converted at a time."""
+    """Records how many rows are converted at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +108,7 @@ def test_main_grads_that_cannot_be_added_to() -> None:
 
 
 class OnCuda(torch.Tensor):
-    """A tensor in host memory that says it is on a CUDA device."""
+    """A tensor in host memory that claims to be on a CUDA device."""
 
     @property
     def is_cuda(self) -> bool:

@@ -384,7 +384,7 @@ def test_any_sequence_of_requests_grows_to_the_largest_and_shares(wanted):
 @pytest.mark.cuda
 @needs_cuda
 def test_buffers_live_on_the_current_gpu():
-    """A CUDA buffer by default, and that cuda without an index is the current one."""
+    """Checks that buffers are on CUDA by default, and cuda without an index is the current one."""
     buffers = GlobalMemoryBuffer()
     tensor = buffers.get_tensor((4,), torch.float32, "x")
     assert tensor.device == torch.device("cuda", torch.cuda.current_device())
@@ -398,7 +398,7 @@ def test_buffers_live_on_the_current_gpu():
 @pytest.mark.cuda
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two GPUs: buffers on both")
 def test_each_gpu_has_its_own_buffer():
-    """That a switch of the current device gives memory of that device, and back."""
+    """Checks that switching the current device gives memory of that device, and back."""
     buffers = GlobalMemoryBuffer()
     with torch.cuda.device(0):
         first = buffers.get_tensor((4,), torch.float32, "x")
@@ -410,7 +410,7 @@ def test_each_gpu_has_its_own_buffer():
 @pytest.mark.cuda
 @needs_cuda
 def test_the_peak_of_a_growing_gpu_buffer_is_the_new_size():
-    """That the old GPU memory is given back before the bigger buffer is allocated."""
+    """Checks that the old GPU memory is freed before the bigger buffer is allocated."""
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()

@@ -35,7 +35,7 @@ def test_unknown_device_types_are_refused_by_torch():
 @pytest.mark.cuda
 @needs_cuda
 def test_an_accelerator_is_current_and_followed():
-    """The current device, its index filled in, and that a switch of device is followed."""
+    """Checks that the current device has its index and follows a switch of device."""
     last = torch.cuda.device_count() - 1
     with torch.cuda.device(last):
         assert current_device() == torch.device("cuda", last)

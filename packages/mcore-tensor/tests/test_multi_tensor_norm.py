@@ -307,7 +307,7 @@ def synchronising_is_an_error():
 @needs_cuda
 @pytest.mark.parametrize("per_tensor", [True, False])
 def test_a_gpu_norm_never_waits_for_the_gpu(per_tensor, synchronising_is_an_error):
-    """That no step of a norm with its flag synchronises, for one and for several dtypes."""
+    """Checks that no step of a norm with its flag synchronises, for one and for several dtypes."""
     flag = torch.zeros(1, dtype=torch.int, device="cuda")
     one = [torch.ones(1000, device="cuda") for _ in range(10)]
     several = [*one, torch.ones(9, device="cuda").half(), torch.ones(7, device="cuda").double()]
@@ -338,7 +338,7 @@ def test_gpu_norms_and_flag(tensors, norm, per_tensor, flag):
 @pytest.mark.cuda
 @needs_cuda
 def test_tensors_on_several_devices():
-    """That one scalar per device is moved to the device of the first tensor."""
+    """Checks that one scalar per device is moved to the device of the first tensor."""
     tensors = [torch.full((2,), 3.0, device="cuda"), torch.full((2,), 4.0)]
     norm, each = local_multi_tensor_l2_norm(CHUNK, zero_flag(), [tensors], True)
     assert norm.device.type == each.device.type == "cuda"
@@ -348,7 +348,7 @@ def test_tensors_on_several_devices():
 @pytest.mark.cuda
 @needs_cuda
 def test_a_gpu_norm_launches_few_kernels():
-    """At most four kernels beside the fused one for one group of tensors, without a flag."""
+    """Checks for at most four kernels beside the fused one for one group, without a flag."""
     tensors = [torch.ones(1000, device="cuda") for _ in range(100)]
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as alone:
         torch._foreach_norm(tensors, 2, dtype=torch.float32)

@@ -268,7 +268,7 @@ def test_any_pairs_against_float64(described, factor, as_tensor, extra, seed):
 @settings(deadline=None, max_examples=30)
 @given(st.integers(0, 2**31), dtypes, dtypes)
 def test_the_path_of_accelerators_gives_the_same(seed, source_dtype, dtype):
-    """Its operations run on the CPU as well: take them there, with small blocks."""
+    """Run the accelerator's operations on the CPU too, with small blocks."""
     generator = torch.Generator().manual_seed(seed)
     sources = [
         torch.randn(length, generator=generator).to(source_dtype) for length in (3, 900, 4000, 17)
@@ -339,7 +339,7 @@ def test_gpu_products_and_flag(source, factor, dtype, result, flag):
 @pytest.mark.cuda
 @needs_cuda
 def test_scaling_on_a_gpu_never_waits_for_the_gpu():
-    """That no step synchronises, for any two dtypes and for factors on the GPU and on the host."""
+    """Checks that no step synchronises, for any two dtypes and factors on GPU and host."""
     lists = [
         [torch.ones(1000, device="cuda", dtype=dtype) for dtype in order]
         for order in (FLOATS, FLOATS[::-1])
@@ -361,7 +361,7 @@ def test_scaling_on_a_gpu_never_waits_for_the_gpu():
 @pytest.mark.cuda
 @needs_cuda
 def test_sources_and_destinations_on_different_devices():
-    """That values move both ways, and a factor and a flag from elsewhere too."""
+    """Checks that values, and a factor and flag from elsewhere, move both ways."""
     flag = zero_flag()
     on_gpu, on_cpu = torch.zeros(3, device="cuda"), torch.zeros(3, dtype=torch.half)
     scale([torch.ones(3)], [on_gpu], torch.tensor(3.0), flag)

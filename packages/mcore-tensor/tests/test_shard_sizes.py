@@ -11,7 +11,7 @@ from mcore.tensor.dtensor import every_rank_has_elements
 
 
 def chunks(tensor, count, dim):
-    """What `torch.chunk` gives, with empty tensors for the chunks that it leaves out."""
+    """What ``torch.chunk`` gives, with empty tensors for the chunks that it leaves out."""
     parts = list(torch.chunk(tensor, count, dim))
     return parts + [tensor.narrow(dim, 0, 0)] * (count - len(parts))
 

@@ -270,7 +270,7 @@ def share_memory_between_gpus():
     torch.cuda.device_count() < 2, reason="fewer than two GPUs: memory that two of them share"
 )
 def test_gpus_read_each_others_memory():
-    """That memory is allocated and that a rank reads what its neighbour wrote."""
+    """Checks that memory is allocated and that a rank reads what its neighbour wrote."""
     world = 2
     results = run_ranks(share_memory_between_gpus, world, init="cuda:nccl")
     for rank, (values, reason) in enumerate(results):
@@ -311,7 +311,7 @@ def allocate_on_one_gpu():
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device: allocation on one GPU")
 def test_one_gpu_allocates_or_says_why_not():
-    """That a world of one GPU either has memory that can be written or a reason, and no error."""
+    """Checks that a world of one GPU has writable memory or a reason, and no error."""
     ((available, written, reason),) = run_ranks(allocate_on_one_gpu, 1, init="cuda:nccl")
     if available:
         assert (written, reason) == ([3.0] * 8, None)

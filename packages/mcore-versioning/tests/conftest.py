@@ -1,4 +1,4 @@
-"""What several test files need: a clean state, and packages that are not really there."""
+"""Fixtures of several test files: a clean state, and packages that only seem installed."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def install(site: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def unload(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
-    """Take a module out of `sys.modules` now, and whatever is there under its name afterwards."""
+    """Take a module out of ``sys.modules`` now, and whatever has its name afterwards."""
     names: list[str] = []
 
     def unload_module(name: str) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the rule that experimental code must not stay so for ever."""
+"""Tests of the rule that code must not stay experimental forever."""
 
 import logging
 import sys

@@ -1,4 +1,4 @@
-"""Tests of the version lookups: of each documented function, and of the order of the places."""
+"""Tests of the version lookups: each documented function, and the order of the sources."""
 
 import importlib.metadata
 import logging

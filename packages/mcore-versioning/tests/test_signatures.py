@@ -1,4 +1,4 @@
-"""Tests of extended signatures and of the question what a callable accepts."""
+"""Tests of extended signatures and of which parameters a callable accepts."""
 
 import inspect
 from typing import Any

@@ -133,7 +133,7 @@ class TransformerConfig:
         if len(names) == 2 or self.cuda_graph_impl != "none":
             raise ValueError(
                 f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}; "
-                "give cuda_graph_impl alone"
+                "pass cuda_graph_impl alone"
             )
         self.cuda_graph_impl = "local" if enable else "transformer_engine"
         warnings.warn(

@@ -76,10 +76,10 @@ class Float16Module(MegatronModule):
         no_cast_kwargs: Collection[str] = ("loss_mask",),
     ) -> None:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}; give a torch.nn.Module")
+            raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
         if isinstance(no_cast_kwargs, str):
             raise TypeError(
-                f"no_cast_kwargs is the string {no_cast_kwargs!r}; give a tuple of names"
+                f"no_cast_kwargs is the string {no_cast_kwargs!r}; pass a tuple of names"
             )
         super().__init__(config)
         self.fp16, self.bf16 = _chosen_precision(config)
@@ -285,7 +285,7 @@ def _pipeline_place(
     if pp_group is None and wanted is not None and wanted > 1:
         raise ValueError(
             f"pipeline_model_parallel_size is {wanted} and no pipeline group is given, so that the "
-            "first and the last stage are unknown; give pp_group or a pg_collection with pp"
+            "first and the last stage are unknown; pass pp_group or a pg_collection with pp"
         )
     return get_pg_rank(pp_group), get_pg_size(pp_group)
 
@@ -377,14 +377,14 @@ def stage_flags(
     chunks = 1 if vp_size is None else vp_size
     if chunks > 1 and vp_stage is None:
         raise ValueError(
-            f"vp_stage is None with {vp_size} virtual stages; give 0 to {chunks - 1}, the number "
+            f"vp_stage is None with {vp_size} virtual stages; pass 0 to {chunks - 1}, the number "
             "of this model chunk"
         )
     chunk = vp_stage or 0
     if not 0 <= chunk < max(chunks, 1):
         raise ValueError(
             f"vp_stage is {vp_stage} with vp_size {vp_size}; "
-            + (f"give 0 to {chunks - 1}" if chunks > 1 else "give None or 0, or a vp_size")
+            + (f"pass 0 to {chunks - 1}" if chunks > 1 else "pass None or 0, or a vp_size")
         )
     is_last = pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1
     return StageFlags(is_first=pp_rank == 0 and chunk == 0, is_last=is_last)

@@ -109,7 +109,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
         torch.float16
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype!r}; give a floating torch.dtype")
+        raise ValueError(f"dtype is {dtype!r}; pass a floating torch.dtype")
     record_fp32_marks(module)
     kept = _kept_ids(module)
 

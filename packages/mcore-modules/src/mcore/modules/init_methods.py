@@ -94,19 +94,19 @@ def _normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _scaled(sigma: float, num_layers: int, multiplier: float) -> float:
     if not isinstance(num_layers, Integral) or isinstance(num_layers, bool) or num_layers < 1:
-        raise ValueError(f"num_layers is {num_layers!r}; give a whole number >= 1")
+        raise ValueError(f"num_layers is {num_layers!r}; pass a whole number >= 1")
     return _standard_deviation(sigma) / math.sqrt(_positive("multiplier", multiplier) * num_layers)
 
 
 def _standard_deviation(sigma: float) -> float:
     if not _is_finite_number(sigma) or sigma < 0:
-        raise ValueError(f"sigma is {sigma!r}; give a finite standard deviation >= 0")
+        raise ValueError(f"sigma is {sigma!r}; pass a finite standard deviation >= 0")
     return float(sigma)
 
 
 def _positive(name: str, value: float) -> float:
     if not _is_finite_number(value) or value <= 0:
-        raise ValueError(f"{name} is {value!r}; give a finite number > 0")
+        raise ValueError(f"{name} is {value!r}; pass a finite number > 0")
     return float(value)
 
 

@@ -156,7 +156,7 @@ class _Conversion:
         key = id(val)
         if key in self._inside:
             raise ValueError(
-                f"a {type(val).__name__} contains itself; give nested containers without cycles"
+                f"a {type(val).__name__} contains itself; pass nested containers without cycles"
             )
         self._inside.add(key)
         try:

@@ -66,7 +66,7 @@ def _with_resolved_groups(
 ) -> dict[str, Any]:
     """Return a copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
     if metadata is not None and not isinstance(metadata, dict):
-        raise TypeError(f"metadata is a {type(metadata).__name__}; give a dict or None")
+        raise TypeError(f"metadata is a {type(metadata).__name__}; pass a dict or None")
     resolved = dict(metadata or {})
     own = attribute_or_none(module, "pg_collection")
     tp = _first_group(
@@ -103,7 +103,7 @@ def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
         return ()
     if any(len(offset) != 3 or any(type(n) is not int for n in offset) for offset in checked):
         raise TypeError(
-            f"sharded_offsets is {offsets!r}; give triples of ints (axis, index, count)"
+            f"sharded_offsets is {offsets!r}; pass triples of ints (axis, index, count)"
         )
     if sorted(offset[0] for offset in checked) != list(range(len(checked))):
         raise ValueError(

@@ -243,7 +243,7 @@ def create_value_head_hook(
     """
     for name, size in (("hidden_size", hidden_size), ("output_size", output_size)):
         if not isinstance(size, Integral) or size < 1:
-            raise ValueError(f"{name} is {size!r}; give a whole number >= 1")
+            raise ValueError(f"{name} is {size!r}; pass a whole number >= 1")
     _register_linear_for_last_layer_mapping()
 
     def hook(model: Any) -> ModelList:
@@ -350,7 +350,7 @@ def _broadcast(head: LinearForLastLayer) -> None:
         return
     if head.weight.is_meta:
         raise ValueError(
-            "a head on the meta device has no values to broadcast; give broadcast_init=False"
+            "a head on the meta device has no values to broadcast; pass broadcast_init=False"
         )
     source = get_pg_src_rank(head.tp_group)
     for parameter in head.parameters():

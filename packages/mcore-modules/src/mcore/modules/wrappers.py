@@ -64,7 +64,7 @@ def register_model_wrapper(cls: type, attr: str = "module") -> None:
         'model'
     """
     if not isinstance(cls, type):
-        raise TypeError(f"cls is {cls!r}; give a class")
+        raise TypeError(f"cls is {cls!r}; pass a class")
     if _registered_wrappers.setdefault(cls, attr) != attr:
         raise ValueError(
             f"{cls.__name__} is registered with attribute {_registered_wrappers[cls]!r}, not "
@@ -132,10 +132,10 @@ def get_attr_wrapped_model(
     if isinstance(model, (list, tuple)):
         raise ModelListError(
             f"got a {type(model).__name__} of {len(model)} where one model is expected, to find "
-            f"{attr!r}; give its elements one by one"
+            f"{attr!r}; pass its elements one by one"
         )
     if model is None:
-        raise AttributeNotFoundError(f"the model is None and has no attribute {attr!r}; give one")
+        raise AttributeNotFoundError(f"the model is None and has no attribute {attr!r}; pass one")
     visited = []
     for owner in iter_wrapped_models(model):
         visited.append(type(owner).__name__)
@@ -239,7 +239,7 @@ def is_submodule(
 def ensure_model_list(model: Any) -> ModelList:
     """Return one model or several as a list, a list itself unchanged; TypeError for None."""
     if model is None:
-        raise TypeError("model is None; give a model or a list of models")
+        raise TypeError("model is None; pass a model or a list of models")
     if isinstance(model, list):
         return model
     return list(model) if isinstance(model, tuple) else [model]

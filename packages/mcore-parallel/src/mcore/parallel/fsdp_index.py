@@ -311,7 +311,7 @@ class FSDPDistributedIndex:
         others = set(names) - {self.dp_shard_dim, self.dp_outer_dim or self.dp_shard_dim}
         if self.tp_dim is not None or (names and not others):
             return ""
-        return "; tp_dim is None: give tp_dim, a size-1 TP dim is enough"
+        return "; tp_dim is None: pass tp_dim, a size-1 TP dim is enough"
 
 
 @dataclass(frozen=True)

@@ -283,8 +283,8 @@ def _check_pairs(
         if shape not in (None, (grad.shape[-1], input_.shape[-1])):
             raise ValueError(
                 f"micro-batch {index}: a gradient of shape {tuple(grad.shape)} and an activation "
-                f"of shape {tuple(input_.shape)} do not fit main_grad of shape {shape}, which has "
-                "to be their last dimensions"
+                f"of shape {tuple(input_.shape)} do not fit main_grad of shape {shape}, which must "
+                "be their last dimensions"
             )
 
 
@@ -314,7 +314,7 @@ def _agree(
     most, minus_fewest, highest, minus_lowest = max_or_raise(numbers, error, group)
     if highest != -minus_lowest:
         raise ValueError(
-            f"the ranks of tp_group have to gather different activations: rank {dist.get_rank()} "
+            f"the ranks of tp_group have different activations to gather: rank {dist.get_rank()} "
             f"has {count} of shapes {[tuple(input_.shape) for input_ in inputs]}, the group "
             f"between {-minus_fewest} and {most}"
         )

@@ -159,5 +159,5 @@ def maybe_cat(
         return torch.cat((a, b), dim)
     given = b if a is None else a
     if given is None and required:
-        raise ValueError("a and b are both None: give at least one of them, or pass required=False")
+        raise ValueError("a and b are both None: pass at least one of them, or pass required=False")
     return given

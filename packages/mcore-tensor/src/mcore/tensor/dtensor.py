@@ -118,7 +118,7 @@ def _mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
         names = mesh.mesh_dim_names or list(range(mesh.ndim))
         raise ValueError(
             f"the tensor lives on a mesh of {mesh.ndim} dimensions, {names}: "
-            "pass mesh_dim to name the one of the data-parallel group"
+            "pass mesh_dim to name the data-parallel one"
         )
     return mesh.get_group(mesh_dim)
 

@@ -62,7 +62,7 @@ def deprecate_args(
         TypeError: eps has moved to the optimizer
     """
     if not all(isinstance(name, str) for name in names):
-        raise TypeError(f"the arguments of @deprecate_args are names in quotes, not {names!r}")
+        raise TypeError(f"the arguments of @deprecate_args must be names in quotes, not {names!r}")
     if not names:
         raise ValueError('@deprecate_args needs the names of the arguments, as in ("eps",)')
     texts = {name: message.format(name=name) for name in names}

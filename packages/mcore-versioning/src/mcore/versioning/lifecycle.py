@@ -207,7 +207,7 @@ def _check_versions(version: str, removal_version: str | None) -> None:
 def _check_warning(category: Any, stacklevel: int) -> None:
     is_warning = isinstance(category, type) and issubclass(category, Warning)
     if category is not None and not is_warning:
-        raise TypeError(f"category is a subclass of Warning or None, not {category!r}")
+        raise TypeError(f"category must be a subclass of Warning or None, not {category!r}")
     if stacklevel < 1:
         raise ValueError(f"stacklevel is {stacklevel}; 1 blames the caller, 2 the caller's caller")
 

@@ -173,7 +173,7 @@ def parse_version(version: str | Version) -> Version:
     if isinstance(version, Version):
         return version
     if not isinstance(version, str):
-        raise TypeError(f"a version is a str or a packaging Version, not {version!r}")
+        raise TypeError(f"a version must be a str or a packaging Version, not {version!r}")
     return _parse(version)
 
 

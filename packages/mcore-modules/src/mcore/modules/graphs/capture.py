@@ -82,10 +82,10 @@ def capture_graphs(
     """
     checked = _checked_layers(layers)
     if num_graphs < 1:
-        raise ValueError(f"num_graphs is {num_graphs}; give at least 1")
+        raise ValueError(f"num_graphs is {num_graphs}; pass at least 1")
     if sample_inputs is not None and len(sample_inputs) != len(checked):
         raise ValueError(
-            f"{len(sample_inputs)} sample inputs for {len(checked)} layers; give one mapping each"
+            f"{len(sample_inputs)} sample inputs for {len(checked)} layers; pass one mapping each"
         )
     if not checked:
         return
@@ -198,7 +198,7 @@ def num_graphs_needed(
 def _graphable(layer: torch.nn.Module) -> GraphableMegatronModule:
     if not isinstance(layer, GraphableMegatronModule):
         raise TypeError(
-            f"a layer is a {type(layer).__name__}; give GraphableMegatronModule instances"
+            f"a layer is a {type(layer).__name__}; pass GraphableMegatronModule instances"
         )
     return layer
 

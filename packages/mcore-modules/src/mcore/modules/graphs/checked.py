@@ -130,7 +130,7 @@ class InputSignature:
         differences = _differences(self._expected, given, with_requires_grad)
         if differences:
             raise GraphInputMismatch(
-                "the inputs differ from those of the capture; give the same kind or capture again: "
+                "the inputs differ from those of the capture; pass the same kind or capture again: "
                 + "; ".join(differences)
             )
 

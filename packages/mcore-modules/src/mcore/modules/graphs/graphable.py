@@ -113,7 +113,7 @@ class GraphableMegatronModule(MegatronModule):
         """
         local_length = self._local_sequence_length(seq_length)
         if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size}; give at least 1")
+            raise ValueError(f"micro_batch_size is {micro_batch_size}; pass at least 1")
         hidden_states = torch.ones(
             (local_length, micro_batch_size, read_field(self.config, "hidden_size")),
             dtype=self._activation_dtype(),
@@ -128,7 +128,7 @@ class GraphableMegatronModule(MegatronModule):
             ranks *= read_field(self.config, "tensor_model_parallel_size", 1)
         if seq_length < 1 or seq_length % ranks:
             raise ValueError(
-                f"seq_length is {seq_length}; give a positive multiple of {ranks}, the number of "
+                f"seq_length is {seq_length}; pass a positive multiple of {ranks}, the number of "
                 "ranks that share a sequence"
             )
         length: int = seq_length // ranks
@@ -202,9 +202,9 @@ class GraphableMegatronModule(MegatronModule):
         graph_kwargs = dict(kwargs)
         has_keyword = graph_kwargs.get("hidden_states") is not None
         if args and has_keyword:
-            raise TypeError("hidden_states is given twice; give it by position or by name")
+            raise TypeError("hidden_states is given twice; pass it by position or by name")
         if not args and not has_keyword:
-            raise TypeError("hidden_states is missing; give it")
+            raise TypeError("hidden_states is missing; pass it")
         hidden_states = graph_kwargs.pop("hidden_states", None)
         graph_args = args or (hidden_states,)
         graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0

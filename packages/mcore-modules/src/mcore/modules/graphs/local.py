@@ -71,7 +71,7 @@ class LocalGraphManager:
         self, config: Any, runner: GraphRunner | None = None, *, max_graphs_per_key: int = 64
     ) -> None:
         if max_graphs_per_key < 1:
-            raise ValueError(f"max_graphs_per_key is {max_graphs_per_key}; give at least 1")
+            raise ValueError(f"max_graphs_per_key is {max_graphs_per_key}; pass at least 1")
         self.config = config
         self.runner = runner
         self.max_graphs_per_key = max_graphs_per_key

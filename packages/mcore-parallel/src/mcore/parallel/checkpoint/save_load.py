@@ -126,12 +126,12 @@ def _prepared(sd: Mapping[str, Any], final: Path, team: Team) -> Entries:
     reject_unsavable(entries, with_common=team.is_first)
     if is_incomplete_name(final.name):
         raise CheckpointingException(
-            f"{final} has the name of an unfinished checkpoint; give another one"
+            f"{final} has the name of an unfinished checkpoint; choose another one"
         )
     if team.is_first:
         if os.path.lexists(final):
             raise CheckpointingException(
-                f"{final} already exists and is left as it is; give another path, or delete it"
+                f"{final} already exists and is left as it is; choose another path, or delete it"
             )
         make_directories(final.parent)
     return entries

@@ -331,7 +331,7 @@ class ShardedTensor(ShardedBase):
             if counts[axis] * size != total or (size and offset % size):
                 return (
                     f"axis {axis}: {counts[axis]} shards of {size} at offset {offset} are not a "
-                    f"regular grid of the global size {total}; give axis_fragmentations=None for "
+                    f"regular grid of the global size {total}; pass axis_fragmentations=None for "
                     "uneven shards"
                 )
         return None
@@ -354,7 +354,7 @@ def _places_by_axis(
                 "(prepended ones included)"
             )
         if axis in places:
-            raise CheckpointingException(f"key {key!r}: axis {axis} has two offsets; give one")
+            raise CheckpointingException(f"key {key!r}: axis {axis} has two offsets; pass one")
         if count < 1 or not 0 <= place < count:
             raise CheckpointingException(
                 f"key {key!r}: offset {tuple(triple)} needs count >= 1 and 0 <= index < count"
