@@ -325,7 +325,7 @@ def test_experts_without_hybrid(fake_world) -> None:
 )
 def test_experts_need_an_expert_mesh(fake_world, ask) -> None:
     fake_world(5, 8)
-    with pytest.raises(ValueError, match="the index has no expert mesh"):
+    with pytest.raises(ValueError, match="needs an expert mesh, which the index does not have"):
         ask(hybrid_index(hsdp_outer_dp_shard=True))
 
 
