@@ -98,7 +98,7 @@ def test_an_unknown_base_is_no_pass(
     repository: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--root", str(repository.root), "--base", "nowhere"]) == 2
-    assert "'nowhere' is no revision" in capsys.readouterr().err
+    assert "'nowhere' is not a revision" in capsys.readouterr().err
 
 
 def test_the_current_version_needs_a_heading(repository: SampleRepository) -> None:
