@@ -65,7 +65,7 @@ class Surface:
 def read_surface(package: Distribution) -> Surface:
     """Read what is public, without importing anything.
 
-    Public: ``__all__``, subpackages with one, ``[tool.mcore] public-modules``, and members of public
+    Public: ``__all__``, subpackages with one, ``[tool.mcore] public-modules``, members of public
     classes; without ``__all__``, what is defined or re-exported under a name without underscore.
     """
     refuse_unparsable(package)

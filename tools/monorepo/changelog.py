@@ -73,7 +73,7 @@ def fold(text: str, version: Version, day: date, found: Iterable[Fragment]) -> s
     ]
     body = "\n\n".join(part for part in (_merged(unreleased, groups)) if part)
     if not body:
-        raise ChangelogError(f"nothing is said about {version}: add a fragment to {FOLDER}/")
+        raise ChangelogError(f"nothing describes {version}: add a fragment to {FOLDER}/")
     heading = f"## {version} ({day.isoformat()})"
     parts = (before.strip(), heading, body, after.strip())
     return "\n\n".join(part for part in parts if part) + "\n"

@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 
 class GitError(RuntimeError):
-    """git refused, or the folder is no repository."""
+    """git refused, or the folder is not a repository."""
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ def load_corpus() -> Corpus:
 def draw_batch(
     text: torch.Tensor, *, rows: slice, batch_size: int, seq_length: int, seed: int, step: int
 ) -> dict[str, torch.Tensor]:
-    """Draw the batch of one step: the same sequences in every layout, also after a resume."""
+    """Draw the batch of one step: the same sequences in every layout, even after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)[rows]
     positions = torch.arange(seq_length)

@@ -33,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: dict[str, Isolated | str] = {}
     with tempfile.TemporaryDirectory(prefix="isolated-") as folder:
         scratch = Path(folder).resolve()
-        scratch.chmod(0o755)  # some tests go on as another user
+        scratch.chmod(0o755)  # some tests continue as another user
         try:
             wheels = build_wheels(needed(workspace, targets), scratch / "wheels")
         except BuildError as error:

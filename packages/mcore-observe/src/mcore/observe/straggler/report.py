@@ -144,7 +144,7 @@ class StragglerReport:
     """Metrics, statistics and scores of all ranks over one interval; identical on every rank.
 
     Tuples are indexed by the rank in the group; ``ranks`` has the number that each rank gave to
-    ``configure``, which is the same for a job that passes its ranks. NaN is no data.
+    ``configure``, which is the same for a job that passes its ranks. NaN means no data.
 
     Attributes:
         unix_time: When it was made, in seconds since 1970.
