@@ -99,7 +99,7 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     assert any(f"{losses[1]:.3f} at step 1, {losses[12]:.3f} at step 12" in line for line in tail)
     assert any(f"hatch run tensorboard --logdir runs/{run.name}/tensorboard" in x for x in tail)
     assert any(re.search(r"\d tokens per second", line) for line in tail)
-    (printed,) = (line.split("  ")[-1].strip() for line in tail if line.startswith("go on"))
+    (printed,) = (line.split("  ")[-1].strip() for line in tail if line.startswith("continue "))
 
     again = pretrain(tmp_path, *shlex.split(printed)[3:])
     assert again.returncode == 0, again.stderr
@@ -167,8 +167,11 @@ REFUSED = {
     "word": ("--tp two", "argument --tp: invalid int value: 'two'"),
     "unknown": ("--tpp 2", "unrecognized arguments: --tpp 2"),
     "length": ("--seq-length 100000000 --cp 1", "--seq-length 100000000 is not below"),
-    "missing run": ("--resume nowhere", "--resume nowhere: no run folder (it has no config.json)"),
-    "foreign run": ("--resume foreign", "config.json is not of this job"),
+    "missing run": (
+        "--resume nowhere",
+        "--resume nowhere: not a run folder (it has no config.json)",
+    ),
+    "foreign run": ("--resume foreign", "config.json is not from this job"),
     "no checkpoint": ("--resume empty", "--resume empty: no complete checkpoint in"),
     "changed model": ("--resume empty --hidden-size 64", "--hidden-size 64 differs from the run"),
     "file as folder": ("--runs-dir file/runs", "cannot write the run folder file/runs/"),

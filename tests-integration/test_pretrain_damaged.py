@@ -1,4 +1,4 @@
-"""Damaged and foreign checkpoints: refused in one line, or passed over and saved again."""
+"""Damaged and foreign checkpoints: refused in one line, or set aside and saved again."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def flip_a_bit(checkpoint: Path, pattern: str) -> None:
         path.write_bytes(content)
 
 
-UNREADABLE = "remove it to go on from the one before, or start a new run"
+UNREADABLE = "remove it to continue from the one before, or start a new run"
 
 
 @pytest.mark.parametrize(
@@ -116,10 +116,10 @@ def test_a_resume_names_damaged_checkpoints_and_saves_theirs_again(
         tmp_path, "--resume", "run", "--train-iters", "6", "--exit-after", "1", "--no-tensorboard"
     )
     assert done.returncode == 0, done.stderr
-    (said,) = (line for line in done.stderr.splitlines() if "passed over" in line)
+    (said,) = (line for line in done.stderr.splitlines() if "skipped" in line)
     size = (good / "__1_0.distcp").stat().st_size
     assert said == (
-        "pretrain: warning: going on from step 3: passed over run/checkpoints/step_00000004 "
+        "pretrain: warning: continuing from step 3, skipped run/checkpoints/step_00000004 "
         "(manifest.json has changed since it was saved), now step_00000004.damaged-2, "
         f"run/checkpoints/step_00000005 (__1_0.distcp has 7 bytes but {size} were saved: it is "
         "truncated or was changed), now step_00000005.damaged"

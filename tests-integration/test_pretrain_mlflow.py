@@ -108,7 +108,7 @@ def test_a_dead_server_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     (said,) = (line for line in done.stderr.splitlines() if "MLflow" in line)
     assert said.startswith("pretrain: MLflow at http://***@127.0.0.1:")
-    assert "training goes on" in said
+    assert "training continues" in said
     closing = last_value(done.stdout, "MLflow")
     assert re.search(r" has not taken (\d+) of \1 values; they are in run/metrics\.jsonl$", closing)
     assert list(curves_of(tmp_path / "run")["lm loss"]) == [1, 2, 3]
@@ -128,7 +128,7 @@ REFUSED = {
     "no uri": ("--mlflow-uri nonsense", "--mlflow-uri nonsense must start with http://, https://"),
     "folder": ("--mlflow-uri file:///tmp/x", "--mlflow-uri file:///tmp/x must start with http://"),
     "no host": ("--mlflow-uri http://", "--mlflow-uri http:// names no host"),
-    "port": (f"--mlflow-uri http://a:{PASSWORD}@h:http", "http://***@h:http is no URI: "),
+    "port": (f"--mlflow-uri http://a:{PASSWORD}@h:http", "http://***@h:http is not a URI: "),
     "no folder": ("--mlflow-uri sqlite:///no/where.db", "there is no folder no for the database"),
     "both": ("--mlflow-uri http://h --no-mlflow", "--mlflow-uri needs --mlflow, which is off"),
     "mistyped": (f"--mlflowuri http://a:{PASSWORD}@h", "unrecognized arguments: --mlflowuri"),

@@ -1,4 +1,4 @@
-"""A resumed run goes on where the first start stopped, in the same layout and in another one."""
+"""A resumed run continues where the first start stopped, in the same layout and in another one."""
 
 from __future__ import annotations
 

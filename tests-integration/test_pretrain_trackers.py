@@ -49,7 +49,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 
 def copy_of(run: Path, folder: Path) -> Path:
-    """A copy of a run that a test may go on from."""
+    """A copy of a run that a test may continue from."""
     return shutil.copytree(run, folder / "run")
 
 

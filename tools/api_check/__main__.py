@@ -1,4 +1,4 @@
-"""Command line: `python -m api_check [--package P ...] [--baseline REF] [--current REF] ...`."""
+"""Command line: ``python -m api_check [--package P ...] [--baseline REF] [--current REF] ...``."""
 
 from __future__ import annotations
 
@@ -14,15 +14,7 @@ COULD_NOT_CHECK = 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the packages with their last releases.
-
-    Args:
-        arguments: The command line without the program's name; by default that of the process.
-
-    Returns:
-        0 when nothing breaks or the versions announce it, 1 when something breaks without,
-        2 when a package could not be checked. The worst one wins.
-    """
+    """Compare the packages with their last releases; 1: unannounced breaks, 2: not checkable."""
     options = _parser().parse_args(arguments)
     try:
         # Here, so that its absence is an answer and not a traceback.

@@ -104,7 +104,7 @@ class Comparison:
             yield self._finding(new, kind, before, after, weight)
 
     def _lost_modules(self) -> Iterator[Finding]:
-        """Public modules that are no entries themselves, such as subpackages."""
+        """Public modules that are not entries themselves, such as subpackages."""
         for path, module in self.old.modules.items():
             if path not in self.new.modules and path not in self.old.entries:
                 entry = Entry(path, module.path.rpartition(".")[0], module.name, module, path, True)

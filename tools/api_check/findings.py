@@ -1,4 +1,4 @@
-"""What a comparison finds."""
+"""Findings of a comparison."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Marks:
         exempt: The exempting decorators, sorted.
         deprecated: Whether it is deprecated.
         removal_version: From when on it may be gone.
-        unreadable: The source of a removal version that is no literal version.
+        unreadable: The source of a removal version that is not a literal version.
     """
 
     exempt: tuple[str, ...] = ()

@@ -21,7 +21,7 @@ PASSED, FAILED, COULD_NOT_CHECK = 0, 1, 2
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of one package.
+    """The result for one package.
 
     Attributes:
         package: The distribution.
@@ -45,24 +45,11 @@ def check_package(
     strict: bool = False,
     as_version: Version | None = None,
 ) -> Outcome:
-    """Compare the public names of a package with those of a release.
-
-    Args:
-        root: The repository.
-        package: The distribution.
-        baseline: A revision; by default the highest tag of the package in the history of HEAD
-            that is not newer than its version now.
-        current: A revision; by default the working tree.
-        strict: Fail on deprecated names that are still there after their time.
-        as_version: Judge as if the package had this version now.
-
-    Returns:
-        The outcome; an error on the way is one too, of status 2.
-    """
+    """Compare the public names of a package with those of a release, by default the last one."""
     try:
         for revision in (baseline, current):
             if revision is not None and not commit_exists(root, revision):
-                raise CannotCheckError(f"{revision!r} is no revision of this repository")
+                raise CannotCheckError(f"{revision!r} is not a revision of this repository")
         with tree_at(root, current) as now:
             if baseline is None:
                 tag = last_tag(root, package, now.names, up_to=now[package].version)

@@ -11,13 +11,7 @@ from monorepo.workspace import Workspace
 
 
 def announces_breakage(old: Version, new: Version) -> bool:
-    """Whether a step from one version to another allows incompatible changes.
-
-    >>> announces_breakage(Version("0.1.3"), Version("0.2.0"))
-    True
-    >>> announces_breakage(Version("1.1.0"), Version("1.2.0"))
-    False
-    """
+    """Whether a step between two versions allows incompatible changes: 0.1 to 0.2, 1 to 2."""
     if new.major != old.major:
         return new.major > old.major
     return old.major == 0 and new.minor > old.minor
@@ -29,18 +23,7 @@ def judge(
     step: tuple[Version, Version],
     workspace: Workspace,
 ) -> list[Finding]:
-    """Mark what the version covers, and add the dependants that have not looked at it.
-
-    Args:
-        findings: The differences of a package.
-        package: The package.
-        step: Its version at the baseline and now.
-        workspace: The packages now.
-
-    Returns:
-        The findings. Where breakages are covered, a ``DEPENDANT_RANGE`` follows for each
-        dependant that accepts the version before the break as well as the one after it.
-    """
+    """Mark what the version covers, and add the dependants that accept both sides of a break."""
     breaks = any(one.weight is Weight.BREAKAGE for one in findings)
     if not breaks or not announces_breakage(*step):
         return list(findings)

@@ -38,7 +38,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Surface:
-    """Everything public of one package.
+    """Everything public in one package.
 
     Attributes:
         module: The module of the package as griffe read it.
@@ -65,14 +65,8 @@ class Surface:
 def read_surface(package: Distribution) -> Surface:
     """Read what is public, without importing anything.
 
-    Public are the names in the package's ``__all__``; the modules that it names; subpackages
-    with an ``__all__`` of their own; the modules listed in the package's ``pyproject.toml``
-    under ``[tool.mcore] public-modules``; and the members of public classes that do not begin
-    with one underscore. Where there is no ``__all__``, every name without an underscore counts
-    that is defined there or, in an ``__init__.py``, imported from within the namespace.
-
-    Raises:
-        CannotCheckError: The package can't be read.
+    Public: ``__all__``, subpackages with one, ``[tool.mcore] public-modules``, members of public
+    classes; without ``__all__``, what is defined or re-exported under a name without underscore.
     """
     refuse_unparsable(package)
     loader = griffe.GriffeLoader(
@@ -86,7 +80,7 @@ def read_surface(package: Distribution) -> Surface:
     except (griffe.GriffeError, ImportError) as error:
         raise CannotCheckError(f"{package.name}: {package.module} can't be read: {error}") from None
     if not isinstance(module, griffe.Module):
-        raise CannotCheckError(f"{package.name}: {package.module} is no module")
+        raise CannotCheckError(f"{package.name}: {package.module} is not a module")
     surface = Surface(module)
     _add_module(surface, module)
     for name in _listed_modules(package):

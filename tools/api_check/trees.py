@@ -14,20 +14,12 @@ from monorepo.workspace import PACKAGES_FOLDER, Distribution, Workspace, load_wo
 
 
 class CannotCheckError(RuntimeError):
-    """The comparison could not be made at all."""
+    """The comparison could not be made."""
 
 
 @contextmanager
 def tree_at(root: Path, revision: str | None) -> Iterator[Workspace]:
-    """The packages of a revision.
-
-    Args:
-        root: The repository.
-        revision: Anything that git resolves to a commit; None for the working tree.
-
-    Yields:
-        The packages; the files of a revision are gone afterwards.
-    """
+    """The packages of a revision, whose files are gone afterwards; None is the working tree."""
     if revision is None:
         yield load_workspace(root)
         return
@@ -40,11 +32,7 @@ def tree_at(root: Path, revision: str | None) -> Iterator[Workspace]:
 
 
 def refuse_unparsable(package: Distribution) -> None:
-    """Make sure that a package can be read as a whole.
-
-    Raises:
-        CannotCheckError: A file is no Python; the text names it.
-    """
+    """Make sure that a package can be read as a whole."""
     for file in sorted(package.source.rglob("*.py")):
         try:
             ast.parse(file.read_text(encoding="utf-8"), filename=str(file))

@@ -1,4 +1,4 @@
-"""Command line: `python -m bench [SUITE ...] [--json FILE] [--markdown]`."""
+"""Command line: ``python -m bench [SUITE ...] [--json FILE] [--markdown]``."""
 
 from __future__ import annotations
 
@@ -15,15 +15,7 @@ EXIT_OK, EXIT_FAILED, EXIT_NOTHING_RAN = 0, 1, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the suites that are asked for and print their tables.
-
-    Args:
-        arguments: The command line without the program's name; by default that of the process.
-
-    Returns:
-        0 when every suite that could run agreed with its peer, 1 when one failed or disagreed,
-        2 when none could run.
-    """
+    """Run the requested suites and print their tables; 1: one failed or disagreed, 2: none ran."""
     available = suite_names()
     options = _parser(available).parse_args(arguments)
     unknown = sorted(set(options.suites) - set(available))

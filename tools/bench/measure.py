@@ -24,13 +24,8 @@ class Row:
         peer_s: The peer's time in seconds, measured in the same run.
         target: The ratio to reach, or None where there is only a figure to know.
         agreement: What was checked to be equal before the timing; text that starts with
-            `DISAGREES` makes the row an error.
+            ``DISAGREES`` makes the row an error.
         note: Anything that a reader needs to judge the figures.
-
-    Example:
-        >>> row = Row("sort 1000", ours_s=2e-6, peer="list.sort", peer_s=6e-6, target=2.0)
-        >>> row.ratio, row.met
-        (3.0, True)
     """
 
     case: str
@@ -58,12 +53,7 @@ class Row:
 
     @classmethod
     def disagreement(cls, case: str, peer: str, what: str) -> Row:
-        """The row of a case that is not timed, since the results differ.
-
-        Example:
-            >>> Row.disagreement("sum", "numpy 2.1", "3.0 against 4.0").agrees
-            False
-        """
+        """The row of a case that is not timed, since the results differ."""
         return cls(case, math.nan, peer, math.nan, agreement=f"{DISAGREES}: {what}")
 
 
@@ -72,27 +62,8 @@ def paired(
 ) -> tuple[float, float]:
     """Seconds per call of both, each the minimum of its repeats.
 
-    The repeats alternate, and each round starts with the other side, so that a machine that
-    becomes slower during the run does so for both. The minimum is reported: other work on the
-    machine only ever adds time. Both are called once beforehand; the garbage collector rests while
-    the clock runs. A callable that starts work on an accelerator has to wait for it itself.
-
-    Args:
-        ours: Called without arguments.
-        peer: Called without arguments.
-        number: Calls per repeat; choose it so that a repeat takes a millisecond or more.
-        repeats: Rounds; each times both sides once.
-
-    Returns:
-        `(ours_s, peer_s)`.
-
-    Raises:
-        ValueError: `number` or `repeats` is below 1.
-
-    Example:
-        >>> ours_s, peer_s = paired(lambda: None, lambda: sum(range(1000)), number=200)
-        >>> ours_s < peer_s
-        True
+    The repeats alternate, so that a machine that becomes slower does so for both, and other work
+    on it only adds time. Calls that start work on an accelerator have to wait for it themselves.
     """
     _check_counts(number, repeats)
     ours()
@@ -110,20 +81,7 @@ def paired(
 
 
 def single(fn: Callable[[], Any], *, number: int, repeats: int = 7) -> float:
-    """Seconds per call of one callable: the minimum of the repeats, after one untimed call.
-
-    Args:
-        fn: Called without arguments.
-        number: Calls per repeat.
-        repeats: How often to time `number` calls.
-
-    Raises:
-        ValueError: `number` or `repeats` is below 1.
-
-    Example:
-        >>> 0 < single(lambda: sum(range(100)), number=100) < 1
-        True
-    """
+    """Seconds per call of one callable: the minimum of the repeats, after one untimed call."""
     _check_counts(number, repeats)
     fn()
     with _collector_at_rest():

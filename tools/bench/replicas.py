@@ -112,7 +112,7 @@ def _drain(num: int) -> Row:
 
 
 def _time_drain(num: int) -> tuple[float, float, float]:
-    """Time both on one rank; returns the difference of the sums too."""
+    """Time both on one rank; return the difference of the sums too."""
     length, hidden, vocab = 1024, 1024, 2048
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = [torch.randn(length // 2, 1, hidden, generator=generator) for _ in range(num)]

@@ -17,11 +17,11 @@ _OWN = ("mcore", "bench")
 
 @dataclass
 class SuiteResult:
-    """What one suite brought.
+    """The results of one suite.
 
     Attributes:
         suite: Its name.
-        rows: The rows that it yielded, also those before an error.
+        rows: The rows that it yielded, including those before an error.
         missing: The module that the suite needs and that is not installed, else empty.
         error: The traceback of anything else that it raised, else empty.
     """
@@ -41,24 +41,12 @@ def suite_names(package: Any = bench.suites) -> list[str]:
     """The names of all suites, found by walking the folder; imports none of them.
 
     A dash in a name is an underscore in that of its module.
-
-    Example:
-        >>> "versioning" in suite_names()
-        True
     """
     return sorted(info.name.replace("_", "-") for info in pkgutil.iter_modules(package.__path__))
 
 
 def run_suites(names: Sequence[str], package: Any = bench.suites) -> Iterator[SuiteResult]:
-    """Run the suites one after the other; one that fails doesn't stop the next.
-
-    Args:
-        names: Which suites, in this order.
-        package: The package that holds them.
-
-    Yields:
-        One result per suite, as soon as it is complete.
-    """
+    """Run the suites one after the other; one that fails doesn't stop the next."""
     for name in names:
         yield _run_suite(name, f"{package.__name__}.{name.replace('-', '_')}")
 

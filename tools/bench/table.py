@@ -19,12 +19,7 @@ _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
 
 def format_duration(seconds: float) -> str:
-    """Three significant digits with the unit that suits; `-` for what was not timed.
-
-    Example:
-        >>> [format_duration(s) for s in (12.0, 0.0042, 1.5e-6, 83.1e-9, float("nan"))]
-        ['12 s', '4.2 ms', '1.5 us', '83.1 ns', '-']
-    """
+    """Three significant digits with the unit that suits; ``-`` for what was not timed."""
     if math.isnan(seconds):
         return "-"
     for size, unit in _UNITS:
@@ -34,7 +29,7 @@ def format_duration(seconds: float) -> str:
 
 
 def cells(row: Row) -> tuple[str, ...]:
-    """The texts of one row, in the order of `COLUMNS`."""
+    """The texts of one row, in the order of ``COLUMNS``."""
     verdict = {None: "", True: " met", False: " MISSED"}[row.met]
     return (
         row.case,
@@ -94,10 +89,6 @@ def describe_machine() -> dict[str, str]:
     """Date, Python, torch, processor and load, as label and text.
 
     torch is looked up by its distribution metadata and not imported.
-
-    Example:
-        >>> list(describe_machine())
-        ['date', 'Python', 'torch', 'CPUs', 'load average']
     """
     return {
         "date": datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC"),

@@ -1,1 +1,1 @@
-"""What the repository does with its distributions: isolate, plan, check, release."""
+"""The repository's work on its distributions: isolation, plans, checks, releases."""

@@ -24,7 +24,7 @@ _NAME = re.compile(r"(?P<slug>[a-z0-9][a-z0-9-]*)\.(?P<kind>[a-z]+)\.md")
 
 
 class ChangelogError(ValueError):
-    """A fragment or a changelog is not as it has to be."""
+    """A fragment or a changelog is malformed."""
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,7 @@ class Fragment:
 
 
 def fragments(package: Distribution) -> list[Fragment]:
-    """Read the fragments of a package, sorted by name.
-
-    Raises:
-        ChangelogError: A file has another name than ``SLUG.KIND.md``, or no text.
-    """
+    """Read the fragments of a package, sorted by name."""
     folder = package.folder / FOLDER
     files = sorted(folder.iterdir()) if folder.is_dir() else []
     return [_read(file) for file in files if file.name != ".gitkeep"]
@@ -66,17 +62,7 @@ def heading_versions(text: str) -> list[str]:
 
 
 def fold(text: str, version: Version, day: date, found: Iterable[Fragment]) -> str:
-    """The changelog with a section for a version, from fragments and what stood unreleased.
-
-    Args:
-        text: The changelog; its first line is its title.
-        version: Of the new section, which goes above the others.
-        day: When it was released.
-        found: What changed.
-
-    Raises:
-        ChangelogError: The version is there already, or there is nothing to say about it.
-    """
+    """The changelog with a section for a version, from fragments and what stood unreleased."""
     before, unreleased, after = _split(text)
     if str(version) in heading_versions(before + after):
         raise ChangelogError(f"the changelog has a section for {version} already")
@@ -87,23 +73,14 @@ def fold(text: str, version: Version, day: date, found: Iterable[Fragment]) -> s
     ]
     body = "\n\n".join(part for part in (_merged(unreleased, groups)) if part)
     if not body:
-        raise ChangelogError(f"nothing is said about {version}: add a fragment to {FOLDER}/")
+        raise ChangelogError(f"nothing describes {version}: add a fragment to {FOLDER}/")
     heading = f"## {version} ({day.isoformat()})"
     parts = (before.strip(), heading, body, after.strip())
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def problems(workspace: Workspace, base: str | None) -> list[str]:
-    """What is wrong with the changelogs, in a line each.
-
-    Args:
-        workspace: The packages.
-        base: A revision; changed sources since the last commit shared with it need
-            a fragment that is new since then. None leaves that out.
-
-    Raises:
-        GitError: The base is unknown.
-    """
+    """What is wrong with the changelogs, a line each; ``base`` also asks for new fragments."""
     since = None if base is None else merge_base(workspace.root, base)
     found: list[str] = []
     for package in workspace.distributions.values():
@@ -118,7 +95,7 @@ def problems(workspace: Workspace, base: str | None) -> list[str]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the changelogs of all packages; returns 1 and says what is missing."""
+    """Check the changelogs of all packages; print what is missing and return 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m monorepo.changelog", description=__doc__)
     parser.add_argument(
         "--base",
@@ -129,7 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     workspace = load_workspace(options.root)
     if options.base is not None and not commit_exists(workspace.root, options.base):
-        print(f"{options.base!r} is no revision of this repository", file=sys.stderr)
+        print(f"{options.base!r} is not a revision of this repository", file=sys.stderr)
         return 2
     try:
         found = problems(workspace, options.base)

@@ -1,7 +1,7 @@
-"""Command line: `python -m monorepo.dependencies`.
+"""Command line: ``python -m monorepo.dependencies``.
 
-Holds what each package declares and what its source imports to each other, both ways, and what its
-tests import to what they get where they run alone.
+Checks what each package declares against what its source imports, both ways, and what its tests
+import against what they get where they run alone.
 """
 
 from __future__ import annotations
@@ -46,18 +46,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
-    """Say what a package imports without declaring it, and declares without importing it.
+    """Yield what a package imports without declaring it, and declares without importing it.
 
     A dependency that only an extra brings may be imported in functions and for type checkers,
     never while a module loads. The same holds for modules that no index has, which the package
     names under ``[tool.monorepo] not-on-an-index``.
-
-    Args:
-        workspace: The repository.
-        package: One of its packages.
-
-    Returns:
-        One sentence per disagreement.
     """
     required: set[str] = {canonicalize_name(one.name) for one in package.dependencies}
     optional = _optional(package)
@@ -80,7 +73,7 @@ def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
 def _undeclared_by_tests(
     workspace: Workspace, package: Distribution, declared: Set[str]
 ) -> Iterator[str]:
-    """Say what test modules cannot be imported without, and the group ``test`` does not bring."""
+    """Yield what test modules need for their import and the group ``test`` does not bring."""
     folder = package.folder / "tests"
     beside = {TEST_TOOL, *(file.stem for file in folder.rglob("*.py"))}
     brought = declared | {canonicalize_name(one.name) for one in package.test_dependencies}
@@ -127,17 +120,7 @@ def _judge(
 
 
 def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[set[str]]:
-    """Which distributions a package has to declare for an imported name.
-
-    Args:
-        workspace: The repository.
-        package: Who imports.
-        name: Full dotted name.
-
-    Returns:
-        One set for each distribution that is needed, holding the names of those that provide it;
-        nothing for the standard library and the package itself.
-    """
+    """One set of alternatives for each distribution to declare for an imported name."""
     for sibling in workspace.distributions.values():
         if _is_within(name, sibling.module):
             return [] if sibling.name == package.name else [{sibling.name}]
@@ -195,9 +178,6 @@ def imported_names(folder: Path) -> Iterator[ImportedName]:
 
     Imports in functions and under ``TYPE_CHECKING`` count, and so do ``importlib.import_module``
     and ``__import__`` of a text or of a constant of the module.
-
-    Args:
-        folder: Where to look.
     """
     for file in sorted(folder.rglob("*.py")):
         tree = ast.parse(file.read_text(encoding="utf-8"), filename=str(file))

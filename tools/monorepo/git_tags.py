@@ -1,4 +1,4 @@
-"""What git knows of a release: its tags, the files changed since, and the files it had."""
+"""What git knows about a release: its tags, the files changed since, and the files it had."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 
 class GitError(RuntimeError):
-    """git refused, or the folder is no repository."""
+    """git refused, or the folder is not a repository."""
 
 
 @dataclass(frozen=True)
@@ -30,28 +30,12 @@ class ReleaseTag:
 
 
 def git(root: Path, *arguments: str) -> str:
-    """The standard output of a git command.
-
-    Raises:
-        GitError: It failed; the text is what git said.
-    """
+    """The standard output of a git command."""
     return _run(root, arguments).decode()
 
 
 def parse_tag(text: str, packages: Collection[str]) -> ReleaseTag:
-    """Split a tag into package and version; the longest package name that fits wins.
-
-    Args:
-        text: Such as ``mcore-tensor-v0.1.0``, with or without ``refs/tags/`` before it.
-        packages: The names of all packages.
-
-    Raises:
-        ValueError: It begins with no package, or what follows ``-v`` is no version in its
-            normal form.
-
-    >>> parse_tag("refs/tags/mcore-tensor-v0.1.0", ["mcore", "mcore-tensor"])
-    ReleaseTag(package='mcore-tensor', version=<Version('0.1.0')>)
-    """
+    """Split a tag such as ``mcore-tensor-v0.1.0``; the longest package name that fits wins."""
     tag = text.removeprefix("refs/tags/")
     fitting = [name for name in packages if tag.startswith(f"{name}-v")]
     if not fitting:
@@ -64,7 +48,7 @@ def parse_tag(text: str, packages: Collection[str]) -> ReleaseTag:
     except InvalidVersion:
         version = None
     if version is None or str(version) != written:
-        raise ValueError(f"tag {tag!r}: {written!r} is no version such as 0.1.0 or 1.0.0rc1")
+        raise ValueError(f"tag {tag!r}: {written!r} is not a version such as 0.1.0 or 1.0.0rc1")
     return ReleaseTag(package, version)
 
 
@@ -90,15 +74,7 @@ def last_tag(
     up_to: Version | None = None,
     below: Version | None = None,
 ) -> ReleaseTag | None:
-    """The highest tag of a package in the history of HEAD, None before its first release.
-
-    Args:
-        root: The repository.
-        package: Whose tag.
-        packages: The names of all packages.
-        up_to: Leave out tags of newer versions than this.
-        below: Leave out tags of this version and newer ones.
-    """
+    """The highest tag of a package in HEAD's history, up to or below a version, or None."""
     fitting = [
         tag
         for tag in release_tags(root, package, packages)
@@ -111,11 +87,6 @@ def changed_files(root: Path, since: str, folders: Sequence[str]) -> list[str]:
     """Files below some folders that differ between a revision and the working tree.
 
     Untracked files count, ignored ones do not; a rename counts with both of its names.
-
-    Args:
-        root: The repository.
-        since: The revision.
-        folders: Paths relative to the root.
     """
     tracked = git(root, "diff", "--name-only", "--no-renames", "-z", since, "--", *folders)
     new = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
@@ -123,11 +94,7 @@ def changed_files(root: Path, since: str, folders: Sequence[str]) -> list[str]:
 
 
 def merge_base(root: Path, base: str) -> str:
-    """The last common commit of a revision and HEAD.
-
-    Raises:
-        GitError: The revision is unknown or shares no history.
-    """
+    """The last common commit of a revision and HEAD."""
     return git(root, "merge-base", base, "HEAD").strip()
 
 
@@ -141,11 +108,7 @@ def commit_exists(root: Path, revision: str) -> bool:
 
 
 def export_tree(root: Path, revision: str, target: Path, *folders: str) -> None:
-    """Write the files of a revision into a folder; the repository itself is only read.
-
-    Raises:
-        GitError: The revision is unknown or has no such folder.
-    """
+    """Write the files of a revision into a folder; the repository itself is only read."""
     packed = _run(root, ["archive", "--format=tar", revision, *folders])
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(target, filter="data")

@@ -1,4 +1,4 @@
-"""What `hatch.toml` says about torch and the cells of the test matrix."""
+"""What ``hatch.toml`` says about torch and the cells of the test matrix."""
 
 from __future__ import annotations
 
@@ -28,11 +28,7 @@ class Cell:
 
 
 def torch_pin(root: Path) -> str:
-    """The version of torch in the default environment, such as ``2.13.0``.
-
-    Raises:
-        ValueError: No dependency of that environment has the form ``torch=={matrix:torch:X}``.
-    """
+    """The version of torch in the default environment, such as ``2.13.0``."""
     pins = [found[1] for text in _default(root) if (found := _PIN.fullmatch(text))]
     if len(pins) != 1:
         raise ValueError(
@@ -43,24 +39,13 @@ def torch_pin(root: Path) -> str:
 
 
 def default_dependencies(root: Path) -> tuple[str, ...]:
-    """What the default environment asks for, with torch at its pin.
-
-    Raises:
-        ValueError: It has no pin of torch.
-    """
+    """What the default environment asks for, with torch at its pin."""
     pinned = f"torch=={torch_pin(root)}"
     return tuple(_PIN.sub(pinned, text) for text in _default(root))
 
 
 def matrix_cells(root: Path) -> tuple[Cell, ...]:
-    """The cells of the environment ``matrix``, oldest first.
-
-    Args:
-        root: The repository.
-
-    Returns:
-        The product of the Pythons and versions of torch of each table, all tables together.
-    """
+    """The cells of the environment ``matrix``: all its tables multiplied out, oldest first."""
     tables = read_toml(root / "hatch.toml")["envs"]["matrix"]["matrix"]
     products = (itertools.product(table["python"], table["torch"]) for table in tables)
     cells = {Cell(python, torch) for product in products for python, torch in product}

@@ -19,7 +19,7 @@ _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the links that lead nowhere; returns 1 if there are any."""
+    """Print the links that lead nowhere; return 1 if there are any."""
     parser = argparse.ArgumentParser(prog="python -m monorepo.links", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     root = parser.parse_args(arguments).root.resolve()
@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def broken_links(root: Path, document: Path) -> Iterator[str]:
-    """The links of a document to files or headings that are not there, in a line each."""
+    """The links of a document to files or headings that do not exist, a line each."""
     text = _CODE.sub("", _FENCED.sub("", document.read_text(encoding="utf-8")))
     for target in _LINK.findall(text):
         if _ELSEWHERE.match(target):

@@ -21,12 +21,12 @@ _NOTHING = "-"
 
 
 class MigrationError(ValueError):
-    """The list of names or the page is not as it has to be."""
+    """The list of names or the page is malformed."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One name on its way.
+    """One name that has moved.
 
     Attributes:
         name: What is imported.
@@ -48,11 +48,7 @@ class Move:
 
 
 def read_moves(source: Path) -> list[Move]:
-    """Read the list of names.
-
-    Raises:
-        MigrationError: A line has not four columns, or a name is listed twice for one module.
-    """
+    """Read the list of names."""
     moves: list[Move] = []
     for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
         if not line or line.startswith("#"):
@@ -95,11 +91,7 @@ def table(moves: Sequence[Move], modules: Iterable[str]) -> str:
 
 
 def with_table(page: str, text: str) -> str:
-    """The page with what stands between the two markers replaced.
-
-    Raises:
-        MigrationError: A marker is missing, or there more than once.
-    """
+    """The page with the text between the two markers replaced."""
     if page.count(BEGIN) != 1 or page.count(END) != 1:
         raise MigrationError(f"{PAGE} needs one line {BEGIN!r} and one line {END!r} after it")
     before, rest = page.split(BEGIN)
@@ -108,7 +100,7 @@ def with_table(page: str, text: str) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table, or check it; returns 1 and says what is wrong where something is."""
+    """Write the table, or check it; print what is wrong and return 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m monorepo.migration", description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing, fail when stale")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
@@ -139,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _move_problems(move: Move, surfaces: Mapping[str, Surface]) -> Iterable[str]:
     surface = surfaces.get(move.package)
     if surface is None:
-        yield f"{move.name}: {move.new} is no part of a package here"
+        yield f"{move.name}: {move.new} is not part of a package here"
     elif move.new == move.package:
         if f"{move.new}.{move.name}" not in surface.entries:
             yield f"{move.name} is not in __all__ of {move.new}"

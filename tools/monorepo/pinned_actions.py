@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.pinned_actions`.
+"""Command line: ``python -m monorepo.pinned_actions``.
 
 Every action that a workflow uses is named by its commit, with its release in a comment.
 """
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def loose_actions(file: Path) -> Iterator[str]:
-    """Say which actions of a workflow file are not pinned.
+    """Yield the actions of a workflow file that are not pinned.
 
     Those of this repository, which begin with ``./``, come with the commit itself.
     """

@@ -1,6 +1,6 @@
-"""Command line: `python -m monorepo.plan [--base REF]`.
+"""Command line: ``python -m monorepo.plan [--base REF]``.
 
-Prints the test matrix of a change as one line of JSON. Needs Python >= 3.11 and `packaging` only.
+Prints the test matrix of a change as one line of JSON. Needs Python >= 3.11 and ``packaging`` only.
 """
 
 from __future__ import annotations
@@ -22,14 +22,7 @@ MOST_JOBS = 256
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan; say on the error stream why it is what it is.
-
-    Args:
-        arguments: The command line without the program's name; by default that of the process.
-
-    Returns:
-        0, or 1 when the plan has more jobs than a matrix may have or a package has none.
-    """
+    """Print the plan, and the reason for it on the error stream; 1 if it cannot be run."""
     options = _parser().parse_args(arguments)
     workspace = load_workspace(options.root)
     made = plan(workspace, matrix_cells(workspace.root), what_changed(workspace, options.base))
@@ -70,18 +63,7 @@ def what_changed(workspace: Workspace, base: str) -> Affected:
 
 
 def plan(workspace: Workspace, cells: Iterable[Cell], change: Affected) -> dict[str, Any]:
-    """The matrix of a change.
-
-    Args:
-        workspace: The repository.
-        cells: The combinations that exist, oldest first.
-        change: What is touched.
-
-    Returns:
-        ``include``: one entry per job, with ``package``, ``python``, ``torch`` (not for packages
-        without torch) and ``direct``; ``packages``: the names in them; ``integration``: whether to
-        test them together; ``reason``.
-    """
+    """The matrix of a change, one entry of ``include`` per job; cells are oldest first."""
     every = list(cells)
     include = []
     for name in workspace.ordered((*change.direct, *change.dependants)):
@@ -165,13 +147,6 @@ def affected(workspace: Workspace, files: Iterable[str]) -> Affected:
 
     A file that belongs to no package may matter to any of them, so it stands for all of them,
     unless it is known not to.
-
-    Args:
-        workspace: The repository after the change.
-        files: Paths relative to its root; of a renamed file both.
-
-    Returns:
-        The packages, those hit through their dependencies included.
     """
     changed = [PurePosixPath(file) for file in files]
     folders = {one.folder.name: one.name for one in workspace.distributions.values()}

@@ -60,20 +60,12 @@ def sibling_requirements(
 
 
 def next_breaking(version: Version) -> str:
-    """The first version after a given one that may break its users, as a cap is written.
-
-    >>> next_breaking(Version("0.1.4")), next_breaking(Version("2.3.0"))
-    ('0.2', '3')
-    """
+    """The first version that may break users of a given one, as a cap: 0.1.4 -> 0.2, 2.3.0 -> 3."""
     return str(version.major + 1) if version.major else f"0.{version.minor + 1}"
 
 
 def fresh_range(version: Version) -> str:
-    """The range that takes a version and what follows it until the next break.
-
-    >>> fresh_range(Version("0.2.0")), fresh_range(Version("1.4.2"))
-    ('>=0.2,<0.3', '>=1.4.2,<2')
-    """
+    """The range from a version until the next break: 0.2.0 -> ``>=0.2,<0.3``."""
     plain = Version(version.public)
     floor = str(plain).removesuffix(".0") if not plain.is_prerelease else str(plain)
     return f">={floor},<{next_breaking(version)}"
@@ -111,7 +103,7 @@ def _advice(requirement: Requirement, version: Version) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check all ranges; returns 1 and says what to write where one does not fit."""
+    """Check all ranges; return 1 and print what to write where one does not fit."""
     parser = argparse.ArgumentParser(prog="python -m monorepo.ranges", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     workspace = load_workspace(parser.parse_args(arguments).root)

@@ -36,7 +36,7 @@ class Root(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is wrong with the tree of each package and tool; returns 1 if anything is."""
+    """Print what is wrong with the tree of each package and tool; return 1 if anything is."""
     parser = argparse.ArgumentParser(prog="python -m monorepo.tree", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     root = parser.parse_args(arguments).root

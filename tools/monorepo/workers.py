@@ -1,4 +1,4 @@
-"""The pytest plugin of ``hatch run test``: a worker a core, unless a file or test is named."""
+"""The pytest plugin of ``hatch run test``: a worker per core, unless a file or test is named."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 
 def _are_wanted(config: pytest.Config) -> bool:
-    """Return whether pytest-xdist is there, nobody chose, and more than a file is to be run."""
+    """Return whether pytest-xdist is installed, nobody chose, and more than a file is to be run."""
     options = config.option
     if hasattr(config, "workerinput") or getattr(options, "numprocesses", 0) is not None:
         return False

@@ -80,16 +80,12 @@ class Workspace:
     distributions: Mapping[str, Distribution]
 
     def __getitem__(self, name: str) -> Distribution:
-        """The distribution of that name.
-
-        Raises:
-            WorkspaceError: There is none.
-        """
+        """The distribution of that name."""
         try:
             return self.distributions[canonicalize_name(name)]
         except KeyError:
             known = ", ".join(self.distributions)
-            raise WorkspaceError(f"{name!r} is no package here; there are: {known}") from None
+            raise WorkspaceError(f"{name!r} is not a package here; there are: {known}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -119,19 +115,7 @@ class Workspace:
 
 
 def load_workspace(root: Path) -> Workspace:
-    """Read every package of a repository.
-
-    Args:
-        root: The repository; its packages are the folders of ``packages/`` with a
-            ``pyproject.toml``.
-
-    Returns:
-        The packages, siblings before those that depend on them, otherwise by name.
-
-    Raises:
-        WorkspaceError: There is no package, a file lacks what is needed, two packages share
-            a name, or packages need each other in a circle.
-    """
+    """Read every package of a repository."""
     root = root.resolve()
     files = sorted((root / PACKAGES_FOLDER).glob("*/pyproject.toml"))
     if not files:
@@ -168,11 +152,7 @@ def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
 
 
 def read_version(file: Path) -> str:
-    """The string that a file assigns to ``__version__``, without running the file.
-
-    Raises:
-        WorkspaceError: The file is missing or assigns no string.
-    """
+    """The string that a file assigns to ``__version__``, without running the file."""
     if not file.is_file():
         raise WorkspaceError(f"{file} does not exist; it has to state __version__")
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
@@ -234,17 +214,7 @@ else:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a TOML file.
-
-    Args:
-        path: The file.
-
-    Returns:
-        Its top-level table.
-
-    Raises:
-        ValueError: It is no TOML; the text names the file.
-    """
+    """Read a TOML file."""
     try:
         return dict(tomllib.loads(path.read_text(encoding="utf-8")))
     except tomllib.TOMLDecodeError as error:

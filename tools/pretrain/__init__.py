@@ -1,8 +1,5 @@
 """The main job: train a small byte-level GPT on the text of Python's standard library.
 
-Start it with ``hatch run pretrain`` (it starts its own ranks), or unchanged under
-``torchrun ... -m pretrain`` on a cluster. ``--help`` lists every option.
-
 Read it top-down: ``cli.command`` takes what was typed, ``cli.rank`` is one rank, ``run.training``
 builds what ``run.loop`` repeats, ``model``, ``optim`` and ``watch`` hold the parts.
 """

@@ -53,18 +53,7 @@ def load_corpus() -> Corpus:
 def draw_batch(
     text: torch.Tensor, *, rows: slice, batch_size: int, seq_length: int, seed: int, step: int
 ) -> dict[str, torch.Tensor]:
-    """Draw the batch of one step: the same sequences in every layout, also after a resume.
-
-    Args:
-        text: bytes to draw from.
-        rows: the rows of the global batch that are wanted.
-        batch_size: rows of the global batch.
-        seq_length: bytes per row.
-        seed, step: together they decide the batch.
-
-    Returns:
-        ``tokens``, ``labels``, ``loss_mask`` and ``position_ids``, each ``[rows, seq_length]``.
-    """
+    """Draw the batch of one step: the same sequences in every layout, even after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)[rows]
     positions = torch.arange(seq_length)

@@ -1,4 +1,4 @@
-"""The folder of a run: its name, its making, and where things lie in it."""
+"""The folder of a run: its name, its creation, and the paths inside it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class RunFolder:
 
     @property
     def mlflow_artifacts(self) -> Path:
-        """Where that store's files would go; made when the first one comes."""
+        """Where that store's files would go; created with the first one."""
         return self.path / "mlflow_artifacts"
 
     @property
@@ -66,7 +66,7 @@ class RunFolder:
 
 
 def name_run(runs_dir: Path, layout: str, started: int, number: int = 1) -> Path:
-    """``<timestamp>-<layout>`` below the folder of runs; ``-2`` for the second of one moment."""
+    """``<timestamp>-<layout>`` below the folder of runs; ``-2`` if that is taken."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
     return runs_dir / (f"{stamp}-{layout}" + (f"-{number}" if number > 1 else ""))
 

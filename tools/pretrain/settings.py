@@ -1,4 +1,4 @@
-"""What can be set for a run: one dataclass that is also its options and its ``config.json``."""
+"""The settings of a run: one dataclass that is also its options and its ``config.json``."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def _option(
 ) -> Any:
     """A field of the settings.
 
-    When a run is resumed, ``fixed`` ones may not change, and those not ``kept`` are at their
-    defaults again.
+    When a run is resumed, ``fixed`` ones may not change, and those not ``kept`` return to their
+    defaults.
     """
     metadata = {
         "help": help_text, "limit": limit, "fixed": fixed, "kept": kept, "choices": choices,
@@ -84,7 +84,7 @@ class Settings:
         False, "learn the column of each byte in its line instead of the next byte", fixed=True
     )
 
-    train_iters: int = _option(200, "optimizer steps in all", _at_least(1))
+    train_iters: int = _option(200, "total number of optimizer steps", _at_least(1))
     global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1), fixed=True)
     micro_batch_size: int = _option(
         0, "sequences per rank and forward pass; 0: all at once", _at_least(0)
@@ -107,12 +107,12 @@ class Settings:
     eval_batches: int = _option(8, "validation batches of the global batch size", _at_least(1))
     save_interval: int = _option(100, "steps between checkpoints; 0: only at the end", _at_least(0))
     keep_last: int = _option(0, "newest checkpoints to keep; 0: all of them", _at_least(0))
-    async_save: bool = _option(False, "go on training while a checkpoint is written")
+    async_save: bool = _option(False, "keep training while a checkpoint is written")
     check_replicas_interval: int = _option(
         0, "steps between comparisons of the copies over dp x cp, bit by bit; 0: none", _at_least(0)
     )
     exit_after: int = _option(
-        0, "stop with a checkpoint after this many steps; 0: no", _at_least(0)
+        0, "stop with a checkpoint after this many steps; 0: never", _at_least(0)
     )
     timeout_s: float = _option(
         300.0, "seconds after which a stuck collective ends the run", _DURATION
@@ -122,10 +122,10 @@ class Settings:
     mlflow: bool = _option(True, "log to MLflow, in the background")
     straggler: bool = _option(True, "compare the ranks' times and name those that are slow")
     straggler_port: int = _option(
-        0, "port on rank 0 that answers on slow ranks; 0: a free one", _PORT, kept=False
+        0, "port on rank 0 that reports slow ranks; 0: a free one", _PORT, kept=False
     )
     slow_rank: str = _option(
-        "", "RANK:FACTOR has that rank take FACTOR times as long for a forward", kept=False
+        "", "RANK:FACTOR makes that rank's forward pass FACTOR times as long", kept=False
     )
     nvtx: bool = _option(False, "name the parts of a step for profilers", kept=False)
 
@@ -168,14 +168,16 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     """Read the settings of a run; UsageError says why the folder is not one."""
     path = run_dir / "config.json"
     if not path.is_file():
-        raise UsageError(f"--resume {run_dir}: no run folder (it has no config.json)")
+        raise UsageError(f"--resume {run_dir}: not a run folder (it has no config.json)")
     try:
         stored = json.loads(path.read_text())["settings"]
         known = {field.name for field in dataclasses.fields(Settings)}
         if set(stored) != known:
             raise KeyError(f"settings differ in {sorted(set(stored) ^ known)}")
     except (ValueError, KeyError, TypeError) as error:
-        raise UsageError(f"--resume {run_dir}: config.json is not of this job ({error})") from None
+        raise UsageError(
+            f"--resume {run_dir}: config.json is not from this job ({error})"
+        ) from None
     return dict(stored)
 
 

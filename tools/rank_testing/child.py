@@ -130,7 +130,7 @@ def _show_warnings() -> None:
 
 
 def _redirect_output(path: str) -> None:
-    """Send both standard streams to ``path``, line by line, also those of C++ code."""
+    """Send both standard streams to ``path``, line by line, including those of C++ code."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for standard in (1, 2):
         os.dup2(descriptor, standard)

@@ -24,10 +24,6 @@ def failed(error: BaseException, without_frames_of: str) -> Outcome:
 
     An error counts as a lost connection if the first error of its chain is one: neither a wrapper
     around it nor an error while cleaning up after something else changes what went wrong first.
-
-    Example:
-        >>> failed(ConnectionResetError("gone"), __file__).kind
-        'connection'
     """
     kind: Literal["raised", "connection"]
     kind = "connection" if _is_connection_error(_root(error)) else "raised"

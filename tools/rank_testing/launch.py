@@ -55,7 +55,7 @@ def run_ranks(
         RankFailure: if a rank raises, dies, returns what cannot be pickled, or has not ended in
             time. The first line names the likely culprit; ``.ranks`` has one report for each rank
             that failed. The others have two seconds from the first failure, then they are killed.
-        TypeError: if ``fn`` is no module-level function, or an argument cannot be pickled.
+        TypeError: if ``fn`` is not a module-level function, or an argument cannot be pickled.
         ValueError: if ``world_size`` or ``timeout_s`` is not positive, or ``env`` names a variable
             that the harness sets.
         RuntimeError: if called in a rank.

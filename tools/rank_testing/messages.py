@@ -59,7 +59,7 @@ class Inbox:
         self.closed = False
 
     def read_available(self) -> Outcome | None:
-        """Take what lies in the pipe; return the outcome once it is whole."""
+        """Take what lies in the pipe; return the outcome once it is complete."""
         while not self.closed and self._connection.poll(0):
             try:
                 chunk = os.read(self._connection.fileno(), _CHUNK_BYTES)
@@ -97,7 +97,7 @@ def rendezvous_path(folder: str) -> str:
 
 
 def text_of(path: str) -> str:
-    """Return what was written to ``path``; nothing where a rank did not come to open it."""
+    """Return what was written to ``path``; nothing where a rank never opened it."""
     try:
         return Path(path).read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""No rank outlives its test process, and a stuck rank can be asked where it is."""
+"""The end of ranks whose test process is gone, and the stacks of stuck ranks on request."""
 
 import faulthandler
 import multiprocessing
@@ -15,10 +15,8 @@ STACK_SIGNAL = signal.SIGURG
 def end_with_parent(folder: str) -> None:
     """Start the daemon thread that ends this rank when the test process is gone.
 
-    A rank is a child of the fork server and holds the pipe that keeps the server alive, so neither
-    a parent-death signal nor the server itself would ever end it: this thread does, and the server
-    ends with its last rank. The rank leads a process group of its own; what it started goes too,
-    and so does the folder of the run.
+    Neither a parent-death signal nor the fork server, its parent, would ever end it, as it keeps
+    the server alive. What the rank started goes too, and so does the folder of the run.
     """
     parent = multiprocessing.parent_process()
     if parent is None:

@@ -16,13 +16,6 @@ def free_port() -> int:
 
     A port that the system hands out for a bind to port 0 may be handed to another process before
     the server starts. Ports outside of that range are taken only by those who ask for their number.
-
-    Raises:
-        RuntimeError: None of 100 ports was free.
-
-    Example:
-        >>> 10_000 <= free_port() < 32_000
-        True
     """
     for port in random.SystemRandom().sample(_CANDIDATES, _ATTEMPTS):
         with socket.socket() as probe:

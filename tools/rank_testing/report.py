@@ -1,4 +1,4 @@
-"""Which rank failed first, how, and where: from what was seen of the ranks to one error."""
+"""The error of a failed run: which rank failed first, how, and where."""
 
 import os
 import pickle
@@ -73,14 +73,6 @@ def rank_failure(
     """Make the error of ``run_ranks``, whose ``ranks`` have the likely culprit first.
 
     ``returned`` is what each rank whose function returned has printed.
-
-    Example:
-        >>> dead = RankReport(1, "died", "", "killed by SIGSEGV", "", "", 0.1, place=0)
-        >>> print(rank_failure([dead], {0: ""}, 2, "test_a.py::step"))
-        rank 1 of 2 died: killed by SIGSEGV, in test_a.py::step
-        ranks that returned: 0
-        <BLANKLINE>
-        ==== rank 1: died after 0.1 s: killed by SIGSEGV ====
     """
     ordered = sorted(reports, key=lambda report: (report.place, report.elapsed_s, report.rank))
     culprit = ordered[0]
@@ -128,24 +120,13 @@ def _printed(rank: int, output: str) -> list[str]:
 
 
 def readable_stacks(text: str) -> str:
-    """Return the stacks that ``faulthandler`` wrote, without the harness's own frames and threads.
-
-    Example:
-        >>> print(readable_stacks('Thread 0x1:\\n  File "a.py", line 3 in f\\n\\n\\n'))
-        Thread 0x1:
-          File "a.py", line 3 in f
-    """
+    """Return the stacks of ``faulthandler`` without the harness's own frames and threads."""
     blocks = (_without_callers(block) for block in text.split("\n\n") if _says_something(block))
     return "\n\n".join(blocks)
 
 
 def in_torch_distributed(stacks: str) -> bool:
-    """Whether a thread was inside ``torch.distributed``, where a rank waits for others.
-
-    Example:
-        >>> in_torch_distributed('  File "/lib/torch/distributed/c10d.py", line 3 in all_reduce')
-        True
-    """
+    """Return whether a thread was inside ``torch.distributed``, where a rank waits for others."""
     return f"torch{os.sep}distributed{os.sep}" in stacks
 
 

@@ -21,7 +21,7 @@ _PRELOADED = (
     "pytest",
     "rank_testing.child",
 )
-# Slow to import, and worth it only where the test process has use for them.
+# Slow to import, and worth it only where the test process uses them.
 _PRELOADED_IF_USED = (
     "hypothesis",
     "numpy",
@@ -37,10 +37,6 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
 
     Ranks on the CPU come from a fork server that has torch loaded; it ends with the test process.
     Ranks that use an accelerator are spawned, since nothing of its state survives a fork.
-
-    Example:
-        >>> start_context("cuda:nccl").get_start_method()
-        'spawn'
     """
     if uses_accelerator(init):
         return multiprocessing.get_context("spawn")
@@ -81,12 +77,7 @@ def _variables(values: dict[str, str]) -> Iterator[None]:
 
 
 def uses_accelerator(init: str | None) -> bool:
-    """Return whether ranks use an accelerator whose group is initialised with ``init``.
-
-    Example:
-        >>> uses_accelerator("gloo"), uses_accelerator(None), uses_accelerator("cuda:nccl")
-        (False, False, True)
-    """
+    """Return whether ranks use an accelerator whose group is initialised with ``init``."""
     if init is None:
         return False
     return any(part.split(":")[0] not in _CPU_NAMES for part in init.split(","))

@@ -31,13 +31,7 @@ class Target:
 
 
 def find_target(fn: Callable[..., Any]) -> Target:
-    """Return the names under which a rank finds ``fn``, a function at the top level of a module.
-
-    Example:
-        >>> import os.path
-        >>> find_target(os.path.join).name
-        'join'
-    """
+    """Return the names under which a rank finds ``fn``, a function at the top level of a module."""
     if not isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)):
         raise TypeError(
             f"ranks run a module-level function, got {_described(fn)}; "
@@ -66,13 +60,8 @@ def find_target(fn: Callable[..., Any]) -> Target:
 def load_target(target: Target) -> Callable[..., Any]:
     """Import the module of ``target`` and return its function.
 
-    The module keeps the name it has in the test process, so that classes of a test file can be
-    pickled in both directions. A module that imports by its name from the same file is imported;
-    any other one is loaded from its file.
-
-    Example:
-        >>> load_target(Target("math", None, "sqrt"))(9.0)
-        3.0
+    It keeps the name it has in the test process, so that classes of a test file can be pickled in
+    both directions; a module that its name does not find is loaded from its file.
     """
     module = sys.modules.get(target.module)
     if module is None or not _is_from(getattr(module, "__file__", None), target.path):
@@ -94,7 +83,7 @@ def _load_from_file(target: Target, path: str) -> types.ModuleType:
     name = "__mp_main__" if target.module == "__main__" else target.module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
-        raise ImportError(f"{path} is no Python source file that a rank could load")
+        raise ImportError(f"{path} is not a Python source file that a rank could load")
     module = importlib.util.module_from_spec(spec)
     _add_parents(target.module)
     sys.modules[target.module] = module
@@ -140,12 +129,8 @@ def _described(fn: object) -> str:
 def rewritten_code(file: str) -> bytes | None:
     """Return the marshalled code of ``file`` with pytest's assert statements, read once.
 
-    None where this pytest offers no rewriting, or the file is no valid Python: then an ordinary
-    import does its work, or names the error.
-
-    Example:
-        >>> rewritten_code("/nonexistent.py") is None
-        True
+    None where this pytest offers no rewriting, or the file is not valid Python: then an ordinary
+    import does the work, or raises the error.
     """
     try:
         from _pytest.assertion import rewrite

@@ -14,7 +14,7 @@ from rank_testing.messages import Inbox, Outcome, Request
 from rank_testing.orphans import STACK_SIGNAL, kill_group
 
 PROCESS_NAME = "rank_testing rank "
-# How long the other ranks may go on after the first failure.
+# How long the other ranks may continue after the first failure.
 GRACE_S = 2.0
 # How long a rank that returned keeps its connections open for peers that have not.
 _LINGER_S = 2.0

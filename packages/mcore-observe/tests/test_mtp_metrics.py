@@ -73,7 +73,7 @@ def test_wrong_arguments_are_refused():
     tracker.record(torch.tensor(1.0), 1, 2)
     with pytest.raises(ValueError, match="depth is 3"):
         tracker.record(torch.tensor(1.0), 3, 2)
-    with pytest.raises(ValueError, match="num_depths is 1, 2 before"):
+    with pytest.raises(ValueError, match="num_depths is 1 but was 2"):
         tracker.record(torch.tensor(1.0), 1, 1)
     with pytest.raises(ValueError, match="or neither"):
         tracker.record(torch.tensor(1.0), 1, 2, accepted=1)

@@ -12,7 +12,7 @@ COLOURS = {None: "green by default", "blue": 0x0000FF, "#ff0000": 0xFF0000}
 
 
 class FakeDomain:
-    """Records what an `nvtx` domain is asked for, and refuses colours as the package does."""
+    """Records what an ``nvtx`` domain is asked for, and refuses colours as the package does."""
 
     def __init__(self, name):
         self.name, self.calls, self.attributes_made = name, [], 0

@@ -324,8 +324,8 @@ def test_what_is_no_number_is_left_out_and_reported(done):
     _, result, _ = done
     assert not set(NO_NUMBERS) & set(result["history"])
     assert result["before failure"] == [
-        ("WARNING", "'many' is no number but a Tensor and is not logged; give one number"),
-        ("WARNING", "'text' is no number but a str and is not logged; give one number"),
+        ("WARNING", "'many' is not a number but a Tensor and is not logged; give one number"),
+        ("WARNING", "'text' is not a number but a str and is not logged; give one number"),
     ]
 
 
@@ -341,8 +341,8 @@ def test_a_failing_client_is_one_warning_without_secrets_and_the_sink_stays_on(d
     assert failures == [
         (
             "WARNING",
-            f"{kind} failed to {'flush' if kind == 'mlflow' else 'log'} metrics, training goes on "
-            "without them: ValueError: refused; token=***",
+            f"{kind} failed to {'flush' if kind == 'mlflow' else 'log'} metrics, training "
+            "continues without them: ValueError: refused; token=***",
         )
     ]
     assert result["is on"]

@@ -111,7 +111,7 @@ def test_a_server_that_is_away_at_first_is_one_warning(caplog):
     assert opener.client.ended == [("r", "FINISHED")]
     assert opener.calls == 3
     (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert warning.startswith("MLflow at http://***@host is away, training goes on: ")
+    assert warning.startswith("MLflow at http://***@host is away, training continues: ")
     assert warning.endswith(": ConnectionError: cannot reach http://***@host")
 
 

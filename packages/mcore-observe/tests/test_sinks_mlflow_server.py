@@ -155,7 +155,7 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
 
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, warnings
-    assert warnings[0].startswith("MLflow is away, training goes on: ")
+    assert warnings[0].startswith("MLflow is away, training continues: ")
     assert "MLflow is back; 0 values were lost meanwhile" in caplog.text
     assert PASSWORD not in caplog.text + str(kept.data.params) + repr(state.cfg) + repr(run)
     assert kept.data.params["logger.mlflow_tracking_uri"] == f"http://***@127.0.0.1:{server.port}"

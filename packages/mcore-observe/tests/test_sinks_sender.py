@@ -123,7 +123,7 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
         (
             "WARNING",
-            "tracker is away, training goes on: the last 100000 values are kept and sent when it "
+            "tracker is away, training continues: the last 100000 values are kept and sent when it "
             "is back: OSError: connection refused by http://***@host",
         ),
         ("INFO", "tracker is back; 0 values were lost meanwhile"),

@@ -52,7 +52,7 @@ def test_reset_drops_the_open_range():
     timer.start()
     timer.reset()
     assert timer.elapsed() == 0
-    with pytest.raises(RuntimeError, match="'t' does not run"):
+    with pytest.raises(RuntimeError, match="'t' is not running"):
         timer.stop()
 
 
@@ -67,10 +67,10 @@ def test_set_elapsed_replaces_what_was_measured():
 
 def test_starting_twice_and_stopping_what_does_not_run():
     timer = Timer("t")
-    with pytest.raises(RuntimeError, match="does not run"):
+    with pytest.raises(RuntimeError, match="is not running"):
         timer.stop()
     timer.start()
-    with pytest.raises(RuntimeError, match="already runs"):
+    with pytest.raises(RuntimeError, match="already running"):
         timer.start()
 
 

@@ -5,9 +5,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from packaging.version import Version
 
 from api_check.__main__ import main
 from api_check.outcome import Outcome, check_package
+from api_check.policy import announces_breakage
 from monorepo.tests.sample_repository import SampleRepository
 
 MARKS = "from mcore.versioning import deprecated, experimental_fn, internal_api\n"
@@ -152,7 +154,7 @@ def test_an_unknown_revision_or_package_cannot_be_checked(
     repository.commit()
     root = ["--root", str(repository.root)]
     assert main([*root, "--baseline", "nowhere"]) == 2
-    assert "'nowhere' is no revision" in capsys.readouterr().out
+    assert "'nowhere' is not a revision" in capsys.readouterr().out
     assert main([*root, "--package", "mcore-nothing"]) == 2
     assert "there are: mcore-tensor" in capsys.readouterr().err
     assert main(root) == 0
@@ -378,3 +380,11 @@ def test_without_griffe_nothing_can_be_checked(
     monkeypatch.setitem(sys.modules, "griffe", None)
     assert main([]) == 2
     assert "griffe is not installed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "announced"),
+    [("0.1.3", "0.2.0", True), ("0.1.3", "0.1.4", False), ("1.1.0", "1.2.0", False)],
+)
+def test_a_version_announces_breakage(old: str, new: str, announced: bool) -> None:
+    assert announces_breakage(Version(old), Version(new)) is announced

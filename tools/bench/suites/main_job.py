@@ -94,7 +94,7 @@ class _Job:
         self.watch_with(is_on)
 
     def watch_with(self, is_on: bool) -> None:
-        """Make the detector anew, on or off."""
+        """Make the detector again, on or off."""
         settings = dataclasses.replace(self.settings, straggler=is_on)
         self.watch = StragglerWatch(settings, self.folder, self.device, training_flops(settings))
         ranges = StepRanges(self.watch.detector, None, self.device)

@@ -62,7 +62,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _version_of(module: str, distribution: str) -> str:
-    """Import a peer, so that a missing one is said to be missing, and return its version."""
+    """Import a peer, so that a missing one is reported as missing, and return its version."""
     importlib.import_module(module)
     return version(distribution)
 
@@ -302,7 +302,7 @@ def _paired_in_new_worlds(
 
 
 class _Growth:
-    """Says by how much both sides' times grew since the world before."""
+    """Tells by how much both sides' times grew since the previous world."""
 
     def __init__(self) -> None:
         self._last: tuple[int, float, float] | None = None

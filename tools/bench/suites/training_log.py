@@ -100,7 +100,7 @@ def _mlflow(folder: Path, num_losses: int, steps: int, peer_steps: int) -> Itera
 
 
 def _log_one_by_one(folder: Path, ours: Any, losses: dict[str, Tensor], steps: int) -> float:
-    """Send the metrics of the last step as one call each; returns the seconds of a step."""
+    """Send the metrics of the last step as one call each; return the seconds of a step."""
     import mlflow
     from mlflow.tracking import MlflowClient
 
@@ -133,7 +133,7 @@ def _state(folder: Path, name: str) -> GlobalState:
 
 
 def _log_and_train(state: GlobalState, losses: dict[str, Tensor], step: int) -> float:
-    """Log a step, then compute for the time of one; returns the seconds of the call."""
+    """Log a step, then compute for the time of one; return the seconds of the call."""
     state.train_state.step = step
     state.train_state.consumed_train_samples = step
     started_s = time.perf_counter()
@@ -169,7 +169,7 @@ def _timed_calls(owner: Any, method: str) -> Iterator[list[float]]:
 
 
 def _steps_without_output() -> Iterator[Row]:
-    """A step at which no interval hits, with few and many losses."""
+    """A step at which no interval ends, with few and many losses."""
     for num_losses in (1, 12, 100):
         losses = {f"loss {index}": torch.tensor(index + 0.5) for index in range(num_losses)}
         ours, ours_totals = _quiet_step(losses)

@@ -1,4 +1,4 @@
-"""mcore.versioning against megatron-core, a plain class and `packaging.version`."""
+"""mcore.versioning against megatron-core, a plain class and ``packaging.version``."""
 
 from __future__ import annotations
 

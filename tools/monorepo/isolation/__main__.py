@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.isolation [PACKAGE ...] [--lowest]`.
+"""Command line: ``python -m monorepo.isolation [PACKAGE ...] [--lowest]``.
 
 Builds the packages, installs each one alone into a clean environment and runs its tests there,
 outside the repository.
@@ -21,14 +21,7 @@ from monorepo.workspace import REPOSITORY, Distribution, Workspace, WorkspaceErr
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Test packages in isolation and print how each fared.
-
-    Args:
-        arguments: The command line without the program's name; by default that of the process.
-
-    Returns:
-        0 when all stand alone, 1 when one does not, 2 when a name is wrong.
-    """
+    """Test packages in isolation and print how each fared; 2 for a wrong name, 1 for a failure."""
     options = _parser().parse_args(arguments)
     try:
         workspace = load_workspace(options.root)
@@ -40,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     outcomes: dict[str, Isolated | str] = {}
     with tempfile.TemporaryDirectory(prefix="isolated-") as folder:
         scratch = Path(folder).resolve()
-        scratch.chmod(0o755)  # some tests go on as another user
+        scratch.chmod(0o755)  # some tests continue as another user
         try:
             wheels = build_wheels(needed(workspace, targets), scratch / "wheels")
         except BuildError as error:
@@ -55,11 +48,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def chosen(workspace: Workspace, names: Sequence[str]) -> tuple[str, ...]:
-    """The packages to test: those that were named, all by default, siblings first.
-
-    Raises:
-        WorkspaceError: There is no package of that name.
-    """
+    """The packages to test: those that were named, all by default, siblings first."""
     return workspace.ordered([workspace[name].name for name in names] or workspace.names)
 
 

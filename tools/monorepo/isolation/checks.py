@@ -1,4 +1,4 @@
-"""What an environment has to hold beside a distribution, and what it must not hold."""
+"""What an environment must contain beside a distribution, and what it must not contain."""
 
 from __future__ import annotations
 
@@ -29,12 +29,7 @@ class IsolationError(RuntimeError):
 
 
 def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) -> None:
-    """Hold an installation without extras to exactly what the distribution declares.
-
-    Raises:
-        IsolationError: A sibling or torch is missing or too much, or a module of the
-            distribution cannot be imported, or an undeclared sibling can.
-    """
+    """Check an installation without extras against exactly what the distribution declares."""
     check_siblings(workspace, target, venv.installed())
     expected = {target.name, *workspace.closure(target.name)}
     absent = [workspace[name].module for name in workspace.names if name not in expected]
@@ -42,16 +37,7 @@ def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) 
 
 
 def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] = ()) -> None:
-    """Import every module of a distribution from its installation.
-
-    Args:
-        target: Whose modules.
-        venv: Where it is installed.
-        absent: Modules that must not be found.
-
-    Raises:
-        IsolationError: One cannot be imported, comes from elsewhere, or is found.
-    """
+    """Import every module of a distribution from its installation; ``absent`` must not be found."""
     try:
         venv.run_code(_IMPORT_ALL, target.module, *absent)
     except RuntimeError as error:
@@ -59,12 +45,9 @@ def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] =
 
 
 def check_floors(requirements: Sequence[str], venv: CleanVenv) -> None:
-    """Hold an environment to the lowest version of each requirement.
+    """Check that an environment has the lowest version of each requirement.
 
-    A resolver goes above a floor without a word where another requirement forbids it.
-
-    Raises:
-        IsolationError: A floor cannot be installed beside the others.
+    A resolver silently goes above a floor that another requirement forbids.
     """
     installed = venv.installed()
     lowest = venv.lowest_versions(requirements)
@@ -79,11 +62,7 @@ def check_floors(requirements: Sequence[str], venv: CleanVenv) -> None:
 def check_siblings(
     workspace: Workspace, target: Distribution, installed: Mapping[str, str]
 ) -> None:
-    """Compare what is installed with what the files of the distributions say, both ways.
-
-    Raises:
-        IsolationError: A sibling or torch is missing or too much.
-    """
+    """Compare what is installed with what the files of the distributions say, both ways."""
     found = set(installed)
     expected = {target.name, *workspace.closure(target.name)}
     siblings = found.intersection(workspace.names)

@@ -19,7 +19,7 @@ from monorepo.workspace import Workspace, load_workspace
 
 @dataclass(frozen=True)
 class FloorCheck:
-    """What came of it.
+    """The result of a check at the floors.
 
     Attributes:
         tags: The tag that was taken for each sibling.
@@ -33,19 +33,7 @@ class FloorCheck:
 
 
 def check_floors(workspace: Workspace, name: str, *, python: str, torch: str) -> FloorCheck:
-    """Test a package with its siblings at their floors.
-
-    Args:
-        workspace: The packages.
-        name: The one to test.
-        python: The interpreter to test on.
-        torch: The version of torch to install.
-
-    Raises:
-        IsolationError: It does not work with them: raise the floor.
-        InstallError: Its ranges contradict those of the siblings at their floors.
-        BuildError: A tag can't be built.
-    """
+    """Test a package with its siblings at their floors."""
     package = workspace[name]
     tags = floor_tags(workspace, package.name)
     notes = tuple(
@@ -76,14 +64,7 @@ def floor_tags(workspace: Workspace, name: str) -> dict[str, ReleaseTag]:
 def floor_wheels(
     workspace: Workspace, name: str, tags: dict[str, ReleaseTag], scratch: Path
 ) -> dict[str, Path]:
-    """The wheels of a package and of all that comes with it, siblings as they were tagged.
-
-    Args:
-        workspace: The packages.
-        name: The package, which is built as it is here.
-        tags: Which release to take of which sibling; those without are built as they are here.
-        scratch: A folder for the files of the tags and for the wheels.
-    """
+    """The wheels of a package and of what comes with it, siblings at their given tags."""
     here = [workspace[each] for each in (*workspace.closure(name), name) if each not in tags]
     wheels = build_wheels(here, scratch / "here")
     for sibling, tag in tags.items():

@@ -1,4 +1,4 @@
-"""One distribution in an environment of its own: what came with it, and do its tests pass there."""
+"""One distribution in an environment of its own: what came with it, and whether its tests pass."""
 
 from __future__ import annotations
 
@@ -65,12 +65,7 @@ class IsolationRun:
     lowest: bool = False
 
     def check(self, name: str) -> Isolated:
-        """Install one distribution alone, look at what came with it, and run its tests there.
-
-        Raises:
-            IsolationError: Something is missing or too much, an import or a test fails.
-            InstallError: It cannot be installed.
-        """
+        """Install one distribution alone, look at what came with it, and run its tests there."""
         target = self.workspace[name]
         start_s = time.monotonic()
         venv = make_venv(
@@ -131,11 +126,7 @@ def direct_requirements(target: Distribution) -> list[Requirement]:
 
 
 def requirements_of_tests(target: Distribution) -> tuple[Requirement, ...]:
-    """What the tests of a distribution need besides itself.
-
-    Raises:
-        IsolationError: Its ``pyproject.toml`` does not say.
-    """
+    """What the tests of a distribution need besides itself."""
     if not target.test_dependencies:
         raise IsolationError(
             f"{target.folder / 'pyproject.toml'} has no dependency group called test; name "
@@ -150,18 +141,7 @@ def is_own(target: Distribution, requirement: Requirement) -> bool:
 
 
 def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outside: Path) -> None:
-    """Run the tests of a distribution where nothing of the repository can be imported.
-
-    Args:
-        workspace: The repository.
-        target: Whose tests to run.
-        venv: The environment to run them in.
-        outside: A folder to make, for copies of the tests, the helper that runs them on ranks,
-            and the settings of pytest.
-
-    Raises:
-        IsolationError: A test fails, or is skipped because something cannot be imported.
-    """
+    """Run the tests of a distribution where nothing of the repository can be imported."""
     copy = outside / target.folder.relative_to(workspace.root)
     shutil.copytree(target.folder, copy, ignore=_IGNORED)
     helper = Path("tools") / TEST_TOOL

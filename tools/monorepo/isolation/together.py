@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.isolation.together [PYTEST ARGUMENT ...]`.
+"""Command line: ``python -m monorepo.isolation.together [PYTEST ARGUMENT ...]``.
 
 Installs all packages from their wheels into one environment, imports every module, and runs the
 main job's tests there, outside the repository.
@@ -27,14 +27,7 @@ _IGNORED = shutil.ignore_patterns("tests", "__pycache__", ".*")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Test the packages' wheels together.
-
-    Args:
-        arguments: The command line without the program's name; by default that of the process.
-
-    Returns:
-        0 when they work together, else 1.
-    """
+    """Test the packages' wheels together."""
     options, chosen = _parser().parse_known_args(arguments)
     workspace = load_workspace(options.root)
     with tempfile.TemporaryDirectory(prefix="together-") as folder:
@@ -52,12 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install_all(workspace: Workspace, scratch: Path, python: str) -> CleanVenv:
-    """Install every package from its wheel, and what the default environment has besides.
-
-    Raises:
-        BuildError: A package cannot be built.
-        InstallError: They cannot be installed together.
-    """
+    """Install every package from its wheel, and what the default environment has besides."""
     wheels = build_wheels(workspace.distributions.values(), scratch / "wheels")
     located = [f"{name} @ {wheel.as_uri()}" for name, wheel in wheels.items()]
     venv = make_venv(scratch / "venv", python, located)
@@ -69,17 +57,7 @@ def install_all(workspace: Workspace, scratch: Path, python: str) -> CleanVenv:
 def run_main_job_tests(
     workspace: Workspace, venv: CleanVenv, outside: Path, arguments: Sequence[str]
 ) -> int:
-    """Run the main job's tests where no source of a package can be imported.
-
-    Args:
-        workspace: The repository.
-        venv: The environment to run them in.
-        outside: A folder to make, for copies of the tests and of the tools.
-        arguments: Further ones for pytest.
-
-    Returns:
-        The status of pytest.
-    """
+    """Run the main job's tests where no source of a package can be imported."""
     shutil.copytree(workspace.root / "tools", outside / "tools", ignore=_IGNORED)
     (outside / _TESTS).mkdir()
     for pattern in _CHOSEN:

@@ -47,17 +47,7 @@ class CleanVenv:
     def install(
         self, requirements: Iterable[str], *, lowest: bool = False, compiled: bool = False
     ) -> None:
-        """Install requirements.
-
-        Args:
-            requirements: As pip takes them.
-            lowest: Take the lowest version that each of them allows, and the newest of what they
-                need in turn.
-            compiled: Compile them now, so that the first import of a large library is quick.
-
-        Raises:
-            InstallError: They contradict each other, or one is not to be had.
-        """
+        """Install requirements; ``lowest`` is for them, and their own needs stay at the newest."""
         constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(self.constraints) + "\n", encoding="utf-8")
         resolution = "lowest-direct" if lowest else "highest"
@@ -71,11 +61,7 @@ class CleanVenv:
         )  # fmt: skip
 
     def lowest_versions(self, requirements: Iterable[str]) -> dict[str, str]:
-        """The lowest version that is to be had for each requirement, whatever the others allow.
-
-        Raises:
-            InstallError: There is none.
-        """
+        """The lowest available version of each requirement, whatever the others allow."""
         wanted = self.folder / "wanted.txt"
         wanted.write_text("\n".join(requirements) + "\n", encoding="utf-8")
         found = _run_uv(
@@ -98,11 +84,7 @@ class CleanVenv:
         return {canonicalize_name(name): version for name, version in answer.items()}
 
     def run_code(self, code: str, *arguments: str) -> str:
-        """Run code in its isolated interpreter and return what it prints.
-
-        Raises:
-            RuntimeError: It failed; the text has its last lines.
-        """
+        """Run code in its isolated interpreter and return what it prints."""
         done = subprocess.run(
             [self.python, "-I", "-c", code, *arguments],
             cwd=self.folder, env=clean_environment(), capture_output=True, text=True, check=False,
@@ -113,16 +95,7 @@ class CleanVenv:
 
 
 def make_venv(folder: Path, python: str, constraints: Iterable[str]) -> CleanVenv:
-    """Make a virtual environment with nothing in it.
-
-    Args:
-        folder: Where; must not exist.
-        python: The interpreter to base it on: a path, or a version such as ``3.12``.
-        constraints: Lines of a constraints file for every installation.
-
-    Raises:
-        InstallError: uv or the interpreter is missing.
-    """
+    """Make a virtual environment with nothing in it."""
     uv = find_uv()
     if uv is None:
         raise InstallError("uv is not installed; it comes with hatch, or: pip install uv")
@@ -156,7 +129,7 @@ _UNWANTED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
 def find_uv() -> list[str] | None:
     """The command that starts uv, None where there is none.
 
-    It is looked for on `PATH`, where hatch says it is, beside this Python, and as its module.
+    It is looked for on ``PATH``, where hatch says it is, beside this Python, and as its module.
     """
     beside = str(Path(sys.executable).with_name("uv"))
     commands = (

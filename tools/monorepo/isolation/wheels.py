@@ -17,18 +17,7 @@ class BuildError(RuntimeError):
 
 
 def build_wheels(distributions: Iterable[Distribution], folder: Path) -> dict[str, Path]:
-    """Build each wheel from the unpacked sdist, as an installer without the wheel would.
-
-    Args:
-        distributions: What to build.
-        folder: Where the wheels go; made if missing.
-
-    Returns:
-        The wheel of each name.
-
-    Raises:
-        BuildError: The builder failed.
-    """
+    """Build each wheel from the unpacked sdist, as an installer without the wheel would."""
     wheels = {}
     for distribution in distributions:
         with tempfile.TemporaryDirectory(prefix="sdist-") as scratch:
@@ -41,14 +30,7 @@ def build_wheels(distributions: Iterable[Distribution], folder: Path) -> dict[st
 
 
 def build(source: Path, target: str, folder: Path) -> Path:
-    """Build a ``wheel`` or an ``sdist`` of a source tree into an empty folder, without network.
-
-    Returns:
-        The file.
-
-    Raises:
-        BuildError: The builder failed.
-    """
+    """Build a ``wheel`` or an ``sdist`` of a source tree into an empty folder, without network."""
     command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
     done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
     if done.returncode:

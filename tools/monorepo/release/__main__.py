@@ -1,4 +1,4 @@
-"""Command line: `python -m monorepo.release show|prepare|verify|floors|tag|notes`."""
+"""Command line: ``python -m monorepo.release show|prepare|verify|floors|tag|notes``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,7 @@ from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_works
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show, prepare or verify a release.
-
-    Returns:
-        0 when it went well, 1 when a release is refused, 2 when the question made no sense.
-    """
+    """Show, prepare or verify a release."""
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(load_workspace(options.root), options)

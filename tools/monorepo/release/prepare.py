@@ -41,7 +41,7 @@ class Plan:
     Attributes:
         tag: The tag to set once it is merged.
         contents: The new text of every file that changes.
-        deleted: Files that go.
+        deleted: Files to delete.
         notes: What happens, a line each.
         breaks: The incompatible changes.
         affected: The dependants, in the order in which to look at them.
@@ -56,18 +56,7 @@ class Plan:
 
 
 def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -> Plan:
-    """Work out everything that a release changes, without writing anything.
-
-    Args:
-        workspace: The packages.
-        name: The one to release.
-        step: As hatch takes it: ``minor``, ``patch``, ``minor,rc``, or a version; None releases
-            the version that the files state, which is for the first release.
-        day: The date for the changelog.
-
-    Raises:
-        ReleaseError: Something stands in the way.
-    """
+    """Work out what a release changes, writing nothing; no ``step`` keeps the files' version."""
     package = workspace[name]
     last = last_tag(workspace.root, package.name, workspace.names)
     version = _next_version(package, step, last)
@@ -219,13 +208,9 @@ def _differs(path: Path, text: str) -> bool:
 
 
 def write_all(contents: Mapping[Path, str], deleted: Collection[Path] = ()) -> None:
-    """Write and delete files; a failure puts back what was there.
+    """Write and delete files; a failure restores the previous ones.
 
     Every new text is on the disk in a file of its own before the first one takes its place.
-
-    Args:
-        contents: The new texts.
-        deleted: Files to delete.
     """
     before = {path: path.read_bytes() if path.exists() else None for path in (*contents, *deleted)}
     staged: dict[Path, Path] = {}

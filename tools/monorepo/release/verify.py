@@ -1,4 +1,4 @@
-"""What has to hold before a package is published."""
+"""Checks before a package is published."""
 
 from __future__ import annotations
 
@@ -51,14 +51,7 @@ class Verification:
 def verify_release(
     workspace: Workspace, name: str, *, tag: str | None = None, archives: Path | None = None
 ) -> Verification:
-    """Check a package that is about to be published, or one that could be.
-
-    Args:
-        workspace: The packages.
-        name: The one to check.
-        tag: The tag that was pushed; None while there is none.
-        archives: A folder with its wheel and its sdist; None builds them for the check.
-    """
+    """Check a package before it is published; without ``archives`` it builds them."""
     package = workspace[name]
     notes = []
     if not any(release_tags(workspace.root, each, workspace.names) for each in workspace.names):
@@ -153,11 +146,7 @@ def _missing_siblings(workspace: Workspace, package: Distribution) -> Iterator[s
 
 
 def build_archives(package: Distribution, folder: Path) -> None:
-    """Build the sdist and the wheel of a package into a folder.
-
-    Raises:
-        BuildError: The build failed.
-    """
+    """Build the sdist and the wheel of a package into a folder."""
     folder.mkdir(parents=True, exist_ok=True)
     for target in ("sdist", "wheel"):
         built = build(package.folder, target, folder.resolve() / target)
@@ -240,13 +229,7 @@ def _metadata_problems(package: Distribution, file: Path, content: bytes) -> Ite
 
 
 def since_last_release(workspace: Workspace, package: str, version: Version) -> Outcome:
-    """Compare the working tree with the last release below a version.
-
-    Args:
-        workspace: The packages.
-        package: The one that is released.
-        version: The version that it gets, which may not be in its files yet.
-    """
+    """Compare the working tree with the last release below a version."""
     tag = last_tag(workspace.root, package, workspace.names, below=version)
     if tag is None:
         return Outcome(package, PASSED, f"no release before {version}, nothing to compare with")
@@ -259,12 +242,7 @@ def incompatible_changes(outcome: Outcome) -> list[str]:
 
 
 def refusals(outcome: Outcome, *, dependants: bool = True) -> list[str]:
-    """Why a release can't be made, a line each.
-
-    Args:
-        outcome: Of the comparison.
-        dependants: Whether ranges that accept both sides of a break count.
-    """
+    """Why a release can't be made, a line each; ``dependants``: ranges over a break count."""
     if outcome.status == COULD_NOT_CHECK:
         return [outcome.notice]
     return _lines(

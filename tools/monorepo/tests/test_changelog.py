@@ -98,7 +98,7 @@ def test_an_unknown_base_is_no_pass(
     repository: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["--root", str(repository.root), "--base", "nowhere"]) == 2
-    assert "'nowhere' is no revision" in capsys.readouterr().err
+    assert "'nowhere' is not a revision" in capsys.readouterr().err
 
 
 def test_the_current_version_needs_a_heading(repository: SampleRepository) -> None:
@@ -152,7 +152,7 @@ def test_what_stood_unreleased_is_kept_and_fragments_join_its_groups() -> None:
 
 def test_nothing_to_say_and_a_version_that_is_there_are_refused() -> None:
     text = "# Changelog\n\n## 0.1.0 (2026-01-01)\n\n- All.\n"
-    with pytest.raises(ChangelogError, match="nothing is said about"):
+    with pytest.raises(ChangelogError, match="nothing describes"):
         fold(text, Version("0.2.0"), DAY, [])
     with pytest.raises(ChangelogError, match="a section for"):
         fold(text, Version("0.1.0"), DAY, [Fragment(Path("x"), "added", "New.")])

@@ -278,7 +278,7 @@ def test_targets_are_ordered_and_come_with_what_they_need() -> None:
 
 def test_wrong_name_ends_with_status_two(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["mcore-lost"]) == 2
-    assert "'mcore-lost' is no package here" in capsys.readouterr().err
+    assert "'mcore-lost' is not a package here" in capsys.readouterr().err
 
 
 def test_table_has_a_line_per_package() -> None:

@@ -94,7 +94,7 @@ def test_a_row_that_is_missing_in_the_readme_makes_it_stale(
         ("_h\told.a\tmcore.tensor.inner\t-", "_h is not defined in mcore.tensor.inner"),
         ("f\told.a\tmcore.tensor.inner\t-", "f is public and has to be imported from mcore.tensor"),
         ("k\told.a\tmcore.tensor.inner\t-", "k is not in __all__ of mcore.tensor"),
-        ("f\told.a\tmcore.nothing\t-", "f: mcore.nothing is no part of a package here"),
+        ("f\told.a\tmcore.nothing\t-", "f: mcore.nothing is not part of a package here"),
         ("f\told.a\tmcore.tensor", "names.tsv:5 needs four columns"),
         ("f\told.c\tmcore.tensor\t-", "lists mcore.tensor.f twice"),
     ],

@@ -161,7 +161,7 @@ def test_nothing_to_release_and_a_bad_fragment_stop_it(
     released: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert _run(released, "prepare", "mcore-versioning", "minor") == 1
-    assert "nothing is said about 0.2.0" in capsys.readouterr().err
+    assert "nothing describes 0.2.0" in capsys.readouterr().err
     released.write({f"{VERSIONING}/changelog.d/g.better.md": "x\n"})
     assert _run(released, "prepare", "mcore-versioning", "minor") == 1
     assert "g.better.md has to be named" in capsys.readouterr().err

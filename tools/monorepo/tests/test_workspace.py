@@ -84,7 +84,7 @@ def test_working_directory_does_not_matter(
 
 
 def test_unknown_name_tells_the_known_ones(repository: SampleRepository) -> None:
-    with pytest.raises(WorkspaceError, match=r"'mcore-lost' is no package.*mcore-base"):
+    with pytest.raises(WorkspaceError, match=r"'mcore-lost' is not a package.*mcore-base"):
         load_workspace(repository.root)["mcore-lost"]
 
 

@@ -1,1 +1,1 @@
-"""What the user typed, and the processes that it starts."""
+"""The command line, and the processes that it starts."""

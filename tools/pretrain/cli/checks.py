@@ -1,4 +1,4 @@
-"""Whether the settings of a run can work, each for itself and together."""
+"""Checks of the settings of a run, each by itself and together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command: read what was asked, then start the ranks or be one of them."""
+"""The command: read the request, then start the ranks or be one of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _URI_FOR_RANKS = "PRETRAIN_MLFLOW_URI"
 
 
 def main(argv: list[str]) -> int:
-    """Run the job; returns the exit code (2: nothing was started, one line says what to change)."""
+    """Run the job; return the exit code (2: nothing was started, one line says what to change)."""
     try:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return _be_a_rank(argv)
@@ -44,7 +44,7 @@ def _be_a_rank(argv: list[str]) -> int:
     _check_tracking(request)
     step = _start_step(request)
     if request.resume is not None and os.environ["RANK"] == "0":
-        _pass_over_damaged(RunFolder(request.resume), step)
+        _set_damaged_aside(RunFolder(request.resume), step)
     from pretrain.cli.rank import run_rank
 
     return run_rank(request)
@@ -87,7 +87,7 @@ def _check_tracking(request: Request) -> None:
 
 
 def _start_step(request: Request) -> int:
-    """The step to go on from, 0 for a new run; UsageError where there is nothing to go on."""
+    """The step to continue from, 0 for a new run; UsageError where there is none."""
     from pretrain.corpus import require_text
 
     require_text(request.settings.seq_length)
@@ -115,8 +115,8 @@ def _step_to_resume(folder: RunFolder) -> int:
         raise UsageError(f"{error}, but damaged ones: {told}") from None
 
 
-def _pass_over_damaged(folder: RunFolder, step: int) -> None:
-    """Set damaged checkpoints of later steps aside, and say so: the run comes by there again."""
+def _set_damaged_aside(folder: RunFolder, step: int) -> None:
+    """Set damaged checkpoints of later steps aside and report it: their steps come again."""
     from pretrain.run.checkpoints import damaged_after, set_aside
 
     told = [
@@ -124,7 +124,7 @@ def _pass_over_damaged(folder: RunFolder, step: int) -> None:
         for path, problem in damaged_after(folder, step).items()
     ]
     if told:
-        line = f"pretrain: warning: going on from step {step}: passed over {', '.join(told)}"
+        line = f"pretrain: warning: continuing from step {step}, skipped {', '.join(told)}"
         print(line, file=sys.stderr, flush=True)
 
 

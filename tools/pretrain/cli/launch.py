@@ -1,4 +1,4 @@
-"""Starts the ranks on this machine and says in one line which of them failed."""
+"""The start of the ranks on this machine, and the line that says which of them failed."""
 
 from __future__ import annotations
 

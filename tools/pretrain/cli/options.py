@@ -1,4 +1,4 @@
-"""What was typed: parsed, and made settings together with a resumed run's and the defaults."""
+"""The command line: parsed, and merged with a resumed run's settings and the defaults."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
 def _layout(
     given: Mapping[str, Any], base: Mapping[str, Any], ranks: int | None, world_size: int | None
 ) -> dict[str, int]:
-    """The three sizes: those given; dp fills up the ranks where it was not."""
+    """The three sizes: those given; a missing dp fills up the ranks."""
     available = world_size if world_size is not None else ranks
     named = [name for name in ("tp", "cp", "dp") if name in given]
     if base and not named and available is None:
@@ -110,7 +110,7 @@ def _layout(
 
 
 def _kept(base: Mapping[str, Any]) -> dict[str, Any]:
-    """What a resumed run takes over."""
+    """The settings that a resumed run keeps."""
     fields = dataclasses.fields(Settings) if base else ()
     return {field.name: base[field.name] for field in fields if field.metadata["kept"]}
 

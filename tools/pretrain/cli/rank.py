@@ -72,7 +72,7 @@ def _run(request: Request) -> int:
 
 
 def _open_mlflow(request: Request, folder: RunFolder) -> JobRun | None:
-    """On the rank that writes logs, begin to open the MLflow run, which takes seconds."""
+    """On the rank that writes logs, start opening the MLflow run, which takes seconds."""
     if not (request.settings.mlflow and is_writer()):
         return None
     target = choose_target(folder, request.mlflow_uri)
@@ -105,7 +105,7 @@ def _leave_after(error: Exception) -> None:
     """Print what happened and end the process, without waiting for ranks that may be gone."""
     lost_peer = any(words in str(error).lower() for words in _CONNECTION_WORDS)
     if lost_peer:
-        # The peer that failed is to be seen first by whoever watches the ranks.
+        # Whoever watches the ranks should see the peer that failed first.
         time.sleep(_WAIT_FOR_CULPRIT_S)
         print(f"pretrain: rank {dist.get_rank()} lost its peer", file=sys.stderr, flush=True)
     else:
@@ -168,7 +168,7 @@ def _call_before_a_signal_ends_us(action: Callable[[], None]) -> None:
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: that there is a handler has the number written to the pipe."""
+    """Do nothing: because there is a handler, Python writes the number to the pipe."""
 
 
 def _end(reading: int, action: Callable[[], None]) -> None:

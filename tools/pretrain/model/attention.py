@@ -32,7 +32,7 @@ def apply_rotary(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
 def causal_mask(
     positions: torch.Tensor, cp_group: torch.distributed.ProcessGroup | None
 ) -> torch.Tensor | None:
-    """Which keys each local query may see, ``[s / cp, s]``; None where plain causality says it all.
+    """Which keys each local query may see, ``[s / cp, s]``; None where plain causality suffices.
 
     Keys arrive in cp rank order, two chunks of the sequence each: their true positions decide.
     """

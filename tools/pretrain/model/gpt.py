@@ -85,7 +85,7 @@ class TransformerLayer(GraphableMegatronModule):
         rotary: torch.Tensor,
         attention_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """``[s, b, h]`` to the same, as a tensor that is no view.
+        """``[s, b, h]`` to the same, as a tensor that is not a view.
 
         ``s`` is the length of this rank's part: one of cp parts, and with sequence parallelism one
         of tp parts of that.

@@ -21,7 +21,7 @@ class Objective:
     """One thing to learn: its labels, its losses and their names.
 
     ``with_labels`` puts labels of whole sequences into a batch; ``losses`` gives the loss of each
-    byte ``[s, b]``, equal on all tp ranks; ``digits`` are shown of it after the point.
+    byte ``[s, b]``, equal on all tp ranks; ``digits`` of it are shown after the point.
     """
 
     loss_name: str
@@ -34,7 +34,7 @@ class Objective:
 
     @property
     def validation_name(self) -> str:
-        """Of the validation loss in logs."""
+        """The name of the validation loss in logs."""
         return f"{self.loss_name} validation"
 
 

@@ -32,12 +32,12 @@ _DATA_PARALLEL_STRIDE = 100_003
 
 
 def inner_init(config: TransformerConfig) -> Init:
-    """How matrices start whose result goes on inside a layer."""
+    """The initializer of matrices whose result stays inside a layer."""
     return config.init_method or init_method_normal(config.init_method_std)
 
 
 def output_init(config: TransformerConfig) -> Init:
-    """How matrices start whose result is added to the residual stream."""
+    """The initializer of matrices whose result is added to the residual stream."""
     return config.output_layer_init_method or scaled_init_method_normal(
         config.init_method_std, config.num_layers
     )
@@ -92,7 +92,7 @@ def seed_streams(seed: int, groups: ProcessGroups, device: torch.device) -> None
 
 
 def stream_for(*, differs_over_tp: bool) -> AbstractContextManager[None]:
-    """Draw, while it lasts, for what is another part on each tp rank, or equal on all of them."""
+    """Draw inside the block for what differs between tp ranks, or is equal on all of them."""
     return get_cuda_rng_tracker().fork() if differs_over_tp else contextlib.nullcontext()
 
 

@@ -1,8 +1,7 @@
 """Tensor-parallel building blocks: linears by column and by row, and the embedding by rows.
 
-With sequence parallelism what lies between them is cut along the sequence over tp: gathering and
-reduce-scattering together send as much as the all-reduce that they replace, while norms, residuals
-and dropout are computed once instead of on every rank (Korthikanti et al. 2022).
+Sequence parallelism cuts what lies between them along the sequence, at no extra communication:
+an all-reduce becomes a gather and a reduce-scatter (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ class TensorParallelModule(MegatronModule):
         sharded_offsets: Offsets = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Slices say where they lie in the whole tensor."""
+        """Describe each slice by its place in the whole tensor."""
         sharded = make_sharded_tensors_for_checkpoint(
             self.state_dict(keep_vars=True),
             prefix,

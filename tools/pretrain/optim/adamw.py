@@ -21,7 +21,7 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainingOptimizer(Protocol):
-    """What the training loop needs of an optimizer; all ranks call each method together."""
+    """What the training loop needs from an optimizer; all ranks call each method together."""
 
     @property
     def updates(self) -> int:
@@ -37,11 +37,11 @@ class TrainingOptimizer(Protocol):
         ...
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Average gradients and loss over micro-batches and replicas; returns the mean loss."""
+        """Average gradients and loss over micro-batches and replicas; return the mean loss."""
         ...
 
     def clip_gradients(self, limit: float) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``limit``; returns the norm before."""
+        """Scale the gradients to a global norm of at most ``limit``; return the norm before."""
         ...
 
     def step(self, learning_rate: float) -> None:

@@ -99,7 +99,7 @@ class FullyShardedOptimizer:
         """Average over the micro-batches; FSDP has averaged the gradients over ``dp_cp``.
 
         One all-reduce of the loss over ``dp_cp``; with sequence parallelism one over ``tp`` of the
-        gradients that each of its ranks has a part of.
+        partial gradients.
         """
         gradients = list(self._local_gradients())
         torch._foreach_div_([grad for _, grad in gradients], self._accumulated)

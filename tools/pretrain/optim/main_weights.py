@@ -26,7 +26,7 @@ class MainWeightOptimizer:
     ) -> None:
         self.groups = groups
         trained = [param for param in model.parameters() if param.requires_grad]
-        # Those to sum over tp come first, so that they are one piece of the bucket.
+        # Those to sum over tp come first, so that they form one piece of the bucket.
         self.params = sorted(trained, key=has_partial_gradient, reverse=True)
         self.main = [_main_weight(param) for param in self.params]
         self.adamw = AdamW(self.main, weight_decay=weight_decay)
@@ -62,7 +62,7 @@ class MainWeightOptimizer:
         """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
 
         One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss; with
-        sequence parallelism before that one over ``tp`` of what each of its ranks has a part of.
+        sequence parallelism, one over ``tp`` of the partial gradients precedes it.
         """
         self._bucket[-1] = loss_sum.detach()
         if self._num_partial:

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, which one a run goes on from, and those that are damaged."""
+"""The contents of a checkpoint, the one that a run continues from, and the damaged ones."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _step_of(checkpoint: Path) -> int:
 
 
 def describe_latest(folder: RunFolder) -> str:
-    """A sentence on how to go on after a run ended early."""
+    """A sentence on how to continue after a run ended early."""
     try:
         step = latest_step(folder)
     except UsageError:
@@ -88,7 +88,7 @@ class CheckpointedState:
     def save(self, path: Path, *, async_: bool = False) -> SaveHandle | None:
         """Write a checkpoint, which appears under its name when all ranks have written it.
 
-        With ``async_`` the save goes on behind the returned handle while the state may change.
+        With ``async_`` the save continues behind the returned handle; the state may change.
         """
         state = {**self._tensors(), **self._facts(), **self._streams()}
         return save_sharded_state_dict(state, path, async_=async_)
@@ -99,8 +99,8 @@ class CheckpointedState:
             self._load(path)
         except CheckpointingException as error:
             raise UsageError(
-                f"--resume cannot read {path} ({_first_problem(error)}): it is damaged or of "
-                "another job; remove it to go on from the one before, or start a new run"
+                f"--resume cannot read {path} ({_first_problem(error)}): it is damaged or from "
+                "another job; remove it to continue from the one before, or start a new run"
             ) from error
 
     def _load(self, path: Path) -> None:

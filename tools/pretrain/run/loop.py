@@ -1,4 +1,4 @@
-"""The steps of a run with what belongs between them: logs, validation, checkpoints."""
+"""The steps of a run and what happens between them: logs, validation, checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from pretrain.watch.summary import Summary, describe_graphs, draw_losses
 
 
 class Loop:
-    """Steps, logs, validation and checkpoints in their order; all ranks run it together."""
+    """Steps, logs, validation and checkpoints in order; all ranks run it together."""
 
     def __init__(
         self,
@@ -80,7 +80,7 @@ class Loop:
             print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
 
     def _flush(self) -> None:
-        """Have the logs up to a checkpoint where a killed process does not take them along."""
+        """Write out the logs up to a checkpoint, so that a killed process does not lose them."""
         for sink in self.observed.sinks():
             sink.flush()
 
@@ -110,7 +110,7 @@ class Loop:
                 1.0,
                 self.report_memory,
                 int(skipped),
-                norm,  # type: ignore[arg-type]  # any number will do, also a 0-d tensor
+                norm,  # type: ignore[arg-type]  # any number will do, even a 0-d tensor
                 None,
                 None,
                 self.observed.cfg,
@@ -124,7 +124,7 @@ class Loop:
         self._log_own()
 
     def _log_own(self) -> None:
-        """Log what is this job's own, apart from the training log."""
+        """Log this job's own metrics, apart from the training log."""
         own = step_time(self.finished)
         self.watch.end_step()
         step = self.progress.step

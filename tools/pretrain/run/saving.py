@@ -19,7 +19,7 @@ from pretrain.run_folder import RunFolder
 
 
 class Saver:
-    """Saves the state of a run, in the background where asked for, and deletes what is surplus.
+    """Saves the state of a run, in the background if asked to, and deletes surplus ones.
 
     All ranks make one and call its methods together, at the same steps. Rank 0 first deletes what
     saves of an earlier start left unfinished.
@@ -67,7 +67,7 @@ class Saver:
 
 
 def _try(delete: Callable[[], object], what: str) -> None:
-    """Delete; what cannot be deleted is no reason to end the run."""
+    """Delete; a failure is no reason to end the run."""
     try:
         delete()
     except OSError as error:
@@ -88,6 +88,6 @@ def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> N
         return
     raise ReplicasDifferError(
         f"copies of the parameters differ between ranks after step {step}, as the lines "
-        "'Hash not matching' say: a bit has flipped or the ranks have diverged; the checkpoint of "
+        "'Hash not matching' show: a bit has flipped or the ranks have diverged; the checkpoint of "
         "this step is not written"
     )

@@ -1,4 +1,4 @@
-"""What one rank computes: an optimizer step over its rows, and the validation loss."""
+"""The work of one rank: an optimizer step over its rows, and the validation loss."""
 
 from __future__ import annotations
 

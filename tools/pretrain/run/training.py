@@ -84,7 +84,7 @@ def transformer_config(settings: Settings) -> TransformerConfig:
 def build_model(
     settings: Settings, config: TransformerConfig, groups: ProcessGroups, device: torch.device
 ) -> MegatronModule:
-    """The GPT on ``device``, in bfloat16 where asked for; collective on the tp group."""
+    """The GPT on ``device``, in bfloat16 if requested; collective on the tp group."""
     init = ParameterInit(settings.seed, device, groups.tp)
     model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
     if settings.value_head:

@@ -1,4 +1,4 @@
-"""Logs of earlier starts: read, and cut back to the checkpoint that this one goes on from."""
+"""Logs of earlier starts: read, and cut back to the checkpoint that this one continues from."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _OVER_SAMPLES = " vs samples"
 
 
 def forget_later_logs(folder: RunFolder, train_state: TrainState) -> None:
-    """Drop what an earlier start logged after the checkpoint that this one goes on from."""
+    """Drop what an earlier start logged after the checkpoint that this one continues from."""
     _forget_later_steps(folder.metrics, train_state.step)
     forget_later_events(
         folder.tensorboard, step=train_state.step, samples=train_state.consumed_train_samples
@@ -32,7 +32,7 @@ def records_up_to(path: Path, step: int) -> Iterator[dict[str, Any]]:
 
 
 def _forget_later_steps(path: Path, step: int) -> None:
-    """Drop what an earlier start logged after the checkpoint that this one goes on from."""
+    """Drop what an earlier start logged after the checkpoint that this one continues from."""
     if not path.exists():
         return
     partial = path.with_suffix(".jsonl.partial")
@@ -42,9 +42,9 @@ def _forget_later_steps(path: Path, step: int) -> None:
 
 
 def forget_later_events(folder: Path, *, step: int, samples: int) -> None:
-    """Drop TensorBoard's scalars after a step, or after that many samples where drawn over those.
+    """Drop TensorBoard's scalars after a step, or after that many samples where plotted over those.
 
-    A writer with ``purge_step`` knows one axis only and would take the scalars over samples away.
+    A writer with ``purge_step`` knows one axis only and would remove the scalars over samples.
     """
     for path in sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []:
         _rewrite(path, step, samples)

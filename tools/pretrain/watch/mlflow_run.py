@@ -32,15 +32,15 @@ _WAIT_WHEN_IT_FAILED_S = 2.0
 
 
 class JobRun:
-    """The run that the logging rank writes to; in a ``with`` block it is marked when that fails.
+    """The run that the logging rank writes to; a ``with`` block that fails marks it as failed.
 
-    A logging rank that is killed leaves it shown as running until the next start goes on with it.
+    A logging rank that is killed leaves it shown as running until the next start continues it.
 
     Args:
         settings: shown with the run.
         folder: the job's folder, which notes the run.
-        target: where to.
-        first_step: steps that earlier starts have done, whose metrics are sent where they lack.
+        target: where it logs to.
+        first_step: steps that earlier starts have done, whose missing metrics are sent.
 
     Attributes:
         logger: the state's MLflow logger, which takes metrics at once.
@@ -51,7 +51,7 @@ class JobRun:
     ) -> None:
         self.folder = folder
         self.target = target
-        _say_like_the_job()
+        _warn_like_the_job()
         self.logger = MlflowRun(
             functools.partial(_open, settings, folder, target, first_step, time.time()),
             name=f"MLflow at {target.shown}",
@@ -74,7 +74,7 @@ class JobRun:
     def end(self, status: str) -> None:
         """Send what is left and mark the run, within seconds; does nothing if it has ended."""
         self.logger.closing_s = _WAIT_WHEN_IT_FAILED_S
-        with contextlib.suppress(Exception):  # what made the job fail is to be seen
+        with contextlib.suppress(Exception):  # the error that made the job fail must stay visible
             self.logger.close(status)
 
     def summary(self) -> str:
@@ -92,8 +92,8 @@ class JobRun:
         return f"hatch run mlflow ui --backend-store-uri {shlex.quote(shown)}"
 
 
-def _say_like_the_job() -> None:
-    """Have the library's warnings begin as the job's lines do; the closing lines say the rest."""
+def _warn_like_the_job() -> None:
+    """Start the library's warnings like the job's lines; the closing lines say the rest."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
     logging.getLogger("mcore.observe.sinks").addHandler(handler)
@@ -136,7 +136,7 @@ def _make_database(folder: RunFolder, client: Any) -> None:
     target = folder.mlflow_database
     if target.exists():
         return
-    logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it says that it makes it
+    logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs that it makes it
     partial = target.with_suffix(".db.partial")
     partial.unlink(missing_ok=True)
     client(f"sqlite:///{partial}").search_experiments(max_results=1)

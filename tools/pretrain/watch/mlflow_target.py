@@ -32,15 +32,7 @@ class MlflowTarget:
 
 
 def choose_target(folder: RunFolder, given: str | None) -> MlflowTarget:
-    """The target of a start: what was given, that of earlier starts, the environment's, a file.
-
-    Args:
-        folder: the run's folder; it may not exist yet.
-        given: ``--mlflow-uri``, or None.
-
-    Raises:
-        UsageError: it cannot be used; the text shows no password.
-    """
+    """The target of a start: the given one, an earlier start's, the environment's, or a file."""
     if given is not None:
         return _named(given, "--mlflow-uri")
     surrounding = os.environ.get(_ENVIRONMENT)
@@ -93,7 +85,7 @@ def _named(uri: str, source: str) -> MlflowTarget:
         parts = urlsplit(uri)
         host, _ = parts.hostname, parts.port
     except ValueError as error:
-        raise UsageError(f"{source} {target.shown} is no URI: {mask_uri(str(error))}") from None
+        raise UsageError(f"{source} {target.shown} is not a URI: {mask_uri(str(error))}") from None
     scheme = parts.scheme.partition("+")[0]
     if scheme not in (*_SERVERS, *_DATABASES):
         raise UsageError(

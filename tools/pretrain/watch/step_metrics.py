@@ -1,4 +1,4 @@
-"""What the job logs of its own besides the training log: step time, norms, memory; its FLOPs."""
+"""The job's own metrics besides the training log: step time, norms, memory; its FLOPs."""
 
 from __future__ import annotations
 
@@ -57,10 +57,8 @@ def _memory_of_ranks(device: torch.device) -> dict[str, float]:
 def training_flops(settings: Settings) -> int:
     """Floating point operations of one step's matrix products, forward and backward, of all ranks.
 
-    Per token and layer, forward: ``24 h^2`` in the linears (input projection ``3h``, output ``h``,
-    feed-forward ``4h`` twice, two operations per weight) and ``4 s h`` in the two attention
-    products, causal or not; plus ``2 h v`` for the logits, or ``2 h`` for a value. Backward costs
-    twice the forward.
+    Forward, per token and layer ``24 h^2`` in the linears and ``4 s h`` in attention, causal or
+    not; per token ``2 h v`` for the logits or ``2 h`` for a value. Backward costs twice that.
     """
     hidden, length = settings.hidden_size, settings.seq_length
     layer = 24 * hidden * hidden + 4 * length * hidden

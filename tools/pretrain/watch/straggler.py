@@ -24,7 +24,7 @@ logger = logging.getLogger("mcore.observe.straggler")
 class StepRanges:
     """Context managers around the parts of a step.
 
-    Nothing in a part waits for another rank, save what tensor- and context-parallel layers and
+    Nothing in a part waits for another rank, except what tensor- and context-parallel layers and
     FSDP wait for inside it.
 
     The forward of a slow rank takes ``factor`` times as long as the longest of all ranks, pass by
@@ -128,7 +128,7 @@ class StragglerWatch:
             print(f"straggler detector: http://{host}:{port}/report", flush=True)
 
     def _write_lines(self) -> None:
-        """Have every line of the detector in the file; the console gets the clear cases only."""
+        """Send every line of the detector to the file; the console gets the clear cases only."""
         self._handler = logging.FileHandler(self._log)
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)

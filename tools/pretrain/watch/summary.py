@@ -61,7 +61,7 @@ class Summary:
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
             *self._pages(mlflow),
-            f"go on            {self.folder.resume_command}{more}",
+            f"continue         {self.folder.resume_command}{more}",
         ]
 
     def _special(self) -> Iterator[str]:

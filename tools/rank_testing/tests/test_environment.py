@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rank_testing import run_ranks
-from rank_testing.server import start_context
+from rank_testing.server import start_context, uses_accelerator
 
 SEEN_ON_IMPORT = os.environ.get("RANK_TESTING_EXAMPLE")
 
@@ -144,3 +144,10 @@ def test_torch_is_loaded_before_a_rank_does_anything(
     }
     assert expected <= set(loaded)
     assert not [name for name in loaded if name == "mcore" or name.startswith("mcore.")]
+
+
+@pytest.mark.parametrize(
+    ("init", "expected"), [("gloo", False), (None, False), ("cuda:nccl", True)]
+)
+def test_only_an_accelerators_backend_uses_one(init: str | None, expected: bool) -> None:
+    assert uses_accelerator(init) is expected

@@ -95,7 +95,7 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
 
 
 def living() -> dict[int, tuple[int, str]]:
-    """Return the parent and the start time of each process that is no zombie, by its number."""
+    """Return the parent and the start time of each process that is not a zombie, by its number."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():

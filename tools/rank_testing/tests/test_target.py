@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rank_testing import run_ranks
-from rank_testing.target import Target, find_target, load_target
+from rank_testing.target import Target, find_target, load_target, rewritten_code
 
 SOURCE = """
 def where():
@@ -87,3 +87,11 @@ def test_a_function_that_is_hidden_by_another_is_refused(monkeypatch: pytest.Mon
     monkeypatch.setitem(globals(), "load_and_call", parents_of)
     with pytest.raises(TypeError, match="move it to the top level"):
         find_target(hidden)
+
+
+def test_a_function_of_a_built_in_module_is_loaded_by_name() -> None:
+    assert load_target(Target("math", None, "sqrt"))(9.0) == 3.0
+
+
+def test_a_missing_file_has_no_rewritten_code() -> None:
+    assert rewritten_code("/nonexistent.py") is None

@@ -48,12 +48,12 @@ def get_asyncio_loop(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.A
     """Return an event loop that this thread can use.
 
     Args:
-        loop: Returned as it is when given.
+        loop: Returned unchanged if given.
 
     Returns:
-        The loop that is running in this thread; else the one that this function gave the thread
-        before, unless it is closed or from before a fork; else a new one, which becomes the
-        thread's current loop and is the caller's to close.
+        The loop running in this thread; else the one that this function made for the thread
+        earlier, unless it is closed or predates a fork; else a new one, which becomes the
+        thread's current loop and which the caller closes.
 
     Example:
         >>> loop = get_asyncio_loop()
@@ -119,17 +119,17 @@ def trace_async_exceptions(
     verbose: bool = False,
     on_error: _OnError = "exit",
 ) -> Any:
-    """Decorate what runs in a task of its own, so that its errors do not go unseen.
+    """Decorate a function that runs as its own task, so that its errors do not go unseen.
 
     An ``Exception`` is logged once at ERROR with its traceback, however many decorated calls it
-    passes. Cancellation, ``GeneratorExit``, ``KeyboardInterrupt`` and ``SystemExit`` pass
+    passes through. Cancellation, ``GeneratorExit``, ``KeyboardInterrupt`` and ``SystemExit`` pass
     untouched and unlogged.
 
     Args:
         func: A coroutine function or an async generator function; leave it out to give options.
         verbose: Count calls and their time in ``_ASYNC_TASK_STATS``, as ``[calls, total_ms]`` by
             qualified name, and log the averages at INFO after 1, 10, 100, ... calls. The time
-            includes that in which the call was suspended. Calls that were cancelled and
+            includes that spent suspended. Calls that were cancelled and
             generators that were closed early do not count.
         on_error: ``"exit"`` ends the process: in the main thread with ``SystemExit(1)``, which the
             event loop passes on; in another thread, where that would end only the thread, with
@@ -235,7 +235,7 @@ def _is_power_of_ten(count: int) -> bool:
 
 
 def kind_of(func: object) -> Kind:
-    """Return what a call of ``func`` makes; a partial counts as what it calls."""
+    """Return what calling ``func`` creates; a partial counts as the function it wraps."""
     if inspect.iscoroutinefunction(func):
         return "async function"
     if inspect.isasyncgenfunction(func):
@@ -250,7 +250,7 @@ def wrap_lifetime(
 ) -> Callable[..., Any]:
     """Wrap a function in a context manager that is open from the first step of a call to its end.
 
-    For coroutines and generators that is the life of the object, not the call that makes it. The
+    For coroutines and generators that is the life of the object, not the call that creates it. The
     manager sees what ends it: ``GeneratorExit`` for a generator that is closed early.
     """
     if kind == "async function":

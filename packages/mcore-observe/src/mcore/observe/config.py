@@ -15,8 +15,8 @@ from mcore.observe.sinks.trackers import TRACKERS
 class LoggerConfig:
     """Settings of the training log.
 
-    The names are those of Megatron-Bridge. Any object with these attributes serves as well.
-    Settings that end in ``_to_tensorboard`` hold for every tracker.
+    The names are those of Megatron-Bridge. Any object with these attributes works too.
+    Settings that end in ``_to_tensorboard`` apply to every tracker.
 
     Attributes:
         log_interval: Steps between console lines.
@@ -29,12 +29,12 @@ class LoggerConfig:
         timing_log_option: ``"max"``, ``"minmax"`` or ``"all"`` ranks in the timers' text.
         tensorboard_dir: Folder of event files; None writes none.
         tensorboard_log_interval: Steps between scalars in trackers.
-        tensorboard_queue_size: Events that TensorBoard holds back before it writes.
+        tensorboard_queue_size: Events that TensorBoard buffers before it writes.
         log_timers_to_tensorboard: Log timers and the time of an iteration.
         log_loss_scale_to_tensorboard: Log the loss scale.
         log_validation_ppl_to_tensorboard: The loop logs validation perplexity.
         log_memory_to_tensorboard: Log memory statistics.
-        memory_keys: Which, as in :func:`mcore.observe.report_memory`; None for the default.
+        memory_keys: Statistics, as in :func:`mcore.observe.report_memory`; None for the default.
         log_l2_norm_grad_to_tensorboard: Log the gradient norm of every parameter.
         log_num_zeros_in_grad: The loop counts zeros in the gradients.
         log_max_attention_logit: The loop tracks the largest attention logit.
@@ -45,12 +45,12 @@ class LoggerConfig:
         skip_train_metrics_log: Log no training metrics at all.
         wandb_project: Weights & Biases project; None uses none.
         wandb_exp_name: Name of the run there.
-        wandb_save_dir: Where its files go.
-        wandb_entity: Who owns the project.
+        wandb_save_dir: Folder for its files.
+        wandb_entity: Owner of the project.
         mlflow_experiment: MLflow experiment; None uses none.
         mlflow_run_name: Name of the run there.
-        mlflow_tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite. User
-            and password in it are never shown.
+        mlflow_tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite. Its
+            user and password are never shown.
         mlflow_tags: Tags of the run.
         mlflow_description: Note shown with the run.
         comet_project: Comet project; None uses none.
@@ -152,14 +152,14 @@ class LoggerConfig:
 class TrainingConfig:
     """Batch sizes and length of a training run.
 
-    Any object with these attributes serves as well.
+    Any object with these attributes works too.
 
     Attributes:
         micro_batch_size: Samples of one forward pass on one data-parallel rank.
         global_batch_size: Samples of one step over all data-parallel ranks and microbatches.
         train_iters: Steps of the whole run, or None when it ends otherwise.
         num_microbatches: Forward passes of one step on one rank; None derives it.
-        data_parallel_size: Data-parallel ranks; None when the container around it says so.
+        data_parallel_size: Data-parallel ranks; None when the surrounding container gives them.
 
     Example:
         >>> TrainingConfig(micro_batch_size=2, global_batch_size=64, train_iters=1000).train_iters
@@ -178,8 +178,8 @@ class ProfilingConfig:
     """What to profile, when, and on which ranks.
 
     Attributes:
-        use_nsys_profiler: The run is watched by Nsight Systems.
-        use_pytorch_profiler: The run uses ``torch.profiler``.
+        use_nsys_profiler: Nsight Systems profiles the run.
+        use_pytorch_profiler: ``torch.profiler`` profiles the run.
         profile_step_start: First step of the profile.
         profile_step_end: Last step of the profile; the memory snapshot is saved then.
         profile_ranks: Global ranks that profile; empty means none.
@@ -245,9 +245,9 @@ class DatasetConfig:
 
 @dataclass
 class ConfigContainer:
-    """All that :func:`mcore.observe.training_log` reads about a run.
+    """Everything that :func:`mcore.observe.training_log` reads about a run.
 
-    Any object with these attributes serves as well, as do objects with some of them missing.
+    Any object with these attributes works too, as does one that lacks some of them.
 
     Attributes:
         logger: What to log, how often and where.

@@ -25,7 +25,7 @@ def _nvml_reader() -> Callable[[], int]:
 class EnergyMonitor:
     """Reads the energy counter of each rank's GPU and sums it over the job.
 
-    Every rank takes part in every sum, also one that cannot read its GPU: then the sum is NaN.
+    Every rank takes part in every sum, even one that cannot read its GPU; the sum is then NaN.
 
     Args:
         read_mj: Returns the energy that this rank's device has used so far, in millijoules; None
@@ -42,13 +42,13 @@ class EnergyMonitor:
     def __init__(self, read_mj: Callable[[], int] | None = None) -> None:
         self._read_mj = read_mj
         self._is_running = False
-        self._mark_mj: int | None = None  # the counter when the present stretch began
+        self._mark_mj: int | None = None  # the counter when the current stretch began
         self._kept_mj = 0  # stretches since the last lap that ended in a pause
         self._is_known = True  # every reading since the last lap worked
         self._total_j = 0.0
 
     def setup(self) -> None:
-        """Open the sensor and start counting; a sensor that fails is one warning. No wait."""
+        """Open the sensor and start counting; a failing sensor logs one warning. Never waits."""
         if self._read_mj is None:
             try:
                 self._read_mj = _nvml_reader()
@@ -65,7 +65,7 @@ class EnergyMonitor:
             self._mark_mj = self._reading()
 
     def pause(self) -> None:
-        """Stop counting, during validation, say; no effect while stopped."""
+        """Stop counting, for example during validation; no effect while stopped."""
         if self._is_running:
             self._keep_stretch()
             self._is_running = False
@@ -91,7 +91,7 @@ class EnergyMonitor:
         return self._total_j
 
     def shutdown(self) -> None:
-        """Stop counting and let go of the sensor; a second call does nothing."""
+        """Stop counting and release the sensor; a second call does nothing."""
         self._is_running = False
         self._read_mj = None
 
@@ -124,7 +124,7 @@ class EnergyMonitor:
 
 
 def open_device_handle(index: int | None = None) -> tuple[Any, Any]:
-    """Open NVML for a device of torch, None being the current one; return module and handle.
+    """Open NVML for a torch device, None for the current one; return the module and a handle.
 
     The device is found by its UUID: NVML's indices ignore CUDA_VISIBLE_DEVICES.
     """

@@ -1,4 +1,4 @@
-"""The state, handed to forward-step functions that ask for it."""
+"""Injection of the state into forward-step functions that ask for it."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ _IDENTIFIER = re.compile(rf"(?<!\w){_STATE_CLASS}(?!\w)")
 def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
     """Return whether a forward-step function asks for the state.
 
-    It does when a parameter is annotated with a class called ``GlobalState``, also as text, in a
-    union, ``Optional`` or ``Annotated``; else when its first parameter is called ``state`` or
+    It does when a parameter is annotated with a class named ``GlobalState``, even as a string, in a
+    union, ``Optional`` or ``Annotated``; else when its first parameter is named ``state`` or
     ``global_state``. Parameters that a ``partial`` has bound do not count.
 
     Args:
         forward_step_func: A function, method, partial or callable object.
 
     Returns:
-        False also for callables that do not tell their parameters.
+        Whether it asks; False for callables whose parameters cannot be inspected.
 
     Example:
         >>> needs_global_state_injection(lambda state, data_iterator, model: None)
@@ -43,8 +43,8 @@ def maybe_inject_state(
 
     Args:
         forward_step_func: A function, method, partial or callable object.
-        state: The state; the same object is handed to every call, so that its changes are seen.
-        needs_injection: The answer of :func:`needs_global_state_injection`; None asks for it.
+        state: The state; every call gets the same object, so that its changes are seen.
+        needs_injection: The result of :func:`needs_global_state_injection`; None calls it.
 
     Returns:
         The function without its parameter for the state; or the function itself.
@@ -71,7 +71,7 @@ def maybe_inject_state(
 def prepare_forward_step_func(
     forward_step_func: Callable[..., Any], state: Any
 ) -> Callable[..., Any]:
-    """Do both in one: look at the function and bind the state if it asks for it.
+    """Inspect a function and bind the state if it asks for it.
 
     Call it once, before the loop.
 
@@ -80,7 +80,7 @@ def prepare_forward_step_func(
         state: The state.
 
     Returns:
-        As :func:`maybe_inject_state`.
+        As for :func:`maybe_inject_state`.
 
     Example:
         >>> def forward_step(data_iterator, model):
@@ -100,7 +100,7 @@ def _call_with_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call with the state in its place among the positional arguments, or by name before it."""
+    """Call with the state at its place among the positional arguments, or by name before it."""
     if len(args) >= index:
         return forward_step_func(*args[:index], state, *args[index:], **kwargs)
     return forward_step_func(*args, **kwargs, **{name: state})
@@ -109,7 +109,7 @@ def _call_with_state(
 def _state_parameter(
     forward_step_func: Callable[..., Any],
 ) -> tuple[int, inspect.Parameter] | None:
-    """Find the parameter that takes the state, and its place."""
+    """Find the parameter that takes the state, and its position."""
     try:
         signature = inspect.signature(forward_step_func)
     except (TypeError, ValueError):  # built-in functions may have none

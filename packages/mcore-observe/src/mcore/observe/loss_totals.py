@@ -52,7 +52,7 @@ def count_iterations(totals: Mapping[str, Any]) -> int:
 
 
 def loss_averages(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the averages of the losses over the advanced steps, on their devices."""
+    """Return the averages of the losses over the steps not skipped, on their devices."""
     steps = max(1, totals.get(ADVANCED, 0))
     return {key: total / steps for key, total in totals.items() if key not in _COUNTERS}
 

@@ -64,13 +64,13 @@ def report_memory(
     Args:
         memory_keys: Which statistics of ``torch.accelerator.memory_stats()``, and the names to
             report them under; None or empty takes :data:`MEMORY_KEYS`.
-        reset_peak: Start the peaks again after reading them. Else they are since the start of the
-            process.
+        reset_peak: Restart the peaks after reading them. Otherwise they count from the start of
+            the process.
 
     Returns:
         Values by name in the order of the keys; statistics that do not exist are left out.
-        Without an accelerator there are none, but for None the resident memory of the process, as
-        ``mem-host-rss-gigabytes`` and ``mem-max-host-rss-gigabytes``.
+        Without an accelerator there are none, except that None gives the resident memory of the
+        process, as ``mem-host-rss-gigabytes`` and ``mem-max-host-rss-gigabytes``.
 
     Example:
         >>> all(value >= 0 for value in report_memory(None).values())
@@ -117,10 +117,10 @@ def _host_stats() -> dict[str, int]:
 def start_memory_history_recording(profiling: Any) -> None:
     """Have the CUDA allocator record its history, and save a snapshot when memory runs out.
 
-    Call it before the model is built, so that every allocation has its place in the code. Up to
+    Call it before the model is built, so that every allocation is traced to the code. Up to
     100 000 events are kept, with Python stacks. An allocation that fails saves
     ``{base}_oom_rank-{rank}{extension}`` next to the configured path. A second call does nothing;
-    without CUDA there is one warning and nothing else. No communication.
+    without CUDA it logs one warning and does nothing else. No communication.
 
     Args:
         profiling: Something with ``record_memory_history``, ``profile_ranks`` and
@@ -136,7 +136,7 @@ def start_memory_history_recording(profiling: Any) -> None:
 def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
     """Save ``{base}_{rank}{extension}`` if this is the last step of the profile on this rank.
 
-    What goes wrong is a warning, never an exception. No communication.
+    A failure is a warning, never an exception. No communication.
     """
     if profiling is None or getattr(profiling, "profile_step_end", None) != iteration:
         return
@@ -149,7 +149,9 @@ def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
     try:
         _save_snapshot(path)
     except Exception as error:
-        logger.warning("no memory snapshot in %s: %s: %s", path, type(error).__name__, error)
+        logger.warning(
+            "could not save a memory snapshot to %s: %s: %s", path, type(error).__name__, error
+        )
         return
     if process_rank() == 0:
         print(f"Saved memory snapshot to {path}", flush=True)  # noqa: T201
@@ -184,7 +186,9 @@ def _start_recording(configured: str, rank: int) -> None:
     cuda: Any = torch._C  # CPU builds, and so the type stubs, lack the name
     cuda._cuda_attach_out_of_memory_observer(functools.partial(_on_out_of_memory, path))
     if rank == 0:
-        logger.info("rank %d records its memory history; out of memory saves %s", rank, path)
+        logger.info(
+            "rank %d records its memory history; running out of memory saves %s", rank, path
+        )
 
 
 def _on_out_of_memory(path: str, *details: Any) -> None:
@@ -192,7 +196,7 @@ def _on_out_of_memory(path: str, *details: Any) -> None:
         _save_snapshot(path)
         logger.error("out of memory: saved a snapshot to %s", path)
     except Exception:
-        logger.exception("out of memory, and no snapshot in %s", path)
+        logger.exception("out of memory, and could not save a snapshot to %s", path)
 
 
 def _save_snapshot(path: str) -> None:

@@ -36,8 +36,8 @@ def report_l2_norm_grad(
 
     Gradients are ``main_grad`` where a parameter has one, else ``grad``; call it after they are
     reduced and unscaled. DTensors are summed over the ranks that hold their shards; all ranks of
-    their mesh call it. Everything else is this rank's own, unless ``group`` is given: then one
-    all-reduce sums the squares over it, all its ranks call it and get the result.
+    their mesh call it. Everything else counts on this rank alone, unless ``group`` is given: then
+    one all-reduce sums the squares over it, and all its ranks call it and get the result.
 
     Args:
         model: One module or a list of chunks.
@@ -46,8 +46,8 @@ def report_l2_norm_grad(
 
     Returns:
         ``l2_norm/grad/{parameter}`` for each parameter that has a gradient, and
-        ``l2_norm/grad/global``, 0.0 when there is none. A name that an earlier chunk has too gets
-        the prefix ``chunk{i}.``, with chunks from 0.
+        ``l2_norm/grad/global``, 0.0 when there is none. A name that an earlier chunk already has
+        gets the prefix ``chunk{i}.``, counting chunks from 0.
 
     Raises:
         RuntimeError: A gradient is a DTensor with a partial placement.
@@ -65,7 +65,7 @@ def report_l2_norm_grad(
 def gradient_norms(
     model: torch.nn.Module | list[torch.nn.Module], *, group: GroupLike | None = None
 ) -> dict[str, Any]:
-    """Return what :func:`report_l2_norm_grad` does, still on the gradients' device."""
+    """Compute what :func:`report_l2_norm_grad` returns, left on the gradients' device."""
     named = dict(_named_gradients(model))
     if not named:
         return {f"{_PREFIX}global": 0.0}
@@ -97,7 +97,7 @@ def calc_params_l2_norm(
     Collectives, all sums, each only over a group with more than one rank: main parameters that
     the optimizer splits over ``dp_cp``, and of experts over ``expt_dp``; DTensors over their
     shards; then dense parameters over ``mp`` and experts over ``tp_ep_pp``. All ranks call it,
-    also those without experts, and all get the norm. One copy to the host.
+    even those without experts, and all get the norm. One copy to the host.
 
     Args:
         model: One module or a list of chunks.
@@ -256,7 +256,7 @@ def _dtensor_norm(named: Iterable[tuple[str, torch.Tensor]]) -> float:
 
 
 def _root(squares: torch.Tensor) -> float:
-    """Return the root on the host, with the precision that the sums have."""
+    """Return the root on the host, in the precision of the sums."""
     return float(squares.sqrt().to(torch.float32).item())
 
 

@@ -1,4 +1,4 @@
-"""How a process ends: finished, failed or killed, and functions that are called with it."""
+"""The status with which a process ends, and callbacks that receive it."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _EXIT_CODE_AFTER_SIGTERM = 128 + signal.SIGTERM
 
 
 def status_of(error: BaseException | None) -> str:
-    """Name how a piece of work ended, given the exception that left it.
+    """Return the status of a piece of work, given the exception that ended it.
 
     Args:
         error: The exception, or None.
 
     Returns:
         ``"FINISHED"`` for None and for SystemExit with code 0 or None, ``"KILLED"`` for
-        KeyboardInterrupt and for the SystemExit that SIGTERM causes, ``"FAILED"`` for all else.
+        KeyboardInterrupt and for the SystemExit that SIGTERM causes, else ``"FAILED"``.
 
     Example:
         >>> status_of(None), status_of(SystemExit(1)), status_of(SystemExit(0))
@@ -43,7 +43,7 @@ def status_of(error: BaseException | None) -> str:
 
 
 def on_process_end(callback: Callable[[str], None]) -> Callable[[], None]:
-    """Have a function called with the status when the interpreter exits; returns what undoes that.
+    """Call a function with the status when the interpreter exits; return what cancels that.
 
     ``os._exit`` and SIGKILL call nothing, and ``sys.exit`` with an error code looks finished here.
     """
@@ -58,7 +58,7 @@ def on_process_end(callback: Callable[[str], None]) -> Callable[[], None]:
 
 
 class _ProcessWatch:
-    """Knows how the process ends; does nothing before ``install``."""
+    """Watches how the process ends; does nothing before ``install``."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str], None]] = []

@@ -27,8 +27,8 @@ def report_runtime(
 ) -> dict[str, float | int]:
     """Report the time used so far, an estimate of the time left, and what was consumed.
 
-    The estimate is ``elapsed / (step - start_step) * (train_iters - step)``, not below 0: only
-    steps of this process count, so that a resumed run is not taken for a fast one. No
+    The estimate is ``elapsed / (step - start_step) * (train_iters - step)``, never below 0; only
+    steps of this process count, so that a resumed run does not look like a fast one. No
     communication.
 
     Args:
@@ -82,8 +82,8 @@ def report_throughput(
     """Report batches, samples and tokens per second over the last steps.
 
     With ``n + 1`` time stamps the rate is ``n / (last - first)``; the last ``window_size + 1``
-    stamps count, or all when there are fewer. Samples follow from the present global batch size,
-    also for steps of a batch-size ramp that had a smaller one. No communication.
+    stamps count, or all when there are fewer. Samples are computed from the current global batch
+    size, even for steps of a batch-size ramp that had a smaller one. No communication.
 
     Args:
         train_config: Something with ``micro_batch_size`` and ``global_batch_size``.
@@ -91,7 +91,7 @@ def report_throughput(
         seq_length: Tokens of a sample; None or 0 leaves the tokens out.
         history_wct: Time stamps in seconds, one for each finished step, newest last. Not
             durations. None reports nothing.
-        window_size: Stamps that must be there before anything is reported, 2 or more.
+        window_size: Stamps needed before anything is reported, 2 or more.
         world_size: Ranks for the per-device figures; None takes the size of the job.
 
     Returns:

@@ -23,13 +23,13 @@ _warned_about_missing_groups = False
 
 
 def safe_get_rank() -> int:
-    """Return this process's global rank, also before torch.distributed is initialised.
+    """Return this process's global rank, even before torch.distributed is initialised.
 
     No communication.
 
     Returns:
-        The rank in the world group; before that is made the variable ``RANK``, or
-        ``SLURM_PROCID``; else 0.
+        The rank in the world group; before that exists, the variable ``RANK`` or
+        ``SLURM_PROCID``, else 0.
 
     Example:
         >>> safe_get_rank()
@@ -39,13 +39,13 @@ def safe_get_rank() -> int:
 
 
 def safe_get_world_size() -> int:
-    """Return the number of ranks of the job, also before torch.distributed is initialised.
+    """Return the number of ranks of the job, even before torch.distributed is initialised.
 
     No communication.
 
     Returns:
-        The size of the world group; before that is made the variable ``WORLD_SIZE``, or
-        ``SLURM_NTASKS``; else 1.
+        The size of the world group; before that exists, the variable ``WORLD_SIZE`` or
+        ``SLURM_NTASKS``, else 1.
 
     Example:
         >>> safe_get_world_size()
@@ -73,15 +73,15 @@ def log_single_rank(
     :func:`safe_get_rank` reads; a process that cannot tell its rank logs.
 
     Args:
-        logger: Where the record goes. While it is disabled for the level nothing else is asked.
+        logger: Where the record goes. While it is disabled for the level, nothing else is read.
         args: As for :meth:`logging.Logger.log`: level, message and the message's arguments.
-        rank: The rank that logs; negative ones count from the last. One that does not exist is
-            nobody.
-        group: Count ranks in this group instead of in the job; ranks outside do not log.
+        rank: The rank that logs; negative ones count from the last. If it does not
+            exist, nobody logs.
+        group: Count ranks in this group instead of in the job; ranks outside it do not log.
         kwargs: As for :meth:`logging.Logger.log`; ``stacklevel`` counts from the caller.
 
     Raises:
-        TypeError: No level, or one that is no integer.
+        TypeError: The level is missing or not an integer.
 
     Example:
         >>> log_single_rank(logging.getLogger("train"), logging.INFO, "step %d", 7, rank=-1)
@@ -106,18 +106,18 @@ def log_on_each_pipeline_stage(
     one rank, it logs.
 
     Args:
-        logger: Where the record goes. While it is disabled for the level no rank is asked.
+        logger: Where the record goes. While it is disabled for the level, no rank is read.
         args: As for :meth:`logging.Logger.log`: level, message and the message's arguments.
         tp_group: Tensor parallel: a process group, a 1-D mesh or anything with ``rank()``. A rank
             outside of it does not log.
         dp_cp_group: Data and context parallel, likewise. Give both groups or neither: then those
-            of the default ``ProcessGroups`` count; without a default only global rank 0 logs,
+            of the default ``ProcessGroups`` apply; without a default only global rank 0 logs,
             and one WARNING asks for the groups.
         kwargs: As for :meth:`logging.Logger.log`; ``stacklevel`` counts from the caller.
 
     Raises:
         ValueError: Only one of the groups is given.
-        TypeError: No level, or one that is no integer.
+        TypeError: The level is missing or not an integer.
 
     Example:
         >>> log_on_each_pipeline_stage(logging.getLogger("train"), logging.INFO, "layers 0-11")
@@ -144,7 +144,7 @@ def _level(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
 
 
 def _is_rank(rank: int, group: GroupLike | None) -> bool:
-    """Return whether this process is a rank, or cannot know."""
+    """Return whether this process has a rank, or cannot tell."""
     if group is not None and _is_outside(group):
         return False
     mine = known_rank() if group is None else _rank_in(group)
@@ -177,7 +177,7 @@ def _warn_about_missing_groups() -> None:
 
 
 def _is_outside(group: object) -> bool:
-    """Return whether this rank is no member; new_group gives an integer to ranks outside."""
+    """Return whether this rank is not a member; ``new_group`` gives such ranks an integer."""
     if isinstance(group, DeviceMesh):
         return group.get_coordinate() is None
     return group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int)

@@ -13,8 +13,8 @@ _Key = TypeVar("_Key")
 
 
 def as_number(value: object) -> float | int | None:
-    """Return a Python or NumPy number, no boolean, as a Python number; None for anything else."""
-    if type(value) in (int, float):  # what nearly all are; the others take ten times as long
+    """Return a Python or NumPy number as a Python number; None for booleans and anything else."""
+    if type(value) in (int, float):  # nearly all values; the others take ten times as long
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -29,7 +29,7 @@ def widest_float(device: torch.device) -> torch.dtype:
 def read_scalars(values: Mapping[_Key, object]) -> dict[_Key, float | int]:
     """Read numbers and one-element tensors, with one transfer for each device.
 
-    Integers and integer tensors become ints, all else floats, by the same keys in the same order.
+    Integers and integer tensors become ints, all else floats, under the same keys and in order.
     """
     tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
     numbers: dict[Any, float | int] = {}
@@ -80,9 +80,9 @@ class Scalar:
 
 
 class Scalars:
-    """Collects scalars by name; a name that comes twice opens a further batch.
+    """Collects scalars by name; a repeated name opens another batch.
 
-    It has the ``add_scalar`` of a ``SummaryWriter``, so that code made for one can add to it.
+    It has the ``add_scalar`` of a ``SummaryWriter``, so that code written for one can add to it.
     """
 
     def __init__(self) -> None:

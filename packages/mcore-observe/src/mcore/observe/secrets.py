@@ -27,19 +27,19 @@ _ASSIGNED = re.compile(
 _HEADER = re.compile(r"\b(basic|bearer)\s+[\w.~+/=-]{8,}", re.IGNORECASE)
 # Shorter values of variables are words such as "true", which texts contain for other reasons.
 _SHORTEST_KNOWN_SECRET = 8
-_DEEPEST = 32  # a configuration that contains itself ends somewhere
+_DEEPEST = 32  # so that a configuration that contains itself ends
 
 
 def mask_secrets(text: str, known: Iterable[str] = ()) -> str:
     """Replace the secrets in a text by ``***``.
 
-    Masked are user and password of URIs, what follows ``password=``, ``"token": `` and the like,
+    It masks the user and password of URIs, what follows ``password=``, ``"token": `` and the like,
     basic and bearer authorizations, the values of secret environment variables, and what the
     caller knows to be secret.
 
     Args:
         text: Any text, such as that of an exception.
-        known: Further secrets.
+        known: Additional secrets.
 
     Returns:
         The text without them.
@@ -66,7 +66,7 @@ def config_params(config: Any) -> dict[str, str]:
     :func:`mask_secrets` finds in other texts.
 
     Args:
-        config: The configuration; None has no names.
+        config: The configuration; None gives no names.
 
     Returns:
         Texts by name, in the order of the configuration.
@@ -103,7 +103,7 @@ def without_secrets(tracker: str, known: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _is_secret_name(name: str, value: object) -> bool:
-    """Return whether a dotted name is secret; ``token`` in it is not where it counts tokens."""
+    """Return whether a dotted name is secret; a number under ``token`` is a count of tokens."""
     if _SECRET_NAME.search(name):
         return True
     return not isinstance(value, (int, float)) and bool(_TOKEN_NAME.search(name))

@@ -33,12 +33,12 @@ class TrainState:
     Attributes:
         step: Steps done.
         consumed_train_samples: Samples trained on.
-        skipped_train_samples: Samples passed over.
+        skipped_train_samples: Samples skipped.
         consumed_valid_samples: Samples validated on.
         floating_point_operations_so_far: Operations of the whole job.
-        do_train: Training takes place.
-        do_valid: Validation takes place.
-        do_test: Testing takes place.
+        do_train: Training is enabled.
+        do_valid: Validation is enabled.
+        do_test: Testing is enabled.
 
     Example:
         >>> TrainState(step=5).state_dict()["step"]
@@ -70,7 +70,7 @@ class TrainState:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over the fields that are there.
+        """Load the fields that are present.
 
         Args:
             state_dict: Tensors of one element, or numbers, by field. A field that is missing
@@ -137,23 +137,23 @@ def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
 
 
 class GlobalState:
-    """What a training process knows of its run, and the trackers that the run writes to.
+    """State of a training process, and the trackers that it writes to.
 
     Trackers are opened when they are first read, on the last rank only; elsewhere, and where the
-    configuration names none, they are None. It is a context manager, which closes the trackers
+    configuration names none, they are None. It is a context manager that closes the trackers
     with the right status.
 
     Args:
         cfg: The configuration, :class:`mcore.observe.ConfigContainer` or an object like it. It
             may be assigned later, before the first tracker is read.
         train_state: Progress; None starts at 0.
-        extra_sinks: Further places that get every scalar the trackers get, on each rank that
-            is given any: pass them on the last rank. :meth:`close` closes them.
+        extra_sinks: Additional sinks that get every scalar the trackers get, on each rank that
+            has any: pass them on the last rank. :meth:`close` closes them.
 
     Attributes:
         cfg: The configuration.
         train_state: Progress.
-        extra_sinks: Further places for scalars.
+        extra_sinks: Additional sinks.
         start_time: When this process started, in seconds of ``time.time()``.
         straggler_timer: A straggler detector, or None; the training loop's own.
         moe_metrics: The tracker of router metrics, or None for that of the process.
@@ -226,7 +226,7 @@ class GlobalState:
         return [sink for _, sink in log_state_of(self).sinks.of(self)]
 
     def log_metrics(self, metrics: Mapping[str, Any], *, versus_samples: bool = True) -> None:
-        """Send metrics of the present step to all sinks of this rank.
+        """Send metrics of the current step to all sinks of this rank.
 
         For what a loop logs besides :func:`mcore.observe.training_log`, such as validation.
         Tensors are copied to the host at once; does nothing on ranks that write nothing. No
@@ -254,10 +254,10 @@ class GlobalState:
         emit(sinks, batches, self.train_state.step, self.train_state.consumed_train_samples)
 
     def reset_for_restart(self) -> None:
-        """Forget what belongs to this start of training, before training starts again here.
+        """Forget what belongs to this start of training, before it restarts in this process.
 
         The TensorBoard writer is closed; MLflow continues the same run. Trackers, timers and the
-        energy monitor are made again when they are read. Progress starts at 0, until a checkpoint
+        energy monitor are made again when next read. Progress starts at 0, until a checkpoint
         is loaded; the configuration and the extra sinks stay.
 
         Example:
@@ -284,7 +284,7 @@ class GlobalState:
         """Flush and close the trackers and the extra sinks; closing twice is fine.
 
         Those that were never read are not opened. A failure is a warning, and the others are
-        closed all the same.
+        still closed.
 
         Args:
             status: How MLflow shows the run: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
@@ -292,7 +292,7 @@ class GlobalState:
         Example:
             >>> GlobalState().close()
         """
-        for tracker in TRACKERS:  # what was never read is not to be opened now
+        for tracker in TRACKERS:  # do not open now what was never read
             tracker.end_as(self._built.setdefault(tracker.attribute, None), status)
         for sink in self.sinks():
             sink.close()

@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 class _MoeMetricFanoutWriter:
     """Sends each scalar to a TensorBoard writer, MLflow and Comet.
 
-    Attributes that it lacks are those of the TensorBoard writer.
+    Attributes that it lacks are looked up on the TensorBoard writer.
 
     Args:
         tb_writer: A ``SummaryWriter``, or None.
@@ -37,8 +37,8 @@ class _MoeMetricFanoutWriter:
     def _sanitize(value: Any) -> Any:
         """Turn tensors with one element and NumPy scalars into Python numbers.
 
-        A DTensor is made whole first, which is a collective over its mesh. All else, tensors with
-        more elements included, is returned as it is.
+        A DTensor is gathered first, which is a collective over its mesh. Anything else, larger
+        tensors included, is returned unchanged.
         """
         if is_dtensor(value):
             value = value.full_tensor()
@@ -50,7 +50,7 @@ class _MoeMetricFanoutWriter:
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
         """Send one scalar: to TensorBoard as it is, to the others as a Python number.
 
-        A tensor with more elements than one goes to TensorBoard only, with one warning a name.
+        A tensor with more than one element goes to TensorBoard only, with one warning per name.
         """
         if self._tb_writer is not None:
             self._tb_writer.add_scalar(name, value, iteration)

@@ -18,7 +18,7 @@ from mcore.parallel.reductions import sum_over_group
 
 @dataclass
 class _LayerMetric:
-    """Values by layer, ``[num_layers]``: of the present step, and of those before it."""
+    """Values by layer, ``[num_layers]``: of the current step, and of those before it."""
 
     pending: torch.Tensor
     kept: torch.Tensor
@@ -42,9 +42,7 @@ class _LayerMetric:
 class ReducedMoEMetrics:
     """Router metrics of all ranks, as means over the steps, still on the device.
 
-    Attributes:
-        values: One element for each metric, over the whole model.
-        layers: ``[num_layers]`` for each metric.
+    ``values`` has one element for each metric, over the whole model; ``layers`` ``[num_layers]``.
     """
 
     values: dict[str, torch.Tensor]
@@ -65,13 +63,9 @@ class ReducedMoEMetrics:
     def percentiles(
         self, wanted: Sequence[float] | Mapping[str, Sequence[float]] | None
     ) -> dict[str, torch.Tensor]:
-        """Return percentiles over the layers whose value is not zero; copies to the host.
+        """Return ``{name}_p{percent}`` over the layers whose value is not zero; copies to the host.
 
-        Args:
-            wanted: Fractions, for all metrics or by name; None for no percentiles.
-
-        Returns:
-            One element for each, as ``{name}_p{percent}``.
+        ``wanted`` has the fractions, for all metrics or by name.
         """
         found: dict[str, torch.Tensor] = {}
         for name, vector in self.layers.items():
@@ -111,7 +105,7 @@ class MoEMetricsTracker:
         avg_group: GroupLike | None = None,
         needs_dp_avg: bool = True,
     ) -> None:
-        """Add a value of one layer to the present step. No communication, no wait.
+        """Add a value of one layer to the current step. No communication, no wait.
 
         Args:
             name: The metric; names that end in ``loss`` count as losses.
@@ -123,7 +117,7 @@ class MoEMetricsTracker:
             needs_dp_avg: The report averages over the data-parallel group.
 
         Raises:
-            ValueError: A layer outside 1..num_layers, or another ``num_layers`` than before.
+            ValueError: A layer outside 1..num_layers, or a ``num_layers`` that differs from before.
         """
         if layer_number is None:
             return
@@ -142,11 +136,11 @@ class MoEMetricsTracker:
         metric.needs_dp_avg = needs_dp_avg
 
     def commit_step(self, scale: float = 1.0) -> None:
-        """Keep what was recorded since the last call for the next report. No wait.
+        """Keep what was recorded since the last call for the next report. Never waits.
 
         Args:
-            scale: Factor for the values, such as 1 / microbatches of this step, where steps of
-                one report differ in it.
+            scale: Factor for the values, such as 1 / microbatches of this step, if that differs
+                between the steps of one report.
         """
         for metric in self._metrics.values():
             metric.kept.add_(metric.pending, alpha=scale)
@@ -171,7 +165,7 @@ class MoEMetricsTracker:
         pg_collection: Any = None,
         num_steps: int = 1,
     ) -> ReducedMoEMetrics:
-        """Do as :meth:`report`, but copy nothing to the host and write nothing.
+        """Do what :meth:`report` does, but copy nothing to the host and write nothing.
 
         Returns:
             The metrics on the device.
@@ -234,16 +228,16 @@ class MoEMetricsTracker:
             per_layer_logging: Also write every layer's value.
             force_initialize: Take part with zeros for names that this rank never recorded, as
                 pipeline stages without MoE layers must.
-            track_names: The metrics; None is all that this rank recorded.
+            track_names: The metrics; None means all that this rank recorded.
             num_layers: Layers of the model without multi-token prediction; needed by
                 ``force_initialize``.
-            num_moe_layers: MoE layers, instead of the next two.
-            moe_layer_freq: Every n-th layer is one (int), or 0 or 1 for each layer; None is all.
+            num_moe_layers: Number of MoE layers; replaces the next two.
+            moe_layer_freq: An int n for every n-th layer, or 0 or 1 for each layer; None means all.
             mtp_num_layers: Layers of multi-token prediction, which count as MoE layers.
             total_loss_dict: Sums that get the metrics whose name ends in ``loss``.
             percentiles: Fractions, for all metrics or by name: also write those percentiles over
                 the layers whose value is not zero, as ``{name}_p{percent}``.
-            pg_collection: Something with ``pp`` and ``dp``; None is the default ProcessGroups.
+            pg_collection: Something with ``pp`` and ``dp``; None means the default ProcessGroups.
             num_steps: Steps recorded since the last report: what is written is their mean, while
                 ``total_loss_dict`` gets their sum.
 
@@ -305,7 +299,7 @@ def _reduce_over_ranks(
     _sum_by_group(vectors, {name: m.avg_group for name, m in metrics.items()}, mean=True)
     averaged = {name: dp if m.needs_dp_avg else None for name, m in metrics.items()}
     _sum_by_group(vectors, averaged, mean=True)
-    # Last: stages without MoE layers know no groups of theirs, and get whole sums this way.
+    # Last: stages without MoE layers have none of these groups, and get whole sums this way.
     _sum_by_group(vectors, dict.fromkeys(metrics, pp), mean=False)
     return vectors
 
@@ -313,7 +307,7 @@ def _reduce_over_ranks(
 def _sum_by_group(
     vectors: dict[str, torch.Tensor], groups: Mapping[str, GroupLike | None], *, mean: bool
 ) -> None:
-    """Sum each vector over its group in place of the old one, with one collective a group."""
+    """Sum each vector over its group in place of the old one, with one collective per group."""
     distinct = {id(group): group for group in groups.values() if group is not None}
     for key, group in distinct.items():
         names = [name for name, other in groups.items() if id(other) == key]
@@ -333,7 +327,7 @@ def _count_moe_layers(num_layers: int, moe_layer_freq: int | Sequence[int] | Non
 def write_scalars(
     numbers: Mapping[str, float], iteration: int, writer: Any, wandb_writer: Any
 ) -> None:
-    """Write numbers of one step to the writers that are there."""
+    """Write numbers of one step to the writers that are given."""
     if writer is not None:
         for name, number in numbers.items():
             writer.add_scalar(name, number, iteration)
@@ -360,5 +354,5 @@ def get_moe_metrics_tracker() -> MoEMetricsTracker:
 
 
 def has_moe_metrics_tracker() -> bool:
-    """Return whether anybody has asked for the tracker of this process."""
+    """Return whether the tracker of this process has been requested."""
     return get_moe_metrics_tracker.cache_info().currsize > 0

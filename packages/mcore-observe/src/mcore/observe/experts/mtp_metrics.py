@@ -52,20 +52,20 @@ class MTPMetricsTracker:
         reduce_group: GroupLike | None = None,
         avg_group: GroupLike | None = None,
     ) -> None:
-        """Add a microbatch of one depth to the present step. No communication, no wait.
+        """Add a microbatch of one depth to the current step. No communication, no wait.
 
         Args:
             loss: One element.
             depth: Which token ahead, from 1.
             num_depths: Number of depths.
             accepted: How many predictions the main head agreed with.
-            predicted: How many there were.
+            predicted: How many predictions there were.
             reduce_group: The report sums losses and counts over this group.
             avg_group: The report averages losses and sums counts over this group.
 
         Raises:
-            ValueError: A depth outside 1..num_depths, another ``num_depths`` than before, or one
-                of the counts without the other.
+            ValueError: A depth outside 1..num_depths, a ``num_depths`` that differs from before,
+                or one of the counts without the other.
         """
         if not 1 <= depth <= num_depths:
             raise ValueError(f"depth is {depth}; give 1 to {num_depths}")
@@ -77,7 +77,7 @@ class MTPMetricsTracker:
             self._kept = torch.zeros_like(self._pending)
         if self._pending.shape[1] != num_depths:
             raise ValueError(
-                f"num_depths is {num_depths}, {self._pending.shape[1]} before; give the same"
+                f"num_depths is {num_depths} but was {self._pending.shape[1]}; give the same"
             )
         self._pending[_LOSS, depth - 1].add_(loss.detach().reshape(()))
         if accepted is not None and predicted is not None:
@@ -87,11 +87,11 @@ class MTPMetricsTracker:
         self._reduce_group, self._avg_group = reduce_group, avg_group
 
     def commit_step(self, scale: float = 1.0) -> None:
-        """Keep what was recorded since the last call for the next report. No wait.
+        """Keep what was recorded since the last call for the next report. Never waits.
 
         Args:
-            scale: Factor for the losses, such as 1 / microbatches of this step, where steps of
-                one report differ in it.
+            scale: Factor for the losses, such as 1 / microbatches of this step, if that differs
+                between the steps of one report.
         """
         if self._pending is not None and self._kept is not None:
             self._pending[_LOSS].mul_(scale)
@@ -115,7 +115,7 @@ class MTPMetricsTracker:
         total_loss_dict: dict[str, Any] | None = None,
         num_steps: int = 1,
     ) -> dict[str, torch.Tensor]:
-        """Do as :meth:`report`, but copy nothing to the host and write nothing.
+        """Do what :meth:`report` does, but copy nothing to the host and write nothing.
 
         Returns:
             One element each, by name; empty on ranks that recorded nothing.
@@ -163,7 +163,7 @@ class MTPMetricsTracker:
                 their mean, while ``total_loss_dict`` gets their sum.
 
         Returns:
-            An empty text: the console shows the losses through ``total_loss_dict``.
+            An empty string: the console shows the losses through ``total_loss_dict``.
         """
         values = self.take(loss_scale, total_loss_dict=total_loss_dict, num_steps=num_steps)
         if values and (writer is not None or wandb_writer is not None):
@@ -199,5 +199,5 @@ def get_mtp_metrics_tracker() -> MTPMetricsTracker:
 
 
 def has_mtp_metrics_tracker() -> bool:
-    """Return whether anybody has asked for the tracker of this process."""
+    """Return whether the tracker of this process has been requested."""
     return get_mtp_metrics_tracker.cache_info().currsize > 0

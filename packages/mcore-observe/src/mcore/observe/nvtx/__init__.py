@@ -183,9 +183,9 @@ def nvtx_range(
 ) -> AbstractContextManager[None]:
     """Make a context manager whose block is a range.
 
-    It closes what it opened, whatever is switched inside; ranges that were pushed in the block
-    and not popped are closed with it. Around an ``await`` use :func:`nvtx_decorator` on the
-    coroutine function instead: the blocks of several tasks of a thread do not nest.
+    It closes what it opened, even if ranges are switched off inside; ranges that were pushed in
+    the block and not popped are closed with it. Around an ``await`` use :func:`nvtx_decorator` on
+    the coroutine function instead: the blocks of several tasks of a thread do not nest.
 
     Args:
         msg: As for :func:`nvtx_range_push`.

@@ -16,7 +16,7 @@ _Value = TypeVar("_Value")
 
 
 class Pins(dict[_Key, _Value]):
-    """Keeps what is made of up to ``limit`` keys alive for the whole process.
+    """Keeps what is made from up to ``limit`` keys alive for the whole process.
 
     A CUDA graph that recorded a range keeps a pointer to the range's name.
     """
@@ -112,7 +112,7 @@ class NvtxPackageBackend:
         message, color = key
         try:
             return self._domain.get_event_attributes(message=message, color=color)
-        except Exception as error:  # the package has an error of its own for each kind of colour
+        except Exception as error:  # the package raises a different error for each kind of colour
             if color is None:
                 raise
             if not self._warned:
@@ -201,7 +201,7 @@ def select_backend(name: str) -> RangeBackend:
 
 @functools.cache
 def _torch_nvtx_problem() -> str | None:
-    """Why torch's NVTX calls cannot be used, found out once for this build."""
+    """Return why torch's NVTX calls cannot be used, or None; determined once per process."""
     nvtx: Any = torch.cuda.nvtx
     try:
         nvtx.range_push("mcore.observe")

@@ -1,4 +1,4 @@
-"""What sinks have in common: the protocol, plain numbers, a guard, and a sink in memory."""
+"""Common parts of sinks: the protocol, plain numbers, a guard, and a sink in memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MAX_FAILURES_IN_A_ROW = 10
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Takes named numbers for a step: a tracker, a file, or anything of the user's.
+    """Takes named numbers for a step: a tracker, a file, or anything that the user writes.
 
     Example:
         >>> class Printer:
@@ -39,12 +39,12 @@ class MetricSink(Protocol):
 
         Args:
             metrics: Numbers by name; NaN and infinities included.
-            step: The step; not smaller than in earlier calls, but may repeat.
+            step: The step; never smaller than in earlier calls, but it may repeat.
         """
         ...
 
     def flush(self) -> None:
-        """Bring everything taken so far to where it is kept."""
+        """Deliver everything taken so far to where it is kept."""
         ...
 
     def close(self) -> None:
@@ -67,7 +67,7 @@ def _do_nothing(client: Any, *args: Any) -> None:
 
 @dataclass(frozen=True)
 class Tracker:
-    """A product that runs may be logged to: the settings that ask for it, and how it is used."""
+    """A product that runs can be logged to: the settings that ask for it, and how it is used."""
 
     attribute: str  # of a GlobalState, which keeps the client
     label: str  # in messages
@@ -80,7 +80,7 @@ class Tracker:
     adapt: Callable[[Any], MetricSink]
     rules: ScalarRules = ScalarRules()
     restart: Callable[[Any], None] = _do_nothing  # before training starts again in this process
-    end_as: Callable[[Any, str], None] = _do_nothing  # says how the run will have ended
+    end_as: Callable[[Any, str], None] = _do_nothing  # tells how the run will have ended
 
     def is_wanted(self, settings: Any) -> bool:
         """Return whether logger settings ask for it; a ValueError if its run has no name."""
@@ -151,7 +151,7 @@ class GuardedSink:
         if type(error) not in self._reported:
             self._reported.add(type(error))
             logger.warning(
-                "%s failed to %s metrics, training goes on without them: %s: %s",
+                "%s failed to %s metrics, training continues without them: %s: %s",
                 self.name,
                 action,
                 type(error).__name__,
@@ -194,9 +194,9 @@ class MemorySink:
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as Python numbers, which every tracker takes, with one read a device.
+    """Return metrics as Python numbers, which every tracker takes, with one read per device.
 
-    None is left out, and so is anything else that is no number, with one WARNING for each name.
+    None is left out, and so is anything else that is not a number, with one WARNING for each name.
     """
     if all(type(value) in (float, int) for value in metrics.values()):
         return dict(metrics)
@@ -217,4 +217,4 @@ def _is_readable(value: Any) -> bool:
 
 @functools.lru_cache(maxsize=1024)
 def _warn_left_out(name: str, kind: str) -> None:
-    logger.warning("%r is no number but a %s and is not logged; give one number", name, kind)
+    logger.warning("%r is not a number but a %s and is not logged; give one number", name, kind)

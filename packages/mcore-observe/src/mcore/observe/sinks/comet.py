@@ -42,7 +42,7 @@ class CometSink:
 
 
 def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
-    """Open an experiment that takes no metrics and settings but those it is given.
+    """Open an experiment that records only the metrics and settings it is given.
 
     Without a key it is written to Comet's own COMET_OFFLINE_DIRECTORY where that is set.
     """
@@ -60,7 +60,7 @@ def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
             project_name=settings.comet_project,
             workspace=settings.comet_workspace,
             auto_metric_logging=False,
-            # The command line may have secrets; the configuration is logged without them.
+            # The command line may contain secrets; the configuration is logged without them.
             auto_param_logging=False,
             parse_args=False,
         )

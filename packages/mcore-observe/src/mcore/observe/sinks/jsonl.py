@@ -19,7 +19,7 @@ class JsonlSink:
 
     Each line goes to the operating system before :meth:`log` returns, so that a killed process
     keeps what it logged. An existing file is continued; a last line that a crash left without its
-    end is completed if it is whole JSON, else cut off. A run that goes back to a checkpoint
+    end is completed if it is whole JSON, else removed. A run that goes back to a checkpoint
     logs some steps again: the later line of a step is the valid one.
 
     One process writes one file: make the sink on one rank, or give each rank its own path.
@@ -51,7 +51,7 @@ class JsonlSink:
         """Append one line; NaN and infinities become null.
 
         Args:
-            metrics: Numbers by name; the name ``step`` is taken.
+            metrics: Numbers by name; the name ``step`` is reserved.
             step: The step.
 
         Raises:
@@ -59,14 +59,14 @@ class JsonlSink:
             OSError: The line cannot be written.
         """
         if "step" in metrics:
-            raise ValueError("a metric is called 'step', which names the step; call it otherwise")
+            raise ValueError("a metric is called 'step', which names the step; rename it")
         numbers = plain_numbers(metrics)
         record = {"step": int(step)} | {name: _as_json(v) for name, v in numbers.items()}
         self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
         self._file.flush()
 
     def flush(self) -> None:
-        """Bring the lines to the disk, so that they survive the machine too."""
+        """Write the lines to the disk, so that they survive a crash of the machine too."""
         if not self._file.closed:
             self._file.flush()
             os.fsync(self._file.fileno())

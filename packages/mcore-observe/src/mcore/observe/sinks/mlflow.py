@@ -70,13 +70,13 @@ def open_mlflow(
         experiment: Name of the experiment.
         run_name: Name of the run.
         tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite in the
-            present folder.
+            current folder.
         tags: Tags of the run.
         description: Note shown with the run.
         params: Settings to show with the run, without secrets, as of
             :func:`mcore.observe.config_params`.
         run_id: A run to continue instead of a new one.
-        only_new_steps: Of a run to continue, leave out metrics of steps that it has already.
+        only_new_steps: When continuing a run, leave out metrics of steps that it already has.
 
     Returns:
         The run, open.
@@ -84,7 +84,7 @@ def open_mlflow(
     Raises:
         ModuleNotFoundError: ``mlflow`` is not installed; names the extra.
         ValueError: The URI is a folder of files, which MLflow no longer maintains.
-        Exception: What MLflow raised, without secrets: as RuntimeError where its text has any.
+        Exception: What MLflow raised, without secrets: a RuntimeError where its text has any.
 
     Example:
         >>> run = open_mlflow("pretraining", "first", tracking_uri=uri)  # doctest: +SKIP

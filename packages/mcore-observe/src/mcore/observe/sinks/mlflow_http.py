@@ -1,4 +1,4 @@
-"""Calls of an MLflow tracking server that are made once, so that the caller decides on retries."""
+"""Calls to an MLflow tracking server that are made once, so that the caller decides on retries."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def is_tracking_server(uri: str) -> bool:
 class TrackingServer:
     """Writes to runs of a tracking server, with the credentials that MLflow would use.
 
-    MLflow's own client tries each call again for four minutes with pauses of up to two, and warns
+    MLflow's own client retries each call for four minutes with pauses of up to two, and warns
     each time. Here a call that fails is an error at once.
 
     Args:
@@ -35,10 +35,10 @@ class TrackingServer:
         self.uri = uri
 
     def check(self) -> None:
-        """Ask something small, to know within seconds whether the server answers.
+        """Send a small request, to learn within seconds whether the server answers.
 
         Raises:
-            MlflowException: The server cannot be reached or refuses the question.
+            MlflowException: The server cannot be reached or refuses the request.
         """
         self._post("/api/2.0/mlflow/experiments/search", {"max_results": 1}, _SHORT_TIMEOUT_S)
 
@@ -47,7 +47,7 @@ class TrackingServer:
 
         Args:
             run_id: The run.
-            metrics: Up to 1000 ``mlflow.entities.Metric``; the same one may come again.
+            metrics: Up to 1000 ``mlflow.entities.Metric``; the same one may be sent again.
 
         Raises:
             MlflowException: The server cannot be reached or refuses the metrics.

@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
 _MAX_PARAM_LENGTH = 6000
-# What HTTP calls too many requests, and a request that took too long.
+# HTTP's Request Timeout and Too Many Requests.
 _PASSING_STATUS = (408, 429)
 
 
@@ -32,10 +32,10 @@ class MlflowConnection:
     Attributes:
         client: An ``mlflow.tracking.MlflowClient``.
         run_id: The run, which stays the one that is written whatever other run is active.
-        server: What writes metrics and ends the run, where it is not the client: a
+        server: What writes metrics and ends the run, if that is not the client: a
             :class:`mcore.observe.sinks.TrackingServer`.
-        last_steps: The last step of metrics that the run has already, by sanitized name; what is
-            logged again up to there is left out.
+        last_steps: The last step that the run already has of each metric, by sanitized name; what
+            is logged again up to there is left out.
 
     Example:
         >>> MlflowConnection(None, "r1", last_steps={"lm loss": 10}).last_steps
@@ -62,7 +62,7 @@ class MlflowRun:
     100000 values wait for a tracker that still answers does the caller wait for room.
 
     The run is opened by :meth:`open`, or in the background, where metrics wait for it in their
-    order: a run that cannot be opened is one WARNING, and it is tried again until it can, unless
+    order: a run that cannot be opened is one WARNING, and is retried until it can, unless
     MLflow is not installed or the arguments are wrong.
 
     It ends when the process does, if not before: ``FINISHED``, ``FAILED`` after an uncaught
@@ -75,7 +75,7 @@ class MlflowRun:
         name: What messages call the tracker.
 
     Attributes:
-        status: The status that :meth:`close` gives the run when it is told none.
+        status: The status that :meth:`close` gives the run when given none.
         closing_s: Seconds that :meth:`close` waits for a tracker that is away.
         num_logged: Values that were logged.
 
@@ -135,7 +135,7 @@ class MlflowRun:
             The connection.
 
         Raises:
-            Exception: What hinders that.
+            Exception: Whatever prevents that.
         """
         with self._connecting:
             error, self._first_error = self._first_error, None
@@ -146,7 +146,7 @@ class MlflowRun:
             return self._connection
 
     def open_in_background(self) -> None:
-        """Begin to open the run, so that nobody waits for the import of MLflow or for a server."""
+        """Start opening the run, so that nobody waits for the import of MLflow or for a server."""
         self._first_attempt = threading.Thread(
             target=self._try_to_open, name=f"mcore.observe opens {self._name}", daemon=True
         )
@@ -184,8 +184,8 @@ class MlflowRun:
             params: Settings by name, without secrets.
 
         Raises:
-            Exception: What opening the run raised, or MLflow, for a setting that has another
-                value already, say.
+            Exception: What opening the run raised, or what MLflow raised, for example for a
+                setting that already has another value.
         """
         from mlflow.entities import Param
 
@@ -201,13 +201,13 @@ class MlflowRun:
         It does not wait for the run to be opened.
 
         Raises:
-            Exception: The first error of a batch, after all were waited for.
+            Exception: The first error of a batch, after waiting for all.
         """
         if self.is_open:
             self._sender.flush()
 
     def release(self) -> None:
-        """Flush and let go of the run without ending it; another object may continue it."""
+        """Flush and release the run without ending it; another object may continue it."""
         self._ended = True
         self._stop_watching()
         self._sender.close(self.closing_s)
@@ -223,7 +223,7 @@ class MlflowRun:
 
         Raises:
             Exception: A batch that did not arrive, or why the run could not be opened; the run is
-                ended all the same.
+                still ended.
         """
         with self._ending:
             if self._ended:
@@ -279,7 +279,7 @@ class MlflowRun:
 
 def is_away(error: Exception) -> bool:
     """Return whether the same call may succeed later: no connection, or a server in trouble."""
-    # MLflow calls a database that hung up a bad request; SQLAlchemy, whose error it was, knows.
+    # MLflow reports a lost database connection as a bad request; SQLAlchemy's error tells.
     if getattr(error.__context__, "connection_invalidated", False):
         return True
     status = getattr(error, "get_http_status_code", None)
@@ -289,7 +289,7 @@ def is_away(error: Exception) -> bool:
     return isinstance(error, OSError)
 
 
-# The sanitizer would make "throughput/tflops_device" of it, which no dashboard knows.
+# The sanitizer would turn it into "throughput/tflops_device", which no dashboard knows.
 RENAMED = {"throughput/tflops/device": "throughput/tflops_per_device"}
 
 _REFUSED = re.compile(r"[^\w/.\- :]")
@@ -297,7 +297,7 @@ _LONGEST_NAME = 250
 
 
 def mlflow_metric_name(name: str) -> str:
-    """Return the name under which a scalar of the training log is in MLflow.
+    """Return the name that a scalar of the training log has in MLflow.
 
     Args:
         name: The scalar's name, as other trackers and JSONL files have it.
@@ -313,12 +313,12 @@ def mlflow_metric_name(name: str) -> str:
 
 
 def sanitize_metric_name(name: str) -> str:
-    """Turn a metric's name into one that every MLflow store takes.
+    """Turn a metric's name into one that every MLflow store accepts.
 
     ``@`` becomes ``_at_``; of the slashes only the first one between two texts stays, runs
     counting as one, and others become ``_``, because a metric cannot be a folder of another one
     in file-like stores; all but letters, digits and ``_ / . - : space`` becomes ``_``, and so do
-    two dots and more at the start. Names end after 250 characters; an empty one becomes ``_``.
+    two dots and more at the start. Names are cut after 250 characters; an empty one becomes ``_``.
 
     Args:
         name: The name.

@@ -25,7 +25,7 @@ class StepMetrics:
 
 @dataclass(eq=False)
 class MetricSender:
-    """Sends metrics in their order, in a thread that the first ones start.
+    """Sends metrics in order, in a thread that the first ones start.
 
     A call that fails because the tracker is away is repeated until it succeeds, so the tracker must
     accept the same metrics twice. What is logged once the tracker is back is never lost.
@@ -61,7 +61,7 @@ class MetricSender:
         return self._num_waiting + _count(self._in_flight)
 
     def put(self, entry: StepMetrics) -> None:
-        """Have metrics sent; raises what an earlier call raised, once, and sends them anyway."""
+        """Have metrics sent; raise what an earlier call raised, once, and send them anyway."""
         with self._changed:
             self._start()
             for part in _parts(entry, self.max_per_call):
@@ -73,7 +73,7 @@ class MetricSender:
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until all metrics have arrived or the tracker is found to be away; raises as put."""
+        """Wait until all metrics have arrived or the tracker is found to be away; raise as put."""
         with self._changed:
             failures = self._failures_in_a_row
             while self.num_kept and self._failures_in_a_row <= failures and self._is_running():
@@ -218,7 +218,7 @@ class MetricSender:
         self._failures_in_a_row += 1
         if self._failures_in_a_row == 1:
             logger.warning(
-                "%s is away, training goes on: the last %d values are kept and sent when it is "
+                "%s is away, training continues: the last %d values are kept and sent when it is "
                 "back: %s: %s",
                 self.name,
                 self.max_values,

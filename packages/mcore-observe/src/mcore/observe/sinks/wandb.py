@@ -27,7 +27,7 @@ class WandbSink:
         self._run = run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics in one call; the client drops an empty name, so it becomes another."""
+        """Log the metrics in one call; the client drops an empty name, so it gets another."""
         named = {name or "unnamed": value for name, value in plain_numbers(metrics).items()}
         self._run.log(named, step)
 

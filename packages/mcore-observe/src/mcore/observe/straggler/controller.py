@@ -22,7 +22,7 @@ _GOODBYE_S = 1.0
 def check_binding(bind: str, token: str | None) -> None:
     """Raise ValueError unless a controller may listen on an address; nothing is opened.
 
-    An address that other machines reach needs a token, which a header has to be able to carry.
+    An address that other machines can reach needs a token, which must fit into a header.
     """
     _, addresses = _resolve(bind)
     if token is not None and not (token and token.isascii() and token.isprintable()):
@@ -98,7 +98,7 @@ class Listener:
         return None if self._server is None else self._server.address
 
     def start(self, state: ControllerState) -> None:
-        """Listen, until :meth:`close` or the end of the process; while listening do nothing."""
+        """Listen, until :meth:`close` or the end of the process; no effect while listening."""
         if self._server is not None:
             return
         self.error = None
@@ -113,7 +113,7 @@ class Listener:
         except OSError as error:
             self.error = error
             logger.warning(
-                "straggler controller cannot listen on %s:%d (%s); timing goes on without it",
+                "straggler controller cannot listen on %s:%d (%s); timing continues without it",
                 self._bind,
                 self._port,
                 error,

@@ -1,4 +1,4 @@
-"""The detector of slow ranks, which shows whether the GPU or data loading is the reason."""
+"""The detector of slow ranks, which shows whether the GPU or data loading is the cause."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ _R = TypeVar("_R")
 class StragglerDetector:
     """Times chosen ranges on every rank and compares the ranks at each log interval.
 
-    There is one in a process: constructing it again gives the same object, unchanged. It does
-    nothing until :meth:`configure`, which every rank of the group calls, as it does with every
+    There is one per process: constructing it again gives the same object, unchanged. It does
+    nothing until :meth:`configure`, which every rank of the group calls, like every
     :meth:`report`. ``with detector:`` times a range of compute, ``with detector(bdata=True):`` a
     fetch of data, ``with detector.section(name):`` a named section; ranges nest, and each thread
-    has its own. Times of kernels inside a range, as CUPTI gives them, are not taken.
+    has its own. Single kernels inside a range, as CUPTI times them, are not timed.
 
     On an accelerator a compute range lasts as long as the device took between two events on the
-    current stream, or the host if that took longer; nothing waits but a report. On the CPU and for
+    current stream, or the host if that took longer; only a report waits. On the CPU and for
     data ranges the host's clock counts alone. Ranges in a graph capture are skipped and counted.
 
     Attributes:
@@ -62,10 +62,10 @@ class StragglerDetector:
         rank: This rank.
         mmcnt: How many ranks the report lists at each end of the throughput.
         amp: How many times longer a step takes than what is timed of it.
-        port: The port that the controller was to listen on.
+        port: The port requested for the controller.
         dev: The device of the collective: the CPU for gloo.
-        start: Opens a range while on, else does nothing.
-        stop: Closes it while on, else does nothing.
+        start: Open a range while on, else do nothing.
+        stop: Close it while on, else do nothing.
 
     Example:
         >>> StragglerDetector.reset_singleton()
@@ -85,7 +85,7 @@ class StragglerDetector:
     _is_made: bool
     _off: bool
     _idle: bool  # off, and no range is open
-    _begin: Callable[[ThreadRanges, int], Entry] | None  # None: read the host's clock, no more
+    _begin: Callable[[ThreadRanges, int], Entry] | None  # None: only read the host's clock
     _reporter: Reporter | None
     _timers: SectionTimers | None
     _listener: Listener | None
@@ -142,12 +142,12 @@ class StragglerDetector:
             prefill: How many events to make when timing is first switched on.
             enabled: Time ranges from the start.
             group: The ranks that report together; None is the whole job.
-            device: What computes; None is the accelerator, or the CPU without one.
+            device: The computing device; None is the accelerator, or the CPU without one.
             sections: Names for :meth:`section` that all ranks know; at most 64.
-            sample_every: Time only each Nth range of a kind; sums are multiplied by N.
+            sample_every: Time only every Nth range of a kind; sums are multiplied by N.
             bind: The address that rank 0 listens on.
-            token: What requests have to present; None reads ``MCORE_STRAGGLER_TOKEN``.
-            controller: Listen for requests at all.
+            token: What requests must present; None reads ``MCORE_STRAGGLER_TOKEN``.
+            controller: Whether to listen for requests.
             allow_get_toggle: ``GET /`` toggles, as with Megatron-LM.
             z_threshold: Robust z from which a rank stands out among four or more.
             relative_threshold: Relative score below which a rank stands out among fewer.
@@ -156,12 +156,12 @@ class StragglerDetector:
                 asks NVML, or amdsmi through torch.
 
         Raises:
-            ValueError: A value that cannot be, a ``world`` that is not the size of the group, or a
-                ``bind`` that other machines reach without a token. Nothing has changed then.
+            ValueError: An impossible value, a ``world`` that is not the size of the group, or a
+                ``bind`` that other machines reach without a token. Nothing changes then.
             RuntimeError: :meth:`reset_singleton` has replaced this object.
         """
         if self.configured:
-            logger.debug("the straggler detector is configured already; nothing was changed")
+            logger.debug("the straggler detector is already configured; nothing was changed")
             return
         if StragglerDetector._instance is not self:
             raise RuntimeError("this straggler detector was replaced; use StragglerDetector()")
@@ -177,14 +177,14 @@ class StragglerDetector:
         names = checked_sections(sections)
         listener = None
         if controller and rank == 0:
-            # It brings the standard library's HTTP server, which most ranks never need.
+            # This imports the standard library's HTTP server, which most ranks never need.
             from mcore.observe.straggler.controller import Listener
 
             listener = Listener(
                 bind=bind, port=port, token=token, allow_get_toggle=allow_get_toggle
             )
         exchange = Exchange(group, world=world)
-        # Without an index: what is current when a range begins is what computes.
+        # Without an index: the device that is current when a range begins is the one that computes.
         computing = torch.device(current_device().type if device is None else device)
         ranges = make_ranges(computing, prefill=prefill, sample_every=sample_every)
         self.world, self.rank, self.dev = world, rank, exchange.device
@@ -209,7 +209,7 @@ class StragglerDetector:
 
     @property
     def enabled(self) -> bool:
-        """Whether ranges are timed now; a requested change comes at the end of a report."""
+        """Whether ranges are timed now; a requested change takes effect at the end of a report."""
         return not self._off
 
     @property
@@ -254,12 +254,12 @@ class StragglerDetector:
 
     @property
     def dropped(self) -> int:
-        """Ranges timed by the host's clock alone, since all events were in use."""
+        """Ranges timed by the host's clock alone, because all events were in use."""
         return self._ranges.dropped
 
     @property
     def skipped_capture(self) -> int:
-        """Ranges that were not timed, since a graph was being captured."""
+        """Ranges that were not timed, because a graph was being captured."""
         return self._ranges.skipped_capture
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
@@ -306,7 +306,7 @@ class StragglerDetector:
             ex_tb: Its traceback, or None.
 
         Returns:
-            False: the exception goes on.
+            False: the exception propagates.
         """
         if self._idle:
             return False
@@ -316,7 +316,7 @@ class StragglerDetector:
             opened = ranges.stack.pop()
         except IndexError:  # not opened, or while timing was off
             return False
-        # isinstance would take 6 % of the time of a range more.
+        # isinstance would make a range 6 % slower.
         if type(opened) is int and ex_type is None:
             pending = ranges.compute
             pending.append(ended_ns - opened)
@@ -419,7 +419,7 @@ class StragglerDetector:
         )
 
     def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
-        """Compare all ranks, log that on rank 0, and switch timing on or off if that was requested.
+        """Compare all ranks, log it on rank 0, and switch timing on or off if that was requested.
 
         One all-gather of a row of float64 over the group, and one of names at the first call. Every
         rank calls it equally often and gets ``last_report``, unless rank 0 is off or gives no
@@ -434,7 +434,7 @@ class StragglerDetector:
 
         Raises:
             RuntimeError: On all ranks: some have other sections, or the same rank. Also when the
-                collective fails, as when a rank has died or the group's timeout is over.
+                collective fails, as when a rank has died or the group's timeout has expired.
         """
         if self._reporter is None:
             return False
@@ -460,9 +460,9 @@ class StragglerDetector:
         return has_logged
 
     def close(self) -> None:
-        """Stop listening, switch timing off and let go of events; a second call does nothing.
+        """Stop listening, switch timing off and release the events; a second call does nothing.
 
-        The detector stays configured and may go on calling :meth:`report`, so that other ranks do
+        The detector stays configured and may keep calling :meth:`report`, so that other ranks do
         not wait for it; rank 0 then switches all of them off.
         """
         if self._listener is not None:
@@ -489,21 +489,21 @@ class StragglerDetector:
         StragglerDetector._configured = False
 
     def _forget_settings(self) -> None:
-        """Be as before ``configure``."""
+        """Return to the state before ``configure``."""
         self.world, self.rank, self.mmcnt, self.amp, self.port = 0, 0, 1, 3.0, 0
         self.dev = torch.device("cpu")
         self._reporter = self._timers = self._listener = None
         self._state = ControllerState(rank=0, world_size=0, enabled=False)
 
     def _use_ranges(self, ranges: HostRanges) -> None:
-        """Take what times ranges, and turn it off."""
+        """Take the object that times ranges, and turn it off."""
         self._ranges = ranges
         self._local = ranges.local
         self._now_ns = ranges.now_ns
         self._set_enabled(False)
 
     def _set_enabled(self, enabled: bool) -> None:
-        """Time ranges from now on, or no longer; one that is open is still closed and kept."""
+        """Start or stop timing ranges; one that is open is still closed and kept."""
         self._off = not enabled
         self.start: Callable[[], None] = self.start_method if enabled else self.null_method
         self.stop: Callable[[], None] = self.stop_method if enabled else self.null_method
@@ -519,7 +519,7 @@ class StragglerDetector:
         self._idle = self._off and not self._ranges.has_open()
 
     def _open(self, kind: int) -> None:
-        """Open a range of a given kind and leave the mark of the next one."""
+        """Open a range of a given kind, leaving the next one's mark alone."""
         if not self._idle:
             ranges = self._local.ranges
             ranges.make_room(kind)
@@ -606,7 +606,7 @@ def _check_settings(
     sample_every: int,
     z_threshold: float,
 ) -> None:
-    """Raise ValueError for a value that cannot be."""
+    """Raise ValueError for an impossible value."""
     what = "straggler detector"
     if world < 1:
         raise ValueError(f"{what}: world is {world}; give at least 1")
@@ -625,7 +625,7 @@ def _check_settings(
 
 
 def _untimed(ranges: ThreadRanges, kind: int) -> Entry:
-    """What an entry leaves that is inside an open range while timing is off."""
+    """Return what an entry inside an open range leaves while timing is off."""
     return UNTIMED
 
 

@@ -1,4 +1,4 @@
-"""Ranges of an accelerator timed with pairs of events, and with the host's clock beside them."""
+"""Ranges of an accelerator timed with pairs of events, and with the host's clock alongside."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from mcore.observe.straggler.ranges import (
     ThreadRanges,
 )
 
-_MIN_CAPACITY = 65536  # events; a pool that is filled with more may hold those
+_MIN_CAPACITY = 65536  # events; a larger prefill raises the limit
 _NS_PER_MS = 1e6
 
 
 class _TimingEvent(Protocol):
-    """What is used of ``torch.Event(device, enable_timing=True)``."""
+    """The part of ``torch.Event(device, enable_timing=True)`` that is used."""
 
     def record(self) -> Any: ...
     def synchronize(self) -> Any: ...
@@ -54,7 +54,7 @@ class EventPool:
                 self._free.append(self._new_pair())
 
     def take(self) -> _EventPair | None:
-        """Return a pair, or None where all that may exist are in use."""
+        """Return a pair, or None if all that may exist are in use."""
         try:
             return self._free.pop()
         except IndexError:
@@ -66,7 +66,7 @@ class EventPool:
         self._free.extend(pairs)
 
     def clear(self) -> None:
-        """Let go of the events that nobody uses."""
+        """Release the events that nobody uses."""
         with self._lock:
             free, self._free = self._free, []
             self.num_made -= 2 * len(free)
@@ -79,7 +79,7 @@ class EventPool:
 class EventRanges(HostRanges):
     """Times ranges with events on the current stream; a range lasts as long as the slower clock.
 
-    Data ranges use the host's clock alone. Nothing waits but :meth:`take`. While a graph is being
+    Data ranges use the host's clock alone. Only :meth:`take` waits. While a graph is being
     captured ranges are skipped and counted.
     """
 
@@ -125,7 +125,7 @@ class EventRanges(HostRanges):
         ranges.pairs.append((kind, ended_ns - began_ns, events))
 
     def drop(self, entries: Sequence[Entry]) -> None:
-        """Let go of ranges whose time is not kept: their events can be used again."""
+        """Discard ranges whose time is not kept: their events can be reused."""
         self._pool.give_back([events for _, _, events in entries if events is not None])
 
     def switched_on(self) -> None:
@@ -133,7 +133,7 @@ class EventRanges(HostRanges):
         self._pool.fill()
 
     def free(self) -> None:
-        """Let go of the events that no range holds."""
+        """Release the events that no range holds."""
         self._pool.clear()
 
     def _count_capture(self) -> None:
@@ -153,7 +153,7 @@ class EventRanges(HostRanges):
 
 
 def _elapsed_ms(begin: Any, end: Any) -> float:
-    """The time between two events; waits for those on another stream than the last one's."""
+    """Return the time between two events; wait for those on a stream other than the last one's."""
     try:
         elapsed: float = begin.elapsed_time(end)
     except RuntimeError:

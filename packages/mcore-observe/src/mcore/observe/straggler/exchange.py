@@ -1,6 +1,6 @@
-"""What each rank says in a report, and the one collective that brings it to all ranks.
+"""Each rank's row of a report, and the one collective that brings it to all ranks.
 
-A row is float64 of fixed length: the columns below, then four numbers a section.
+A row is float64 of fixed length: the columns below, then four numbers per section.
 """
 
 from __future__ import annotations
@@ -65,20 +65,20 @@ def encode_row(
     for section in range(num_sections):
         of_section = stats.get(section, NO_STATS)
         row += (of_section.count, of_section.sum_ms, of_section.median_ms, of_section.max_ms)
-    # A third of the time of torch.tensor, which looks at each number.
+    # Takes a third of the time of torch.tensor, which inspects each number.
     return torch.frombuffer(array("d", row), dtype=torch.float64)
 
 
 def row_length(num_sections: int) -> int:
-    """Return the length of a row; the two built-in sections count."""
+    """Return the length of a row; the two built-in sections are included."""
     return SECTIONS_START + STATS_PER_SECTION * num_sections
 
 
 class GatheredRows:
     """The rows of one exchange, ``[world, length]``, and what rank 0 decides with its own.
 
-    ``ranks`` has the rank of each row, as given to ``configure``: 0 to ``world - 1`` in some order,
-    ``order`` the rows by rank, None where they are so already.
+    ``ranks`` has the rank of each row, as given to ``configure``: 0 to ``world - 1`` in some order;
+    ``order`` sorts the rows by rank, None where they are already sorted.
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class GatheredRows:
 class Exchange:
     """The ranks that report together; a group of None is the world, or this process alone.
 
-    Raises ValueError where ``world`` is not the size of the group or this rank is no member.
+    Raises ValueError where ``world`` is not the size of the group or this rank is not a member.
     """
 
     def __init__(self, group: GroupLike | None, *, world: int) -> None:
@@ -133,9 +133,9 @@ class Exchange:
         self._order: torch.Tensor | None = None
 
     def introduce(self, *, rank: int, sections_hash: float) -> None:
-        """Tell the others this rank's host name and sections, the first time it is called.
+        """Exchange host names and sections, the first time it is called.
 
-        One all-gather of 88 bytes over the group; RuntimeError on all ranks where some differ.
+        One all-gather of 88 bytes over the group; RuntimeError on all ranks if some differ.
         """
         if self.hosts:
             return
@@ -159,7 +159,7 @@ class Exchange:
         """Gather the rows of a report, on every rank; no communication for one rank.
 
         One all-gather over the group, with gloo as an all-to-all in which each rank sends its row
-        to all. RuntimeError on all ranks where some have other sections.
+        to all. RuntimeError on all ranks if some have other sections.
         """
         rows = GatheredRows(self._gather(row, rank), self.ranks, self._order)
         _reject(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
@@ -178,10 +178,10 @@ class Exchange:
         rows = row.new_empty(self._size * row.numel())
         try:
             if self._has_gloo:
-                # Its all-gather hands the rows on around a ring, one hop after the other. Sent to
-                # each rank directly they arrive at once, and of so short a row the hops are what
-                # costs: half the time with 4 ranks, and less with more. The group's own method
-                # saves a tenth of a report of 2 ranks against dist.all_to_all_single.
+                # gloo's all-gather passes the rows around a ring, hop by hop. Sending so short a
+                # row to each rank directly takes half the time with 4 ranks, and less with more.
+                # The group's own method saves a tenth of a report of 2 ranks over
+                # dist.all_to_all_single.
                 for_each = torch.cat([row] * self._size)  # a fifth of the time of repeat()
                 group.alltoall_base(rows, for_each, [], []).wait()
             else:
@@ -196,7 +196,7 @@ class Exchange:
 
 
 def _has_gloo(group: GroupLike | None) -> bool:
-    """Whether CPU tensors of a group go through gloo."""
+    """Return whether CPU tensors of a group go through gloo."""
     return isinstance(group, dist.ProcessGroup) and "cpu:gloo" in dist.get_backend_config(group)
 
 

@@ -133,7 +133,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
                 return None
 
     def _read_body(self) -> None:
-        """Take in what follows the headers, so that a request counts only when it is whole."""
+        """Read what follows the headers, so that a request counts only when it is complete."""
         if "Transfer-Encoding" in self.headers:
             raise _RefusedError(HTTPStatus.LENGTH_REQUIRED, "send a Content-Length")
         lengths = self.headers.get_all("Content-Length", ["0"])
@@ -176,7 +176,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
 
 
 class ControllerServer(ThreadingHTTPServer):
-    """Serves a router; each connection has a thread and a deadline, and their number a bound."""
+    """Serves a router; each connection has a thread and a deadline, and their number is bounded."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -238,7 +238,7 @@ class ControllerServer(ThreadingHTTPServer):
         thread.start()
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection and give its place back."""
+        """Close a connection and free its place."""
         with self._lock:
             self._opened_at.pop(request, None)
         super().shutdown_request(request)
@@ -248,11 +248,11 @@ class ControllerServer(ThreadingHTTPServer):
         self._cut(opened_before=time.monotonic() - self._request_deadline_s)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Note what went wrong in a request; training goes on."""
+        """Note what went wrong in a request; training continues."""
         logger.debug("a request to the straggler controller failed", exc_info=True)
 
     def stop(self) -> None:
-        """End ``serve_forever``, at once where the system can; else with its next look."""
+        """End ``serve_forever``, at once where the system allows it, else at its next poll."""
         with contextlib.suppress(OSError):  # systems other than Linux refuse this
             self.socket.shutdown(socket.SHUT_RDWR)
         self.shutdown()

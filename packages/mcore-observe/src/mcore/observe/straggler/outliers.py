@@ -1,4 +1,4 @@
-"""Which ranks stand out, and by which metric."""
+"""Ranks that stand out, and the metrics by which they do."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class Outlier:
 
 @dataclass(frozen=True)
 class OutlierRule:
-    """The thresholds from which on a rank stands out."""
+    """The thresholds beyond which a rank stands out."""
 
     z: float = 3.5  # robust z on the bad side, four ranks or more
     relative: float = 0.75  # relative score, fewer ranks
@@ -71,7 +71,7 @@ def outliers_by_z(
     """Find the ranks whose metrics stand out from those of four ranks or more, the worst first.
 
     ``metrics`` are ``[7, world]``; relative scores are only asked for if a rank stands out. Medians
-    are what costs, so they are only worked out where the extremes leave room for an outlier.
+    are costly, so they are computed only where the extremes leave room for an outlier.
     """
     found: list[tuple[str, int, float, float, float]] = []
     judged = [metric for metric in _BAD_SIDE if _has_room(extremes[metric], min_z)]
@@ -104,7 +104,7 @@ def outliers_by_z(
 
 
 def _has_room(extremes: Extremes, min_z: float) -> bool:
-    """Whether one extreme can be ``min_z`` of the smallest spread away from any median."""
+    """Return whether one extreme can be ``min_z`` of the smallest spread away from any median."""
     (smallest, _), (largest, _) = extremes
     least_center = 0.0 if smallest < 0 < largest else min(abs(smallest), abs(largest))
     return largest - smallest >= min_z * least_spread(least_center)

@@ -18,10 +18,10 @@ DATA_KIND = 1
 
 # What an entry leaves on the stack: kind, when it began in ns of the host, and its events or None.
 Entry: TypeAlias = "tuple[int, int, Any]"
-# What one leaves that is not timed, so that each exit finds its own; known by its identity.
+# What an untimed entry leaves, so that each exit finds its own; recognised by identity.
 UNTIMED: Entry = (COMPUTE_KIND, 0, None)
-# A compute range that the host's clock alone times leaves when it began and no more: making and
-# reading a tuple would take 7 % of the time of a range.
+# A compute range that only the host's clock times leaves just its beginning: making and reading a
+# tuple would take 7 % of the time of a range.
 Opened: TypeAlias = "int | Entry"
 
 NUM_KEPT = 1024  # samples that the median is taken over
@@ -35,7 +35,7 @@ class SectionStats:
     """How long the ranges of one section took on one rank.
 
     Attributes:
-        count: Ranges that were timed; with ``sample_every`` N that is one of N entries.
+        count: Ranges that were timed; with ``sample_every`` N that is one in N entries.
         sum_ms: Their sum in ms, times ``sample_every``.
         median_ms: The median of the last 1024, in ms; NaN where none was timed.
         max_ms: The longest, in ms; NaN where none was timed.
@@ -99,7 +99,7 @@ class ThreadRanges:
         self.entries: defaultdict[int, int] = defaultdict(int)
 
     def make_room(self, kind: int) -> None:
-        """Have a list of samples for a kind."""
+        """Make sure that there is a list of samples for a kind."""
         while len(self.pending) <= kind:
             self.pending.append([])
 
@@ -120,7 +120,7 @@ class _Local(threading.local):
 
 
 class HostRanges:
-    """Times ranges with the host's clock; ``sample_every`` N times each Nth entry of a kind."""
+    """Times ranges with the host's clock; ``sample_every`` N times every Nth entry of a kind."""
 
     def __init__(
         self, *, sample_every: int = 1, now_ns: Callable[[], int] = time.perf_counter_ns
@@ -150,10 +150,10 @@ class HostRanges:
             self.fold(kind, pending)
 
     def drop(self, entries: Sequence[Entry]) -> None:
-        """Let go of ranges whose time is not kept."""
+        """Discard ranges whose time is not kept."""
 
     def fold(self, kind: int, pending: list[float]) -> None:
-        """Take the samples of a thread into the aggregates."""
+        """Fold the samples of a thread into the aggregates."""
         with self._lock:
             self._samples[kind].add(_take_all(pending))
 
@@ -197,7 +197,7 @@ class HostRanges:
         """Get ready for timing."""
 
     def free(self) -> None:
-        """Let go of what timing needs; it is made again when it is needed."""
+        """Release what timing needs; it is made again when needed."""
 
     def _is_due(self, ranges: ThreadRanges, kind: int) -> bool:
         entry = ranges.entries[kind]

@@ -1,4 +1,4 @@
-"""What one report found out about all ranks."""
+"""Findings of one report about all ranks."""
 
 from __future__ import annotations
 
@@ -141,16 +141,16 @@ class _StragglerData:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Metrics, statistics and scores of all ranks over one interval; equal on every rank.
+    """Metrics, statistics and scores of all ranks over one interval; identical on every rank.
 
     Tuples are indexed by the rank in the group; ``ranks`` has the number that each rank gave to
-    ``configure``, which is the same for a job that passes its ranks. NaN is no data.
+    ``configure``, which is the same for a job that passes its ranks. NaN means no data.
 
     Attributes:
         unix_time: When it was made, in seconds since 1970.
         world_size: The number of ranks.
-        log_interval: Iterations since the last report, as rank 0 said.
-        total_flops: Operations of the job in that time, as rank 0 said.
+        log_interval: Iterations since the last report, as given on rank 0.
+        total_flops: Operations of the job in that time, as given on rank 0.
         hosts: Host name of each rank.
         metrics: ``elapsed_ms`` (compute ranges per iteration), ``data_ms`` (longest data range),
             ``temp_c``, ``power_w``, ``util_pct``, ``clock_mhz`` and ``etpt_tf``, by rank.
@@ -253,7 +253,7 @@ class StragglerReport:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything as dicts, lists, texts and numbers, with None for NaN."""
+        """Return everything as dicts, lists, strings and numbers, with None for NaN."""
         plain: dict[str, Any] = _plain(asdict(self), lambda value: not math.isfinite(value))
         return plain
 
@@ -292,9 +292,9 @@ class StragglerReport:
 
 
 class RankComparison:
-    """The rows of one exchange as a report; what nobody asks for is not worked out.
+    """The rows of one exchange as a report; what nobody asks for is not computed.
 
-    ``names`` are those of all sections. The best medians so far take in this report's.
+    ``names`` are those of all sections. The best medians so far include this report's.
     """
 
     def __init__(
@@ -420,7 +420,7 @@ def _ends(values: Sequence[float], ranks: Sequence[int], num_ranks: int) -> _End
 def _below(
     scores: Mapping[str, Sequence[float]], threshold: float, ranks: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """The ranks whose score is below a threshold, by section; those without data are not."""
+    """Return the ranks whose score is below a threshold, by section; never those without data."""
     return {
         name: tuple(rank for rank, score in zip(ranks, by_rank, strict=True) if score < threshold)
         for name, by_rank in scores.items()
@@ -434,7 +434,7 @@ def _scaled(
 
 
 def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
-    """A value with lists for tuples and None for the numbers that are missing."""
+    """Return a value with lists for tuples and None for the numbers that are missing."""
     if isinstance(value, dict):
         return {key: _plain(item, is_missing) for key, item in value.items()}
     if isinstance(value, (tuple, list)):
@@ -448,14 +448,7 @@ _PREFIX = "mcore_straggler_"
 
 
 def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
-    """Return the lines of one metric: its help, its type, and its samples with their labels.
-
-    Example:
-        >>> print(family("enabled", "gauge", "Whether.", [(labels(rank=0), 1)]), end="")
-        # HELP mcore_straggler_enabled Whether.
-        # TYPE mcore_straggler_enabled gauge
-        mcore_straggler_enabled{rank="0"} 1
-    """
+    """Return the lines of one metric: its help, its type, and its samples with their labels."""
     lines = [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
     for of_sample, value in samples:
         braced = f"{{{of_sample}}}" if of_sample else ""

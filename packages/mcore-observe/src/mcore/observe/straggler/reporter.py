@@ -1,4 +1,4 @@
-"""Reports in the making: what this rank says, what all ranks said, and what is logged of it."""
+"""The making of reports: this rank's row, the comparison of all rows, and the log lines."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Reporter:
         log_interval: int = 0,
         dropped: int = 0,
     ) -> GatheredRows:
-        """Tell the other ranks and hear them: the collective of a report.
+        """Exchange rows with the other ranks: the collective of a report.
 
         One all-gather over the group, and one of names at the first call; every rank calls it.
         """
@@ -108,7 +108,7 @@ class Reporter:
     def compare(
         self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
     ) -> RankComparison:
-        """Compare what all ranks said. No communication."""
+        """Compare the rows of all ranks. No communication."""
         found = RankComparison(
             rows,
             unix_time=time.time(),
@@ -122,7 +122,7 @@ class Reporter:
         return found
 
     def log(self, found: RankComparison) -> bool:
-        """Log a report where it has a throughput; return whether it has."""
+        """Log a report if it has a throughput; return whether it does."""
         if not found.total_flops > 0:
             return False
         if logger.isEnabledFor(logging.INFO):

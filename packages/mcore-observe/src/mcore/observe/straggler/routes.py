@@ -1,4 +1,4 @@
-"""What the controller answers to each request, and the state that it shares with the detector."""
+"""The controller's answers to requests, and the state that it shares with the detector."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 
 @dataclass(frozen=True)
 class ControllerStatus:
-    """A snapshot of the detector for those who ask over HTTP, in the order that they get it."""
+    """A snapshot of the detector for HTTP clients, with its fields in the order that they see."""
 
     enabled: bool
-    pending: bool | None  # the state after the next report where it is another one
+    pending: bool | None  # the state after the next report where that differs
     rank: int
     world_size: int
     reports: int
@@ -29,7 +29,7 @@ class ControllerStatus:
 
 
 class ControllerState:
-    """Holds which state is wanted until the next report applies it. Any thread may call it."""
+    """Holds the requested state until the next report applies it. Any thread may call it."""
 
     def __init__(self, *, rank: int, world_size: int, enabled: bool) -> None:
         self._lock = threading.Lock()
@@ -65,7 +65,7 @@ class ControllerState:
             return wanted
 
     def toggle(self) -> bool:
-        """Ask for the other state, and return it; a second call before a report takes it back."""
+        """Ask for the other state, and return it; a second call before a report undoes it."""
         with self._lock:
             self._wanted = not self._wanted
             return self._wanted
@@ -76,7 +76,7 @@ class ControllerState:
             return self._wanted
 
     def applied(self, enabled: bool, found: RankComparison | None) -> None:
-        """Take note of the state that all ranks have now, and of what a report found, if it did.
+        """Record the state that all ranks have now, and what a report found, if anything.
 
         A request made while that report was under way stays for the next one.
         """

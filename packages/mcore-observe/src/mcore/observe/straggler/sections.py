@@ -21,7 +21,7 @@ _HASH_BITS = 52  # a float64 holds such an integer exactly
 
 
 def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
-    """Return the names that a user declares behind the two built-in ones, or raise ValueError."""
+    """Return the two built-in names followed by the declared ones, or raise ValueError."""
     if isinstance(sections, str):
         raise ValueError(f"sections is the text {sections!r}; give a sequence of names")
     if len(sections) > _MAX_SECTIONS:
@@ -119,7 +119,7 @@ class SectionTimers:
         if not self._has_warned_of_many:
             self._has_warned_of_many = True
             logger.warning(
-                "straggler: section %r and others are not timed: there are %d sections already "
+                "straggler: section %r and others are not timed: there are already %d sections "
                 "that were not given to configure()",
                 name,
                 _MAX_UNDECLARED,
@@ -129,4 +129,4 @@ class SectionTimers:
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"section {name!r} has no name; give text that is not empty")
+        raise ValueError(f"section {name!r} has no name; give a non-empty text")

@@ -18,17 +18,12 @@ _MIN_RELATIVE_SPREAD = 0.01
 
 
 def row_medians(rows: torch.Tensor) -> list[float]:
-    """Return the median of the finite values of each row: of two middle ones, their mean.
-
-    Example:
-        >>> row_medians(torch.tensor([[4.0, 1.0, 3.0, 2.0], [1.0, float("nan"), 9.0, 2.0]]))
-        [2.5, 2.0]
-    """
+    """Return the median of the finite values of each row: of two middle ones, their mean."""
     num_known = [rows.shape[1]] * len(rows)
     if not _is_finite(rows):
         is_finite = rows.isfinite()
         rows, num_known = rows.where(is_finite, torch.nan), is_finite.sum(dim=1).tolist()
-    # The lower one of two; with dim= torch would also find its index, in half as much time again.
+    # The lower one of two; with dim= torch would also find its index, which takes 50 % longer.
     lower = torch.stack([row.nanmedian() for row in rows])
     is_above = rows > lower.unsqueeze(1)
     upper = rows.where(is_above, torch.inf).amin(dim=1)
@@ -42,7 +37,7 @@ def row_medians(rows: torch.Tensor) -> list[float]:
 
 
 def least_spread(center: float) -> float:
-    """Return the floor of :func:`robust_spread`, which costs nothing to know."""
+    """Return the floor of :func:`robust_spread`, which is free to compute."""
     return _MIN_RELATIVE_SPREAD * abs(center)
 
 
@@ -57,12 +52,7 @@ def robust_spread(values: torch.Tensor, center: float) -> float:
 
 
 def row_extremes(rows: torch.Tensor) -> list[Extremes]:
-    """Return the extremes of the finite values of each row; NaN and -1 where there are none.
-
-    Example:
-        >>> row_extremes(torch.tensor([[3.0, 1.0, 3.0, float("inf")]]))
-        [((1.0, 1), (3.0, 0))]
-    """
+    """Return the extremes of the finite values of each row; NaN and -1 where there are none."""
     low = high = rows
     if not _is_finite(rows):
         is_finite = rows.isfinite()
@@ -81,8 +71,8 @@ def relative_scores(medians: torch.Tensor) -> torch.Tensor:
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    """Whether all values are finite, by their sum, which is much cheaper than asking each.
+    """Return whether all values are finite, by their sum, which is much cheaper than checking each.
 
-    A sum that overflows is a False that costs time only.
+    A sum that overflows gives a False that only costs time.
     """
     return math.isfinite(values.sum().item())

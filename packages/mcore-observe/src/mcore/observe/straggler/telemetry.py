@@ -20,7 +20,7 @@ _NOTHING: Reading = (math.nan,) * 4
 
 
 def telemetry_of(device: torch.device) -> Callable[[], Reading]:
-    """Return what reads a device and never raises; NaN for what is not known.
+    """Return a function that reads a device and never raises; NaN for what is unknown.
 
     NVML on NVIDIA, amdsmi through torch on ROCm, else nothing. A device without an index is the one
     that is current at the first reading.
@@ -59,7 +59,7 @@ class Sensors:
         self._sensors: list[Callable[[], float] | None] | None = None
 
     def read(self) -> Reading:
-        """Read all sensors; what fails for the first time in this reading is one warning."""
+        """Read all sensors; those that fail for the first time make one warning."""
         if self._sensors is None:
             self._sensors = self._opened()
         failures: list[str] = []

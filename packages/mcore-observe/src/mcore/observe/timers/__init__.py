@@ -79,7 +79,7 @@ class Timers:
             The timer, or one shared timer that does nothing for levels above that of the object.
 
         Raises:
-            ValueError: A level above 2, or another level than the timer was made with.
+            ValueError: A level above 2, or one that differs from the level the timer was made with.
 
         Example:
             >>> Timers(0, "max")("forward", log_level=1).start()
@@ -135,7 +135,7 @@ class Timers:
         the text.
 
         Args:
-            names: Names of the timers, the same on every rank; None takes all of this rank.
+            names: Names of the timers, the same on every rank; None means all of this rank.
             normalizer: Divides the times.
             reset: Start the timers again from zero.
             barrier: First wait for the other ranks.
@@ -242,7 +242,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Do as :meth:`write` with one ``writer.log(dict, iteration)``."""
+        """Do what :meth:`write` does, with one ``writer.log(dict, iteration)``."""
         longest = self._longest(names, writer, normalizer, reset, barrier)
         if longest:
             writer.log(longest, iteration)
@@ -256,7 +256,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Do as :meth:`write` with one ``writer.log_metrics(dict, step=iteration)``."""
+        """Do what :meth:`write` does, with one ``writer.log_metrics(dict, step=iteration)``."""
         longest = self._longest(names, writer, normalizer, reset, barrier)
         if longest:
             named = {sanitize_metric_name(name): value for name, value in longest.items()}
@@ -271,7 +271,7 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Do as :meth:`write` with one ``writer.log_metrics(dict, step=iteration)``."""
+        """Do what :meth:`write` does, with one ``writer.log_metrics(dict, step=iteration)``."""
         longest = self._longest(names, writer, normalizer, reset, barrier)
         if longest:
             writer.log_metrics(longest, step=iteration)

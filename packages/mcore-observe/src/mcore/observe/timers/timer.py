@@ -66,13 +66,13 @@ class Timer:
                 torch.distributed is not initialised.
 
         Raises:
-            RuntimeError: The timer already runs.
+            RuntimeError: The timer is already running.
 
         Example:
             >>> Timer("forward").start()
         """
         if self._running:
-            raise RuntimeError(f"timer {self.name!r} already runs; call stop() first")
+            raise RuntimeError(f"timer {self.name!r} is already running; call stop() first")
         if barrier:
             self._wait_for_ranks()
         self._clock.start()
@@ -85,16 +85,16 @@ class Timer:
             barrier: First wait for the other ranks, as in :meth:`start`.
 
         Raises:
-            RuntimeError: The timer does not run.
+            RuntimeError: The timer is not running.
 
         Example:
             >>> Timer("forward").stop()
             Traceback (most recent call last):
             ...
-            RuntimeError: timer 'forward' does not run; call start() first
+            RuntimeError: timer 'forward' is not running; call start() first
         """
         if not self._running:
-            raise RuntimeError(f"timer {self.name!r} does not run; call start() first")
+            raise RuntimeError(f"timer {self.name!r} is not running; call start() first")
         if barrier:
             self._wait_for_ranks()
         self._clock.stop()
@@ -115,7 +115,7 @@ class Timer:
         self._running = False
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return this rank's seconds since the last reset; a running timer goes on running.
+        """Return this rank's seconds since the last reset; a running timer keeps running.
 
         Args:
             reset: Start again from zero.
@@ -147,7 +147,7 @@ class Timer:
         return self._active
 
     def set_elapsed(self, value: float) -> None:
-        """Replace the elapsed time by some seconds.
+        """Set the elapsed time, in seconds.
 
         Example:
             >>> timer = Timer("forward")
@@ -159,7 +159,7 @@ class Timer:
         self._elapsed = float(value)
 
     def set_barrier_group(self, barrier_group: dist.ProcessGroup | None) -> None:
-        """Choose the ranks that ``barrier=True`` waits for; None, as at first, is the world group.
+        """Choose the ranks that ``barrier=True`` waits for; None, the default, is the world group.
 
         Example:
             >>> Timer("forward").set_barrier_group(None)
@@ -280,7 +280,7 @@ class DeviceClock:
 
 
 def default_clock(sync: bool) -> Clock:
-    """The host's clock to synchronise, or without an accelerator; else the device's."""
+    """Return the host's clock to synchronise, or without an accelerator, else the device's."""
     if sync or not torch.accelerator.is_available():
         return HostClock(sync=sync)
     return DeviceClock(lambda: torch.Event(current_device(), enable_timing=True))

@@ -1,4 +1,4 @@
-"""What the console shows: the line of an interval, the time of a step, the memory."""
+"""Console output: the line of an interval, the time of a step, the memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from mcore.versioning.process_rank import process_rank
 
 
 class Field(NamedTuple):
-    """A field of the console line, shown unless the value is None, which may be on a device."""
+    """A field of the console line, shown unless its value, which may be on a device, is None."""
 
     name: str
     value: Any
@@ -27,7 +27,7 @@ class Field(NamedTuple):
 def line_fields(
     step: LogStep, values: StepValues, totals: Mapping[str, Any], interval: Interval
 ) -> list[Field]:
-    """List the fields of the line in their order, behind the iteration."""
+    """List the fields of the line in order, after the iteration."""
     train_state, seconds = step.global_state.train_state, interval.seconds_per_iteration
     skipped_samples = int(as_number(getattr(train_state, "skipped_train_samples", 0)) or 0)
     shows_throughput = is_on(step.config.logger, "log_throughput")
@@ -58,7 +58,7 @@ def line_fields(
 
 
 def print_line(step: LogStep, parts: Sequence[Field | str], numbers: Mapping[int, Any]) -> None:
-    """Print fields, with the numbers that were read for them, and texts that are formatted."""
+    """Print fields with the numbers read for them, and texts that are already formatted."""
     total = "" if step.train_iters is None else f"/{step.train_iters:8d}"
     texts = [f" [{datetime.now():%Y-%m-%d %H:%M:%S}] iteration {step.iteration:8d}{total} |"]
     for index, part in enumerate(parts):

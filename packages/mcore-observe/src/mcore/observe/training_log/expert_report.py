@@ -1,4 +1,4 @@
-"""Which metrics of experts and of multi-token prediction a step reports, and who has kept them."""
+"""Metrics of experts and of multi-token prediction that a step reports, and their trackers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ExpertSource(Protocol):
     """Keeps metrics that a model records in its steps, until they are reported."""
 
     def end_step(self, step: LogStep) -> None:
-        """Keep what the step recorded, or drop it if the step was skipped. No wait."""
+        """Keep what the step recorded, or drop it if the step was skipped. Never waits."""
 
     def report(
         self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
@@ -48,7 +48,7 @@ class ExpertSource(Protocol):
 
 
 class ExpertReport:
-    """Brings metrics of experts into the scalars, the totals and the line of the training log."""
+    """Adds metrics of experts to the scalars, the totals and the line of the training log."""
 
     def __init__(self) -> None:
         self._num_steps = 0  # whose metrics wait for the next report
@@ -112,7 +112,7 @@ class _OurPrediction:
 
 @dataclass(frozen=True)
 class _Foreign:
-    """A tracker of another library, which expects to be asked at every step."""
+    """A tracker of another library, which expects to be called at every step."""
 
     ask: Callable[..., Any]
     options: dict[str, Any] = field(default_factory=dict)
@@ -172,7 +172,7 @@ def _mtp_tracker(global_state: Any) -> Any:
 
 
 class _MegatronTracker:
-    """One of Megatron-LM's functions as a tracker; leaves out arguments that it does not know."""
+    """One of Megatron-LM's functions as a tracker; omits arguments that it does not take."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -180,7 +180,7 @@ class _MegatronTracker:
 
     def report(self, **options: Any) -> Any:
         if "num_moe_layers" in options and "num_moe_layers" not in self._known:
-            # There, the layers with experts of a hybrid model are all that there are.
+            # It knows no hybrid models: every layer that is counted must have experts.
             options["num_layers"] = options["num_moe_layers"] - (options["mtp_num_layers"] or 0)
             options["moe_layer_freq"] = None
         return self._function(**{k: v for k, v in options.items() if k in self._known})
@@ -211,10 +211,10 @@ def _moe_options(step: LogStep) -> dict[str, Any]:
 
 
 def moe_metric_names(model_config: Any) -> list[str]:
-    """List the router losses that a model's configuration gives rise to.
+    """List the router losses that a model's configuration produces.
 
-    A list of balancing types is looked up exactly; in a text each type is looked for as a part,
-    so that ``"seq_aux_loss"`` also yields ``load_balancing_loss``, which then stays 0.
+    A list of balancing types is matched exactly, a string by its parts: ``"seq_aux_loss"`` also
+    yields ``load_balancing_loss``, which then stays 0.
     """
     kinds = getattr(model_config, "moe_router_load_balancing_type", None) or ()
     names = [name for kind, name in _NAMES if kind in kinds]

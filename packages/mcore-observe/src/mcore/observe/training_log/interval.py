@@ -16,7 +16,7 @@ _ANCHOR = "_flops_at_last_log"
 
 @dataclass(frozen=True)
 class Interval:
-    """Figures of one interval; those of energy and those per device are of one GPU."""
+    """Figures of one interval; energy and per-device figures are those of one GPU."""
 
     seconds_per_iteration: float | None = None
     tflops_per_device: float | None = None
@@ -28,8 +28,8 @@ class Interval:
 class IntervalClock:
     """Measures the time between console lines.
 
-    The timer ``interval-time``, which the training loop starts, counts; where it does not run, the
-    time between calls.
+    It reads the timer ``interval-time``, which the training loop starts; where that does not run,
+    the time between calls counts.
     """
 
     def __init__(self) -> None:
@@ -44,9 +44,9 @@ class IntervalClock:
             self._calls += 1
 
     def take_seconds(self, timers: Any, iterations: int) -> float | None:
-        """Return the time since the last line, if anything tells it, and start again.
+        """Return the time since the last line, if known, and start again.
 
-        A running timer has all ranks wait for each other; all ranks call it.
+        A running timer makes all ranks wait for each other; all ranks call it.
         """
         seconds = _timed_seconds(timers)
         if seconds is None and self._anchor_s is not None and self._calls:
@@ -59,7 +59,7 @@ class IntervalFlops:
     """Counts floating-point operations between console lines.
 
     The anchor, the count at the last line, is ``_flops_at_last_log`` of the state. An interval
-    whose first part another process ran is not whole.
+    that another process began is not whole.
     """
 
     def __init__(self) -> None:

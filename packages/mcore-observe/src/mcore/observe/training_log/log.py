@@ -1,4 +1,4 @@
-"""One call of the training log, and what it remembers from one to the next."""
+"""The training log, and what it remembers from one call to the next."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LogState:
 
 
 def log_state_of(global_state: Any) -> LogState:
-    """Return what is remembered for a state, made at the first call."""
+    """Return what the log remembers for a state, made at the first call."""
     found = getattr(global_state, LOG_STATE, None)
     if not isinstance(found, LogState):
         found = LogState()
@@ -86,17 +86,17 @@ def training_log(
     loaded_iteration: int = 0,
     seq_length: int | None = None,
 ) -> bool:
-    """Log a step: sums losses, sends scalars to trackers, prints a line to the console.
+    """Log a step: sum losses, send scalars to trackers, print a line to the console.
 
     All ranks call it after every step, after ``train_state.step`` was incremented. On a step at
-    which neither ``tensorboard_log_interval`` nor ``log_interval`` hits, it runs no collective
+    which neither ``tensorboard_log_interval`` nor ``log_interval`` ends, it runs no collective
     and waits for no device. On the others the collectives are: a maximum of the learning rate
     over ``mp``, one all-gather of timers and a barrier over the world, a maximum of memory over
-    ``pp``, the sums of MoE metrics and energy; each only where it is asked for and where the group
-    has more than one rank.
+    ``pp``, the sums of MoE metrics and energy; each only where it is requested and its group has
+    more than one rank.
 
     Trackers are those that ``global_state`` holds on this rank, usually the last one; that rank
-    copies all device values to the host at once. A tracker that fails is a warning. The console
+    copies all device values to the host at once. A failing tracker is a warning. The console
     line comes from the last rank, or the only one.
 
     Every number may be a Python or NumPy number or a tensor with one element.
@@ -127,7 +127,7 @@ def training_log(
         The new ``report_memory_flag``: False from the second step of the process on.
 
     Raises:
-        ValueError: A loss with more elements than one, a logging interval below 1, or gradient
+        ValueError: A loss with more than one element, a logging interval below 1, or gradient
             norms are asked for without a model.
 
     Example:
@@ -203,11 +203,11 @@ def training_log(
 def _note_step(
     state: LogState, step: LogStep, losses: Mapping[str, torch.Tensor], totals: dict[str, Any]
 ) -> None:
-    """Do what every step needs, logged or not; reads no device unless the step was skipped."""
+    """Do what every step needs, logged or not; read no device unless the step was skipped."""
     add_step(totals, losses, step.skipped)
     state.clock.note_call()
     state.flops.seed(step.global_state, step.loaded_iteration)
-    # A monitor that is made when it is first read starts to count then.
+    # A monitor that is created on its first read starts counting then.
     getattr(step.global_state, "energy_monitor", None)
     state.experts.end_step(step)
     save_snapshot_at_profile_end(getattr(step.config, "profiling", None), step.iteration)
@@ -254,7 +254,7 @@ def _send(
     times: IntervalTimes | None,
     line: Sequence[Field | str],
 ) -> None:
-    """Copy what this rank shows to the host, all at once, then send it and print it."""
+    """Copy what this rank shows to the host, all at once, then send and print it."""
     sinks = state.sinks.of(step.global_state)
     if not sinks and not line:
         return

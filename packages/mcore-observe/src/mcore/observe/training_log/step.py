@@ -102,8 +102,8 @@ class StepValues:
 def is_on(settings: Any, name: str) -> bool:
     """Return whether a switch is on; what is missing, or neither bool nor int, is off.
 
-    :func:`mcore.modules.config.is_switched_on` takes any object for "on"; a mock that stands
-    for a configuration would switch everything on.
+    :func:`mcore.modules.config.is_switched_on` takes any object for "on", so that a mock of a
+    configuration would switch everything on.
     """
     value = getattr(settings, name, False)
     return isinstance(value, int) and bool(value)
@@ -112,7 +112,7 @@ def is_on(settings: Any, name: str) -> bool:
 def find_num_microbatches(config: Any, global_state: Any = None) -> int:
     """Return the number of forward passes of one step on one data-parallel rank, at least 1.
 
-    The state is asked first, then the configuration, then Megatron-LM's calculator if it is loaded.
+    It comes from the state, else the configuration, else Megatron-LM's calculator if it is loaded.
     """
     train = getattr(config, "train", None)
     for found in (

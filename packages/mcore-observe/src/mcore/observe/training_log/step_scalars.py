@@ -19,8 +19,8 @@ def add_step_scalars(
 ) -> None:
     """Collect the scalars of a step; copies nothing to the host.
 
-    All ranks call it: memory, where it is asked for, is the most over ``pp``, and norms of
-    gradients that are DTensors are summed over their shards.
+    All ranks call it: memory, where requested, is the maximum over ``pp``, and norms of DTensor
+    gradients are summed over their shards.
     """
     logger, train_state = step.config.logger, step.global_state.train_state
     if is_on(logger, "log_memory_to_tensorboard"):

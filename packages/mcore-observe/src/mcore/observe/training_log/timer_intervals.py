@@ -1,7 +1,6 @@
 """The timers of a step over the sink interval and over the console interval.
 
-The timers run on from one console line to the next; what sinks get is the difference to what they
-have seen before.
+The timers keep running between console lines; sinks get the difference since they last looked.
 """
 
 from __future__ import annotations
@@ -101,7 +100,7 @@ class TimerIntervals:
         sink_iterations = iterations - self._seen_iterations
         if sinks:
             self._seen_s, self._seen_iterations = dict(zip(names, local, strict=True)), iterations
-        if console:  # the timers restart at zero: what was seen of them lies below it
+        if console:  # the timers restart at zero, so what was seen of them becomes negative
             self._seen_s = {
                 name: self._seen_s.get(name, 0.0) - now
                 for name, now in zip(names, local, strict=True)
