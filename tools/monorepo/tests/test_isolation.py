@@ -272,7 +272,7 @@ def test_targets_are_ordered_and_come_with_what_they_need() -> None:
     assert chosen(workspace, ["mcore-tensor", "mcore_versioning"]) == workspace.names[:2]
     names = [one.name for one in needed(workspace, ["mcore-parallel"])]
     assert names == ["mcore-versioning", "mcore-tensor", "mcore-parallel"]
-    with pytest.raises(WorkspaceError, match="no package here"):
+    with pytest.raises(WorkspaceError, match="not a package here"):
         chosen(workspace, ["mcore-lost"])
 
 
