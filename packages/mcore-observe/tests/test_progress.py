@@ -3,7 +3,7 @@ import math
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import TrainState, progress, report_runtime, report_throughput
@@ -112,6 +112,7 @@ def test_stamps_that_cannot_be_are_a_warning_on_rank_0(history, why, caplog, mon
     assert caplog.records == []
 
 
+@settings(deadline=None)
 @given(
     st.lists(st.floats(0.001, 100.0), min_size=1, max_size=30),
     st.integers(2, 40),
