@@ -1,12 +1,10 @@
-"""The main job as a user starts it: its output, its refusals, and what happens when ranks end."""
+"""The main job as a user starts it: its output and its refusals."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.settings import Settings, write_settings
-from pretrain_runs import command, environment, pretrain, ranks_below, start, wait_until
+from pretrain_runs import command, environment, pretrain
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -28,31 +26,6 @@ CONSOLE_LINE = re.compile(
     r"grad norm: [\d.]+ \| number of skipped iterations: +0 \| number of nan iterations: +0 \|$",
     re.MULTILINE,
 )
-
-
-def processes_below(pid: int) -> set[int]:
-    """Every process that a process has started, and those have."""
-    try:
-        children = {int(c) for c in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-    except FileNotFoundError:
-        return set()
-    return children.union(*(processes_below(child) for child in children))
-
-
-def start_and_wait_for_checkpoint(cwd: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Start a long run; return it, and its folder once that has a checkpoint."""
-    job = start(cwd, *TINY, "--train-iters", "100000", "--save-interval", "5")
-    wait_until(lambda: any((cwd / "runs").glob("*/checkpoints/step_*")))
-    (run,) = (cwd / "runs").iterdir()
-    return job, run
-
-
-def is_gone(pid: int) -> bool:
-    """Whether a process has ended (a zombie that nobody has reaped counts as ended)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
@@ -104,41 +77,6 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     again = pretrain(tmp_path, *shlex.split(printed)[3:])
     assert again.returncode == 0, again.stderr
     assert (run / "checkpoints" / "step_00000024").is_dir()
-
-
-@pytest.mark.parametrize("number", [0, 1])
-def test_a_killed_rank_ends_all_ranks_and_is_named(tmp_path: Path, number: int) -> None:
-    job, run = start_and_wait_for_checkpoint(tmp_path)
-    try:
-        below = processes_below(job.pid)
-        os.kill(ranks_below(job.pid)[number], signal.SIGKILL)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == 1
-    assert f"rank {number} was killed by SIGKILL; all ranks ended." in errors
-    assert "The last complete checkpoint is runs/" in errors
-    assert all(is_gone(pid) for pid in below)
-
-    steps = sorted(int(path.name[5:]) for path in (run / "checkpoints").glob("step_*"))
-    more = str(steps[-1] + 3)
-    resumed = pretrain(tmp_path, "--resume", str(run), "--train-iters", more)
-    assert resumed.returncode == 0, resumed.stderr
-    assert (run / "checkpoints" / f"step_{steps[-1] + 3:08d}").is_dir()
-
-
-def test_ctrl_c_ends_all_ranks(tmp_path: Path) -> None:
-    job, _ = start_and_wait_for_checkpoint(tmp_path)
-    try:
-        below = processes_below(job.pid)
-        os.killpg(job.pid, signal.SIGINT)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.kill()
-    assert job.returncode == 130
-    assert "interrupted by SIGINT; all ranks ended. The last complete checkpoint is" in errors
-    assert "Traceback" not in errors
-    assert all(is_gone(pid) for pid in below)
 
 
 def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""The main job with MLflow: ended runs, servers that are away, passwords, refused addresses."""
+"""The main job with MLflow: servers that are away, passwords, refused addresses."""
 
 from __future__ import annotations
 
@@ -7,15 +7,12 @@ import os
 import re
 import shlex
 import signal
-import sqlite3
 import subprocess
 from pathlib import Path
 
 import pytest
 
 from pretrain.cli.command import main
-from pretrain.run.checkpoints import latest_step
-from pretrain.run_folder import RunFolder
 from pretrain_runs import (
     PASSWORD,
     TINY,
@@ -30,60 +27,6 @@ from pretrain_runs import (
     wait_until,
 )
 from rank_testing import free_port
-
-
-@pytest.mark.parametrize(
-    ("ended", "statuses"),
-    [("0", {"KILLED", "FAILED"}), ("1", {"RUNNING"}), ("all", {"KILLED"})],
-    ids=["other-rank-killed", "logging-rank-killed", "ctrl-c"],
-)
-def test_a_run_that_is_ended_is_marked_and_goes_on(
-    ended: str, statuses: set[str], tmp_path: Path
-) -> None:
-    job = start(
-        tmp_path, *TINY, "--train-iters", "100000", "--save-interval", "5", "--keep-last", "2",
-        "--run-dir", "run", stdout=subprocess.DEVNULL,
-    )  # fmt: skip
-    folder = RunFolder(tmp_path / "run")
-    try:
-        wait_until(lambda: folder.mlflow_facts.exists() and metrics_in(folder) > 0)
-        wait_until(lambda: any(folder.checkpoints.glob("step_*")))
-        if ended == "all":
-            os.killpg(job.pid, signal.SIGINT)
-        else:
-            os.kill(ranks_below(job.pid)[int(ended)], signal.SIGKILL)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.terminate()  # the launcher ends its ranks
-        job.wait(30)
-    said = "interrupted by SIGINT" if ended == "all" else f"rank {ended} was killed by SIGKILL"
-    assert f"pretrain: {said}; all ranks ended." in errors
-    assert "MLflow" not in errors
-    run_id = json.loads(folder.mlflow_facts.read_text())["run_id"]
-    uri = f"sqlite:///{folder.mlflow_database}"
-    found, _ = mlflow_of(uri, run_id)
-    assert found.info.status in statuses
-    if ended != "1":
-        return
-
-    last = latest_step(folder)
-    done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 3))
-    assert done.returncode == 0, done.stderr
-    found, history = mlflow_of(uri, run_id)
-    assert found.info.status == "FINISHED"
-    steps = [step for step, _ in history["lm loss"]]
-    assert steps[: last + 3] == list(range(1, last + 4))
-    assert steps == sorted(set(steps))
-
-
-def metrics_in(folder: RunFolder) -> int:
-    """Values that the run's own MLflow store holds."""
-    database = sqlite3.connect(f"file:{folder.mlflow_database}?mode=ro", uri=True, timeout=30)
-    try:
-        (count,) = database.execute("select count(*) from metrics").fetchone()
-    finally:
-        database.close()
-    return int(count)
 
 
 def test_a_password_is_in_no_command_line_and_no_output(tmp_path: Path) -> None:

@@ -169,7 +169,7 @@ def count_resources():
     return len(os.listdir("/dev/fd")), threading.active_count()
 
 
-def report_until(detector, group, is_over):
+def report_until(detector, group, is_over, pause_s=0.0):
     """Report on both ranks until rank 0 says so; the times of the reports in seconds."""
     durations, over = [], torch.zeros(1)
     while not over.item():
@@ -181,6 +181,7 @@ def report_until(detector, group, is_over):
         assert detector.enabled
         over.fill_(float(is_over(len(durations))))
         dist.broadcast(over, src=0, group=group)
+        time.sleep(pause_s)
     return durations
 
 
@@ -203,7 +204,7 @@ def report_under_attack(group, rank, port, done_file):
         time.sleep(0.5)  # until the connection is let go of
     before = count_resources()
     dist.broadcast(port, src=0)
-    attacked = report_until(detector, group, lambda _: os.path.exists(done_file))
+    attacked = report_until(detector, group, lambda _: os.path.exists(done_file), pause_s=0.02)
     deadline = time.monotonic() + 30
     while any(now > then for now, then in zip(count_resources(), before, strict=True)):
         assert time.monotonic() < deadline, (before, count_resources())
