@@ -373,7 +373,6 @@ def test_declared_sections(detector, clock, caplog):
     [score] = detector.last_report.individual_scores["attention"]
     assert score == 0.25
     assert math.isnan(detector.last_report.relative_scores["mlp"][0])
-    assert [outlier.metric for outlier in detector.last_report.outliers] == ["attention"]
 
 
 def test_undeclared_sections_are_local_with_one_warning(detector, clock, caplog):
@@ -462,13 +461,26 @@ def test_min_max_of_one_rank(detector):
     assert detector._min_max(20.0, 1.0, 60.0, 400.0, 97.0, 1980.0, 8.0) is None
 
 
-def test_slower_than_before_is_a_warning(detector, clock, caplog):
+def test_slower_than_before_is_a_warning_also_without_a_throughput(detector, clock, caplog):
     configured(detector)
-    for ms in (10, 20):
+    for ms in (10,) * 8 + (20,) * 3:
+        clock.range(detector, ms)
+        assert not detector.report(0.0, 1)
+    [line] = [line for line in lines_of(caplog) if line.startswith("straggler:")]
+    assert "elapsed_ms=20.00ms median=20.00ms" in line
+    assert "score=0.50" in line
+    assert detector.last_report.outliers == ()
+
+
+def test_a_new_work_load_is_the_usual_one_after_a_while(detector, clock):
+    configured(detector)
+    scores = []
+    for ms in (10,) * 16 + (20,) * 16:
         clock.range(detector, ms)
         detector.report(1e12, 1)
-    [line] = [line for line in lines_of(caplog) if line.startswith("straggler:")]
-    assert "compute=20.00ms median=20.00ms z=nan score=0.50" in line
+        scores += detector.last_report.individual_scores["compute"]
+    assert scores == [1.0] * 16 + [0.5] * 15 + [1.0]
+    assert detector.last_report.stragglers == ()
 
 
 def test_port_is_closed_at_the_end_of_the_process():

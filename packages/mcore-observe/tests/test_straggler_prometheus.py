@@ -27,6 +27,7 @@ def report():
         relative_scores={"compute": (1.0, 0.5)},
         individual_scores={"compute": (1.0, math.nan)},
         outliers=(Outlier("elapsed_ms", 1, HOST, 48.0, 20.0, 9.0, 0.5),),
+        stragglers=(Outlier("data", 0, "a", 8.0, 2.0, 9.0, 0.5),),
     )
 
 
@@ -68,6 +69,8 @@ def test_sections_scores_and_outliers(report):
     assert math.isnan(individual[("host", HOST), ("rank", "1"), ("section", "compute")])
     outliers = samples(found["mcore_straggler_outlier"])
     assert outliers == {(("metric", "elapsed_ms"), ("rank", "1")): 1.0}
+    stragglers = samples(found["mcore_straggler_straggler"])
+    assert stragglers == {(("metric", "data"), ("rank", "0")): 1.0}
 
 
 def test_state_before_and_after_a_report(report):
@@ -95,7 +98,7 @@ def test_every_family_has_help_and_type_once_before_its_samples(report):
             seen.append((keyword, name))
         else:
             assert line.partition("{")[0].partition(" ")[0] == seen[-1][1]
-    assert len(seen) == len(set(seen)) == 2 * 13
+    assert len(seen) == len(set(seen)) == 2 * 14
     assert [name for keyword, name in seen if keyword == "HELP"] == [
         name for keyword, name in seen if keyword == "TYPE"
     ]

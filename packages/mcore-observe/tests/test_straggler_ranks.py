@@ -56,15 +56,19 @@ def world_of_four():
     elapsed_ms = (100, 101, 99, 150)[detector.my_rank]
     spend(detector, elapsed_ms)
     has_logged = detector.report(4.8e13, 10)
-    return has_logged, detector.last_report.to_dict(), records.lines
+    report = detector.last_report.to_dict()
+    spend(detector, elapsed_ms)
+    detector.report(0.0, 10)
+    return has_logged, report, records.lines, detector.last_report.stragglers
 
 
 def test_four_ranks():
     results = run_ranks(world_of_four, 4)
     assert [has_logged for has_logged, *_ in results] == [True, False, False, False]
-    for _, report, _ in results:
+    for _, report, _, stragglers in results:
         report.pop("unix_time")
-    assert all(report == results[0][1] for _, report, _ in results)
+        assert [(one.metric, one.rank) for one in stragglers] == [("elapsed_ms", 3)]
+    assert all(report == results[0][1] for _, report, *_ in results)
     report = results[0][1]
     assert report["metrics"]["elapsed_ms"] == [10.0, 10.1, 9.9, 15.0]
     assert report["metrics"]["etpt_tf"][0] == 40.0
@@ -73,7 +77,7 @@ def test_four_ranks():
     assert report["individual_scores"]["compute"] == [1.0] * 4
     assert len(set(report["hosts"])) == 1
     assert report["world_size"] == 4
-    assert [lines for *_, lines in results[1:]] == [[], [], []]
+    assert [lines for *_, lines, _ in results[1:]] == [[], [], []]
     levels, lines = zip(*results[0][2], strict=True)
     assert levels == ("INFO", "INFO", "INFO", "WARNING")
     assert "MnRtt/Rnk: 9.90ms/2 | MxRtt/Rnk: 15.00ms/3" in lines[0]

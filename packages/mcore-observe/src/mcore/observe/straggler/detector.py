@@ -123,8 +123,8 @@ class StragglerDetector:
         token: str | None = None,
         controller: bool = True,
         allow_get_toggle: bool = False,
-        z_threshold: float = 3.5,
-        relative_threshold: float = 0.75,
+        z_threshold: float = 3.3,
+        relative_threshold: float = 1.0,
         individual_threshold: float = 0.75,
         telemetry: Callable[[], Sequence[float]] | None = None,
     ) -> None:
@@ -149,9 +149,10 @@ class StragglerDetector:
             token: What requests must present; None reads ``MCORE_STRAGGLER_TOKEN``.
             controller: Whether to listen for requests.
             allow_get_toggle: ``GET /`` toggles, as with Megatron-LM.
-            z_threshold: Robust z from which a rank stands out among four or more.
-            relative_threshold: Relative score below which a rank stands out among fewer.
-            individual_threshold: Individual score below which it does.
+            z_threshold: How many standard deviations a rank stands out; raised with the number of
+                ranks and sections, so that a report of equal ranks is as rarely wrong.
+            relative_threshold: The fastest ranks' time over the rank's own has to be below it too.
+            individual_threshold: A rank that is slower than it was by this score stands out.
             telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz); None
                 asks NVML, or amdsmi through torch.
 

@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from mcore.observe.straggler.exchange import (
     ENABLED,
     METRICS,
@@ -19,7 +17,7 @@ from mcore.observe.straggler.exchange import (
 )
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
-from mcore.observe.straggler.report import RankComparison
+from mcore.observe.straggler.report import Past, RankComparison
 from mcore.observe.straggler.sections import section_hash
 from mcore.observe.straggler.telemetry import Reading
 
@@ -40,7 +38,7 @@ _PRINTED = (
 
 
 class Reporter:
-    """Talks to the other ranks for the detector, and remembers the best medians of all."""
+    """Talks to the other ranks for the detector, and remembers what they told."""
 
     def __init__(
         self,
@@ -61,7 +59,7 @@ class Reporter:
         self._names = names
         self._sections_hash = section_hash(names)
         self._rule = rule
-        self._best_medians: torch.Tensor | None = None
+        self._past = Past(names)
 
     def metrics_of(
         self, stats: Mapping[int, SectionStats], total_flops: float, log_interval: int
@@ -109,29 +107,26 @@ class Reporter:
         self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
     ) -> RankComparison:
         """Compare the rows of all ranks. No communication."""
-        found = RankComparison(
+        return RankComparison(
             rows,
             unix_time=time.time(),
             hosts=self._exchange.hosts,
             names=self._names,
             rule=self._rule,
-            best_medians=self._best_medians,
+            past=self._past,
             local_sections=local_sections,
         )
-        self._best_medians = found.best_medians
-        return found
 
     def log(self, found: RankComparison) -> bool:
-        """Log a report if it has a throughput; return whether it does."""
-        if not found.total_flops > 0:
-            return False
-        if logger.isEnabledFor(logging.INFO):
+        """Log the slow ranks, and a report if it has a throughput; return whether it does."""
+        has_throughput = found.total_flops > 0
+        if has_throughput and logger.isEnabledFor(logging.INFO):
             for line in report_lines(found, num_ranks=self._num_listed):
                 logger.info("%s", line)
         if logger.isEnabledFor(logging.WARNING):
-            for line in outlier_lines(found.outliers):
+            for line in outlier_lines(found.stragglers):
                 logger.warning("%s", line)
-        return True
+        return has_throughput
 
     def log_switch(self, rows: GatheredRows) -> None:
         """Log that ranks disagree on the state, and that it changes."""
