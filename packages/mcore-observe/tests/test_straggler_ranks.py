@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore.observe import StragglerDetector
+from mcore.observe import StragglerDetector, StragglerFoundError
 from rank_testing import RankFailure, run_ranks
 
 LOGGER = "mcore.observe.straggler"
@@ -84,6 +84,67 @@ def test_four_ranks():
     assert lines[1] == "^^^^ Bottom 2 Ranks with lowest  Etpt(TF): 26.67/3, 39.60/1,"
     assert lines[2] == "^^^^ Top    2 Ranks with highest Etpt(TF): 40.00/0, 40.40/2,"
     assert lines[3].startswith("straggler: rank 3 (host ")
+
+
+def reacting(on_straggler):
+    seen = []
+    detector = configured(
+        on_straggler=on_straggler or (lambda report: seen.append(report.stragglers[0].rank))
+    )
+    for _ in range(3):
+        spend(detector, (100, 100, 200)[detector.my_rank])
+        try:
+            detector.report(1e12, 10)
+        except StragglerFoundError as error:
+            seen.append(str(error))
+            break
+    return seen
+
+
+def test_what_is_done_about_a_slow_rank_is_done_on_every_rank():
+    assert run_ranks(reacting, 3, None) == [[2, 2]] * 3
+    assert run_ranks(reacting, 3, "log") == [[]] * 3
+    stopped = run_ranks(reacting, 3, "stop")
+    assert all(one == stopped[0] for one in stopped)
+    assert stopped[0][0].startswith("straggler: rank 2 (host ")
+
+
+def compute_then_wait():
+    """A rank whose compute takes three times as long, and a collective behind it."""
+    detector = configured(sections=["compute part"])
+    value = torch.ones(1)
+    for _ in range(3):
+        for _ in range(4):
+            with detector:
+                with detector.section("compute part"):
+                    time.sleep(0.06 if detector.my_rank == 1 else 0.02)
+                dist.all_reduce(value)
+        detector.report(1e12, 4)
+    return [(one.metric, one.rank) for one in detector.last_report.stragglers]
+
+
+def test_a_section_around_the_compute_finds_who_makes_the_others_wait():
+    assert run_ranks(compute_then_wait, 4) == [[("compute part", 1)]] * 4
+
+
+def clocked(seconds_of_steps):
+    """Reports by the clock, on ranks that do not agree how long their steps take."""
+    detector = configured(report_every_s=0.05)
+    steps = []
+    for step in range(1, 50):
+        time.sleep(seconds_of_steps[detector.my_rank])
+        before = detector.last_report
+        detector.report_if_due(1e9)
+        if detector.last_report is not before:
+            steps.append(step)
+    return steps
+
+
+def test_reports_by_the_clock_come_after_the_same_step_on_all_ranks():
+    first, second = run_ranks(clocked, 2, (0.001, 0.003))
+    assert first == second
+    assert first[0] == 16
+    assert len(first) > 1
 
 
 def toggled_over_http():

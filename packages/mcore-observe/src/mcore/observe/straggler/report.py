@@ -28,6 +28,7 @@ from mcore.observe.straggler.outliers import (
     OutlierRule,
     find_outliers,
 )
+from mcore.observe.straggler.prometheus import family, labels
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
 from mcore.observe.straggler.statistics import (
     Extremes,
@@ -274,36 +275,45 @@ class StragglerReport:
         """Return everything as JSON, with null for NaN."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
-    def to_prometheus(self) -> str:
-        """Return the numbers of all ranks in Prometheus' text format 0.0.4."""
+    def to_prometheus(self, *, all_ranks: bool = True) -> str:
+        """Return the numbers of all ranks in Prometheus' text format 0.0.4.
+
+        Args:
+            all_ranks: False gives the sections' least, median and most over the ranks, with the
+                label ``of``, rather than each rank's: 4,096 ranks fill megabytes otherwise.
+        """
         by_rank = zip(self.ranks, self.hosts, strict=True)
         ranks = [labels(rank=rank, host=host) for rank, host in by_rank]
-        outliers = [(labels(rank=one.rank, metric=one.metric), 1) for one in self.outliers]
         families = [
             family(name, "gauge", text, _scaled(ranks, self.metrics[metric], factor))
             for metric, (name, factor, text) in _GAUGES.items()
             if metric in self.metrics
         ]
-        families += self._section_families(ranks)
-        text = "1 for each rank and metric that stands out."
-        families.append(family("outlier", "gauge", text, outliers))
-        stragglers = [(labels(rank=one.rank, metric=one.metric), 1) for one in self.stragglers]
-        text = "1 for each rank and metric that has stood out in several reports."
-        return "".join([*families, family("straggler", "gauge", text, stragglers)])
+        families += self._section_families(ranks if all_ranks else None)
+        for name, found, text in (
+            ("outlier", self.outliers, "1 for each rank and metric that stands out."),
+            ("straggler", self.stragglers, "1 for each that has stood out in several reports."),
+        ):
+            samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in found]
+            families.append(family(name, "gauge", text, samples))
+        return "".join(families)
 
-    def _section_families(self, ranks: Sequence[str]) -> Iterable[str]:
+    def _section_families(self, ranks: Sequence[str] | None) -> Iterable[str]:
         sums = {name: [each.sum_ms for each in stats] for name, stats in self.sections.items()}
         per_iteration = 1e-3 / max(self.log_interval, 1)
         relative, individual = self.relative_scores, self.individual_scores
         for name, text, sections, factor in (
             ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
             ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
-            ("individual_score", "Own best median time over the current.", individual, 1.0),
+            ("individual_score", "Own best median of late over the current one.", individual, 1.0),
         ):
             samples: list[tuple[str, float]] = []
             for section, values in sections.items():
                 label = labels(section=section)
-                samples += _scaled([f"{rank},{label}" for rank in ranks], values, factor)
+                of_each, shown = (
+                    (_ENDS, _ends_and_median(values)) if ranks is None else (ranks, values)
+                )
+                samples += _scaled([f"{each},{label}" for each in of_each], shown, factor)
             yield family(name, "gauge", text, samples)
 
 
@@ -475,6 +485,16 @@ def _scaled(
     return zip(of_samples, (value * factor for value in values), strict=True)
 
 
+_ENDS = [labels(of=end) for end in ("min", "median", "max")]
+
+
+def _ends_and_median(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the smallest value, the median and the largest; NaN where all are."""
+    rows = torch.tensor([values], dtype=torch.float64)
+    [((smallest, _), (largest, _))] = row_extremes(rows)
+    return smallest, row_medians(rows)[0], largest
+
+
 def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     """Return a value with lists for tuples and None for the numbers that are missing."""
     if isinstance(value, dict):
@@ -484,32 +504,3 @@ def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     if isinstance(value, float) and is_missing(value):
         return None
     return value
-
-
-_PREFIX = "mcore_straggler_"
-
-
-def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
-    """Return the lines of one metric: its help, its type, and its samples with their labels."""
-    lines = [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
-    for of_sample, value in samples:
-        braced = f"{{{of_sample}}}" if of_sample else ""
-        lines.append(f"{_PREFIX}{name}{braced} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def labels(**values: object) -> str:
-    """Return the labels of a sample, with their values escaped."""
-    return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in values.items())
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return f"{value:.12g}"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -84,6 +84,7 @@ class Reporter:
         total_flops: float = 0.0,
         log_interval: int = 0,
         dropped: int = 0,
+        next_interval: int = 0,
     ) -> GatheredRows:
         """Exchange rows with the other ranks: the collective of a report.
 
@@ -100,6 +101,7 @@ class Reporter:
             log_interval=log_interval,
             total_flops=total_flops,
             dropped=dropped,
+            next_interval=next_interval,
         )
         return self._exchange.gather(row, self._rank)
 
