@@ -526,7 +526,7 @@ def test_existing_methods_can_be_timed_and_put_back(detector):
 def test_reports_come_by_the_clock(detector, clock, monkeypatch):
     """After 16 steps, then after as many as fit into the time, by what steps took."""
     now = [0.0]
-    monkeypatch.setattr("mcore.observe.straggler.pace.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("mcore.observe.straggler.reporter.time.monotonic", lambda: now[0])
     configured(detector, report_every_s=60.0)
     reported = []
     for step in range(1, 241):

@@ -1,6 +1,8 @@
 """Who is named, and who is not: simulated jobs with noise of their own."""
 
+import gc
 import math
+import tracemalloc
 
 import pytest
 import torch
@@ -118,3 +120,18 @@ def test_ranks_without_times_take_no_part():
     job = Job(4, noise=0.0)
     job.idle[2] = True
     assert [job.report([3], 2.0) for _ in range(3)][-1] == elapsed(3)
+
+
+def test_many_reports_take_no_more_memory_than_some():
+    job = Job(8)
+    tracemalloc.start()
+    try:
+        used = []
+        for number in range(1200):
+            job.report([1], 1.5 if number % 7 else 1.0)
+            if number in (400, 1199):
+                gc.collect()
+                used.append(tracemalloc.get_traced_memory()[0])
+    finally:
+        tracemalloc.stop()
+    assert used[1] <= used[0] + 20_000

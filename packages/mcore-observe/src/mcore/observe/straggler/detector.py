@@ -16,7 +16,6 @@ import torch
 from mcore.observe.straggler.events import make_ranges
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
-from mcore.observe.straggler.pace import Pace
 from mcore.observe.straggler.ranges import (
     COMPUTE_KIND,
     DATA_KIND,
@@ -27,7 +26,7 @@ from mcore.observe.straggler.ranges import (
     ThreadRanges,
 )
 from mcore.observe.straggler.report import RankComparison, StragglerReport, _StragglerData
-from mcore.observe.straggler.reporter import Reporter
+from mcore.observe.straggler.reporter import Pace, Reporter
 from mcore.observe.straggler.routes import ControllerState
 from mcore.observe.straggler.sections import SectionTimers, checked_sections
 from mcore.observe.straggler.telemetry import guarded, telemetry_of
