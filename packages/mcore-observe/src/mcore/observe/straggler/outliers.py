@@ -35,9 +35,9 @@ _MAX_LINES = 16
 _TIME_NOISE = 0.05  # relative
 _LEAST_CHANGE = 2.0  # noises, below which no time has changed
 _LEAST_EXCESS_MS = 0.05  # a time that differs by less matters to nobody
-_LEAST_EXCESS_SHARE = 0.02  # nor by less than this share of an iteration
+_LEAST_EXCESS_SHARE = 0.05  # nor by less than this share of an iteration
 _PRIOR_WEIGHT = 32  # differences that the noise granted counts as much as
-_MAD_TO_SIGMA = 1.4826
+_HEEDED, _HEEDED_SIGMAS = 0.9, 1.645
 
 # What GPUs tell about themselves, high being bad: the noise granted, low values being bad.
 _TELEMETRY = {"temp_c": (3.0, False), "util_pct": (10.0, True)}
@@ -205,7 +205,7 @@ def _worse_than_others(
     if num_good == 0:
         return []
     good = mean.argsort()[:num_good]  # NaN comes last
-    sigma = _noise(past) / math.sqrt(num_reports)
+    sigma = _noise(past, num_reports)
     spread = sigma * math.sqrt(1 + 1 / num_good)
     limit = max(least, sigma * _expected_lead(num_known - 1, num_good) + z * spread)
     leads = recent - recent[:, good].mean(dim=1, keepdim=True)
@@ -223,7 +223,7 @@ def _slower_than_before(
     if past.shape[1] > 1:
         window = window - window.nanmedian(dim=1, keepdim=True).values
     recent, earlier = window[_NUM_EARLIER:], window[:_NUM_EARLIER]
-    spread = _noise(past) * math.sqrt(1 / num_reports + math.pi / 2 / _NUM_EARLIER)
+    spread = _noise(past, num_reports) * math.sqrt(1 + num_reports * math.pi / 2 / _NUM_EARLIER)
     limit = max(z * spread, -math.log(score) / _TIME_NOISE)
     return _lasting(recent - earlier.median(dim=0).values, limit, spread)
 
@@ -241,25 +241,39 @@ def _lasting(leads: torch.Tensor, limit: float, spread: float) -> list[tuple[int
     return [(i, distance[i].item() / spread) for i in is_bad.nonzero().flatten().tolist()]
 
 
-def _noise(past: torch.Tensor) -> float:
-    """Return the standard deviation of a rank's values, at least 1, from report to report.
+def _noise(past: torch.Tensor, num_reports: int) -> float:
+    """Return the standard deviation of a rank's mean over some reports, by those before them.
 
-    ``past`` is ``[num_kept, world]``. What all ranks have in common is no noise. The noise granted
-    counts as 32 differences, so that few reports of few ranks say little.
+    ``past`` is ``[num_kept, world]``. What all ranks have in common is no noise. Single reports and
+    means of several are both looked at, since a busy machine holds ranks up for longer than one.
+    The noise granted counts as 32 differences, so that few reports of few ranks say little.
     """
+    granted = 1 / math.sqrt(num_reports)
     world = past.shape[1]
-    if world < 2 or len(past) < 2:
-        return 1.0
-    past = past[:, :: max(1, world // _NUM_SAMPLED)]
-    steps = past[1:] - past[:-1]
-    steps = (steps - steps.nanmean(dim=1, keepdim=True)).abs()
-    known = steps[steps.isfinite()]
+    earlier = past[:-num_reports, :: max(1, world // _NUM_SAMPLED)]
+    if world < 2 or len(earlier) < 2:
+        return granted
+    earlier = earlier - earlier.nanmean(dim=1, keepdim=True)
+    measured = [_spread_of(earlier[1:] - earlier[:-1], world) * granted]
+    if len(earlier) >= 4 * num_reports > 4:
+        means = earlier.unfold(0, num_reports, 1).mean(dim=-1)
+        measured.append(_spread_of(means[num_reports:] - means[:-num_reports], world))
+    weight = (len(earlier) - 1) * (min(world, _NUM_SAMPLED) - 1)
+    square = _PRIOR_WEIGHT * granted**2 + weight * max(measured) ** 2
+    return max(granted, math.sqrt(square / (_PRIOR_WEIGHT + weight)))
+
+
+def _spread_of(steps: torch.Tensor, world: int) -> float:
+    """Return the standard deviation of values whose differences are given, ``[num, world]``.
+
+    Nine in ten of normal values are within 1.645 of it; that one in ten is not heeded lets some
+    ranks become slow, and still sees the bursts of a busy machine.
+    """
+    known = steps[steps.isfinite()].abs()
     if len(known) == 0:
-        return 1.0
-    measured = known.median().item() * _MAD_TO_SIGMA * math.sqrt(world / (world - 1) / 2)
-    weight = len(known) * (world - 1) / world
-    square = (_PRIOR_WEIGHT + weight * measured**2) / (_PRIOR_WEIGHT + weight)
-    return max(1.0, math.sqrt(square))
+        return 0.0
+    within = known.kthvalue(1 + int(_HEEDED * (len(known) - 1))).values.item()
+    return within / _HEEDED_SIGMAS / math.sqrt(2 * (1 - 1 / world))
 
 
 @functools.lru_cache(maxsize=64)
