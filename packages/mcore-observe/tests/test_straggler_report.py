@@ -128,7 +128,7 @@ def test_sections_have_statistics_and_scores():
     stats = [
         {0: SectionStats(2, 8.0, 4.0, 5.0), 2: SectionStats(4, 4.0, 1.0, 2.0)},
         {0: SectionStats(2, 8.0, 4.0, 5.0), 1: SectionStats(1, 3.0, 3.0, 3.0),
-         2: SectionStats(4, 8.0, 2.0, 3.0)},
+         2: SectionStats(4, 16.0, 2.0, 3.0)},
     ]  # fmt: skip
     report = report_of(rows_of([(8.0, *(NAN,) * 6)] * 2, names, stats), names)
     assert list(report.sections) == list(names)
@@ -138,7 +138,7 @@ def test_sections_have_statistics_and_scores():
     assert math.isnan(report.sections["data"][0].median_ms)
     assert report.relative_scores == {"compute": (1.0, 1.0), "attention": (1.0, 0.5)}
     assert [(o.metric, o.rank, o.value, o.score) for o in report.outliers] == [
-        ("attention", 1, 0.8, 0.5)
+        ("attention", 1, 1.6, 0.5)
     ]
 
 

@@ -156,7 +156,7 @@ def find_outliers(
         if may_differ[row]:
             past = torch.stack([values[row] for values in history])
             least = -math.log(rule.relative) / _TIME_NOISE if is_time else 0.0
-            usual = mean[row].nanquantile(0.25).item()
+            usual = mean[row].nanquantile(0.25, interpolation="lower").item()
             for index, z in _worse_than_others(past, len(recent), limit, least):
                 if not is_time or _is_felt(mean[row, index].item(), usual, mean[0]):
                     found[row, index] = z
@@ -294,7 +294,8 @@ def _expected_lead(num_others: int, num_fast: int) -> float:
 def _is_felt(own: float, usual: float, iterations: torch.Tensor) -> bool:
     """Return whether what a time is longer than usual is a noticeable part of an iteration."""
     own_ms, usual_ms, iteration_ms = (
-        math.exp(value * _TIME_NOISE) for value in (own, usual, iterations.nanquantile(0.25).item())
+        math.exp(value * _TIME_NOISE)
+        for value in (own, usual, iterations.nanquantile(0.25, interpolation="lower").item())
     )
     return not own_ms - usual_ms < max(_LEAST_EXCESS_MS, _LEAST_EXCESS_SHARE * iteration_ms)
 
