@@ -36,18 +36,18 @@ SMALL = Settings(
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_a_slow_rank_is_named_in_the_first_report(ranks: int, tmp_path: Path) -> None:
+def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     done = pretrain(
         tmp_path, *TINY, "--ranks", str(ranks), "--slow-rank", "1:4", "--run-dir", "run",
-        "--train-iters", "7", "--log-interval", "7",
+        "--train-iters", "6", "--log-interval", "2",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     named = re.findall(r"^straggler: rank (\d+) takes ([\d.]+) times .* for its (\w+)$",
                        done.stdout, re.MULTILINE)  # fmt: skip
     assert ("1", "forward") in [(rank, part) for rank, _, part in named]
-    assert re.search(r"^slow ranks +.*rank 1 in 1\b.* of 1 reports", done.stdout, re.MULTILINE)
+    assert re.search(r"^slow ranks +.*rank 1 in [12]\b.* of 3 reports", done.stdout, re.MULTILINE)
 
-    (lines,) = (r for r in records_of(tmp_path / "run") if "straggler/rank0/forward-ms" in r)
+    *_, lines = (r for r in records_of(tmp_path / "run") if "straggler/rank0/forward-ms" in r)
     scores = {rank: lines[f"straggler/rank{rank}/relative-score"] for rank in range(ranks)}
     assert min(scores, key=scores.__getitem__) == 1
     assert scores[1] < 0.6
@@ -55,10 +55,9 @@ def test_a_slow_rank_is_named_in_the_first_report(ranks: int, tmp_path: Path) ->
     for name in ("forward-ms", "data-ms"):
         assert all(lines[f"straggler/rank{rank}/{name}"] > 0 for rank in range(ranks))
 
-    report, *warnings = (tmp_path / "run" / "straggler.log").read_text().splitlines()
-    assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", report)
-    if ranks == 2:  # from four ranks on, the spread of the others decides what stands out
-        assert any(re.match(r"straggler: rank 1 .* forward=[\d.]+ms ", line) for line in warnings)
+    written = (tmp_path / "run" / "straggler.log").read_text()
+    assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", written)
+    assert re.search(r"^straggler: rank 1 .* forward=[\d.]+ms ", written, re.MULTILINE)
 
 
 def test_nothing_that_watches_changes_a_loss(tmp_path: Path) -> None:

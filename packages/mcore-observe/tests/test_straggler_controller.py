@@ -1,3 +1,4 @@
+import gzip
 import http.client
 import json
 import logging
@@ -406,6 +407,93 @@ def test_connections_over_the_bound_get_503_at_once_and_places_come_back(small_s
         assert status_code(answer) == 400
         for client in held:
             client.close()
+
+
+def test_silent_clients_give_up_their_places_to_one_that_asks(small_server):
+    """However long they may stay: whoever tries again gets in."""
+    address = small_server.server_address
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(small_server, "_request_deadline_s", 3600.0)
+        patch.setattr("mcore.observe.straggler.http._PATIENCE_S", 0.0)
+        held = [socket.create_connection(address, timeout=20) for _ in range(3)]
+        for _ in range(5):
+            held.append(socket.create_connection(address, timeout=20))
+            assert status_code(ask_raw(address, b"GARBAGE\r\n\r\n")) == 400
+        for client in held:
+            client.close()
+
+
+class CountingReport(SimpleNamespace):
+    """A report that counts how often it is rendered."""
+
+    rendered = 0
+
+    def to_prometheus(self, *, all_ranks=True):
+        self.rendered += 1
+        return self.report.to_prometheus(all_ranks=all_ranks)
+
+
+def test_a_report_is_rendered_once_however_many_ask(start):
+    state, address = start()
+    report = CountingReport(report=make_report())
+    state.applied(True, SimpleNamespace(unix_time=1.0, report=report))
+    bodies = {ask(address, "GET", "/metrics")[1] for _ in range(5)}
+    assert len(bodies) == 1
+    assert report.rendered == 1
+    ask(address, "GET", "/metrics?ranks=all")
+    assert report.rendered == 2
+    state.applied(True, SimpleNamespace(unix_time=2.0, report=CountingReport(report=report.report)))
+    response, body = ask(address, "GET", "/metrics")
+    assert "mcore_straggler_last_report_timestamp_seconds 2" in body
+    assert response.getheader("Content-Encoding") is None
+    assert report.rendered == 2
+
+
+def get_packed(address, path, encodings):
+    connection = http.client.HTTPConnection(*address, timeout=20)
+    try:
+        connection.request("GET", path, headers={"Accept-Encoding": encodings})
+        response = connection.getresponse()
+        return response.getheader("Content-Encoding"), response.read()
+    finally:
+        connection.close()
+
+
+@pytest.mark.parametrize("path", ["/metrics", "/report", "/metrics?ranks=all"])
+def test_packed_answers_are_the_plain_ones(start, path):
+    state, address = start()
+    state.applied(True, compared(make_report()))
+    _, plain = ask(address, "GET", path)
+    encoding, packed = get_packed(address, path, "br, GZIP;q=0.5")
+    assert encoding == "gzip"
+    assert gzip.decompress(packed).decode() == plain
+    for refused in ("", "identity", "gzip;q=0", "br"):
+        assert get_packed(address, path, refused) == (None, plain.encode())
+
+
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [("evil.example", 403), ("evil.example:80", 403), ("127.0.0.1.evil.example", 403),
+     ("localhost:9", 200), ("LOCALHOST", 200), ("127.0.0.1:65535", 200), ("[::1]:80", 200),
+     ("10.0.0.3", 200), ("", 403)],
+)  # fmt: skip
+def test_without_a_token_names_that_are_no_address_are_refused(start, method, host, status):
+    """A page whose name has been pointed at this machine asks under that name."""
+    state, address = start()
+    path = "/status" if method == "GET" else "/on"
+    response, _ = ask(address, method, path, {"Host": host})
+    assert response.status == (202 if (method, status) == ("POST", 200) else status)
+    assert state.wanted() is (response.status == 202)
+
+
+def test_with_a_token_any_name_will_do_and_wrong_tokens_are_counted(start):
+    _, address = start(token="secret")
+    named = {"Host": "node7.cluster", "Authorization": "Bearer secret"}
+    ask(address, "GET", "/status", {**named, "Authorization": "Bearer wrong"})
+    response, body = ask(address, "GET", "/metrics", named)
+    assert response.status == 200
+    assert "mcore_straggler_refused_total 1" in body
 
 
 def test_nothing_is_printed_and_the_token_is_not_logged(start, capfd, caplog):

@@ -373,7 +373,6 @@ def test_declared_sections(detector, clock, caplog):
     [score] = detector.last_report.individual_scores["attention"]
     assert score == 0.25
     assert math.isnan(detector.last_report.relative_scores["mlp"][0])
-    assert [outlier.metric for outlier in detector.last_report.outliers] == ["attention"]
 
 
 def test_undeclared_sections_are_local_with_one_warning(detector, clock, caplog):
@@ -462,13 +461,93 @@ def test_min_max_of_one_rank(detector):
     assert detector._min_max(20.0, 1.0, 60.0, 400.0, 97.0, 1980.0, 8.0) is None
 
 
-def test_slower_than_before_is_a_warning(detector, clock, caplog):
+def test_slower_than_before_is_a_warning_also_without_a_throughput(detector, clock, caplog):
     configured(detector)
-    for ms in (10, 20):
+    for ms in (10,) * 8 + (20,) * 3:
+        clock.range(detector, ms)
+        assert not detector.report(0.0, 1)
+    [line] = [line for line in lines_of(caplog) if line.startswith("straggler:")]
+    assert "elapsed_ms=20.00ms median=20.00ms" in line
+    assert "score=0.50" in line
+    assert detector.last_report.outliers == ()
+
+
+def test_a_new_work_load_is_the_usual_one_after_a_while(detector, clock):
+    configured(detector)
+    scores = []
+    for ms in (10,) * 16 + (20,) * 16:
         clock.range(detector, ms)
         detector.report(1e12, 1)
-    [line] = [line for line in lines_of(caplog) if line.startswith("straggler:")]
-    assert "compute=20.00ms median=20.00ms z=nan score=0.50" in line
+        scores += detector.last_report.individual_scores["compute"]
+    assert scores == [1.0] * 16 + [0.5] * 15 + [1.0]
+    assert detector.last_report.stragglers == ()
+
+
+class Worker:
+    def __init__(self):
+        self.calls = []
+
+    def step(self, value):
+        self.calls.append(value)
+        return value + 1
+
+    @staticmethod
+    def load(value):
+        return value * 2
+
+    @classmethod
+    def made(cls, value):
+        return cls, value
+
+
+def test_existing_methods_can_be_timed_and_put_back(detector):
+    configured(detector, sections=["step", "load", "made"])
+    worker, other = Worker(), Worker()
+    before = dict(vars(Worker))
+    undo = detector.wrap_callables(
+        {"step": (worker, "step"), "load": (Worker, "load"), "made": (Worker, "made")}
+    )
+    assert (worker.step(1), other.step(2), Worker.load(3), other.load(4)) == (2, 3, 6, 8)
+    assert Worker.made(5) == other.made(5) == (Worker, 5)
+    detector.report(1e12, 1)
+    counts = {name: stats[0].count for name, stats in detector.last_report.sections.items()}
+    assert counts == {"compute": 0, "data": 0, "step": 1, "load": 2, "made": 2}
+    undo()
+    undo()
+    assert dict(vars(Worker)) == before
+    assert "step" not in vars(worker)
+    with pytest.raises(AttributeError):
+        detector.wrap_callables({"step": (worker, "step"), "load": (worker, "no such method")})
+    with pytest.raises(TypeError, match=r"'calls' of .* for the section 'load' is not callable"):
+        detector.wrap_callables({"step": (worker, "step"), "load": (worker, "calls")})
+    assert "step" not in vars(worker)
+
+
+def test_reports_come_by_the_clock(detector, clock, monkeypatch):
+    """After 16 steps, then after as many as fit into the time, by what steps took."""
+    now = [0.0]
+    monkeypatch.setattr("mcore.observe.straggler.reporter.time.monotonic", lambda: now[0])
+    configured(detector, report_every_s=60.0)
+    reported = []
+    for step in range(1, 241):
+        now[0] += 1.0 if step <= 16 + 60 else 3.0
+        clock.range(detector, 10)
+        if detector.report_if_due(1e9):
+            reported.append((step, detector.last_report.log_interval))
+            assert detector.last_report.total_flops == reported[-1][1] * 1e9
+    assert reported == [(16, 16), (76, 60), (136, 60), (156, 20), (176, 20), (196, 20), (216, 20),
+                        (236, 20)]  # fmt: skip
+    StragglerDetector.reset_singleton()
+    with pytest.raises(ValueError, match="report_every_s is 0; give seconds above 0"):
+        configured(StragglerDetector(), report_every_s=0)
+
+
+def test_the_longest_wait_for_data_is_shown(detector, clock):
+    configured(detector)
+    for ms in (1, 2, 9):
+        clock.range(detector(bdata=True), ms)
+    detector.report(1e12, 1)
+    assert detector.last_report.metrics["data_ms"] == (9.0,)
 
 
 def test_port_is_closed_at_the_end_of_the_process():

@@ -5,7 +5,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore.observe import Outlier, SectionStats, StragglerReport
-from mcore.observe.straggler.routes import ControllerState, metrics_text
+from mcore.observe.straggler.routes import ControllerState, Router
 
 HOST = 'no"de\\1\nx'
 
@@ -27,7 +27,16 @@ def report():
         relative_scores={"compute": (1.0, 0.5)},
         individual_scores={"compute": (1.0, math.nan)},
         outliers=(Outlier("elapsed_ms", 1, HOST, 48.0, 20.0, 9.0, 0.5),),
+        stragglers=(Outlier("data", 0, "a", 8.0, 2.0, 9.0, 0.5),),
     )
+
+
+def text_of(state, report, query="ranks=all"):
+    """What the controller answers after a report."""
+    if report is not None:
+        state.applied(True, SimpleNamespace(unix_time=report.unix_time, report=report))
+    router = Router(state, token=None, allow_get_toggle=False)
+    return router.answer("GET", "/metrics", query).body
 
 
 def families(text):
@@ -68,15 +77,23 @@ def test_sections_scores_and_outliers(report):
     assert math.isnan(individual[("host", HOST), ("rank", "1"), ("section", "compute")])
     outliers = samples(found["mcore_straggler_outlier"])
     assert outliers == {(("metric", "elapsed_ms"), ("rank", "1")): 1.0}
+    stragglers = samples(found["mcore_straggler_straggler"])
+    assert stragglers == {(("metric", "data"), ("rank", "0")): 1.0}
 
 
 def test_state_before_and_after_a_report(report):
     state = ControllerState(rank=0, world_size=2, enabled=True)
-    found = families(metrics_text(state.status(), None))
-    assert list(found) == ["mcore_straggler_enabled", "mcore_straggler_reports"]
+    found = families(text_of(state, None))
+    assert list(found) == [
+        "mcore_straggler_enabled",
+        "mcore_straggler_reports",
+        "mcore_straggler_refused",
+        "mcore_straggler_last_report_timestamp_seconds",
+        "mcore_straggler_training",
+    ]
     assert found["mcore_straggler_enabled"].samples[0].value == 1
     state.applied(False, SimpleNamespace(unix_time=report.unix_time, report=report))
-    text = metrics_text(state.status(), report)
+    text = text_of(state, report)
     found = families(text)
     assert found["mcore_straggler_enabled"].samples[0].value == 0
     [total] = found["mcore_straggler_reports"].samples
@@ -88,14 +105,49 @@ def test_state_before_and_after_a_report(report):
 def test_every_family_has_help_and_type_once_before_its_samples(report):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     seen = []
-    for line in metrics_text(state.status(), report).splitlines():
+    for line in text_of(state, report).splitlines():
         if line.startswith("#"):
             _, keyword, name, rest = line.split(" ", 3)
             assert rest
             seen.append((keyword, name))
         else:
             assert line.partition("{")[0].partition(" ")[0] == seen[-1][1]
-    assert len(seen) == len(set(seen)) == 2 * 13
+    assert len(seen) == len(set(seen)) == 2 * 17
     assert [name for keyword, name in seen if keyword == "HELP"] == [
         name for keyword, name in seen if keyword == "TYPE"
     ]
+
+
+def test_sections_of_many_ranks_come_as_their_ends_and_median(report):
+    state = ControllerState(rank=0, world_size=2, enabled=True)
+    found = families(text_of(state, report, query=""))
+    seconds = samples(found["mcore_straggler_section_seconds"])
+    assert seconds == {
+        (("of", end), ("section", section)): value
+        for section in ("compute", "att")
+        for end, value in (("min", 0.0), ("median", 0.01), ("max", 0.02))
+    }
+    scores = samples(found["mcore_straggler_individual_score"])
+    assert scores[("of", "max"), ("section", "compute")] == 1.0
+    assert len(samples(found["mcore_straggler_iteration_seconds"])) == 2
+    for query in ("ranks=all", "x=1&ranks=all"):
+        every = families(text_of(state, None, query))
+        assert samples(every["mcore_straggler_section_seconds"])[
+            ("host", "a"), ("rank", "0"), ("section", "att")
+        ] == pytest.approx(0.02)
+
+
+def test_age_of_the_report_refused_requests_and_the_training(report):
+    state = ControllerState(rank=0, world_size=2, enabled=True)
+    found = families(text_of(state, None))
+    assert samples(found["mcore_straggler_last_report_timestamp_seconds"]) == {}
+    state.refused()
+    state.show({"lm loss": 2.5, "x": 1.0})
+    state.show({"x": 3.0})
+    found = families(text_of(state, report))
+    assert samples(found["mcore_straggler_last_report_timestamp_seconds"]) == {(): 1.0}
+    assert samples(found["mcore_straggler_refused"]) == {(): 1.0}
+    assert samples(found["mcore_straggler_training"]) == {
+        (("name", "lm loss"),): 2.5,
+        (("name", "x"),): 3.0,
+    }

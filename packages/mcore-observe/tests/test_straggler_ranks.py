@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from mcore.observe import StragglerDetector
+from mcore.observe import StragglerDetector, StragglerFoundError
 from rank_testing import RankFailure, run_ranks
 
 LOGGER = "mcore.observe.straggler"
@@ -56,15 +56,19 @@ def world_of_four():
     elapsed_ms = (100, 101, 99, 150)[detector.my_rank]
     spend(detector, elapsed_ms)
     has_logged = detector.report(4.8e13, 10)
-    return has_logged, detector.last_report.to_dict(), records.lines
+    report = detector.last_report.to_dict()
+    spend(detector, elapsed_ms)
+    detector.report(0.0, 10)
+    return has_logged, report, records.lines, detector.last_report.stragglers
 
 
 def test_four_ranks():
     results = run_ranks(world_of_four, 4)
     assert [has_logged for has_logged, *_ in results] == [True, False, False, False]
-    for _, report, _ in results:
+    for _, report, _, stragglers in results:
         report.pop("unix_time")
-    assert all(report == results[0][1] for _, report, _ in results)
+        assert [(one.metric, one.rank) for one in stragglers] == [("elapsed_ms", 3)]
+    assert all(report == results[0][1] for _, report, *_ in results)
     report = results[0][1]
     assert report["metrics"]["elapsed_ms"] == [10.0, 10.1, 9.9, 15.0]
     assert report["metrics"]["etpt_tf"][0] == 40.0
@@ -73,13 +77,74 @@ def test_four_ranks():
     assert report["individual_scores"]["compute"] == [1.0] * 4
     assert len(set(report["hosts"])) == 1
     assert report["world_size"] == 4
-    assert [lines for *_, lines in results[1:]] == [[], [], []]
+    assert [lines for *_, lines, _ in results[1:]] == [[], [], []]
     levels, lines = zip(*results[0][2], strict=True)
     assert levels == ("INFO", "INFO", "INFO", "WARNING")
     assert "MnRtt/Rnk: 9.90ms/2 | MxRtt/Rnk: 15.00ms/3" in lines[0]
     assert lines[1] == "^^^^ Bottom 2 Ranks with lowest  Etpt(TF): 26.67/3, 39.60/1,"
     assert lines[2] == "^^^^ Top    2 Ranks with highest Etpt(TF): 40.00/0, 40.40/2,"
     assert lines[3].startswith("straggler: rank 3 (host ")
+
+
+def reacting(on_straggler):
+    seen = []
+    detector = configured(
+        on_straggler=on_straggler or (lambda report: seen.append(report.stragglers[0].rank))
+    )
+    for _ in range(3):
+        spend(detector, (100, 100, 200)[detector.my_rank])
+        try:
+            detector.report(1e12, 10)
+        except StragglerFoundError as error:
+            seen.append(str(error))
+            break
+    return seen
+
+
+def test_what_is_done_about_a_slow_rank_is_done_on_every_rank():
+    assert run_ranks(reacting, 3, None) == [[2, 2]] * 3
+    assert run_ranks(reacting, 3, "log") == [[]] * 3
+    stopped = run_ranks(reacting, 3, "stop")
+    assert all(one == stopped[0] for one in stopped)
+    assert stopped[0][0].startswith("straggler: rank 2 (host ")
+
+
+def compute_then_wait():
+    """A rank whose compute takes three times as long, and a collective behind it."""
+    detector = configured(sections=["compute part"])
+    value = torch.ones(1)
+    for _ in range(3):
+        for _ in range(4):
+            with detector:
+                with detector.section("compute part"):
+                    time.sleep(0.06 if detector.my_rank == 1 else 0.02)
+                dist.all_reduce(value)
+        detector.report(1e12, 4)
+    return [(one.metric, one.rank) for one in detector.last_report.stragglers]
+
+
+def test_a_section_around_the_compute_finds_who_makes_the_others_wait():
+    assert run_ranks(compute_then_wait, 4) == [[("compute part", 1)]] * 4
+
+
+def clocked(seconds_of_steps):
+    """Reports by the clock, on ranks that do not agree how long their steps take."""
+    detector = configured(report_every_s=0.05)
+    steps = []
+    for step in range(1, 50):
+        time.sleep(seconds_of_steps[detector.my_rank])
+        before = detector.last_report
+        detector.report_if_due(1e9)
+        if detector.last_report is not before:
+            steps.append(step)
+    return steps
+
+
+def test_reports_by_the_clock_come_after_the_same_step_on_all_ranks():
+    first, second = run_ranks(clocked, 2, (0.001, 0.003))
+    assert first == second
+    assert first[0] == 16
+    assert len(first) > 1
 
 
 def toggled_over_http():
@@ -93,7 +158,7 @@ def toggled_over_http():
         assert answer.split()[3] == "ON"
     dist.barrier()
     detector.report(1e12, 1)
-    states.append(detector.enabled)
+    states.append(detector.enabled and not detector.toggle)
     spend(detector, 5)
     detector.report(1e12, 1)
     metrics = ""
@@ -103,6 +168,7 @@ def toggled_over_http():
     dist.barrier()
     detector._check_toggle()
     states.append(detector.enabled)
+    states.append(detector.toggle)  # all ranks want what rank 0 has been asked for
     address = detector.controller_address
     StragglerDetector.reset_singleton()
     return states, address is not None, metrics, detector.last_report is None
@@ -110,7 +176,7 @@ def toggled_over_http():
 
 def test_requests_reach_every_rank():
     (first, listens, metrics, _), (second, other_listens, *_) = run_ranks(toggled_over_http, 2)
-    assert first == second == [False, False, True, False]
+    assert first == second == [False, False, True, False, False]
     assert (listens, other_listens) == (True, False)
     assert 'mcore_straggler_iteration_seconds{rank="1",host="' in metrics
 
@@ -180,7 +246,9 @@ def test_other_sections_are_an_error_on_all_ranks(names):
 
 
 def three_of_four_differ():
-    detector = configured(sections=["b" if dist.get_rank() in (1, 3) else "a"])
+    """The ranks that are given need not be those of the group."""
+    rank = 3 - dist.get_rank()
+    detector = configured(rank=rank, sections=["b" if rank in (1, 3) else "a"])
     with pytest.raises(RuntimeError, match=r"ranks \[1, 3\] differ from rank 0"):
         detector.report(1e12, 1)
     return True

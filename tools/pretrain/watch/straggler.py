@@ -11,13 +11,11 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mcore.observe import StragglerDetector, StragglerReport, nvtx_range
+from mcore.observe import StragglerDetector, nvtx_range
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank
 
 SECTIONS = ("forward", "backward", "optimizer")
-_CLEAR_SCORE = 0.6
-_SHARE = 0.1
 logger = logging.getLogger("mcore.observe.straggler")
 
 
@@ -128,7 +126,7 @@ class StragglerWatch:
             print(f"straggler detector: http://{host}:{port}/report", flush=True)
 
     def _write_lines(self) -> None:
-        """Send every line of the detector to the file; the console gets the clear cases only."""
+        """Send every line of the detector to the file; the console gets the slow ranks."""
         self._handler = logging.FileHandler(self._log)
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
@@ -152,13 +150,13 @@ class StragglerWatch:
         if found is None or found is before:  # it is switched off
             return {}
         self.reports += 1
-        slow = list(_slow_parts(found))
-        self.named.update({rank for rank, _, _ in slow})
+        slow = [one for one in found.stragglers if one.metric in SECTIONS]
+        self.named.update({one.rank for one in slow})
         if dist.get_rank() == 0:
-            for rank, part, times in slow:
+            for one in slow:
                 print(
-                    f"straggler: rank {rank} takes {times:.1f} times as long as the fastest rank "
-                    f"for its {part}",
+                    f"straggler: rank {one.rank} takes {1 / one.score:.1f} times as long as the "
+                    f"fastest rank for its {one.metric}",
                     flush=True,
                 )
         columns = {
@@ -189,18 +187,3 @@ class StragglerWatch:
             logger.removeHandler(self._handler)
             self._handler.close()
             self._handler = None
-
-
-def _slow_parts(found: StragglerReport) -> Iterator[tuple[int, str, float]]:
-    """The clear cases of a report: rank, part of the step, and how many times the fastest's time.
-
-    A case is clear where the rank's median is 1.67 times the fastest one's or more, in a part that
-    takes a tenth of the step or more: where ranks share a machine, shorter parts vary that much.
-    """
-    whole_ms = sum(stats.sum_ms for name in SECTIONS for stats in found.sections[name])
-    for name in SECTIONS:
-        if sum(stats.sum_ms for stats in found.sections[name]) < _SHARE * whole_ms:
-            continue
-        for rank, score in enumerate(found.relative_scores[name]):
-            if score <= _CLEAR_SCORE:
-                yield rank, name, 1.0 / score

@@ -60,7 +60,11 @@ from mcore.observe.sinks import (
     WandbSink,
 )
 from mcore.observe.state import GlobalState, TrainState
-from mcore.observe.straggler.detector import StragglerDetector, __straggler__
+from mcore.observe.straggler.detector import (
+    StragglerDetector,
+    StragglerFoundError,
+    __straggler__,
+)
 from mcore.observe.straggler.outliers import Outlier
 from mcore.observe.straggler.ranges import SectionStats
 from mcore.observe.straggler.report import StragglerReport, _StragglerData, _ValueWithRank
@@ -87,6 +91,7 @@ __all__ = [
     "ProfilingConfig",
     "SectionStats",
     "StragglerDetector",
+    "StragglerFoundError",
     "StragglerReport",
     "TensorBoardSink",
     "Timer",

@@ -6,16 +6,16 @@ import functools
 import inspect
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, ClassVar, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 
 from mcore.observe.straggler.events import make_ranges
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
-from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import (
     COMPUTE_KIND,
     DATA_KIND,
@@ -26,7 +26,7 @@ from mcore.observe.straggler.ranges import (
     ThreadRanges,
 )
 from mcore.observe.straggler.report import RankComparison, StragglerReport, _StragglerData
-from mcore.observe.straggler.reporter import Reporter
+from mcore.observe.straggler.reporter import Pace, Reporter
 from mcore.observe.straggler.routes import ControllerState
 from mcore.observe.straggler.sections import SectionTimers, checked_sections
 from mcore.observe.straggler.telemetry import guarded, telemetry_of
@@ -44,6 +44,13 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+class StragglerFoundError(RuntimeError):
+    """What :meth:`StragglerDetector.report` raises on all ranks with ``on_straggler="stop"``."""
+
+    def __init__(self, lines: Sequence[str]) -> None:
+        super().__init__("\n".join(lines))
+
+
 class StragglerDetector:
     """Times chosen ranges on every rank and compares the ranks at each log interval.
 
@@ -52,6 +59,9 @@ class StragglerDetector:
     :meth:`report`. ``with detector:`` times a range of compute, ``with detector(bdata=True):`` a
     fetch of data, ``with detector.section(name):`` a named section; ranges nest, and each thread
     has its own. Single kernels inside a range, as CUPTI times them, are not timed.
+
+    A collective inside a range makes all ranks wait for the slowest, and hides who that is: put
+    sections around the compute before it, and they are judged each by itself.
 
     On an accelerator a compute range lasts as long as the device took between two events on the
     current stream, or the host if that took longer; only a report waits. On the CPU and for
@@ -89,6 +99,8 @@ class StragglerDetector:
     _reporter: Reporter | None
     _timers: SectionTimers | None
     _listener: Listener | None
+    _pace: Pace
+    _on_straggler: Literal["log", "stop"] | Callable[[StragglerReport], object]
 
     def __new__(cls) -> StragglerDetector:
         """Return the one instance, made at the first call."""
@@ -123,10 +135,12 @@ class StragglerDetector:
         token: str | None = None,
         controller: bool = True,
         allow_get_toggle: bool = False,
-        z_threshold: float = 3.5,
-        relative_threshold: float = 0.75,
+        z_threshold: float = 3.3,
+        relative_threshold: float = 1.0,
         individual_threshold: float = 0.75,
         telemetry: Callable[[], Sequence[float]] | None = None,
+        report_every_s: float = 300.0,
+        on_straggler: Literal["log", "stop"] | Callable[[StragglerReport], object] = "log",
     ) -> None:
         """Make the detector ready; a second call does nothing.
 
@@ -149,11 +163,16 @@ class StragglerDetector:
             token: What requests must present; None reads ``MCORE_STRAGGLER_TOKEN``.
             controller: Whether to listen for requests.
             allow_get_toggle: ``GET /`` toggles, as with Megatron-LM.
-            z_threshold: Robust z from which a rank stands out among four or more.
-            relative_threshold: Relative score below which a rank stands out among fewer.
-            individual_threshold: Individual score below which it does.
+            z_threshold: How many standard deviations a rank stands out; raised with the number of
+                ranks and sections, so that a report of equal ranks is as rarely wrong.
+            relative_threshold: The fastest ranks' time over the rank's own has to be below it too.
+            individual_threshold: A rank that is slower than it was by this score stands out.
             telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz); None
                 asks NVML, or amdsmi through torch.
+            report_every_s: About how often :meth:`report_if_due` reports, in seconds.
+            on_straggler: What a report with ``stragglers`` does besides a warning on rank 0:
+                nothing, :class:`StragglerFoundError` on every rank, or a call with the report on
+                every rank.
 
         Raises:
             ValueError: An impossible value, a ``world`` that is not the size of the group, or a
@@ -173,7 +192,13 @@ class StragglerDetector:
             prefill=prefill,
             sample_every=sample_every,
             z_threshold=z_threshold,
+            report_every_s=report_every_s,
         )
+        if on_straggler not in ("log", "stop") and not callable(on_straggler):
+            raise ValueError(
+                f"straggler detector: on_straggler is {on_straggler!r}; give 'log', 'stop' or a "
+                "function of the report"
+            )
         names = checked_sections(sections)
         listener = None
         if controller and rank == 0:
@@ -200,6 +225,7 @@ class StragglerDetector:
             rule=OutlierRule(z_threshold, relative_threshold, individual_threshold),
         )
         self._timers = SectionTimers(self, names)
+        self._pace, self._on_straggler = Pace(report_every_s), on_straggler
         self._state = ControllerState(rank=rank, world_size=world, enabled=enabled)
         self._use_ranges(ranges)
         self._set_enabled(enabled)
@@ -390,6 +416,54 @@ class StragglerDetector:
 
         return timed
 
+    def wrap_callables(self, callables: Mapping[str, tuple[Any, str]]) -> Callable[[], None]:
+        """Time calls of existing methods and functions as sections, where they are looked up.
+
+        Args:
+            callables: Section -> the object, class or module, and the name of its attribute.
+
+        Returns:
+            A function that puts everything back.
+
+        Raises:
+            AttributeError: No such attribute.
+            TypeError: It cannot be called, or suspends: see :meth:`wrap`. Nothing is changed then.
+
+        Example:
+            >>> detector = StragglerDetector()
+            >>> model = torch.nn.Linear(2, 2)
+            >>> undo = detector.wrap_callables({"forward": (model, "forward")})
+            >>> _ = model(torch.ones(1, 2))
+            >>> undo()
+        """
+        replaced = []
+        for section, (owner, name) in callables.items():
+            plain = inspect.getattr_static(owner, name)
+            kind = type(plain) if isinstance(plain, (staticmethod, classmethod)) else None
+            if inspect.isclass(owner):
+                function = plain.__func__ if kind else plain
+            else:
+                function, kind = getattr(owner, name), None
+            if not callable(function):
+                raise TypeError(
+                    f"{name!r} of {owner!r} for the section {section!r} is not callable"
+                )
+            timed: Any = self.wrap(function, section)
+            has_own = name in vars(owner)
+            replaced.append((owner, name, kind(timed) if kind else timed, has_own, plain))
+        for owner, name, timed, _, _ in replaced:
+            setattr(owner, name, timed)
+
+        def undo() -> None:
+            while replaced:
+                owner, name, _, has_own, plain = replaced.pop()
+                if has_own:
+                    setattr(owner, name, plain)
+                else:
+                    delattr(owner, name)
+
+        return undo
+
     def reset(self) -> None:
         """Drop all samples; their events go back to the pool. Does nothing while off."""
         if not self._off:
@@ -435,6 +509,7 @@ class StragglerDetector:
         Raises:
             RuntimeError: On all ranks: some have other sections, or the same rank. Also when the
                 collective fails, as when a rank has died or the group's timeout has expired.
+            StragglerFoundError: On all ranks, with ``on_straggler="stop"``: a rank is slow.
         """
         if self._reporter is None:
             return False
@@ -450,14 +525,52 @@ class StragglerDetector:
             total_flops=total_flops,
             log_interval=log_interval,
             dropped=self.dropped,
+            next_interval=self._pace.wanted_interval(),
         )
+        self._pace.restart(rows.next_interval())
         found = None
         if rows.has_interval:
             local_sections = {} if self._timers is None else self._timers.local_stats(stats)
             found = self._reporter.compare(rows, local_sections)
         has_logged = self.rank == 0 and found is not None and self._reporter.log(found)
         self._apply(rows, found)
+        if found is not None and self._on_straggler != "log" and found.stragglers:
+            if self._on_straggler == "stop":
+                raise StragglerFoundError(outlier_lines(found.stragglers))
+            self._on_straggler(found.report)
         return has_logged
+
+    def report_if_due(self, flops: float = 0.0) -> bool:
+        """Count a step, and :meth:`report` if ``report_every_s`` seconds have passed, about.
+
+        Every rank calls it after every step. The ranks agree on the number of steps to the next
+        report with each report, without further communication; the first comes after 16 steps.
+
+        Args:
+            flops: Operations of the whole job in this step.
+
+        Returns:
+            What :meth:`report` returns; False without a report.
+
+        Raises:
+            RuntimeError: As :meth:`report`.
+        """
+        if self._reporter is None or not self._pace.step(flops):
+            return False
+        return self.report(self._pace.flops, self._pace.steps)
+
+    def show(self, **scalars: float) -> None:
+        """Show numbers of the training to who looks at the controller: loss, tokens per second.
+
+        They stay until they are replaced. Only rank 0 listens. No communication.
+
+        Args:
+            **scalars: Numbers by name; ``show(**{"lm loss": 2.5})`` for any text.
+
+        Raises:
+            TypeError: A value is no number.
+        """
+        self._state.show({name: float(value) for name, value in scalars.items()})
 
     def close(self) -> None:
         """Stop listening, switch timing off and release the events; a second call does nothing.
@@ -493,6 +606,7 @@ class StragglerDetector:
         self.world, self.rank, self.mmcnt, self.amp, self.port = 0, 0, 1, 3.0, 0
         self.dev = torch.device("cpu")
         self._reporter = self._timers = self._listener = None
+        self._pace, self._on_straggler = Pace(math.inf), "log"
         self._state = ControllerState(rank=0, world_size=0, enabled=False)
 
     def _use_ranges(self, ranges: HostRanges) -> None:
@@ -605,6 +719,7 @@ def _check_settings(
     prefill: int,
     sample_every: int,
     z_threshold: float,
+    report_every_s: float,
 ) -> None:
     """Raise ValueError for an impossible value."""
     what = "straggler detector"
@@ -622,6 +737,8 @@ def _check_settings(
         raise ValueError(f"{what}: sample_every is {sample_every}; give at least 1")
     if not z_threshold > 0:
         raise ValueError(f"{what}: z_threshold is {z_threshold}; give a number above 0")
+    if not report_every_s > 0:
+        raise ValueError(f"{what}: report_every_s is {report_every_s}; give seconds above 0")
 
 
 def _untimed(ranges: ThreadRanges, kind: int) -> Entry:

@@ -20,7 +20,7 @@ from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 
 SCHEMA, SECTIONS_HASH, ENABLED, WANTED, IDLE, ELAPSED = range(6)
-ETPT, LOG_INTERVAL, TOTAL_FLOPS, DROPPED, RESERVED = range(11, 16)
+ETPT, LOG_INTERVAL, TOTAL_FLOPS, DROPPED, NEXT_INTERVAL = range(11, 16)
 SECTIONS_START = 16
 STATS_PER_SECTION = 4  # count, sum_ms, median_ms, max_ms
 _MUST_AGREE = slice(SECTIONS_HASH, ENABLED + 1)
@@ -53,6 +53,7 @@ def encode_row(
     log_interval: int = 0,
     total_flops: float = 0.0,
     dropped: int = 0,
+    next_interval: int = 0,
 ) -> torch.Tensor:
     """Return one rank's row, ``[row_length(num_sections)]`` on the CPU.
 
@@ -61,7 +62,7 @@ def encode_row(
     """
     is_idle = COMPUTE_KIND not in stats
     row: list[float] = [_SCHEMA_VERSION, sections_hash, enabled, wanted, is_idle, *metrics]
-    row += (log_interval, total_flops, dropped, 0.0)
+    row += (log_interval, total_flops, dropped, next_interval)
     for section in range(num_sections):
         of_section = stats.get(section, NO_STATS)
         row += (of_section.count, of_section.sum_ms, of_section.median_ms, of_section.max_ms)
@@ -95,6 +96,10 @@ class GatheredRows:
         self.log_interval = int(numbers[LOG_INTERVAL]) if self.has_interval else 0
         self.total_flops = numbers[TOTAL_FLOPS]
         self._unlike = (matrix[:, _MUST_AGREE] != deciding[_MUST_AGREE]).nonzero().tolist()
+
+    def next_interval(self) -> int:
+        """Return the steps to the next report: the most that a rank wants."""
+        return int(self.matrix[:, NEXT_INTERVAL].max())
 
     def metrics(self) -> torch.Tensor:
         """Return ``[7, world]`` in the order of :data:`METRICS`."""

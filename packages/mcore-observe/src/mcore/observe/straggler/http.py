@@ -31,6 +31,7 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE)
 
 _MAX_BYTES = 8192  # of the request line, of all headers together, of the body
 _SOCKET_TIMEOUT_S = 5.0
+_PATIENCE_S = 0.5  # for a request, where others wait for a place
 # Clients that read the answer close first, so that the port keeps no sockets in TIME_WAIT.
 _GOODBYE_S = 0.25
 _GOODBYE_BYTES = 8 * _MAX_BYTES
@@ -47,6 +48,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
 
     timeout = _SOCKET_TIMEOUT_S
     disable_nagle_algorithm = True
+    server: ControllerServer
     server_version = "mcore"
     sys_version = ""
 
@@ -81,20 +83,22 @@ class ControllerRequest(BaseHTTPRequestHandler):
             if not self._read_request():
                 return
             self._read_body()
+            self.server.has_asked(self.connection)
         except _RefusedError as refused:
             self._send(refused.answer)
         else:
             self._send(self._decide())
 
     def _decide(self) -> Answer:
-        path = self.path.partition("?")[0]
+        path, _, query = self.path.partition("?")
         refusal = self._router.refusal(
             self.command,
             path,
+            host=self.headers.get("Host"),
             authorization=self.headers.get_all("Authorization", []),
             is_cross_site=self._is_cross_site(),
         )
-        return refusal or self._router.answer(self.command, path)
+        return refusal or self._router.answer(self.command, path, query)
 
     def _is_cross_site(self) -> bool:
         # Browsers leave Origin out of plain GETs, such as those for images.
@@ -146,7 +150,9 @@ class ControllerRequest(BaseHTTPRequestHandler):
             raise ConnectionAbortedError("the body is shorter than its Content-Length")
 
     def _send(self, answer: Answer) -> None:
-        body = answer.body.encode()
+        body, packing = answer.body.encode(), {}
+        if answer.packed is not None and self._accepts_gzip():
+            body, packing = answer.packed, {"Content-Encoding": "gzip"}
         self.request_version = self.protocol_version  # the base class sends HTTP/0.9 no headers
         self.send_response_only(answer.status)
         headers = {
@@ -156,6 +162,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
             "X-Content-Type-Options": "nosniff",
             "Connection": "close",
             "Date": self.date_time_string(),
+            **packing,
             **answer.headers,
         }
         for name, value in headers.items():
@@ -163,6 +170,13 @@ class ControllerRequest(BaseHTTPRequestHandler):
         self.end_headers()
         if self.command != "HEAD":
             self.wfile.write(body)
+
+    def _accepts_gzip(self) -> bool:
+        named = [one.partition(";") for one in self.headers.get("Accept-Encoding", "").split(",")]
+        return any(
+            name.strip().lower() == "gzip" and "".join(quality.split()) not in ("q=0", "q=0.0")
+            for name, _, quality in named
+        )
 
     def _say_goodbye(self) -> None:
         deadline = time.monotonic() + _GOODBYE_S
@@ -193,7 +207,8 @@ class ControllerServer(ThreadingHTTPServer):
         self.address_family = family
         self._max_connections = max_connections
         self._request_deadline_s = request_deadline_s
-        self._opened_at: dict[socket.socket, float] = {}
+        self._opened_at: dict[socket.socket, float] = {}  # oldest first
+        self._asked: set[socket.socket] = set()
         self._lock = threading.Lock()
         self._request_threads: weakref.WeakSet[threading.Thread] = weakref.WeakSet()
         super().__init__(address, functools.partial(ControllerRequest, router))
@@ -214,10 +229,16 @@ class ControllerServer(ThreadingHTTPServer):
             raise
 
     def verify_request(self, request: Any, client_address: Any) -> bool:
-        """Admit a connection, or turn it away without waiting for it."""
+        """Admit a connection, or turn it away without waiting for it.
+
+        Where all places are taken, who has not finished asking for longest gives up the place.
+        """
+        now = time.monotonic()
         with self._lock:
+            if len(self._opened_at) >= self._max_connections:
+                self._cut_silent(now - _PATIENCE_S)
             if len(self._opened_at) < self._max_connections:
-                self._opened_at[request] = time.monotonic()
+                self._opened_at[request] = now
                 return True
         request.setblocking(False)
         try:
@@ -241,6 +262,7 @@ class ControllerServer(ThreadingHTTPServer):
         """Close a connection and free its place."""
         with self._lock:
             self._opened_at.pop(request, None)
+            self._asked.discard(request)
         super().shutdown_request(request)
 
     def service_actions(self) -> None:
@@ -264,6 +286,20 @@ class ControllerServer(ThreadingHTTPServer):
         for thread in list(self._request_threads):
             if thread.is_alive():
                 thread.join(max(0.0, deadline - time.monotonic()))
+
+    def has_asked(self, request: Any) -> None:
+        """Remember that a request has arrived whole: it keeps its place until it is answered."""
+        with self._lock:
+            self._asked.add(request)
+
+    def _cut_silent(self, opened_before: float) -> None:
+        """Cut the oldest connection that has not asked yet, if it is old enough; holds the lock."""
+        for connection, opened_at in self._opened_at.items():
+            if opened_at < opened_before and connection not in self._asked:
+                del self._opened_at[connection]
+                with contextlib.suppress(OSError):  # the client was faster
+                    connection.shutdown(socket.SHUT_RDWR)
+                return
 
     def _cut(self, opened_before: float) -> None:
         # Under the lock no connection of the dictionary can be closed meanwhile.

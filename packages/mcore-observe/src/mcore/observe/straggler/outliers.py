@@ -1,43 +1,67 @@
-"""Ranks that stand out, and the metrics by which they do."""
+"""Ranks that stand out: in one report, and in several on end.
+
+Times are compared as logarithms, in units of the noise that every rank is granted, 5 %. A rank is
+held against the faster half of the others, so that half of all ranks may be slow.
+"""
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import NormalDist, fmean
 
 import torch
 
-from mcore.observe.straggler.exchange import METRICS
-from mcore.observe.straggler.ranges import DATA_KIND
-from mcore.observe.straggler.statistics import Extremes, least_spread, robust_spread, row_medians
+from mcore.observe.straggler.exchange import (
+    ELAPSED,
+    METRICS,
+    SECTIONS_START,
+    STATS_PER_SECTION,
+    GatheredRows,
+)
+from mcore.observe.straggler.ranges import COMPUTE_KIND
 from mcore.parallel.shortened import shorten
 
-MIN_WORLD_FOR_Z = 4  # below it a median says too little, and the scores decide
+NUM_REPORTS = 3  # that a verdict looks at
+_FEWEST_REPORTS = 2
+_NUM_EARLIER = 8  # reports before them that a rank is compared with itself
+_NUM_KEPT = (16, 64)  # reports that the noise is measured over: at least, at most
+_NUM_SAMPLED = 1024  # ranks that the noise is measured on
 _MAX_LINES = 16
 
-# Metric -> the side that is bad: +1 for high values.
-_BAD_SIDE = {"elapsed_ms": 1, "data_ms": 1, "temp_c": 1, "util_pct": -1, "clock_mhz": -1}
+_TIME_NOISE = 0.05  # relative
+_LEAST_CHANGE = 2.0  # noises, below which no time has changed
+_LEAST_EXCESS_MS = 0.05  # a time that differs by less matters to nobody
+_LEAST_EXCESS_SHARE = 0.05  # nor by less than this share of an iteration
+_PRIOR_WEIGHT = 32  # differences that the noise granted counts as much as
+_HEEDED, _HEEDED_SIGMAS = 0.9, 1.645
+
+# What GPUs tell about themselves, high being bad: the noise granted, low values being bad.
+_TELEMETRY = {"temp_c": (3.0, False), "util_pct": (10.0, True)}
 
 
 @dataclass(frozen=True)
 class Outlier:
-    """A rank that differs from the others, to its disadvantage.
+    """A rank that differs from the others, or from its past, to its disadvantage.
 
     Attributes:
-        metric: A key of ``StragglerReport.metrics``; with fewer than four ranks ``"compute"`` or
-            the name of a section.
+        metric: ``"elapsed_ms"``, ``"temp_c"``, ``"util_pct"``, ``"clock_mhz"``, ``"data"`` or the
+            name of a section.
         rank: The rank given to ``configure``.
         host: Its host name.
-        value: Its value, in the unit of the metric; ms of the median range for sections.
+        value: Its value in the last report, in the unit of the metric; ms per iteration for
+            sections.
         median: The median over the ranks.
-        z: Distance from the median in robust spreads, negative below it; NaN with fewer than four
-            ranks.
-        score: The rank's relative score for ``"compute"``; with fewer than four ranks the worse
-            one of relative and individual score of that section.
+        z: Distance from the faster half of the other ranks in standard deviations; from its own
+            past where that is what it differs from.
+        score: The smaller of the rank's relative and individual score: of the section, and of
+            ``"compute"`` for other metrics.
 
     Example:
-        >>> Outlier("elapsed_ms", 3, "node1", value=15.0, median=10.0, z=33.7, score=0.66).rank
+        >>> Outlier("elapsed_ms", 3, "node1", value=15.0, median=10.0, z=6.6, score=0.66).rank
         3
     """
 
@@ -54,91 +78,226 @@ class Outlier:
 class OutlierRule:
     """The thresholds beyond which a rank stands out."""
 
-    z: float = 3.5  # robust z on the bad side, four ranks or more
-    relative: float = 0.75  # relative score, fewer ranks
-    individual: float = 0.75  # individual score, fewer ranks
+    z: float = 3.3  # for a whole report: raised with the number of ranks and sections
+    relative: float = 1.0  # relative score below which it has to be as well
+    individual: float = 0.75  # the same for the individual score
 
 
-def outliers_by_z(
-    metrics: torch.Tensor,
-    extremes: Mapping[str, Extremes],
-    compute_scores: Callable[[], torch.Tensor],
-    *,
-    ranks: Sequence[int],
-    hosts: Sequence[str],
-    min_z: float,
-) -> tuple[Outlier, ...]:
-    """Find the ranks whose metrics stand out from those of four ranks or more, the worst first.
+class Judged:
+    """What is judged of a report, and its values over the last reports, oldest first.
 
-    ``metrics`` are ``[7, world]``; relative scores are only asked for if a rank stands out. Medians
-    are costly, so they are computed only where the extremes leave room for an outlier.
+    The values are ``[num_rows, world]``, bad when high, in units of the noise granted; NaN where
+    not known. The first row is the time of an iteration.
     """
-    found: list[tuple[str, int, float, float, float]] = []
-    judged = [metric for metric in _BAD_SIDE if _has_room(extremes[metric], min_z)]
-    if not judged:
-        return ()
-    rows = metrics[[list(METRICS).index(metric) for metric in judged]]
-    for metric, values, center in zip(judged, rows, row_medians(rows), strict=True):
-        side, ((smallest, _), (largest, _)) = _BAD_SIDE[metric], extremes[metric]
-        distance = largest - center if side > 0 else center - smallest
-        if distance < min_z * least_spread(center):
-            continue
-        spread = robust_spread(values, center)
-        if spread > 0:
-            z_of = (values - center) / spread
-            indices = ((side * z_of >= min_z) & values.isfinite()).nonzero().flatten()
-            found += (
-                (metric, index, value, center, z)
-                for index, value, z in zip(
-                    indices.tolist(), values[indices].tolist(), z_of[indices].tolist(), strict=True
-                )
-            )
-    if not found:
-        return ()
-    found.sort(key=lambda one: (-abs(one[4]), one[1]))
-    scores = compute_scores().tolist()
-    return tuple(
-        Outlier(metric, ranks[index], hosts[index], value, center, z, scores[index])
-        for metric, index, value, center, z in found
-    )
+
+    def __init__(self, section_names: Sequence[str]) -> None:
+        sections = list(range(COMPUTE_KIND + 1, len(section_names)))
+        columns = list(METRICS)
+        self.names = ("elapsed_ms", *section_names[1:], "clock_mhz", *_TELEMETRY)
+        self.num_times = 1 + len(sections)
+        self._columns = torch.tensor(
+            [ELAPSED]
+            + [SECTIONS_START + STATS_PER_SECTION * kind + 1 for kind in sections]
+            + [ELAPSED + columns.index(name) for name in ("clock_mhz", *_TELEMETRY)]
+        )
+        noises = [_TIME_NOISE] * self.num_times + [-_TIME_NOISE]
+        noises += [-noise if is_low_bad else noise for noise, is_low_bad in _TELEMETRY.values()]
+        self._per_noise = torch.tensor(noises, dtype=torch.float64).reciprocal_().unsqueeze(1)
+        self._kept: deque[torch.Tensor] = deque()
+
+    def add(self, rows: GatheredRows) -> tuple[torch.Tensor, ...]:
+        """Take a report in, and return the values of all that are kept."""
+        values = rows.matrix[:, self._columns].t().contiguous()
+        if rows.log_interval > 1:
+            values[1 : self.num_times] /= rows.log_interval
+        values[: self.num_times + 1].log_()
+        values *= self._per_noise
+        self._kept.append(values.where(values.isfinite(), torch.nan).float())
+        fewest, most = _NUM_KEPT
+        while len(self._kept) > max(fewest, min(most, 4096 // len(rows.ranks))):
+            self._kept.popleft()
+        return tuple(self._kept)
 
 
-def _has_room(extremes: Extremes, min_z: float) -> bool:
-    """Return whether one extreme can be ``min_z`` of the smallest spread away from any median."""
-    (smallest, _), (largest, _) = extremes
-    least_center = 0.0 if smallest < 0 < largest else min(abs(smallest), abs(largest))
-    return largest - smallest >= min_z * least_spread(least_center)
+@dataclass(frozen=True)
+class Found:
+    """A rank that stands out, by number of the row and of the rank; ``z`` as in ``Outlier``."""
+
+    row: int
+    index: int
+    z: float
 
 
-def outliers_by_score(
-    names: Sequence[str],
-    medians: torch.Tensor,
-    relative: torch.Tensor,
-    individual: torch.Tensor,
-    *,
-    ranks: Sequence[int],
-    hosts: Sequence[str],
-    rule: OutlierRule,
-) -> tuple[Outlier, ...]:
-    """Find the ranks whose scores are too low, the worst first.
+def find_outliers(
+    history: Sequence[torch.Tensor], num_times: int, rule: OutlierRule, *, num_reports: int
+) -> list[Found]:
+    """Find the ranks that stand out over the last reports, the worst first.
 
-    All tensors are ``[num_sections, world]``, with the sections in the order of ``names``. What
-    prefetching hides slows nobody down, so data ranges are not judged.
+    ``history`` has ``[num_rows, world]`` for each report, times in the first ``num_times`` rows.
+    For one report, that alone counts. For several, their mean has to stand out, not one report
+    alone; a rank may then stand out from its own past, too.
     """
-    found: list[tuple[str, int, float, float, float]] = []
-    sections = zip(names, medians, relative.tolist(), individual.tolist(), strict=True)
-    for kind, (name, values, *scores) in enumerate(sections):
-        for index, (of_fastest, of_best) in enumerate(zip(*scores, strict=True)):
-            is_low = of_fastest < rule.relative or of_best < rule.individual
-            if is_low and kind != DATA_KIND:
-                [center] = row_medians(values.unsqueeze(0))
-                score = min(of_fastest, of_best)
-                found.append((name, index, values[index].item(), center, score))
-    found.sort(key=lambda one: (one[4], one[1]))
-    return tuple(
-        Outlier(name, ranks[index], hosts[index], value, center, math.nan, score)
-        for name, index, value, center, score in found
+    recent = history[-num_reports:]
+    if num_reports > 1 and len(recent) < _FEWEST_REPORTS:
+        return []
+    mean = functools.reduce(torch.add, recent) / len(recent)
+    judged = (mean.isfinite().sum(dim=1) > 0).tolist()
+    world = mean.shape[1]
+    limits = _limits(sum(judged) - 1, world, rule.z)
+    earlier = history[-num_reports - _NUM_EARLIER : -num_reports] if num_reports > 1 else ()
+    has_past = len(earlier) == _NUM_EARLIER
+    may_differ = _rooms(mean, limits[0] / math.sqrt(len(recent)))
+    if has_past:
+        change = mean - functools.reduce(torch.add, earlier) / _NUM_EARLIER
+        may_have_changed = _rooms(change, _LEAST_CHANGE, alone=world == 1)
+    found: dict[tuple[int, int], float] = {}
+    for row in range(len(judged)):
+        is_time, limit = row < num_times, limits[min(row, 1)]
+        if may_differ[row]:
+            past = torch.stack([values[row] for values in history])
+            least = -math.log(rule.relative) / _TIME_NOISE if is_time else 0.0
+            usual = mean[row].nanquantile(0.25, interpolation="lower").item()
+            for index, z in _worse_than_others(past, len(recent), limit, least):
+                if not is_time or _is_felt(mean[row, index].item(), usual, mean[0]):
+                    found[row, index] = z
+        if has_past and is_time and may_have_changed[row]:
+            past = torch.stack([values[row] for values in history])
+            for index, z in _slower_than_before(past, len(recent), limit, rule.individual):
+                usual = past[-_NUM_EARLIER - len(recent) : -len(recent), index].median().item()
+                if _is_felt(mean[row, index].item(), usual, mean[0]):
+                    found.setdefault((row, index), z)
+    ordered = sorted(found.items(), key=lambda one: (-one[1], one[0]))
+    return [Found(row, index, z) for (row, index), z in ordered]
+
+
+def _rooms(values: torch.Tensor, least: float, *, alone: bool = False) -> list[bool]:
+    """Return for each row whether its extremes are far enough apart for anyone to stand out."""
+    highest = values.nan_to_num(-torch.inf, -torch.inf, -torch.inf).amax(dim=1)
+    if alone:
+        return (highest >= least).tolist()
+    lowest = values.nan_to_num(torch.inf, torch.inf, torch.inf).amin(dim=1)
+    return (highest - lowest >= least).tolist()
+
+
+@functools.lru_cache(maxsize=64)
+def _limits(num_others: int, world: int, z: float) -> tuple[float, float]:
+    """Return the z for the first row and for each other one.
+
+    By chance, one of all ranks is beyond the first as rarely as one value is beyond ``z``, and one
+    of all ranks and other rows is beyond the second as rarely (Bonferroni).
+    """
+    normal = NormalDist()
+    chance = max(math.erfc(z / math.sqrt(2)) / 2 / world, 1e-300)
+    return -normal.inv_cdf(chance), -normal.inv_cdf(chance / max(num_others, 1))
+
+
+def _worse_than_others(
+    past: torch.Tensor, num_reports: int, z: float, least: float
+) -> list[tuple[int, float]]:
+    """Return index and z of the ranks that are worse than the better half of the others.
+
+    ``past`` is ``[num_kept, world]``, of which the last ``num_reports`` are judged.
+    """
+    recent = past[-num_reports:]
+    mean = recent.mean(dim=0)
+    num_known = int(mean.isfinite().sum())
+    num_good = num_known // 2
+    if num_good == 0:
+        return []
+    good = mean.argsort()[:num_good]  # NaN comes last
+    sigma = _noise(past, num_reports)
+    spread = sigma * math.sqrt(1 + 1 / num_good)
+    limit = max(least, sigma * _expected_lead(num_known - 1, num_good) + z * spread)
+    leads = recent - recent[:, good].mean(dim=1, keepdim=True)
+    return _lasting(leads, limit, spread)
+
+
+def _slower_than_before(
+    past: torch.Tensor, num_reports: int, z: float, score: float
+) -> list[tuple[int, float]]:
+    """Return index and z of the ranks that have become slower, and not with all others.
+
+    ``past`` is ``[num_kept, world]``. A rank's past is the eight reports before the last ones.
+    """
+    window = past[-num_reports - _NUM_EARLIER :]
+    if past.shape[1] > 1:
+        window = window - window.nanmedian(dim=1, keepdim=True).values
+    recent, earlier = window[_NUM_EARLIER:], window[:_NUM_EARLIER]
+    spread = _noise(past, num_reports) * math.sqrt(1 + num_reports * math.pi / 2 / _NUM_EARLIER)
+    limit = max(z * spread, -math.log(score) / _TIME_NOISE)
+    return _lasting(recent - earlier.median(dim=0).values, limit, spread)
+
+
+def _lasting(leads: torch.Tensor, limit: float, spread: float) -> list[tuple[int, float]]:
+    """Return where the mean over the reports is over a limit.
+
+    The worst report counts as half the limit worse than the second at most: one alone is a hiccup.
+    """
+    if len(leads) > 1:
+        second = leads.sort(dim=0).values[-2]
+        leads = leads.minimum(second + limit / 2)
+    distance = leads.mean(dim=0)
+    is_bad = distance >= limit
+    return [(i, distance[i].item() / spread) for i in is_bad.nonzero().flatten().tolist()]
+
+
+def _noise(past: torch.Tensor, num_reports: int) -> float:
+    """Return the standard deviation of a rank's mean over some reports, by those before them.
+
+    ``past`` is ``[num_kept, world]``. What all ranks have in common is no noise. Single reports and
+    means of several are both looked at, since a busy machine holds ranks up for longer than one.
+    The noise granted counts as 32 differences, so that few reports of few ranks say little.
+    """
+    granted = 1 / math.sqrt(num_reports)
+    world = past.shape[1]
+    earlier = past[:-num_reports, :: max(1, world // _NUM_SAMPLED)]
+    if world < 2 or len(earlier) < 2:
+        return granted
+    earlier = earlier - earlier.nanmean(dim=1, keepdim=True)
+    measured = [_spread_of(earlier[1:] - earlier[:-1], world) * granted]
+    if len(earlier) >= 4 * num_reports > 4:
+        means = earlier.unfold(0, num_reports, 1).mean(dim=-1)
+        measured.append(_spread_of(means[num_reports:] - means[:-num_reports], world))
+    weight = (len(earlier) - 1) * (min(world, _NUM_SAMPLED) - 1)
+    square = _PRIOR_WEIGHT * granted**2 + weight * max(measured) ** 2
+    return max(granted, math.sqrt(square / (_PRIOR_WEIGHT + weight)))
+
+
+def _spread_of(steps: torch.Tensor, world: int) -> float:
+    """Return the standard deviation of values whose differences are given, ``[num, world]``.
+
+    Nine in ten of normal values are within 1.645 of it; that one in ten is not heeded lets some
+    ranks become slow, and still sees the bursts of a busy machine.
+    """
+    known = steps[steps.isfinite()].abs()
+    if len(known) == 0:
+        return 0.0
+    within = known.kthvalue(1 + int(_HEEDED * (len(known) - 1))).values.item()
+    return within / _HEEDED_SIGMAS / math.sqrt(2 * (1 - 1 / world))
+
+
+@functools.lru_cache(maxsize=64)
+def _expected_lead(num_others: int, num_fast: int) -> float:
+    """Return how far the fastest of some equal ranks are below their mean, by chance, in sigmas.
+
+    Order statistics of normal values by Blom's formula (Statistical Estimates and Transformed Beta
+    Variables, 1958).
+    """
+    normal = NormalDist()
+    num = min(num_fast, num_others)
+    if num_others > 512:  # half of a normal distribution
+        return math.sqrt(2 / math.pi)
+    scores = (normal.inv_cdf((k - 0.375) / (num_others + 0.25)) for k in range(1, num + 1))
+    return max(0.0, -fmean(scores))
+
+
+def _is_felt(own: float, usual: float, iterations: torch.Tensor) -> bool:
+    """Return whether what a time is longer than usual is a noticeable part of an iteration."""
+    own_ms, usual_ms, iteration_ms = (
+        math.exp(value * _TIME_NOISE)
+        for value in (own, usual, iterations.nanquantile(0.25, interpolation="lower").item())
     )
+    return not own_ms - usual_ms < max(_LEAST_EXCESS_MS, _LEAST_EXCESS_SHARE * iteration_ms)
 
 
 def outlier_lines(outliers: Sequence[Outlier]) -> list[str]:

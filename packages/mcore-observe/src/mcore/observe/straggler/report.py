@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property, partial
@@ -19,16 +21,24 @@ from mcore.observe.straggler.exchange import (
     GatheredRows,
 )
 from mcore.observe.straggler.outliers import (
-    MIN_WORLD_FOR_Z,
+    NUM_REPORTS,
+    Found,
+    Judged,
     Outlier,
     OutlierRule,
-    outliers_by_score,
-    outliers_by_z,
+    find_outliers,
 )
+from mcore.observe.straggler.prometheus import family, labels
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
-from mcore.observe.straggler.statistics import Extremes, relative_scores, row_extremes
+from mcore.observe.straggler.statistics import (
+    Extremes,
+    relative_scores,
+    row_extremes,
+    row_medians,
+)
 
 _MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
+_NUM_MEDIANS = 16
 _Ends = tuple[list[tuple[float, int]], list[tuple[float, int]]]
 
 # Metric -> name for Prometheus, factor to the base unit, help.
@@ -157,8 +167,11 @@ class StragglerReport:
         sections: Statistics by section and rank; ``"compute"`` and ``"data"`` are built in.
         relative_scores: The fastest rank's median range time over the rank's own, from 0 to 1, by
             section and rank; ``"compute"`` and the declared sections.
-        individual_scores: The rank's best median ever over its current one, likewise.
-        outliers: Ranks that stand out, the worst first.
+        individual_scores: The rank's best median in the last 16 reports over its current one,
+            likewise.
+        outliers: Ranks that stand out in this report, the worst first.
+        stragglers: Ranks that stand out in the last three reports together, and in two of them,
+            the worst first; from the other ranks, or from their own past.
         local_sections: Sections that were timed here without being declared; of this rank alone.
         ranks: The number that each rank gave to ``configure``; empty means 0, 1, 2 and so on.
 
@@ -186,6 +199,7 @@ class StragglerReport:
     outliers: tuple[Outlier, ...]
     local_sections: dict[str, SectionStats] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
+    stragglers: tuple[Outlier, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -261,40 +275,66 @@ class StragglerReport:
         """Return everything as JSON, with null for NaN."""
         return json.dumps(self.to_dict(), allow_nan=False)
 
-    def to_prometheus(self) -> str:
-        """Return the numbers of all ranks in Prometheus' text format 0.0.4."""
+    def to_prometheus(self, *, all_ranks: bool = True) -> str:
+        """Return the numbers of all ranks in Prometheus' text format 0.0.4.
+
+        Args:
+            all_ranks: False gives the sections' least, median and most over the ranks, with the
+                label ``of``, rather than each rank's: 4,096 ranks fill megabytes otherwise.
+        """
         by_rank = zip(self.ranks, self.hosts, strict=True)
         ranks = [labels(rank=rank, host=host) for rank, host in by_rank]
-        outliers = [(labels(rank=one.rank, metric=one.metric), 1) for one in self.outliers]
         families = [
             family(name, "gauge", text, _scaled(ranks, self.metrics[metric], factor))
             for metric, (name, factor, text) in _GAUGES.items()
             if metric in self.metrics
         ]
-        families += self._section_families(ranks)
-        text = "1 for each rank and metric that stands out."
-        return "".join([*families, family("outlier", "gauge", text, outliers)])
+        families += self._section_families(ranks if all_ranks else None)
+        for name, found, text in (
+            ("outlier", self.outliers, "1 for each rank and metric that stands out."),
+            ("straggler", self.stragglers, "1 for each that has stood out in several reports."),
+        ):
+            samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in found]
+            families.append(family(name, "gauge", text, samples))
+        return "".join(families)
 
-    def _section_families(self, ranks: Sequence[str]) -> Iterable[str]:
+    def _section_families(self, ranks: Sequence[str] | None) -> Iterable[str]:
         sums = {name: [each.sum_ms for each in stats] for name, stats in self.sections.items()}
         per_iteration = 1e-3 / max(self.log_interval, 1)
         relative, individual = self.relative_scores, self.individual_scores
         for name, text, sections, factor in (
             ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
             ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
-            ("individual_score", "Own best median time over the current.", individual, 1.0),
+            ("individual_score", "Own best median of late over the current one.", individual, 1.0),
         ):
             samples: list[tuple[str, float]] = []
             for section, values in sections.items():
                 label = labels(section=section)
-                samples += _scaled([f"{rank},{label}" for rank in ranks], values, factor)
+                of_each, shown = (
+                    (_ENDS, _ends_and_median(values)) if ranks is None else (ranks, values)
+                )
+                samples += _scaled([f"{each},{label}" for each in of_each], shown, factor)
             yield family(name, "gauge", text, samples)
+
+
+class Past:
+    """What the last reports have found, for the next one."""
+
+    def __init__(self, names: Sequence[str]) -> None:
+        self.judged = Judged(names)
+        self._medians: deque[torch.Tensor] = deque(maxlen=_NUM_MEDIANS)
+
+    def best_medians(self, medians: torch.Tensor) -> torch.Tensor:
+        """Take in the medians of a report; return each rank's best of the last 16 reports."""
+        self._medians.append(medians)
+        return functools.reduce(torch.fmin, self._medians)
 
 
 class RankComparison:
     """The rows of one exchange as a report; what nobody asks for is not computed.
 
-    ``names`` are those of all sections. The best medians so far include this report's.
+    ``names`` are those of all sections. ``history`` has what :meth:`Judged.add` returned for this
+    report, ``num_times`` of it times; ``best_medians`` include this report's.
     """
 
     def __init__(
@@ -305,7 +345,7 @@ class RankComparison:
         hosts: tuple[str, ...],
         names: Sequence[str],
         rule: OutlierRule,
-        best_medians: torch.Tensor | None = None,
+        past: Past,
         local_sections: Mapping[str, SectionStats] | None = None,
     ) -> None:
         self.unix_time = unix_time
@@ -319,14 +359,14 @@ class RankComparison:
         self._metrics = rows.metrics()
         medians = rows.matrix[:, _MEDIANS].t().contiguous()
         self._medians = medians.where(medians > 0, torch.nan)
-        self.best_medians = (
-            self._medians if best_medians is None else torch.fmin(best_medians, self._medians)
-        )
+        self._judged_names, self._num_times = past.judged.names, past.judged.num_times
+        self._history = past.judged.add(rows)
+        self._best_medians = past.best_medians(self._medians)
 
     @cached_property
     def report(self) -> StragglerReport:
         """Everything."""
-        individual = self.best_medians / self._medians
+        individual = self._best_medians / self._medians
         return StragglerReport(
             unix_time=self.unix_time,
             world_size=self.world_size,
@@ -340,6 +380,7 @@ class RankComparison:
             outliers=self.outliers,
             local_sections=self._local_sections,
             ranks=self._rows.ranks,
+            stragglers=self.stragglers,
         )
 
     @cached_property
@@ -351,25 +392,36 @@ class RankComparison:
 
     @cached_property
     def outliers(self) -> tuple[Outlier, ...]:
-        """The ranks that stand out, the worst first."""
-        ranks, hosts, medians = self._rows.ranks, self._hosts, self._medians
-        if self.world_size >= MIN_WORLD_FOR_Z:
-            return outliers_by_z(
-                self._metrics,
-                self.extremes,
-                lambda: relative_scores(medians[COMPUTE_KIND]),
-                ranks=ranks,
-                hosts=hosts,
-                min_z=self._rule.z,
-            )
-        return outliers_by_score(
-            self._names,
-            medians,
-            relative_scores(medians),
-            self.best_medians / medians,
-            ranks=ranks,
-            hosts=hosts,
-            rule=self._rule,
+        """The ranks that stand out in this report, the worst first."""
+        return self._named(1)
+
+    @cached_property
+    def stragglers(self) -> tuple[Outlier, ...]:
+        """The ranks that stand out in the last reports, the worst first."""
+        return self._named(NUM_REPORTS)
+
+    def _named(self, num_reports: int) -> tuple[Outlier, ...]:
+        found = find_outliers(self._history, self._num_times, self._rule, num_reports=num_reports)
+        return tuple(self._outlier(one) for one in found)
+
+    def _outlier(self, found: Found) -> Outlier:
+        name, index = self._judged_names[found.row], found.index
+        if name in METRICS:
+            values, section = self._metrics[list(METRICS).index(name)], COMPUTE_KIND
+        else:
+            section = self._names.index(name)
+            sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION * section + 1]
+            values = sums / max(self._rows.log_interval, 1)
+        relative = relative_scores(self._medians[section])[index].item()
+        individual = (self._best_medians[section, index] / self._medians[section, index]).item()
+        return Outlier(
+            name,
+            self._rows.ranks[index],
+            self._hosts[index],
+            values[index].item(),
+            row_medians(values.unsqueeze(0))[0],
+            found.z,
+            min(relative, individual),
         )
 
     def throughput_ends(self, num_ranks: int) -> _Ends:
@@ -433,6 +485,16 @@ def _scaled(
     return zip(of_samples, (value * factor for value in values), strict=True)
 
 
+_ENDS = [labels(of=end) for end in ("min", "median", "max")]
+
+
+def _ends_and_median(values: Sequence[float]) -> tuple[float, float, float]:
+    """Return the smallest value, the median and the largest; NaN where all are."""
+    rows = torch.tensor([values], dtype=torch.float64)
+    [((smallest, _), (largest, _))] = row_extremes(rows)
+    return smallest, row_medians(rows)[0], largest
+
+
 def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     """Return a value with lists for tuples and None for the numbers that are missing."""
     if isinstance(value, dict):
@@ -442,32 +504,3 @@ def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
     if isinstance(value, float) and is_missing(value):
         return None
     return value
-
-
-_PREFIX = "mcore_straggler_"
-
-
-def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
-    """Return the lines of one metric: its help, its type, and its samples with their labels."""
-    lines = [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
-    for of_sample, value in samples:
-        braced = f"{{{of_sample}}}" if of_sample else ""
-        lines.append(f"{_PREFIX}{name}{braced} {_number(value)}")
-    return "\n".join(lines) + "\n"
-
-
-def labels(**values: object) -> str:
-    """Return the labels of a sample, with their values escaped."""
-    return ",".join(f'{name}="{_escaped(str(value))}"' for name, value in values.items())
-
-
-def _number(value: float) -> str:
-    if math.isnan(value):
-        return "NaN"
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return f"{value:.12g}"
-
-
-def _escaped(label: str) -> str:
-    return label.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")

@@ -7,8 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-import torch
-
 from mcore.observe.straggler.exchange import (
     ENABLED,
     METRICS,
@@ -19,13 +17,14 @@ from mcore.observe.straggler.exchange import (
 )
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
-from mcore.observe.straggler.report import RankComparison
+from mcore.observe.straggler.report import Past, RankComparison
 from mcore.observe.straggler.sections import section_hash
 from mcore.observe.straggler.telemetry import Reading
 
 logger = logging.getLogger("mcore.observe.straggler")
 
 _MAX_NAMED_RANKS = 16
+_FIRST_STEPS = 16  # before the first report by the clock
 
 # What the first line prints, in this order: label and metric. Other tools read these lines.
 _PRINTED = (
@@ -40,7 +39,7 @@ _PRINTED = (
 
 
 class Reporter:
-    """Talks to the other ranks for the detector, and remembers the best medians of all."""
+    """Talks to the other ranks for the detector, and remembers what they told."""
 
     def __init__(
         self,
@@ -61,7 +60,7 @@ class Reporter:
         self._names = names
         self._sections_hash = section_hash(names)
         self._rule = rule
-        self._best_medians: torch.Tensor | None = None
+        self._past = Past(names)
 
     def metrics_of(
         self, stats: Mapping[int, SectionStats], total_flops: float, log_interval: int
@@ -86,6 +85,7 @@ class Reporter:
         total_flops: float = 0.0,
         log_interval: int = 0,
         dropped: int = 0,
+        next_interval: int = 0,
     ) -> GatheredRows:
         """Exchange rows with the other ranks: the collective of a report.
 
@@ -102,6 +102,7 @@ class Reporter:
             log_interval=log_interval,
             total_flops=total_flops,
             dropped=dropped,
+            next_interval=next_interval,
         )
         return self._exchange.gather(row, self._rank)
 
@@ -109,29 +110,26 @@ class Reporter:
         self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
     ) -> RankComparison:
         """Compare the rows of all ranks. No communication."""
-        found = RankComparison(
+        return RankComparison(
             rows,
             unix_time=time.time(),
             hosts=self._exchange.hosts,
             names=self._names,
             rule=self._rule,
-            best_medians=self._best_medians,
+            past=self._past,
             local_sections=local_sections,
         )
-        self._best_medians = found.best_medians
-        return found
 
     def log(self, found: RankComparison) -> bool:
-        """Log a report if it has a throughput; return whether it does."""
-        if not found.total_flops > 0:
-            return False
-        if logger.isEnabledFor(logging.INFO):
+        """Log the slow ranks, and a report if it has a throughput; return whether it does."""
+        has_throughput = found.total_flops > 0
+        if has_throughput and logger.isEnabledFor(logging.INFO):
             for line in report_lines(found, num_ranks=self._num_listed):
                 logger.info("%s", line)
         if logger.isEnabledFor(logging.WARNING):
-            for line in outlier_lines(found.outliers):
+            for line in outlier_lines(found.stragglers):
                 logger.warning("%s", line)
-        return True
+        return has_throughput
 
     def log_switch(self, rows: GatheredRows) -> None:
         """Log that ranks disagree on the state, and that it changes."""
@@ -183,3 +181,33 @@ def _listed(values: list[tuple[float, int]]) -> str:
 
 def _word(enabled: bool) -> str:
     return "ON" if enabled else "OFF"
+
+
+class Pace:
+    """Turns seconds into a number of steps between reports, on which all ranks agree.
+
+    The first report comes after 16 steps; it shows how long a step takes.
+    """
+
+    def __init__(self, every_s: float) -> None:
+        self._every_s = every_s
+        self._interval = _FIRST_STEPS
+        self._began = time.monotonic()
+        self.steps, self.flops = 0, 0.0
+
+    def step(self, flops: float) -> bool:
+        """Count a step and its operations; return whether a report is due."""
+        self.steps += 1
+        self.flops += flops
+        return self.steps >= self._interval
+
+    def wanted_interval(self) -> int:
+        """Return how many steps this rank takes in the time between reports, by the last ones."""
+        took_s = time.monotonic() - self._began
+        return max(1, round(self.steps * self._every_s / took_s)) if took_s > 0 else _FIRST_STEPS
+
+    def restart(self, interval: int) -> None:
+        """Begin to count the agreed number of steps."""
+        self._interval = max(1, interval)
+        self._began = time.monotonic()
+        self.steps, self.flops = 0, 0.0

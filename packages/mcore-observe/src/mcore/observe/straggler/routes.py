@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import hmac
+import ipaddress
 import json
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 
-from mcore.observe.straggler.report import RankComparison, StragglerReport, family
+from mcore.observe.straggler.prometheus import family, labels
+from mcore.observe.straggler.report import RankComparison, StragglerReport
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"
@@ -38,6 +41,8 @@ class ControllerState:
         self._enabled = enabled
         self._wanted = enabled
         self._reports = 0
+        self._refused = 0
+        self._scalars: dict[str, float] = {}
         self._last: RankComparison | None = None
 
     @property
@@ -57,6 +62,33 @@ class ControllerState:
                 reports=self._reports,
                 last_report_unix=None if self._last is None else self._last.unix_time,
             )
+
+    def refused(self) -> None:
+        """Count a request with a token that is not the right one."""
+        with self._lock:
+            self._refused += 1
+
+    def show(self, scalars: Mapping[str, float]) -> None:
+        """Show numbers of the training to clients, until they are replaced."""
+        with self._lock:
+            self._scalars.update(scalars)
+
+    def live_metrics(self) -> str:
+        """Return what changes between reports, in Prometheus' text format."""
+        status = self.status()
+        with self._lock:
+            refused, scalars = self._refused, list(self._scalars.items())
+        made = [] if status.last_report_unix is None else [("", status.last_report_unix)]
+        named = [(labels(name=name), value) for name, value in scalars]
+        return "".join(
+            (
+                family("enabled", "gauge", "Whether ranges are timed.", [("", status.enabled)]),
+                family("reports_total", "counter", "Reports so far.", [("", status.reports)]),
+                family("refused_total", "counter", "Requests without the token.", [("", refused)]),
+                family("last_report_timestamp_seconds", "gauge", "Time of the report.", made),
+                family("training", "gauge", "Numbers of the training by name.", named),
+            )
+        )
 
     def request(self, wanted: bool) -> bool:
         """Ask for a state from the next report on, and return it; the last request counts."""
@@ -89,17 +121,18 @@ class ControllerState:
 
 @dataclass(frozen=True)
 class Answer:
-    """One response."""
+    """One response; ``packed`` is its body for clients that accept gzip."""
 
     status: HTTPStatus
     body: str
     content_type: str = _TEXT
+    packed: bytes | None = None
     headers: dict[str, str] = field(default_factory=dict)
 
 
 def error_answer(status: HTTPStatus, text: str, headers: dict[str, str] | None = None) -> Answer:
     """Return the answer to a request that is refused; the text repeats nothing that was sent."""
-    return Answer(status, _json({"error": text}), _JSON, headers or {})
+    return Answer(status, _json({"error": text}), _JSON, headers=headers or {})
 
 
 class Router:
@@ -109,6 +142,8 @@ class Router:
         self, state: ControllerState, *, token: str | None, allow_get_toggle: bool
     ) -> None:
         self._state = state
+        self._lock = threading.Lock()
+        self._rendered: dict[str, _Rendered] = {}
         self._expected = None if token is None else token.encode()
         root = self._toggle if allow_get_toggle else self._status
         self._routes: dict[str, dict[str, Callable[[], Answer]]] = {
@@ -123,20 +158,34 @@ class Router:
         }
 
     def refusal(
-        self, method: str, path: str, *, authorization: list[str], is_cross_site: bool
+        self,
+        method: str,
+        path: str,
+        *,
+        host: str | None,
+        authorization: list[str],
+        is_cross_site: bool,
     ) -> Answer | None:
         """Return the answer 403 or 401 where a request may not be answered; nothing is changed."""
         if is_cross_site:
             return error_answer(HTTPStatus.FORBIDDEN, "requests from web pages are refused")
-        if (method, path) == ("GET", "/healthz") or self._is_authorized(authorization):
+        if (method, path) == ("GET", "/healthz"):
             return None
+        if self._expected is None:
+            # A page whose name leads to this machine could ask in a browser's name.
+            if host is None or _is_address(host):
+                return None
+            return error_answer(HTTPStatus.FORBIDDEN, "ask for localhost or an address, not a name")
+        if self._is_authorized(authorization):
+            return None
+        self._state.refused()
         return error_answer(
             HTTPStatus.UNAUTHORIZED,
             "send the header Authorization: Bearer <token>",
             {"WWW-Authenticate": "Bearer"},
         )
 
-    def answer(self, method: str, path: str) -> Answer:
+    def answer(self, method: str, path: str, query: str = "") -> Answer:
         """Do what a request asks for; 404 for another path, 405 for another method."""
         methods = self._routes.get(path)
         if methods is None:
@@ -144,6 +193,8 @@ class Router:
         if method not in methods:
             allowed = {"Allow": ", ".join(methods)}
             return error_answer(HTTPStatus.METHOD_NOT_ALLOWED, "no such method here", allowed)
+        if path == "/metrics":
+            return self._metrics(all_ranks="ranks=all" in query.split("&"))
         return methods[method]()
 
     def _is_authorized(self, authorization: list[str]) -> bool:
@@ -161,21 +212,56 @@ class Router:
         return _accepted(self._state.toggle())
 
     def _report(self) -> Answer:
-        report = self._state.last_report
-        if report is None:
+        rendered = self._of_report("report", StragglerReport.to_json)
+        if rendered is None:
             return error_answer(HTTPStatus.NOT_FOUND, "no report yet")
-        return Answer(HTTPStatus.OK, report.to_json(), _JSON)
+        return Answer(HTTPStatus.OK, rendered.text, _JSON, rendered.packed)
 
-    def _metrics(self) -> Answer:
-        text = metrics_text(self._state.status(), self._state.last_report)
-        return Answer(HTTPStatus.OK, text, _PROMETHEUS)
+    def _metrics(self, *, all_ranks: bool = False) -> Answer:
+        live = self._state.live_metrics()
+        rendered = self._of_report(
+            "all" if all_ranks else "metrics",
+            lambda report: report.to_prometheus(all_ranks=all_ranks),
+        )
+        if rendered is None:
+            return Answer(HTTPStatus.OK, live, _PROMETHEUS)
+        packed = gzip.compress(live.encode(), 1) + rendered.packed  # members of one stream
+        return Answer(HTTPStatus.OK, live + rendered.text, _PROMETHEUS, packed)
+
+    def _of_report(self, what: str, render: Callable[[StragglerReport], str]) -> _Rendered | None:
+        """Render the last report once, whoever asks how often; None before the first."""
+        with self._lock:
+            report = self._state.last_report
+            if report is None:
+                return None
+            rendered = self._rendered.get(what)
+            if rendered is None or rendered.report is not report:
+                text = render(report)
+                rendered = _Rendered(report, text, gzip.compress(text.encode(), 1))
+                self._rendered[what] = rendered
+            return rendered
 
 
-def metrics_text(status: ControllerStatus, report: StragglerReport | None) -> str:
-    """Return the detector's state and its last report in Prometheus' text format."""
-    enabled = family("enabled", "gauge", "Whether ranges are timed.", [("", int(status.enabled))])
-    reports = family("reports_total", "counter", "Reports since the start.", [("", status.reports)])
-    return enabled + reports + (report.to_prometheus() if report else "")
+@dataclass(frozen=True)
+class _Rendered:
+    """A report as text, plain and packed with gzip."""
+
+    report: StragglerReport
+    text: str
+    packed: bytes
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a Host header has an address or ``localhost``, with or without a port."""
+    name = host.strip()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
 
 
 def _accepted(wanted: bool) -> Answer:

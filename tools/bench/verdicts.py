@@ -1,0 +1,154 @@
+"""Who is named as slow, by the straggler detector and by nvidia-resiliency-ext: simulated jobs.
+
+``python -m bench.verdicts [--reports N]``. Both get the same times. Up to four ranks the peer's own
+report judges them, on real ranks; beyond that its two scores do, after they were found to agree.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.metadata import version
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.observe import SectionStats
+from mcore.observe.straggler.exchange import ELAPSED, GatheredRows, encode_row
+from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.report import Past, RankComparison
+from rank_testing import run_ranks
+
+_NAMES = ("compute", "data")
+_NOISE = 0.05
+_BEFORE, _WITHIN = 12, 3
+_PEER_THRESHOLD = 0.75  # its default
+_Verdicts = list[set[int]]  # of each report, the ranks that are named
+
+
+@dataclass(frozen=True)
+class Case:
+    """Some equal ranks, of which some become slow after twelve reports."""
+
+    name: str
+    slow_share: float = 0.0
+    factor: float = 1.0
+
+    def slow(self, world: int) -> set[int]:
+        """The ranks that become slow."""
+        return set(range(math.ceil(self.slow_share * world)))
+
+
+_SLOW = (Case("one rank takes 30 % longer", 1e-9, 1.3), Case("half take twice as long", 0.5, 2.0))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print one table; 1 where the peer's scores are not what they were taken for."""
+    parser = argparse.ArgumentParser(prog="python -m bench.verdicts", description=__doc__)
+    parser.add_argument("--reports", type=int, default=2000, help="of equal ranks")
+    reports = parser.parse_args(arguments).reports
+    peer = f"nvidia-resiliency-ext {version('nvidia-resiliency-ext')}"
+    print(
+        f"times with {_NOISE:.0%} noise; mcore-observe, then {peer} with its default thresholds\n"
+    )
+    for world in (2, 4, 64, 1024, 16384):
+        judges = [of_detector, of_scores]
+        if world <= 4:
+            times = simulated(Case(""), world, 50, seed=1)
+            if of_scores(times) != run_ranks(of_peer, world, times.tolist())[0]:
+                print(f"{world} ranks: the peer's verdicts are not those of its scores")
+                return 1
+        num = max(20, reports // max(1, world // 64))
+        wrong = [_share_wrong(judge, world, num) for judge in judges]
+        print(f"{world:6} ranks  equal, reports that name some: {_shown(wrong)} of {num}")
+        for case in _SLOW:
+            num_jobs = max(20, num // 20)
+            found = [_share_found(judge, case, world, num_jobs) for judge in judges]
+            print(f"{'':14}{case.name}, named within {_WITHIN} reports: {_shown(found)}")
+    return 0
+
+
+def simulated(case: Case, world: int, reports: int, *, seed: int) -> torch.Tensor:
+    """Times of an iteration in ms, ``[reports, world]``."""
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.randn(reports, world, generator=generator, dtype=torch.float64)
+    times = 100 * (1 + _NOISE * noise)
+    times[_BEFORE:, sorted(case.slow(world))] *= case.factor
+    return times
+
+
+def of_detector(times: torch.Tensor) -> _Verdicts:
+    """Who the straggler detector warns of."""
+    world, past = times.shape[1], Past(_NAMES)
+    stats = {0: SectionStats(1, 1.0, 1.0, 1.0)}
+    row = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1)
+    rows, verdicts = row.repeat(world, 1), []
+    for of_report in times:
+        rows = rows.clone()
+        rows[:, ELAPSED] = of_report
+        found = RankComparison(
+            GatheredRows(rows, tuple(range(world))),
+            unix_time=0.0,
+            hosts=("host",) * world,
+            names=_NAMES,
+            rule=OutlierRule(),
+            past=past,
+        )
+        verdicts.append({one.rank for one in found.stragglers})
+    return verdicts
+
+
+def of_scores(times: torch.Tensor) -> _Verdicts:
+    """Who is below the threshold: the fastest rank's time over one's own, or one's best over it."""
+    times = times.float()
+    best = times.cummin(dim=0).values
+    relative = times.amin(dim=1, keepdim=True) / times
+    is_slow = (relative < _PEER_THRESHOLD) | (best / times < _PEER_THRESHOLD)
+    return [set(of_report.nonzero().flatten().tolist()) for of_report in is_slow]
+
+
+def of_peer(times: list[list[float]]) -> _Verdicts:
+    """Who the peer names, on real ranks; empty on all but rank 0."""
+    reporting: Any = import_module("nvidia_resiliency_ext.straggler.reporting")
+    statistics: Any = import_module("nvidia_resiliency_ext.straggler.statistics")
+    generator = reporting.ReportGenerator(["relative_perf_scores", "individual_perf_scores"])
+    verdicts = []
+    for of_report in times:
+        own = of_report[dist.get_rank()]
+        summary = dict.fromkeys(statistics.Statistic, own)
+        report = generator.generate_report({"compute": summary}, {})
+        if report is not None:
+            found = report.identify_stragglers(
+                section_rel_threshold=_PEER_THRESHOLD, section_indiv_threshold=_PEER_THRESHOLD
+            )
+            sections = ("straggler_sections_relative", "straggler_sections_individual")
+            named = [each for kind in sections for ranks in found[kind].values() for each in ranks]
+            verdicts.append({each.rank for each in named})
+    return verdicts
+
+
+def _share_wrong(judge: Callable[[torch.Tensor], _Verdicts], world: int, reports: int) -> float:
+    verdicts = judge(simulated(Case("equal"), world, reports, seed=0))
+    return sum(bool(named) for named in verdicts) / reports
+
+
+def _share_found(
+    judge: Callable[[torch.Tensor], _Verdicts], case: Case, world: int, num_jobs: int
+) -> float:
+    slow, found = case.slow(world), 0
+    for seed in range(num_jobs):
+        verdicts = judge(simulated(case, world, _BEFORE + _WITHIN, seed=seed))
+        found += any(slow <= named for named in verdicts[_BEFORE:])
+    return found / num_jobs
+
+
+def _shown(shares: Sequence[float]) -> str:
+    return " against ".join(f"{share:7.2%}" for share in shares)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
