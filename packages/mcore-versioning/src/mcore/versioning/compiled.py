@@ -1,0 +1,17 @@
+"""What ``torch.compile`` sees of this package, said in attributes that need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def constant_when_compiled(func: F) -> F:
+    """Let a call be made while compiling, and its result count as a constant.
+
+    The same as ``torch.compiler.assume_constant_result``.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
