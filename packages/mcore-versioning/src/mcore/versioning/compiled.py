@@ -15,3 +15,17 @@ def constant_when_compiled(func: F) -> F:
     """
     func._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return func
+
+
+def compiled_as(substitute: F) -> Callable[[F], F]:
+    """Let another function be compiled in place of the decorated one.
+
+    Only for private functions: ``functools.wraps`` copies the attribute to wrappers, which
+    ``torch.compile`` would then skip.
+    """
+
+    def mark(func: F) -> F:
+        func._torchdynamo_inline = substitute  # type: ignore[attr-defined]
+        return func
+
+    return mark

@@ -82,10 +82,11 @@ def _brought_first_file(folder: str, module: str) -> bool:
 
 def _records(record: bytes, module: str, rest_of_path: bytes) -> bool:
     path = module.replace(".", "/").encode()
-    # Looking for the bytes first spares a long record the slower pattern.
-    return path in record and bool(
-        re.search(rb'^"?%s%s\.(py|so|pyd)"?,' % (re.escape(path), rest_of_path), record, re.M)
-    )
+    # Looking for the bytes first spares most records the slower pattern.
+    if not (record.startswith(path) or b"\n" + path in record or b'"' + path in record):
+        return False
+    pattern = rb'^"?%s%s\.(py|so|pyd)"?,' % (re.escape(path), rest_of_path)
+    return re.search(pattern, record, re.M) is not None
 
 
 def _read(folder: str, name: str) -> bytes:

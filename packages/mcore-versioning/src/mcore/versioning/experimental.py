@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from mcore.versioning import config
+from mcore.versioning.compiled import constant_when_compiled
 from mcore.versioning.deprecation import blaming_one_further
 from mcore.versioning.distributions import owners_of, recorded_version
 from mcore.versioning.process_rank import log_on_rank_zero
@@ -51,15 +52,22 @@ class Gate:
     def check(self) -> None:
         """Let the caller pass, or raise ExperimentalNotEnabledError."""
         if not config.is_experimental_enabled():
-            raise ExperimentalNotEnabledError(
-                f"{self.name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
-                "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
-                "it within `with mcore.versioning.experimental_enabled():`."
-            )
-        if self.unannounced:
-            self._announce()
+            self.refuse()
+        self.announce()
 
-    def _announce(self) -> None:
+    def refuse(self) -> None:
+        """Raise ExperimentalNotEnabledError."""
+        raise ExperimentalNotEnabledError(
+            f"{self.name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
+            "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
+            "it within `with mcore.versioning.experimental_enabled():`."
+        )
+
+    @constant_when_compiled
+    def announce(self) -> None:
+        """Report the first use; that of compiled code when it is compiled."""
+        if not self.unannounced:
+            return
         try:
             self.unannounced.pop()  # only one thread gets the item
         except IndexError:
