@@ -286,7 +286,7 @@ def _slotted() -> type[Any]:
     class Slotted:
         """A slotted class."""
 
-        __slots__ = ("b", "a")
+        __slots__ = ("a", "b")
 
         def total(self) -> int:
             """Add.

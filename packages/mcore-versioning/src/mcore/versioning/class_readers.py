@@ -10,20 +10,21 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-_TOOLS = frozenset(
-    {
-        "IPython",
-        "_pytest",
-        "doctest",
-        "griffe",
-        "inspect",
-        "jedi",
-        "pdoc",
-        "pydoc",
-        "rlcompleter",
-        "sphinx",
-        "unittest.mock",
-    }
+# Beginnings of module names, a dot added to each. Those of torch evaluate guards of compiled code.
+_TOOLS = (
+    "IPython.",
+    "_pytest.",
+    "doctest.",
+    "griffe.",
+    "inspect.",
+    "jedi.",
+    "pdoc.",
+    "pydoc.",
+    "rlcompleter.",
+    "sphinx.",
+    "torch._dynamo.",
+    "torch._guards.",
+    "unittest.mock.",
 )
 _READ_AFTER_FORWARD = ("backward", "vjp")
 _AUTOGRAD = "torch.autograd.function"
@@ -42,8 +43,9 @@ def may_construct(frame: FrameType, gated: type[Any]) -> bool:
 
 
 def _is_tool(frame: FrameType) -> bool:
-    module = str(frame.f_globals.get("__name__"))
-    return module in _TOOLS or module.partition(".")[0] in _TOOLS
+    named = (caller.f_globals.get("__name__") for caller in _with_callers(frame))
+    module = next((name for name in named if name is not None), "")  # evaluated text has no name
+    return f"{module}.".startswith(_TOOLS)
 
 
 def _serves_live_object(frame: FrameType, gated: type[Any], *, is_construction: bool) -> bool:

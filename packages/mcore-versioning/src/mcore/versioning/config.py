@@ -144,13 +144,22 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
-@compiled_as(lambda: _this_module._guarded_override)
+def _compiled_override() -> bool | None:
+    override: bool | None = _this_module._guarded_override
+    return override
+
+
+@compiled_as(_compiled_override)
 def _override_here() -> bool | None:
     return _override.get()
 
 
-# Compiled code repeats the check instead, since what it remembers would make it compile again.
-@compiled_as(lambda: None)
+def _not_remembered() -> bool | None:
+    return None
+
+
+# Compiled code repeats the check, since what it remembers would make it compile again.
+@compiled_as(_not_remembered)
 def _remembered() -> bool | None:
     return True
 

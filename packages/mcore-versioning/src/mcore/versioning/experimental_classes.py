@@ -189,8 +189,9 @@ def _gated_parent(cls: type[Any]) -> type[Any]:
 
 
 def _gated(cls: type[Any], introduced: str) -> type[Any]:
-    metaclass = _gated_metaclass(type(cls))
-    gated = _stand_in(cls, metaclass) if type(cls) is type else _with_metaclass(cls, metaclass)
+    root: Any = type(cls)
+    metaclass = _gated_metaclass(root)
+    gated = _stand_in(cls, metaclass) if root is type else _with_metaclass(cls, metaclass)
     for name, value in {
         "_experimental_api": True,
         "_introduced_with_version": introduced,
