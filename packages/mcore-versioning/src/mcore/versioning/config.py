@@ -130,7 +130,7 @@ def checking_before_calls(
         nonlocal passed
         if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _override_here() is False):
             check()
-            passed = _remembered()
+            passed = _remembered(passed)
         return func(*args, **kwargs)
 
     return checked
@@ -154,13 +154,13 @@ def _override_here() -> bool | None:
     return _override.get()
 
 
-def _not_remembered() -> bool | None:
-    return None
+def _unchanged(passed: object) -> object:
+    return passed
 
 
-# Compiled code repeats the check, since what it remembers would make it compile again.
-@compiled_as(_not_remembered)
-def _remembered() -> bool | None:
+# Compiled code repeats the check, since a change of what is remembered would compile it again.
+@compiled_as(_unchanged)
+def _remembered(passed: object) -> object:
     return True
 
 
