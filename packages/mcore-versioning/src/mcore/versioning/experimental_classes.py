@@ -59,15 +59,19 @@ def experimental_cls(
     So does making an instance of a subclass, and reading an attribute that the decorated class
     defines from the class or a subclass, unless its name starts with an underscore. Everything
     else works at any time: attributes that it inherits, defining subclasses, setting attributes,
-    ``isinstance``, type hints, ``inspect.signature``, documentation, and the use of an instance
-    made while the gate was open. ``is_experimental``, on the class and on instances, says
-    whether it is open.
+    ``isinstance``, type hints and ``inspect.signature``. ``is_experimental``, on the class and on
+    instances, says whether the gate is open.
+
+    What was made while the gate was open works for good: methods of such an object may read
+    attributes of the class and make further instances, and the backward pass of a
+    ``torch.autograd.Function`` runs. Tools that describe a class (``inspect``, ``pydoc``,
+    ``doctest``, ``unittest.mock``, sphinx) see its members at any time.
 
     The record on first use and the warning at the end of life are those of ``experimental_fn``.
 
     Put the decorator above all others that change the class, such as ``dataclasses.dataclass``.
-    Methods must call their parents with ``super()``: ``super(Name, self)`` would find the gate,
-    which has the same name, instead of the class itself, and recurse forever.
+    Methods must call their parents with ``super()``: ``super(Name, self)`` would find the subclass
+    that replaces a class without a metaclass, and recurse forever.
 
     Args:
         introduced_with_version: The version of the class's own distribution that introduced it.
@@ -77,14 +81,15 @@ def experimental_cls(
             class's module. Where that is unknown, nothing is checked.
 
     Returns:
-        A decorator for classes. The result is a subclass with the same name, and carries the
-        attributes ``_experimental_api`` and ``_introduced_with_version``.
+        A decorator for classes. The result is the class itself if it has a metaclass of its own,
+        else a subclass with the same name and contents. It carries the attributes
+        ``_experimental_api`` and ``_introduced_with_version``.
 
     Raises:
         ExperimentalNotEnabledError: At use, while experimental code is switched off.
         packaging.version.InvalidVersion: One of the versions is not valid.
         TypeError: Used without arguments, or on something that can't be gated: an enum, a
-            protocol, or anything but a class.
+            ``TypedDict``, a protocol, a class whose metaclass is written in C, or no class.
         ValueError: ``max_lifetime`` is negative.
 
     Example:
