@@ -1,7 +1,9 @@
 """Tests of who may use a gated class while its gate is closed: live objects and tools."""
 
 import abc
+import copy
 import ctypes
+import dataclasses
 import doctest
 import functools
 import inspect
@@ -207,6 +209,43 @@ def test_function_with_a_live_object_at_hand_is_refused(live: Any) -> None:
 
     with pytest.raises(ExperimentalNotEnabledError):
         train(live)
+
+
+def test_copies_are_made_of_live_objects() -> None:
+    @experimental_cls("0.1.0")
+    @dataclasses.dataclass
+    class Point:
+        x: int
+        code = 1
+
+    @experimental_cls("0.1.0")
+    class CodeError(RuntimeError):
+        code = 2
+
+        def __str__(self) -> str:
+            return f"{type(self).code}: {self.args[0]}"
+
+    with experimental_enabled():
+        point, error, pair = Point(1), CodeError("a"), experimental_cls("0.1.0")(_pair())(3)
+    assert dataclasses.replace(point, x=2).x == 2
+    assert [str(again) for again in (copy.copy(error), copy.deepcopy(error))] == ["2: a"] * 2
+    assert dataclasses.asdict(dataclasses.replace(point, x=pair)) == {"x": pair}
+    assert type(pair._replace(a=4)) is type(pair)
+    for make in (lambda: Point(1), lambda: CodeError("a"), lambda: type(pair)(1)):
+        with pytest.raises(ExperimentalNotEnabledError):
+            make()
+
+
+def test_signature_that_is_a_descriptor() -> None:
+    class Lazy:
+        def __get__(self, instance: object, owner: type) -> inspect.Signature:
+            return inspect.signature(lambda x, y=2: None)
+
+    @experimental_cls("0.1.0")
+    class Model:
+        __signature__ = Lazy()
+
+    assert str(inspect.signature(Model)) == "(x, y=2)"
 
 
 # Tools

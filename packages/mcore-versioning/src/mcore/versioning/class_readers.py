@@ -26,26 +26,28 @@ _TOOLS = (
     "torch._guards.",
     "unittest.mock.",
 )
+# These make an instance only from another one.
+_COPIERS = ("attr.", "copy.", "dataclasses.", "torch.utils._pytree.")
 _READ_AFTER_FORWARD = ("backward", "vjp")
 _AUTOGRAD = "torch.autograd.function"
 
 
 def may_read(frame: FrameType, gated: type[Any], name: str, is_in_use: bool) -> bool:
     """Return whether the code in a frame may read an attribute of a gated class."""
-    if _is_tool(frame) or _serves_live_object(frame, gated, is_construction=False):
+    if _runs_in(frame, _TOOLS) or _serves_live_object(frame, gated, is_construction=False):
         return True
     return is_in_use and name in _READ_AFTER_FORWARD and _is_autograd_function(gated)
 
 
 def may_construct(frame: FrameType, gated: type[Any]) -> bool:
     """Return whether the code in a frame may make another instance of a gated class."""
-    return _serves_live_object(frame, gated, is_construction=True)
+    return _runs_in(frame, _COPIERS) or _serves_live_object(frame, gated, is_construction=True)
 
 
-def _is_tool(frame: FrameType) -> bool:
+def _runs_in(frame: FrameType, modules: tuple[str, ...]) -> bool:
     named = (caller.f_globals.get("__name__") for caller in _with_callers(frame))
     module = next((name for name in named if name is not None), "")  # evaluated text has no name
-    return f"{module}.".startswith(_TOOLS)
+    return f"{module}.".startswith(modules)
 
 
 def _serves_live_object(frame: FrameType, gated: type[Any], *, is_construction: bool) -> bool:

@@ -63,9 +63,10 @@ def experimental_cls(
     instances, says whether the gate is open.
 
     What was made while the gate was open works for good: methods of such an object may read
-    attributes of the class and make further instances, and the backward pass of a
-    ``torch.autograd.Function`` runs. Tools that describe a class (``inspect``, ``pydoc``,
-    ``doctest``, ``unittest.mock``, sphinx) see its members at any time.
+    attributes of the class and make further instances, it can be copied, and the backward pass of
+    a ``torch.autograd.Function`` runs. Unpickling an exception is a call, though, and gated. Tools
+    that describe a class (``inspect``, ``pydoc``, ``doctest``, ``unittest.mock``, sphinx) see its
+    members at any time.
 
     The record on first use and the warning at the end of life are those of ``experimental_fn``.
 
@@ -310,7 +311,9 @@ def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signatur
 
 
 def _explicit_signature(cls: type[Any]) -> Any:
-    return next((s for base in cls.__mro__ if (s := vars(base).get("__signature__"))), None)
+    # Read like any attribute: pydantic has a descriptor there.
+    is_given = any("__signature__" in vars(base) for base in cls.__mro__)
+    return type.__getattribute__(cls, "__signature__") if is_given else None
 
 
 def _metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signature | None:
