@@ -382,6 +382,7 @@ def test_help_has_the_text_of_every_member(make: Callable[[], type[Any]], state:
     gated = experimental_cls("0.1.0")(make())
     with experimental_enabled(state):
         text = pydoc.plain(pydoc.render_doc(gated))
+    assert gated.__bases__ == make().__bases__
     for name, value in vars(make()).items():
         if not name.startswith("_"):
             assert name in text

@@ -36,6 +36,7 @@ C = TypeVar("C", bound="type[Any]")
 _NOT_COPIED = ("__dict__", "__weakref__")
 _GATE = "_experimental_gate"
 _PRESENTED_METACLASS = "_experimental_metaclass"
+_PRESENTED_BASES = "_experimental_bases"
 
 # By identity: reading an attribute of a gated class takes longer than making an instance.
 _classes_in_use: set[int] = set()
@@ -233,6 +234,7 @@ def _stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
         if name not in _NOT_COPIED:
             type.__setattr__(subclass, name, value)
     subclass.__qualname__ = cls.__qualname__
+    type.__setattr__(subclass, _PRESENTED_BASES, cls.__bases__)
     return subclass
 
 
@@ -298,6 +300,12 @@ def _presented_metaclass(cls: type[Any]) -> type[Any]:
     return shown
 
 
+def _presented_bases(cls: type[Any]) -> tuple[type[Any], ...]:
+    """Return the parents that the user wrote, which documentation shows."""
+    shown: tuple[type[Any], ...] | None = vars(cls).get(_PRESENTED_BASES)
+    return type.__getattribute__(cls, "__bases__") if shown is None else shown
+
+
 def _presented_signature(cls: type[Any]) -> inspect.Signature:
     return _class_signature(cls, without=GatedMeta)
 
@@ -340,6 +348,7 @@ def _constructor(cls: type[Any]) -> inspect.Signature:
 
 
 _PRESENTED: Mapping[str, Callable[[type[Any]], Any]] = {
+    "__bases__": _presented_bases,
     "__class__": _presented_metaclass,
     "__signature__": _presented_signature,
 }
