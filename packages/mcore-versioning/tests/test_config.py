@@ -2,6 +2,9 @@
 
 import asyncio
 import contextvars
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
@@ -109,3 +112,48 @@ def test_block_may_be_left_in_another_context_than_it_was_entered_in() -> None:
     with pytest.raises(StopIteration):
         contextvars.copy_context().run(next, steps)
     assert is_experimental_enabled() is False
+
+
+def _in_a_process(code: str, variable: str | None) -> subprocess.CompletedProcess[str]:
+    environment = {k: text for k, text in os.environ.items() if k != "MCORE_EXPERIMENTAL"}
+    if variable is not None:
+        environment["MCORE_EXPERIMENTAL"] = variable
+    return subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True
+    )
+
+
+@pytest.mark.parametrize(
+    ("variable", "is_on", "warns"),
+    [
+        ("1", True, False),
+        (" TRUE ", True, False),
+        ("0", False, False),
+        ("", False, False),
+        (None, False, False),
+        ("enabled", False, True),
+    ],
+)
+def test_environment_variable_switches_it_on(
+    variable: str | None, is_on: bool, warns: bool
+) -> None:
+    code = "import mcore.versioning as v; print(v.is_experimental_enabled())"
+    finished = _in_a_process(code, variable)
+    assert finished.stdout == f"{is_on}\n"
+    assert ("RuntimeWarning" in finished.stderr) is warns
+
+
+def test_code_comes_after_the_environment_and_a_block_after_both() -> None:
+    code = (
+        "import subprocess, sys, mcore.versioning as v\n"
+        "v.set_experimental_flag(False); print(v.is_experimental_enabled())\n"
+        "with v.experimental_enabled(): print(v.is_experimental_enabled())\n"
+        "child = 'import mcore.versioning as v; print(v.is_experimental_enabled())'\n"
+        "print(subprocess.check_output([sys.executable, '-c', child], text=True), end='')\n"
+    )
+    assert _in_a_process(code, "1").stdout.split() == ["False", "True", "True"]
+
+
+def test_other_attributes_of_the_module_are_missing() -> None:
+    with pytest.raises(AttributeError, match="has no attribute 'enabled'"):
+        config.enabled  # noqa: B018

@@ -305,6 +305,20 @@ def test_command_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) 
     assert output == (report.as_json() if arguments else report.as_text()) + "\n"
 
 
+@pytest.mark.parametrize(("argument", "status"), [("--help", 0), ("--jsno", 2)])
+def test_help_and_typing_errors_collect_nothing(argument: str, status: int) -> None:
+    code = (
+        "import sys\nfrom mcore.versioning.__main__ import main\n"
+        f"try: main([{argument!r}])\n"
+        "finally: assert not {'mcore.versioning.environment', 'platform'} & set(sys.modules)\n"
+    )
+    finished = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False
+    )
+    assert finished.returncode == status, finished.stderr
+    assert "--json" in finished.stdout + finished.stderr
+
+
 def test_module_runs_as_a_program(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -1,5 +1,6 @@
 """Tests of the version lookups: each documented function, and the order of the sources."""
 
+import importlib
 import importlib.metadata
 import logging
 import subprocess
@@ -176,18 +177,47 @@ def test_module_that_is_replaced_after_it_was_found(monkeypatch: pytest.MonkeyPa
     assert v.get_fa_version() == Version("1.9")
 
 
-def test_patched_version_is_seen_by_the_getter_and_then_by_the_check(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_patched_and_restored_version_is_seen_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stub = _stub("2.7")
     monkeypatch.setitem(sys.modules, "flash_attn", stub)
-    assert v.is_fa_min_version("2.0") is True
-    stub.__version__ = "1.9"
-    assert v.get_fa_version() == Version("1.9")
-    assert v.is_fa_min_version("2.0") is False
-    stub.__version__ = "2.8"
-    v.clear_version_cache()
-    assert v.is_fa_min_version("2.0") is True
+    for _ in range(2):
+        assert v.is_fa_min_version("2.0") is True
+        with monkeypatch.context() as patch:
+            patch.setattr(stub, "__version__", "1.9")
+            assert [v.is_fa_min_version("2.0") for _ in range(2)] == [False, False]
+            assert v.get_fa_version() == Version("1.9")
+        assert [v.is_fa_min_version("2.0") for _ in range(2)] == [True, True]
+        assert v.get_fa_version() == Version("2.7")
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["1.9", "2.0", "2.1+cpu", "2.0rc1", "a branch", None, 7]),
+            st.sampled_from(["2.0", "2.1", Version("2.1"), Version("2.0")]),
+            st.booleans(),
+        ),
+        max_size=20,
+    )
+)
+def test_answers_follow_every_change_of_the_version(
+    steps: list[tuple[Any, Any, bool]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stub = _stub("0.0")
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "flash_attn", stub)
+        for version, request, is_copied in steps:
+            is_text = isinstance(version, str)
+            # An equal version may be another object.
+            stub.__version__ = "".join(list(version)) if is_text and is_copied else version
+            if version == "a branch":
+                with pytest.raises(InvalidVersion):
+                    v.is_fa_min_version(request)
+                continue
+            expected = is_text and Version(version) >= Version(str(request))
+            assert v.is_fa_min_version(request) is expected
+            assert v.is_fa_min_version(request) is expected
 
 
 @pytest.mark.parametrize("version", ["", 5, None, (2, 7), "not a version"])
@@ -374,6 +404,48 @@ def test_vers_is_another_name_of_version(monkeypatch: pytest.MonkeyPatch) -> Non
             v.is_te_min_version(*arguments, vers="2.1", **keywords)
     with pytest.raises(TypeError):
         v.is_te_min_version()
+
+
+@pytest.mark.parametrize("is_loaded", [False, True])
+def test_version_by_the_name_of_the_module_and_of_the_distribution(
+    is_loaded: bool, install: Install, unload: Unload
+) -> None:
+    unload("peculiar")
+    install("strangely-named", "4.2", module="peculiar", source="imported = True")
+    if is_loaded:
+        importlib.import_module("peculiar")
+    for name in ("peculiar", "strangely-named", "Strangely_Named"):
+        assert v.get_package_version(name) == Version("4.2")
+        assert v.is_package_min_version(name, "4.2") is True
+        assert v.is_package_min_version(name, "4.3") is False
+    assert ("peculiar" in sys.modules) is is_loaded
+
+
+def test_version_of_a_submodule_of_a_shared_namespace(install: Install, site: Path) -> None:
+    for part, version in (("storage", "1.1"), ("compute", "2.2")):
+        info = install(f"acme-{part}", version)
+        (site / "acme_space" / part).mkdir(parents=True)
+        (site / "acme_space" / part / "__init__.py").write_text("raise RuntimeError")
+        (info / "RECORD").write_text(f"acme_space/{part}/__init__.py,,\n")
+    assert v.get_package_version("acme_space.compute") == Version("2.2")
+    assert "acme_space" not in sys.modules
+    assert v.get_package_version("acme_space") is None
+
+
+def test_unreadable_version_of_the_owner_is_an_error_that_names_it(
+    install: Install, unload: Unload
+) -> None:
+    unload("peculiar")
+    install("strangely-named", "main-branch", module="peculiar")
+    with pytest.raises(InvalidVersion, match=r"strangely-named.*main-branch"):
+        v.get_package_version("peculiar")
+
+
+def test_a_module_of_the_standard_library_has_no_owner(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    install("backport", "9.9", module="shelve")
+    assert v.get_package_version("shelve") is None
 
 
 def test_any_package_by_module_and_distribution(

@@ -53,3 +53,51 @@ def test_class_with_both_warns_once(standard: Any, ours_outermost: bool) -> None
     assert _caught(lambda: type("Child", (old,), {})) == [TEXT]
     assert old.__deprecated__ == TEXT
     assert str(inspect.signature(old)) == "(x: int) -> None"
+
+
+@pytest.mark.parametrize("standard", STANDARD)
+def test_another_text_is_reported(standard: Any) -> None:
+    def old() -> None: ...
+
+    class Old: ...
+
+    for target in (old, Old):
+        with pytest.raises(ValueError, match=r"'use new'.*is deprecated since version 1\.0\.0"):
+            deprecated("1.0.0")(standard("use new", category=None)(target))
+
+
+def test_own_texts_may_differ() -> None:
+    def old() -> None: ...
+
+    twice = deprecated("2.0.0")(deprecated("1.0.0")(old))
+    assert twice.__deprecated__ == "old is deprecated since version 2.0.0."
+
+
+@pytest.mark.parametrize("standard", STANDARD)
+def test_property_in_the_order_that_type_checkers_accept(standard: Any) -> None:
+    class Layer:
+        @property
+        @deprecated("1.0.0", alternative="new")
+        @standard(
+            f"{__qualname__}.old is deprecated since version 1.0.0. Use new instead.", category=None
+        )
+        def old(self) -> int:
+            """The old size."""
+            return 1
+
+        @property
+        def size(self) -> int:
+            return self._size
+
+        @size.setter
+        @deprecated("2.0.0")
+        def size(self, size: int) -> None:
+            self._size = size
+
+    layer = Layer()
+    assert _caught(lambda: layer.old) == [Layer.old.fget.__deprecated__]
+    assert get_deprecation(Layer.old).alternative == "new"
+    assert Layer.old.__doc__ == "The old size."
+    assert _caught(lambda: setattr(layer, "size", 3)) == [get_deprecation(Layer.size).message]
+    assert _caught(lambda: layer.size) == []
+    assert layer.size == 3

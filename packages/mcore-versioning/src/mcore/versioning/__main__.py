@@ -6,8 +6,6 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from mcore.versioning.environment import environment_report
-
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the environment report and return the exit status 0."""
@@ -17,8 +15,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "importing them; paste the output into bug reports.",
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
-    report = environment_report()
     as_json = parser.parse_args(arguments).json
+    from mcore.versioning.environment import environment_report
+
+    report = environment_report()
     sys.stdout.write((report.as_json() if as_json else report.as_text()) + "\n")
     return 0
 

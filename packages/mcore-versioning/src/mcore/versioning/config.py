@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
 from typing import Any
+
+from mcore.versioning.compiled import compiled_as
 
 __all__ = [
     "ENABLE_EXPERIMENTAL",
@@ -15,8 +19,31 @@ __all__ = [
     "set_experimental_flag",
 ]
 
-ENABLE_EXPERIMENTAL: bool = False
-"""Whether experimental code may run. Read at every call; anything but ``True`` means no."""
+_VARIABLE = "MCORE_EXPERIMENTAL"
+_ON = ("1", "true", "yes", "on")
+_OFF = ("", "0", "false", "no", "off")
+
+
+def _flag_of_the_environment() -> bool:
+    text = os.environ.get(_VARIABLE, "").strip().lower()
+    if text not in (*_ON, *_OFF):
+        import warnings
+
+        warnings.warn(
+            f"the environment variable {_VARIABLE} is {text!r}, which leaves experimental code "
+            "off; set it to 1 or 0",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return text in _ON
+
+
+ENABLE_EXPERIMENTAL: bool = _flag_of_the_environment()
+"""Whether experimental code may run. Read at every call; anything but ``True`` means no.
+
+It starts as True where the environment has ``MCORE_EXPERIMENTAL=1``, which child processes inherit.
+Code may replace it, and :func:`experimental_enabled` overrides both within a block.
+"""
 
 _override: ContextVar[bool | None] = ContextVar("mcore_experimental_override", default=None)
 
@@ -24,9 +51,14 @@ _override: ContextVar[bool | None] = ContextVar("mcore_experimental_override", d
 # no context can hold an override, and gated calls need not look for one.
 _may_be_overridden = False
 
+_this_module: Any = sys.modules[__name__]
+
 
 def set_experimental_flag(flag: bool) -> None:
     """Switch experimental code on or off for the whole process.
+
+    This replaces what the environment variable ``MCORE_EXPERIMENTAL`` said at import. Processes
+    that are started later do not inherit it; they read the variable.
 
     Args:
         flag: The new value of ``ENABLE_EXPERIMENTAL``.
@@ -55,7 +87,7 @@ def is_experimental_enabled() -> bool:
         >>> is_experimental_enabled()
         False
     """
-    override = _override.get()
+    override = _override_here()
     return ENABLE_EXPERIMENTAL is True if override is None else override
 
 
@@ -96,12 +128,40 @@ def checking_before_calls(
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
         nonlocal passed
-        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _override.get() is False):
+        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _override_here() is False):
             check()
-            passed = True
+            passed = _remembered(passed)
         return func(*args, **kwargs)
 
     return checked
+
+
+def __getattr__(name: str) -> object:
+    # torch.compile cannot look into a ContextVar. It can guard on an attribute of a module, and
+    # reads this one anew, in the context of the caller, before each use of compiled code.
+    if name == "_guarded_override":
+        return _override.get()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def _compiled_override() -> bool | None:
+    override: bool | None = _this_module._guarded_override
+    return override
+
+
+@compiled_as(_compiled_override)
+def _override_here() -> bool | None:
+    return _override.get()
+
+
+def _unchanged(passed: object) -> object:
+    return passed
+
+
+# Compiled code repeats the check, since a change of what is remembered would compile it again.
+@compiled_as(_unchanged)
+def _remembered(passed: object) -> object:
+    return True
 
 
 @contextmanager

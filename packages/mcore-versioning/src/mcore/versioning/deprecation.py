@@ -38,8 +38,11 @@ def deprecate_args(
 ) -> Callable[[F], F]:
     """Refuse calls that pass one of the named arguments, by keyword or by position.
 
+    A class stays the same object; making an instance of it or of a subclass is what is refused.
+
     Args:
-        *names: Parameters of the decorated function, or any names if it takes ``**kwargs``.
+        *names: Parameters of the decorated function or of the class's constructor, or any names if
+            it takes ``**kwargs``.
         message: The text of the error, with ``{name}`` in place of the argument's name.
 
     Returns:
@@ -67,21 +70,55 @@ def deprecate_args(
         raise ValueError('@deprecate_args needs the names of the arguments, as in ("eps",)')
     texts = {name: message.format(name=name) for name in names}
 
-    def refuse_arguments(func: Callable[..., Any]) -> Callable[..., Any]:
-        positions = _positions(func, texts)
-        inner = blaming_one_further(func)
-
-        @wraps(func)
-        def refusing(*args: Any, **kwargs: Any) -> Any:
-            for name, text in texts.items():
-                if name in kwargs or positions.get(name, len(args)) < len(args):
-                    raise TypeError(text)
-            return inner(*args, **kwargs)
-
-        mark_if_coroutine_function(refusing, func)
-        return refusing
+    def refuse_arguments(target: Any) -> Any:
+        if isinstance(target, type):
+            _refuse_at_construction(target, texts)
+            return target
+        return _refusing(target, target, texts, display_name(target))
 
     return lambda target: through_descriptor(target, refuse_arguments)
+
+
+def _refusing(
+    func: Callable[..., Any],
+    documented: Callable[..., Any],
+    texts: Mapping[str, str],
+    shown_name: str,
+) -> Callable[..., Any]:
+    """Wrap ``func``, which has the signature of ``documented``."""
+    positions = _positions(documented, texts, shown_name)
+    inner = blaming_one_further(func)
+
+    @wraps(documented)
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        for name, text in texts.items():
+            if name in kwargs or positions.get(name, len(args)) < len(args):
+                raise TypeError(text)
+        return inner(*args, **kwargs)
+
+    mark_if_coroutine_function(refusing, func)
+    return refusing
+
+
+def _taking_nothing(self: object) -> None: ...
+
+
+def _refuse_at_construction(cls: type[Any], texts: Mapping[str, str]) -> None:
+    """Wrap the first method that gets the arguments of the constructor, in place."""
+    is_made_in_new = isinstance(cls.__new__, FunctionType)
+    name = "__new__" if is_made_in_new else "__init__"
+    documented: Any = getattr(cls, name)
+    if documented is object.__init__:  # which seems to take anything
+        documented = _taking_nothing
+    own = vars(cls).get(name)
+
+    def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        if is_made_in_new:
+            return super(cls, self).__new__(self, *args, **kwargs)
+        return _initialise_as_inherited(cls, self, args, kwargs)
+
+    wrapped = _refusing(inherited if own is None else documented, documented, texts, cls.__name__)
+    type.__setattr__(cls, name, staticmethod(wrapped) if is_made_in_new else wrapped)
 
 
 def deprecate_inference_params(
@@ -131,14 +168,16 @@ def deprecate_inference_params(
     return inference_context
 
 
-def _positions(func: Callable[..., Any], names: Mapping[str, str]) -> dict[str, int]:
+def _positions(
+    func: Callable[..., Any], names: Mapping[str, str], shown_name: str
+) -> dict[str, int]:
     """Return the position of each name that can be passed by position."""
     import inspect
 
     unknown = [name for name in names if not accepts_parameter(func, name)]
     if unknown:
         raise ValueError(
-            f"{display_name(func)} has no parameter {', '.join(unknown)} and takes no **kwargs; "
+            f"{shown_name} has no parameter {', '.join(unknown)} and takes no **kwargs; "
             "name parameters that a call could pass"
         )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

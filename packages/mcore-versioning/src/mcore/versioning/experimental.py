@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from functools import cache
 from typing import Any, Protocol, TypeVar
@@ -10,7 +9,9 @@ from typing import Any, Protocol, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from mcore.versioning import config
+from mcore.versioning.compiled import constant_when_compiled
 from mcore.versioning.deprecation import blaming_one_further
+from mcore.versioning.distributions import owners_of, recorded_version
 from mcore.versioning.process_rank import log_on_rank_zero
 from mcore.versioning.signatures import full_name, mark_if_coroutine_function, through_descriptor
 
@@ -51,15 +52,22 @@ class Gate:
     def check(self) -> None:
         """Let the caller pass, or raise ExperimentalNotEnabledError."""
         if not config.is_experimental_enabled():
-            raise ExperimentalNotEnabledError(
-                f"{self.name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
-                "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
-                "it within `with mcore.versioning.experimental_enabled():`."
-            )
-        if self.unannounced:
-            self._announce()
+            self.refuse()
+        self.announce()
 
-    def _announce(self) -> None:
+    def refuse(self) -> None:
+        """Raise ExperimentalNotEnabledError."""
+        raise ExperimentalNotEnabledError(
+            f"{self.name} is experimental, and ENABLE_EXPERIMENTAL is not True. Call "
+            "mcore.versioning.set_experimental_flag(True) to allow experimental code, or use "
+            "it within `with mcore.versioning.experimental_enabled():`."
+        )
+
+    @constant_when_compiled
+    def announce(self) -> None:
+        """Report the first use; that of compiled code when it is compiled."""
+        if not self.unannounced:
+            return
         try:
             self.unannounced.pop()  # only one thread gets the item
         except IndexError:
@@ -189,15 +197,12 @@ def warn_if_expired(
 
 def owner_version(module: str) -> Version | None:
     """Return the version of the distribution that owns a module, None where that is unknown."""
-    from importlib.metadata import PackageNotFoundError, version
-
     distribution = _owner(module)
-    if distribution is None:
-        return None
+    text = distribution and recorded_version(distribution)
     try:
-        return Version(version(distribution))
-    except (PackageNotFoundError, InvalidVersion, TypeError, KeyError):
-        return None  # not installed, or metadata without a readable version
+        return Version(text) if text else None
+    except InvalidVersion:
+        return None
 
 
 def _owner(module: str) -> str | None:
@@ -215,16 +220,5 @@ def _owner(module: str) -> str | None:
 
 @cache
 def _owners_of(top_level: str) -> frozenset[str]:
-    """Return the distributions with modules in a top-level package, looked up once per process.
-
-    Faster than ``packages_distributions``, which on Python 3.10 needs a ``top_level.txt`` too.
-    """
-    from importlib.metadata import distributions
-
-    in_the_package = re.compile(rf'^"?{re.escape(top_level)}(/.*|\.[^/\n]*)?\.(py|so|pyd)"?,', re.M)
-    return frozenset(
-        distribution.metadata["Name"]
-        for distribution in distributions()
-        if top_level in (distribution.read_text("top_level.txt") or "").split()
-        or in_the_package.search(distribution.read_text("RECORD") or "")
-    )
+    """Return the distributions with modules in a top-level package, looked up once per process."""
+    return frozenset(owners_of(top_level))

@@ -1,11 +1,13 @@
 """Classes that can be used only while experimental code is switched on.
 
-An empty subclass of the same name replaces the decorated class; its metaclass holds the gate.
+The gate is in the metaclass. A class gets another metaclass if it has one of its own; a subclass
+with the same contents replaces it if it has not, since Python lets nobody exchange ``type``.
 """
 
 from __future__ import annotations
 
 import enum
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -14,6 +16,7 @@ from types import FunctionType, MethodType, new_class
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from mcore.versioning import config
+from mcore.versioning.class_readers import may_construct, may_read
 from mcore.versioning.config import is_experimental_enabled
 from mcore.versioning.experimental import (
     DEFAULT_LIFETIME,
@@ -29,27 +32,11 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="type[Any]")
 
-# What a class keeps in its own namespace and tools expect there, as opposed to what is inherited.
-_KEPT = (
-    "__module__",
-    "__qualname__",
-    "__doc__",
-    "__annotations__",
-    "__firstlineno__",
-    "__static_attributes__",
-    "__orig_bases__",
-    "__type_params__",
-    "__deprecated__",
-    "_deprecated",
-    "_deprecated_version",
-    "_removal_version",
-    "_alternative",
-    "_deprecation_reason",
-    "_deprecation_notice",
-    "_internal_api",
-)
+# Places in an instance, which the subclass that stands in for a class inherits.
+_NOT_COPIED = ("__dict__", "__weakref__")
 _GATE = "_experimental_gate"
 _PRESENTED_METACLASS = "_experimental_metaclass"
+_PRESENTED_BASES = "_experimental_bases"
 
 # By identity: reading an attribute of a gated class takes longer than making an instance.
 _classes_in_use: set[int] = set()
@@ -73,15 +60,20 @@ def experimental_cls(
     So does making an instance of a subclass, and reading an attribute that the decorated class
     defines from the class or a subclass, unless its name starts with an underscore. Everything
     else works at any time: attributes that it inherits, defining subclasses, setting attributes,
-    ``isinstance``, type hints, ``inspect.signature``, documentation, and the use of an instance
-    made while the gate was open. ``is_experimental``, on the class and on instances, says
-    whether it is open.
+    ``isinstance``, type hints and ``inspect.signature``. ``is_experimental``, on the class and on
+    instances, says whether the gate is open.
+
+    What was made while the gate was open works for good: methods of such an object may read
+    attributes of the class and make further instances, it can be copied, and the backward pass of
+    a ``torch.autograd.Function`` runs. Unpickling an exception is a call, though, and gated. Tools
+    that describe a class (``inspect``, ``pydoc``, ``doctest``, ``unittest.mock``, sphinx) see its
+    members at any time.
 
     The record on first use and the warning at the end of life are those of ``experimental_fn``.
 
     Put the decorator above all others that change the class, such as ``dataclasses.dataclass``.
-    Methods must call their parents with ``super()``: ``super(Name, self)`` would find the gate,
-    which has the same name, instead of the class itself, and recurse forever.
+    Methods must call their parents with ``super()``: ``super(Name, self)`` would find the subclass
+    that replaces a class without a metaclass, and recurse forever.
 
     Args:
         introduced_with_version: The version of the class's own distribution that introduced it.
@@ -91,14 +83,15 @@ def experimental_cls(
             class's module. Where that is unknown, nothing is checked.
 
     Returns:
-        A decorator for classes. The result is a subclass with the same name, and carries the
-        attributes ``_experimental_api`` and ``_introduced_with_version``.
+        A decorator for classes. The result is the class itself if it has a metaclass of its own,
+        else a subclass with the same name and contents. It carries the attributes
+        ``_experimental_api`` and ``_introduced_with_version``.
 
     Raises:
         ExperimentalNotEnabledError: At use, while experimental code is switched off.
         packaging.version.InvalidVersion: One of the versions is not valid.
         TypeError: Used without arguments, or on something that can't be gated: an enum, a
-            protocol, or anything but a class.
+            ``TypedDict``, a protocol, a class whose metaclass is written in C, or no class.
         ValueError: ``max_lifetime`` is negative.
 
     Example:
@@ -119,18 +112,25 @@ def experimental_cls(
         check_lifetime(max_lifetime)
         _check_can_be_gated(cls)
         warn_if_expired(cls, introduced_with_version, max_lifetime, current_version)
-        return _gated_subclass(cls, introduced_with_version)
+        return _gated(cls, introduced_with_version)
 
     return validator
 
 
 class GatedMeta(type):
-    """The metaclass of gated classes and their subclasses."""
+    """The metaclass of gated classes and their subclasses.
+
+    Never the metaclass itself but a parent of it, since ``torch.compile`` gives up on a class whose
+    metaclass defines ``__getattribute__`` in its own body.
+    """
 
     def __new__(
         meta, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
     ) -> Any:
         """Make a class, with the gate open for the hooks that run meanwhile."""
+        if "__module__" not in namespace:  # made by a call, which would count as made here
+            module = sys._getframe(1).f_globals.get("__name__")
+            namespace = {**namespace, "__module__": module}
         with _open_to_class_hooks():
             return super().__new__(meta, name, bases, namespace, **options)
 
@@ -148,7 +148,10 @@ class GatedMeta(type):
             or id(cls) not in _classes_in_use
             or (config._may_be_overridden and config._override.get() is False)
         ):
-            _pass_gate(cls)
+            if is_experimental_enabled():
+                _enter(cls)
+            elif not may_construct(sys._getframe(1), _gated_parent(cls)):
+                _gate(cls).refuse()
         return super().__call__(*args, **kwargs)
 
     def __getattribute__(cls, name: str) -> Any:
@@ -156,17 +159,25 @@ class GatedMeta(type):
         if name.startswith("_"):
             present = _PRESENTED.get(name)
             return super().__getattribute__(name) if present is None else present(cls)
+        is_open = is_experimental_enabled()
         if name == "is_experimental":
-            return is_experimental_enabled()
-        is_open = id(cls) in _classes_in_use and is_experimental_enabled()
-        if not is_open and not _defining_a_class.get() and _comes_from_gated_class(cls, name):
-            _pass_gate(cls)
+            return is_open
+        is_in_use = id(cls) in _classes_in_use
+        if (
+            not (is_open and is_in_use)
+            and not _defining_a_class.get()
+            and _comes_from_gated_class(cls, name)
+        ):
+            if is_open:
+                _enter(cls)
+            elif not may_read(sys._getframe(1), _gated_parent(cls), name, is_in_use):
+                _gate(cls).refuse()
         return super().__getattribute__(name)
 
 
-def _pass_gate(cls: type[Any]) -> None:
-    """Let the caller pass, or raise; from then on the flag alone decides about instances."""
-    type.__getattribute__(cls, _GATE).check()
+def _enter(cls: type[Any]) -> None:
+    """Take a class into use; from then on the flag alone decides about instances."""
+    _gate(cls).announce()
     if id(cls) not in _classes_in_use:
         import weakref
 
@@ -174,24 +185,57 @@ def _pass_gate(cls: type[Any]) -> None:
         weakref.finalize(cls, _classes_in_use.discard, id(cls)).atexit = False
 
 
-def _gated_subclass(cls: type[Any], introduced: str) -> type[Any]:
-    namespace = {name: vars(cls)[name] for name in _KEPT if name in vars(cls)}
-    namespace |= {
-        "__slots__": (),
+def _gate(cls: type[Any]) -> Gate:
+    gate: Gate = type.__getattribute__(cls, _GATE)
+    return gate
+
+
+def _gated_parent(cls: type[Any]) -> type[Any]:
+    """Return the decorated class that a class is or inherits from."""
+    return next(parent for parent in cls.__mro__ if _GATE in vars(parent))
+
+
+def _gated(cls: type[Any], introduced: str) -> type[Any]:
+    root: Any = type(cls)
+    metaclass = _gated_metaclass(root)
+    gated = _stand_in(cls, metaclass) if root is type else _with_metaclass(cls, metaclass)
+    for name, value in {
         "_experimental_api": True,
         "_introduced_with_version": introduced,
         "is_experimental": property(lambda self: is_experimental_enabled()),
+        # A shared metaclass lets a class inherit from two gated ones. The one that is shown as
+        # __class__ is named after the class.
+        _PRESENTED_METACLASS: new_class(cls.__name__, (metaclass,)),
         _GATE: Gate(full_name(cls)),
-    }
-    root: Any = type(cls)
-    metaclass: type[Any] = _gated_metaclass(root)
-    with _without_subclass_hook(cls):
-        gated: type[Any] = metaclass(cls.__name__, (cls,), namespace)
-    # A shared metaclass lets a class inherit from two gated ones. The one that is shown as
-    # __class__ is named after the class.
-    shown = new_class(cls.__name__, (metaclass,))
-    type.__setattr__(gated, _PRESENTED_METACLASS, shown)
+    }.items():
+        type.__setattr__(gated, name, value)
     return gated
+
+
+def _with_metaclass(cls: type[Any], metaclass: Any) -> type[Any]:
+    try:
+        type.__setattr__(cls, "__class__", metaclass)
+    except TypeError as error:
+        raise TypeError(
+            f"{cls!r} has a metaclass written in C, {type(cls).__name__}, and therefore can't be "
+            "gated; mark it with @experimental_api"
+        ) from error
+    return cls
+
+
+def _stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
+    """Return a subclass with the same contents, which takes the place of a class."""
+    with _without_subclass_hook(cls):
+        subclass: type[Any] = metaclass(
+            cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__}
+        )
+    # Set afterwards, so that no descriptor hears of a second owner.
+    for name, value in vars(cls).items():
+        if name not in _NOT_COPIED:
+            type.__setattr__(subclass, name, value)
+    subclass.__qualname__ = cls.__qualname__
+    type.__setattr__(subclass, _PRESENTED_BASES, cls.__bases__)
+    return subclass
 
 
 @cache
@@ -200,7 +244,7 @@ def _gated_metaclass(root: Any) -> Any:
     if issubclass(root, GatedMeta):
         return root
     if root is type:
-        return GatedMeta
+        return new_class("GatedType", (GatedMeta,))
     parents = tuple(_gated_metaclass(base) for base in root.__bases__ if issubclass(base, type))
     return new_class(f"Gated{root.__name__}", (*parents, root))
 
@@ -209,14 +253,14 @@ def _check_can_be_gated(cls: Any) -> None:
     if not isinstance(cls, type):
         raise TypeError(f"{cls!r} is not a class: decorate a function with @experimental_fn")
     if isinstance(cls, enum.EnumMeta):
-        raise TypeError(
-            f"{cls!r} is an enum, which can't be subclassed and therefore can't be gated; mark "
-            "it with @experimental_api"
-        )
-    if vars(cls).get("_is_protocol", False):
-        raise TypeError(
-            f"{cls!r} is a protocol, which has no instances to gate; mark it with @experimental_api"
-        )
+        kind = "an enum, which can't be subclassed and therefore can't be gated"
+    elif type(cls).__name__ == "_TypedDictMeta":  # that of typing or typing_extensions
+        kind = "a TypedDict, whose instances are plain dicts and therefore can't be gated"
+    elif vars(cls).get("_is_protocol", False):
+        kind = "a protocol, which has no instances to gate"
+    else:
+        return
+    raise TypeError(f"{cls!r} is {kind}; mark it with @experimental_api")
 
 
 @contextmanager
@@ -245,18 +289,21 @@ def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
 
 def _comes_from_gated_class(cls: type[Any], name: str) -> bool:
     """Return whether a decorated class, not a subclass or an old parent, defines an attribute."""
-    gated: set[type[Any]] = set()
-    for owner in type.__getattribute__(cls, "__mro__"):
-        if _GATE in vars(owner):
-            gated |= {owner, owner.__bases__[0]}
+    for owner in cls.__mro__:
         if name in vars(owner):
-            return owner in gated
+            return _GATE in vars(owner)
     return False  # an attribute of the metaclass, or none
 
 
 def _presented_metaclass(cls: type[Any]) -> type[Any]:
     shown: type[Any] = vars(cls).get(_PRESENTED_METACLASS, type(cls))
     return shown
+
+
+def _presented_bases(cls: type[Any]) -> tuple[type[Any], ...]:
+    """Return the parents that the user wrote, which documentation shows."""
+    shown: tuple[type[Any], ...] | None = vars(cls).get(_PRESENTED_BASES)
+    return type.__getattribute__(cls, "__bases__") if shown is None else shown
 
 
 def _presented_signature(cls: type[Any]) -> inspect.Signature:
@@ -272,7 +319,9 @@ def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signatur
 
 
 def _explicit_signature(cls: type[Any]) -> Any:
-    return next((s for base in cls.__mro__ if (s := vars(base).get("__signature__"))), None)
+    # Read like any attribute: pydantic has a descriptor there.
+    is_given = any("__signature__" in vars(base) for base in cls.__mro__)
+    return type.__getattribute__(cls, "__signature__") if is_given else None
 
 
 def _metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signature | None:
@@ -299,6 +348,7 @@ def _constructor(cls: type[Any]) -> inspect.Signature:
 
 
 _PRESENTED: Mapping[str, Callable[[type[Any]], Any]] = {
+    "__bases__": _presented_bases,
     "__class__": _presented_metaclass,
     "__signature__": _presented_signature,
 }

@@ -5,14 +5,17 @@ A library with metadata is never imported, so it has a version even if importing
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from functools import wraps
-from typing import Any, overload
+from typing import Any, TypeVar, overload
 
 from packaging.version import Version
 
-from mcore.versioning.lookup import InstalledPackage, known_package
+from mcore.versioning.compiled import constant_when_compiled
+from mcore.versioning.lookup import InstalledPackage, installed_version, known_package
 
+Check = TypeVar("Check", bound="Callable[..., bool]")
 _ABSENT = Version("0.0.0")
 _TORCH = known_package("torch", "torch")
 _TRANSFORMER_ENGINE = known_package("transformer_engine", "transformer-engine")
@@ -21,6 +24,45 @@ _MAMBA_SSM = known_package("mamba_ssm", "mamba-ssm")
 _CAUSAL_CONV1D = known_package("causal_conv1d", "causal-conv1d")
 _PACKING_IN_INFERENCE = ((_CAUSAL_CONV1D, "1.5.3.post1"), (_MAMBA_SSM, "2.2.6.post3"))
 _PACKING_IN_TRAINING = ((_CAUSAL_CONV1D, "1.4.0"), (_MAMBA_SSM, "2.0.0"))
+
+
+def _remembering(package: InstalledPackage) -> Callable[[Check], Check]:
+    """Answer a repeated question within the call itself, while ``__version__`` is the same."""
+    module, modules = package.module, sys.modules
+
+    def remember(ask: Check) -> Check:
+        # The last parameter is keyword-only in the signature that users see. Being so here as well
+        # would slow each call by a tenth.
+        @wraps(ask)
+        def check(
+            version: str | Version, check_equality: bool = True, release_only: bool = False
+        ) -> bool:
+            if check_equality and not release_only:
+                try:
+                    known, answers = package.loaded
+                    if modules[module].__version__ is known:
+                        return answers[version]
+                except (AttributeError, KeyError, TypeError):
+                    pass
+            return ask(version, check_equality, release_only=release_only)
+
+        return constant_when_compiled(check)  # type: ignore[return-value]
+
+    return remember
+
+
+def _taking_vers(check: Callable[..., bool]) -> Callable[..., bool]:
+    """Accept ``vers`` as another name of the keyword ``version``."""
+
+    @wraps(check)
+    def renaming(*args: Any, **kwargs: Any) -> bool:
+        if "vers" in kwargs:
+            if args or "version" in kwargs:
+                raise TypeError("pass the version once: as `version` or as `vers`, not both")
+            kwargs["version"] = kwargs.pop("vers")
+        return check(*args, **kwargs)
+
+    return constant_when_compiled(renaming)
 
 
 def get_torch_version() -> Version:
@@ -99,6 +141,7 @@ def get_causal_conv1d_version() -> Version:
     return _present(_CAUSAL_CONV1D)
 
 
+@_remembering(_TORCH)
 def is_torch_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -128,20 +171,6 @@ def is_torch_min_version(
     return _TORCH.is_at_least(version, check_equality, release_only)
 
 
-def _taking_vers(check: Callable[..., bool]) -> Callable[..., bool]:
-    """Accept ``vers`` as another name of the keyword ``version``."""
-
-    @wraps(check)
-    def renaming(*args: Any, **kwargs: Any) -> bool:
-        if "vers" in kwargs:
-            if args or "version" in kwargs:
-                raise TypeError("pass the version once: as `version` or as `vers`, not both")
-            kwargs["version"] = kwargs.pop("vers")
-        return check(*args, **kwargs)
-
-    return renaming
-
-
 @overload
 def is_te_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
@@ -151,6 +180,7 @@ def is_te_min_version(
     *, vers: str | Version, check_equality: bool = True, release_only: bool = False
 ) -> bool: ...
 @_taking_vers
+@_remembering(_TRANSFORMER_ENGINE)
 def is_te_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -166,6 +196,7 @@ def is_te_min_version(
     return _TRANSFORMER_ENGINE.is_at_least(version, check_equality, release_only)
 
 
+@_remembering(_FLASH_ATTN)
 def is_fa_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -180,6 +211,7 @@ def is_fa_min_version(
     return _FLASH_ATTN.is_at_least(version, check_equality, release_only)
 
 
+@_remembering(_MAMBA_SSM)
 def is_mamba_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -194,6 +226,7 @@ def is_mamba_min_version(
     return _MAMBA_SSM.is_at_least(version, check_equality, release_only)
 
 
+@_remembering(_CAUSAL_CONV1D)
 def is_causal_conv1d_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -208,6 +241,7 @@ def is_causal_conv1d_min_version(
     return _CAUSAL_CONV1D.is_at_least(version, check_equality, release_only)
 
 
+@constant_when_compiled
 def check_mamba_sequence_packing_support(
     for_inference_not_training: bool = True,
 ) -> tuple[bool, str | None]:
@@ -254,9 +288,10 @@ def get_package_version(module: str, distribution: str | None = None) -> Version
         >>> get_package_version("no_such_module") is None
         True
     """
-    return known_package(module, distribution).version()
+    return installed_version(module, distribution)
 
 
+@constant_when_compiled
 def is_package_min_version(
     module: str,
     version: str | Version,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from packaging.version import Version
@@ -40,9 +40,10 @@ def deprecated(
     is copied or unpickled by way of ``__new__`` (exceptions are unpickled by a call, which warns).
     Deprecating an object twice replaces the first deprecation.
 
-    Put it above ``staticmethod``, ``classmethod`` and ``property`` or below them, above
-    ``dataclasses.dataclass``, and above ``typing_extensions.deprecated(..., category=None)``, which
-    tells type checkers.
+    Put it above ``staticmethod`` and ``classmethod`` or below them, below ``property`` (type
+    checkers accept nothing above it), above ``dataclasses.dataclass``, and above
+    ``typing_extensions.deprecated(..., category=None)`` with the same text, which tells type
+    checkers.
 
     The result carries ``_deprecated``, ``_deprecated_version``, ``_removal_version``,
     ``_alternative``, ``_deprecation_reason`` and ``__deprecated__``; :func:`get_deprecation` reads
@@ -61,7 +62,8 @@ def deprecated(
 
     Raises:
         packaging.version.InvalidVersion: ``version`` or ``removal_version`` is not valid.
-        ValueError: ``removal_version`` is not later than ``version``, or ``stacklevel`` is below 1.
+        ValueError: ``removal_version`` is not later than ``version``, ``stacklevel`` is below 1, or
+            the decorator for type checkers below it has another text.
         TypeError: Used without arguments, on something that can't be deprecated, or with a
             ``category`` that is not a warning class.
 
@@ -85,6 +87,7 @@ Reason: Faster.
 
     def deprecate(target: Any) -> Any:
         message = _message(display_name(target), version, removal_version, alternative, reason)
+        _check_standard_text(target, message)
         notice = Notice(message, category, stacklevel)
         is_class = isinstance(target, type)
         if not is_class:
@@ -150,7 +153,7 @@ def is_internal_api(obj: object) -> bool:
         >>> is_internal_api(print)
         False
     """
-    return _own_attributes(obj).get("_internal_api") is True
+    return any(own.get("_internal_api") is True for own in _own_attributes(obj))
 
 
 def is_experimental_api(obj: object) -> bool:
@@ -160,11 +163,13 @@ def is_experimental_api(obj: object) -> bool:
         >>> is_experimental_api(print)
         False
     """
-    return _own_attributes(obj).get("_experimental_api") is True
+    return any(own.get("_experimental_api") is True for own in _own_attributes(obj))
 
 
 def get_deprecation(obj: object) -> DeprecationInfo | None:
     """Return what was passed to :func:`deprecated` for an object itself; None for anything else.
+
+    Of a property with several deprecated accessors it is that of the getter.
 
     Example:
         >>> @deprecated("1.0.0", reason="Unused.")
@@ -176,17 +181,16 @@ def get_deprecation(obj: object) -> DeprecationInfo | None:
     """
     from mcore.versioning.deprecation_info import DeprecationInfo
 
-    attributes = _own_attributes(obj)
-    notice = attributes.get(NOTICE_ATTRIBUTE)
-    if notice is None:
-        return None
-    return DeprecationInfo(
-        version=attributes["_deprecated_version"],
-        removal_version=attributes["_removal_version"],
-        alternative=attributes["_alternative"],
-        reason=attributes["_deprecation_reason"],
-        message=notice.message,
-    )
+    for attributes in _own_attributes(obj):
+        if NOTICE_ATTRIBUTE in attributes:
+            return DeprecationInfo(
+                version=attributes["_deprecated_version"],
+                removal_version=attributes["_removal_version"],
+                alternative=attributes["_alternative"],
+                reason=attributes["_deprecation_reason"],
+                message=attributes[NOTICE_ATTRIBUTE].message,
+            )
+    return None
 
 
 def _check_versions(version: str, removal_version: str | None) -> None:
@@ -210,6 +214,18 @@ def _check_warning(category: Any, stacklevel: int) -> None:
         raise TypeError(f"category must be a subclass of Warning or None, not {category!r}")
     if stacklevel < 1:
         raise ValueError(f"stacklevel is {stacklevel}; 1 blames the caller, 2 the caller's caller")
+
+
+def _check_standard_text(target: Any, message: str) -> None:
+    """Refuse an object that the standard decorator (PEP 702) below gave another text."""
+    (own,) = _own_attributes(target) if callable(target) else ({},)
+    text = own.get("__deprecated__")
+    notice = own.get(NOTICE_ATTRIBUTE)
+    if text not in (None, message) and (notice is None or notice.message != text):
+        raise ValueError(
+            f"the standard deprecated decorator below @deprecated says {text!r}, which users of a "
+            f"type checker would see instead of {message!r}; give both the latter text"
+        )
 
 
 def _message(
@@ -244,9 +260,7 @@ def _attach(obj: Any, attributes: Mapping[str, Any]) -> None:
         ) from error
 
 
-def _own_attributes(obj: object) -> Mapping[str, Any]:
-    """Return the attributes of the object or, for a method or descriptor, the function inside."""
-    part = next(inner_callables(obj), None)
-    part = getattr(part, "__func__", part)
-    attributes: Mapping[str, Any] = getattr(part, "__dict__", {})
-    return attributes
+def _own_attributes(obj: object) -> Iterator[Mapping[str, Any]]:
+    """Yield the attributes of the object or, for a method or descriptor, the functions inside."""
+    for part in inner_callables(obj):
+        yield getattr(getattr(part, "__func__", part), "__dict__", {})

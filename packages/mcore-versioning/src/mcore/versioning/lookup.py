@@ -7,7 +7,14 @@ from functools import lru_cache
 
 from packaging.version import InvalidVersion, Version
 
+from mcore.versioning.compiled import constant_when_compiled
+from mcore.versioning.distributions import owners_of
+
 _NOT_LOADED = object()
+_LIMIT = 256
+
+# The versions of what is installed, by their texts. A dict, since torch.compile can look into it.
+_versions: dict[str, Version] = {}
 
 
 class InstalledPackage:
@@ -16,7 +23,7 @@ class InstalledPackage:
     State is replaced by single assignments: at worst two threads read the same metadata.
     """
 
-    __slots__ = ("_loaded", "_recorded", "distribution", "module")
+    __slots__ = ("_recorded", "distribution", "loaded", "module")
 
     def __init__(self, module: str, distribution: str) -> None:
         self.module = module
@@ -25,36 +32,35 @@ class InstalledPackage:
 
     def forget(self) -> None:
         """Drop what was found."""
-        # The loaded module, its `__version__` and, if that is readable, the text of it.
-        self._loaded: tuple[object, object, str | None] = (None, None, None)
+        # The `__version__` of the loaded module and the answers to questions about it. Another
+        # object there, even an equal one, makes them void.
+        self.loaded: tuple[object, dict[str | Version, bool]] = (None, {})
         self._recorded: str | None = None
 
     def version(self) -> Version | None:
         """The version, None where the package is absent; an unreadable one is an InvalidVersion."""
-        text = self._text()
-        return None if text is None else _parse(text)
+        text = self.text()
+        return None if text is None else _versions[text]
 
     def is_at_least(
         self, version: str | Version, check_equality: bool = True, release_only: bool = False
     ) -> bool:
         """Return whether the package is installed in at least this version."""
-        module, raw, installed = self._loaded
-        if (
-            installed is None
-            or sys.modules.get(self.module) is not module
-            or (getattr(module, "__version__", None) is not raw)
-        ):
-            installed = self._text()
+        wanted = parse_version(version)  # an invalid request is an error for an absent package too
+        installed = self.text()
         if installed is None:
-            parse_version(version)  # an invalid request is an error all the same
             return False
-        try:
-            return _is_at_least(installed, version, check_equality, release_only)
-        except TypeError:
-            parse_version(version)  # raises the right error for what cannot be hashed
-            raise
+        found = _versions[installed]
+        answer = is_at_least(found, wanted, check_equality, release_only=release_only)
+        raw, answers = self.loaded
+        if check_equality and not release_only and installed == _readable_text(raw):
+            if len(answers) >= _LIMIT:
+                answers.clear()
+            answers[version] = answer
+        return answer
 
-    def _text(self) -> str | None:
+    @constant_when_compiled
+    def text(self) -> str | None:
         """Look in the loaded module, then in the metadata; import a module without metadata.
 
         None in ``sys.modules`` means absent; an unreadable version raises InvalidVersion.
@@ -64,18 +70,16 @@ class InstalledPackage:
             return None
         if module is _NOT_LOADED:
             return self._recorded_version() or self._version_after_import()
-        text = self._loaded_version(module) or self._recorded_version()
+        text = self._loaded_version(module) or self._recorded_version() or self._owner_version()
         if text is None:
             self._refuse_unreadable(module)
         return text
 
     def _loaded_version(self, module: object) -> str | None:
         raw = getattr(module, "__version__", None)
-        known_module, known_raw, text = self._loaded
-        if raw is not known_raw or module is not known_module:
-            text = _readable_text(raw)
-            self._loaded = (module, raw, text)
-        return text
+        if raw is not self.loaded[0]:
+            self.loaded = (raw, {})
+        return _readable_text(raw)
 
     def _recorded_version(self) -> str | None:
         if self._recorded is not None:
@@ -86,13 +90,26 @@ class InstalledPackage:
             text = version(self.distribution)
         except (PackageNotFoundError, KeyError):
             return None
+        return self._recording(self.distribution, text)
+
+    def _owner_version(self) -> str | None:
+        """Return the version of the distribution that brought a module of another name."""
+        top_level = self.module.partition(".")[0]
+        if self.distribution != self.module or top_level in sys.stdlib_module_names:
+            return None
+        owners = owners_of(self.module)
+        if len(set(owners.values())) != 1:
+            return None  # none, or several that disagree
+        return self._recording(*owners.popitem())
+
+    def _recording(self, distribution: str, text: str | None) -> str | None:
         if text is None:  # metadata without a Version field; later Pythons raise KeyError
             return None
         try:
-            _parse(text)
+            _versions[text] = _parse(text)
         except InvalidVersion as error:
             raise InvalidVersion(
-                f"the metadata of {self.distribution} gives {text!r}, which is not a version"
+                f"the metadata of {distribution} gives {text!r}, which is not a version"
             ) from error
         self._recorded = text
         return text
@@ -102,8 +119,11 @@ class InstalledPackage:
         from importlib.util import find_spec
 
         try:
-            if find_spec(self.module) is None:
+            if find_spec(self.module.partition(".")[0]) is None:
                 return None
+            text = self._owner_version()
+            if text is not None or find_spec(self.module) is None:
+                return text
             module = importlib.import_module(self.module)
         except (ImportError, OSError) as error:
             import logging
@@ -135,11 +155,22 @@ def known_package(module: str, distribution: str | None = None) -> InstalledPack
     return _packages.get(key) or _packages.setdefault(key, InstalledPackage(*key))
 
 
+def installed_version(module: str, distribution: str | None = None) -> Version | None:
+    """Return the version of a package that :func:`known_package` looks up."""
+    text = _installed_text(module, distribution)
+    return None if text is None else _versions[text]
+
+
+@constant_when_compiled
+def _installed_text(module: str, distribution: str | None) -> str | None:
+    return known_package(module, distribution).text()
+
+
 def clear_version_cache() -> None:
     """Forget all versions that were found.
 
-    Needed after an upgrade in a running process, and after another ``__version__`` was patched into
-    a loaded module. Replacing the module in ``sys.modules``, also by None, is noticed without it.
+    Needed after an upgrade in a running process. A module that is replaced in ``sys.modules``, also
+    by None, and another ``__version__`` in a loaded module are noticed without it.
 
     Example:
         >>> clear_version_cache()
@@ -177,25 +208,18 @@ def parse_version(version: str | Version) -> Version:
     return _parse(version)
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=_LIMIT)
 def _parse(version: str) -> Version:
     return Version(version)
-
-
-@lru_cache(maxsize=256)
-def _is_at_least(
-    installed: str, requested: str | Version, check_equality: bool, release_only: bool
-) -> bool:
-    return is_at_least(
-        _parse(installed), parse_version(requested), check_equality, release_only=release_only
-    )
 
 
 def _readable_text(raw: object) -> str | None:
     """Return the text of a ``__version__``: a ``str``, a subclass of it or a Version."""
     if not isinstance(raw, (str, Version)):
         return None
+    text = str(raw)
     try:
-        return str(_parse(str(raw)))
+        _versions[text] = _parse(text)
     except InvalidVersion:
         return None
+    return text

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from types import CodeType
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import inspect
+
+_COROUTINE = 0x80  # inspect.CO_COROUTINE, which is not worth importing inspect for
 
 
 def create_updated_function_signature(
@@ -128,11 +131,17 @@ def inner_callables(target: Any) -> Iterator[Any]:
 
 
 def mark_if_coroutine_function(wrapper: Any, wrapped: Any) -> None:
-    """Let ``asyncio.iscoroutinefunction`` see a coroutine function in the plain wrapper of one."""
+    """Let ``asyncio.iscoroutinefunction`` see a coroutine function in the plain wrapper of one.
+
+    A mark that ``wrapped`` has itself is copied by ``functools.wraps``.
+    """
+    while isinstance(wrapped, partial):
+        wrapped = wrapped.func
+    code = getattr(getattr(wrapped, "__func__", wrapped), "__code__", None)
+    if not isinstance(code, CodeType) or not code.co_flags & _COROUTINE:
+        return
     import inspect
 
-    if not inspect.iscoroutinefunction(wrapped):
-        return
     mark = getattr(inspect, "markcoroutinefunction", _mark_for_asyncio)
     mark(wrapper)
 

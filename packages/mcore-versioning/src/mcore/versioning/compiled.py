@@ -1,0 +1,31 @@
+"""What ``torch.compile`` sees of this package, said in attributes that need no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound="Callable[..., Any]")
+
+
+def constant_when_compiled(func: F) -> F:
+    """Let a call be made while compiling, and its result count as a constant.
+
+    The same as ``torch.compiler.assume_constant_result``.
+    """
+    func._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return func
+
+
+def compiled_as(substitute: F) -> Callable[[F], F]:
+    """Let another function be compiled in place of the decorated one.
+
+    Only for private functions: ``functools.wraps`` copies the attribute to wrappers, which
+    ``torch.compile`` would then skip.
+    """
+
+    def mark(func: F) -> F:
+        func._torchdynamo_inline = substitute  # type: ignore[attr-defined]
+        return func
+
+    return mark
