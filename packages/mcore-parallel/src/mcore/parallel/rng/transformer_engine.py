@@ -13,7 +13,7 @@ from mcore.parallel.rng.state import clone_rng_state
 from mcore.parallel.rng.tracker import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     RngTracker,
-    check_new_stream,
+    new_stream_seed,
 )
 from mcore.versioning import get_te_version, is_te_min_version
 
@@ -79,7 +79,7 @@ def _adapted_class(base: Any) -> Any:
         def add(self, name: str, seed: int) -> None:
             if self.is_inference_rng_tracker:
                 return
-            check_new_stream(name, seed, self.states_, self.seeds_)
+            seed = new_stream_seed(name, seed, self.states_, self.seeds_)
             super().add(name, seed)
             self._is_initialized = True
 
