@@ -333,6 +333,7 @@ def test_the_device_is_decided_at_first_use_and_held_by_streams() -> None:
     with pytest.raises(ValueError, match=r"\['a'\] are on cpu"):
         tracker.device = "cpu"
 
+
 # Forks that close out of order, and seeds that mean the same numbers.
 
 
@@ -348,7 +349,7 @@ def test_a_fork_that_closes_before_an_inner_one_is_an_error_and_every_stream_is_
     drawn["s1"].append(draw())
     second.__enter__()
     drawn["s2"].append(draw())
-    with pytest.raises(RuntimeError, match="fork of s1 closed while that of s2, opened inside it"):
+    with pytest.raises(RuntimeError, match=r"fork of s1 closed while that of s2, opened inside it"):
         first.__exit__(None, None, None)
     drawn["s2"].append(draw())
     with tracker.fork("s1"):
@@ -443,17 +444,17 @@ def test_a_seed_may_be_an_integer_of_another_library(kind: Any, graph_safe: bool
     with tracker.fork("a"):
         assert draw() == numbers(7, 1)[0]
     assert [type(seed) for seed in tracker.seeds_] == [int]
-    with pytest.raises(ValueError, match="^seed 7 already exists$"):
+    with pytest.raises(ValueError, match=r"^seed 7 already exists$"):
         tracker.add("b", 7)
 
 
 def test_two_seeds_of_the_same_numbers_are_one_seed() -> None:
     tracker = CudaRNGStatesTracker(device="cpu")
     tracker.add("a", -1)
-    with pytest.raises(ValueError, match="^seed 18446744073709551615 already exists, as -1$"):
+    with pytest.raises(ValueError, match=r"^seed 18446744073709551615 already exists, as -1$"):
         tracker.add("b", 2**64 - 1)
     tracker.add("b", 2**64 - 5)
-    with pytest.raises(ValueError, match="^seed -5 already exists, as 18446744073709551611$"):
+    with pytest.raises(ValueError, match=r"^seed -5 already exists, as 18446744073709551611$"):
         tracker.add("c", -5)
     assert sorted(tracker.get_states()) == ["a", "b"]
 

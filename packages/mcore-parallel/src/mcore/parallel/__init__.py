@@ -40,9 +40,12 @@ from mcore.parallel.regions import (
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
 from mcore.parallel.rng import (
     CudaRNGStatesTracker,
+    checkpoint_activations,
+    checkpoint_context_fn,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
     model_parallel_cuda_manual_seed,
+    replay_rng_streams,
 )
 from mcore.parallel.tensor_parallel import (
     copy_tensor_model_parallel_attributes,
@@ -64,6 +67,8 @@ __all__ = [
     "ProcessGroups",
     "__version__",
     "check_param_hashes_across_dp_replicas",
+    "checkpoint_activations",
+    "checkpoint_context_fn",
     "clear_default_process_groups",
     "contains_submesh",
     "copy_tensor_model_parallel_attributes",
@@ -96,6 +101,7 @@ __all__ = [
     "reduce_max_stat_across_model_parallel_group",
     "reduce_scatter_to_sequence_parallel_region",
     "reduce_step_stats",
+    "replay_rng_streams",
     "resolve_submesh",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",

@@ -6,7 +6,7 @@ import operator
 import warnings
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, ContextDecorator, nullcontext
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -74,6 +74,7 @@ class RngTracker(Protocol):
     def fork(
         self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
     ) -> AbstractContextManager[None]: ...
+    def snapshot(self) -> AbstractContextManager[None]: ...
 
 
 class CudaRNGStatesTracker:
@@ -276,6 +277,35 @@ class CudaRNGStatesTracker:
         """
         return nullcontext() if self.is_inference_rng_tracker else _Fork(self, name, check_cpu)
 
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Return a block, usable any number of times, in which all numbers are those from now on.
+
+        Inside it the streams, the open forks and the device's default numbers are as they are at
+        this call; after it they are as they were before it. With CUDA graphs the streams inside
+        are copies, which a graph does not know.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> now = tracker.snapshot()
+            >>> with tracker.fork("dropout"):
+            ...     first = torch.rand(3)
+            >>> with now, tracker.fork("dropout"):
+            ...     torch.equal(torch.rand(3), first)
+            True
+        """
+        return _Snapshot(self) if self._is_initialized else nullcontext()
+
+    def _moment(self) -> _Moment:
+        """Return what the tracker holds now, uncopied."""
+        states = self.get_states()
+        return _Moment(states, self.seeds_, self._forks, self._read())
+
+    def _go_to(self, moment: _Moment) -> None:
+        """Continue from a moment, which belongs to the tracker from here on."""
+        self.states_, self.seeds_, self._forks = moment.states, moment.seeds, moment.forks
+        write_rng_state(self._generator, moment.current, self.use_cudagraphable_rng)
+
     def _enter(self, fork: _Fork) -> None:
         """Make a stream the default numbers and remember the previous state."""
         if fork.name not in self.states_:
@@ -310,6 +340,38 @@ class CudaRNGStatesTracker:
 
     def _read(self) -> RngState:
         return read_rng_state(self._generator, self.use_cudagraphable_rng)
+
+
+class _Moment(NamedTuple):
+    """What a tracker holds: its streams, seeds and open forks, and the default numbers."""
+
+    states: dict[str, Any]
+    seeds: set[int]
+    forks: list[_Fork]
+    current: RngState
+
+    def copied(self) -> _Moment:
+        """Return a moment that does not change with this one."""
+        states, current = self.states, self.current
+        if isinstance(current, torch.Generator):  # plain states are never changed by draws
+            states = {name: clone_rng_state(state) for name, state in states.items()}
+            current = clone_rng_state(current)
+        return _Moment(dict(states), set(self.seeds), list(self.forks), current)
+
+
+class _Snapshot(AbstractContextManager[None]):
+    """Blocks in which a tracker is as it was when this was made."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        self._tracker, self._moment = tracker, tracker._moment().copied()
+        self._outside: list[_Moment] = []
+
+    def __enter__(self) -> None:
+        self._outside.append(self._tracker._moment())
+        self._tracker._go_to(self._moment.copied())
+
+    def __exit__(self, *error: object) -> None:
+        self._tracker._go_to(self._outside.pop())
 
 
 class _Fork(ContextDecorator):
