@@ -421,7 +421,7 @@ def split_metadata_that_seq_dims_name() -> None:
     part = split_by_each_rank(batch, 2, seq_dims={"max_seqlen": 0, "cu_seqlens": 0, "none": 0})[1]
     assert part["max_seqlen"].tolist() == [*range(4, 12)]
     assert part["cu_seqlens"] is None
-    with pytest.raises(ValueError, match="max_seqlen of shape .* has length 12"):
+    with pytest.raises(ValueError, match=r"max_seqlen of shape .* has length 12"):
         split_by_each_rank(batch | {"max_seqlen": torch.arange(12)}, 2, seq_dims={"max_seqlen": 0})
     part = split_by_each_rank(batch, 2, seq_dims={"tokens": None})[0]
     assert part == batch
@@ -475,7 +475,7 @@ def split_packed_batches() -> None:
 def packed_shards_are_not_one_sequence() -> None:
     batch = packed_batch()
     shards = [part["tokens"] for part in split_by_each_rank(batch, 2)]
-    with pytest.raises(ValueError, match="packed documents.*pass their cu_seqlens"):
+    with pytest.raises(ValueError, match=r"packed documents.*pass their cu_seqlens"):
         cp_unzigzag(shards, 1)
     assert torch.equal(cp_unzigzag(shards, 1, cu_seqlens=batch["cu_seqlens"]), batch["tokens"])
 

@@ -29,6 +29,7 @@ from mcore.parallel.reductions import (
     reduce_step_stats,
 )
 from mcore.parallel.regions import (
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -36,6 +37,7 @@ from mcore.parallel.regions import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
 )
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
 from mcore.parallel.rng import (
@@ -66,6 +68,7 @@ __all__ = [
     "ProcessGroupCollection",
     "ProcessGroups",
     "__version__",
+    "all_to_all",
     "check_param_hashes_across_dp_replicas",
     "checkpoint_activations",
     "checkpoint_context_fn",
@@ -108,4 +111,5 @@ __all__ = [
     "set_default_process_groups",
     "set_tensor_model_parallel_attributes",
     "use_process_groups",
+    "vocab_parallel_cross_entropy",
 ]
