@@ -80,7 +80,7 @@ def test_collectives_and_loss() -> None:
 
 
 def loss_of_one_rank() -> None:
-    """Losses agree with smoothing too; over several ranks megatron-core's differ from one rank's."""
+    """Losses agree with smoothing too; on several ranks megatron-core's differ from one's."""
     with pytest.MonkeyPatch.context() as patch:
         start(patch)
         target, logits = torch.tensor([0, 3, 4]), seeded(3, 5) * 4
