@@ -383,7 +383,9 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes
     longest = input_.shape[0] if sizes is None else max(sizes)
     num_ranks = group.size()
     output = input_.new_empty((num_ranks * longest, *input_.shape[1:]))
-    sent = filled_up(input_.contiguous(), longest)
+    sent = input_.contiguous()
+    if sizes is not None:
+        sent = filled_up(sent, longest)
     all_gather_single(output, sent, group)
     if sizes is not None:
         parts = torch.split(output, longest) if longest else [output] * num_ranks
@@ -402,7 +404,7 @@ def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> T
         sent = torch.cat([filled_up(part, longest) for part in torch.split(input_, list(sizes))])
     output = input_.new_empty((longest, *input_.shape[1:]))
     reduce_scatter_single(output, sent, group)
-    return output[:length]
+    return output if length == longest else output[:length]
 
 
 def _length_per_rank(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:
