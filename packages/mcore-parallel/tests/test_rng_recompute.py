@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -384,31 +384,40 @@ def refuse_what_has_no_parts() -> None:
             checkpoint_activations(dropped, True, *args, tp_group=dist.group.WORLD)
 
 
-def shard_fully() -> None:
-    wrappers: dict[str, Any] = {
-        "none": plain,
-        "context_fn": with_context_fn,
-        "ours": ours,
-        "parts": in_parts,
-    }
-    results = {}
-    for name, wrap in [*wrappers.items(), ("module", None)]:
-        blocks = nn.ModuleList(Block(seed) for seed in range(3))
-        if wrap is None:  # the wrapper of torch's own module
-            for index, block in enumerate(blocks):
-                blocks[index] = checkpoint_wrapper(block, context_fn=checkpoint_context_fn)
-        for block in blocks:
-            fully_shard(block)
-        model_parallel_cuda_manual_seed(5, force_reset_rng=True)
+class Net(nn.Module):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.blocks, self.wrap = nn.ModuleList(Block(seed) for seed in range(3)), wrap
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        for block in self.blocks:
+            hidden = self.wrap(block, hidden)
+        return hidden
+
+
+def train_fully_sharded(wrap: Any, wraps_modules: bool = False) -> list[Tensor]:
+    """Two micro-batches, sharded again after each forward, in bf16; every rank draws alike."""
+    net, policy = Net(wrap), MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+    for index, block in enumerate(net.blocks):
+        if wraps_modules:
+            net.blocks[index] = checkpoint_wrapper(block, context_fn=checkpoint_context_fn)
+        fully_shard(net.blocks[index], mp_policy=policy, reshard_after_forward=True)
+    fully_shard(net, mp_policy=policy)
+    model_parallel_cuda_manual_seed(5, force_reset_rng=True, device="cpu")
+    results = []
+    for _ in range(2):
         hidden = torch.ones(4, WIDTH, requires_grad=True)
-        output = hidden
-        for block in blocks:
-            output = (wrap or plain)(block, output)
-        output.square().sum().backward()
-        grads = [p.grad.to_local() for p in blocks.parameters()]
-        results[name] = [output.detach(), hidden.grad, *grads, *every_state()]
-    for result in results.values():
-        assert_same_bits(result, results["none"])
+        output = net(hidden)
+        output.float().square().sum().backward()
+        results += [output.detach(), hidden.grad]
+    return [*results, *(p.grad.to_local() for p in net.parameters()), *every_state()]
+
+
+def shard_fully() -> None:
+    kept = train_fully_sharded(plain)
+    for wrap in (*KINDS.values(), in_parts):
+        assert_same_bits(train_fully_sharded(wrap), kept)
+    assert_same_bits(train_fully_sharded(plain, wraps_modules=True), kept)
 
 
 def test_on_two_ranks() -> None:
