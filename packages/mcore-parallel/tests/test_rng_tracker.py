@@ -334,6 +334,31 @@ def test_the_device_is_decided_at_first_use_and_held_by_streams() -> None:
         tracker.device = "cpu"
 
 
+@BOTH_MODES
+def test_a_snapshot_repeats_all_numbers_any_number_of_times(graph_safe: bool) -> None:
+    torch.manual_seed(99)
+    tracker = make_tracker(graph_safe)
+
+    def draws() -> list[float]:
+        with tracker.fork("s2"), tracker.fork("s1"):
+            nested = draw()
+        return [draw(), nested, draw()]
+
+    with tracker.fork("s1"):
+        first = draw()
+        now = tracker.snapshot()
+        drawn = draws()
+    assert [first, *drawn] == [numbers(SEEDS["s1"], 4)[place] for place in (0, 2, 1, 3)]
+    for _ in range(2):
+        with now:
+            assert draws() == drawn
+            with now:
+                assert draws() == drawn
+    assert draw() == numbers(99, 1)[0]
+    with tracker.fork("s1"):
+        assert draw() == numbers(SEEDS["s1"], 5)[4]
+
+
 # Forks that close out of order, and seeds that mean the same numbers.
 
 
