@@ -123,12 +123,17 @@ def test_thousands_of_ranks_cover_the_sequence_once() -> None:
     ("arguments", "options", "message"),
     [
         ((15, 2, 0), {}, r"length 15, not divisible by 4 "),
-        ((16, 2, 2), {}, "cp_rank 2 is not one of the 2 ranks"),
-        ((16, 2, -1), {}, "cp_rank -1"),
-        ((16, 0, 0), {}, "0 ranks"),
+        ((16, 2, 2), {}, "cp_rank is 2, expected 0 to 1 with cp_size 2"),
+        ((16, 2, -1), {}, "cp_rank is -1"),
+        ((16, 0, 0), {}, "cp_size is 0"),
         ((-4, 1, 0), {}, "seq_len is -4"),
         ((16, 2, 0), {"cu_seqlens": [0, 6, 16]}, r"document 0 \[0, 6\) has length 6"),
-        ((16, 2, 0), {"cu_seqlens": [0, 4, 8, 14, 16]}, r"document 2 \[8, 14\).*2 of 4 documents"),
+        ((6, 2, 0), {"cu_seqlens": [0, 6]}, "1 of 1 document cannot"),
+        (
+            (16, 2, 0),
+            {"cu_seqlens": [0, 4, 8, 14, 16]},
+            r"document 2 \[8, 14\).*2 of 4 documents cannot",
+        ),
         ((16, 2, 0), {"cu_seqlens": [4, 16]}, "must start at 0"),
         ((16, 2, 0), {"cu_seqlens": []}, "must start at 0"),
         ((16, 2, 0), {"cu_seqlens": [0, 12, 8, 16]}, "must not decrease"),
@@ -172,6 +177,57 @@ def test_unzigzag_passes_gradients_to_the_shard_that_holds_the_position() -> Non
     shards = [torch.zeros(4, requires_grad=True) for _ in range(2)]
     (cp_unzigzag(shards, 0) * torch.arange(8.0)).sum().backward()
     assert [shard.grad.tolist() for shard in shards] == [[0, 1, 6, 7], [2, 3, 4, 5]]
+
+
+@settings(deadline=None)
+@given(packed_sequences(), st.integers(-2, 1))
+def test_unzigzag_inverts_the_split_of_packed_documents(
+    case: tuple[int, list[int]], dim: int
+) -> None:
+    cp_size, cu_seqlens = case
+    shape = [3, 3]
+    shape[dim] = cu_seqlens[-1]
+    whole = torch.arange(3 * cu_seqlens[-1]).view(shape)
+    shards = [
+        whole.index_select(dim, cp_zigzag_index(shape[dim], cp_size, rank, cu_seqlens=cu_seqlens))
+        for rank in range(cp_size)
+    ]
+    assert torch.equal(cp_unzigzag(shards, dim, cu_seqlens=cu_seqlens), whole)
+
+
+def test_packed_unzigzag_passes_gradients_to_the_shard_that_holds_the_position() -> None:
+    shards = [torch.zeros(8, requires_grad=True) for _ in range(2)]
+    (
+        cp_unzigzag(shards, 0, cu_seqlens=torch.tensor([[0, 4, 16]])) * torch.arange(16.0)
+    ).sum().backward()
+    assert [shard.grad.tolist() for shard in shards] == [
+        [0, 3, 4, 5, 6, 13, 14, 15],
+        [1, 2, 7, 8, 9, 10, 11, 12],
+    ]
+
+
+@pytest.mark.parametrize("size", [2, torch.tensor([2])])
+def test_hybrid_shards_are_those_of_the_ranks_that_share_the_batch(size: Any) -> None:
+    shards = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
+    assert cp_unzigzag(shards, 0, local_cp_size=size).tolist() == [*range(8)]
+    with pytest.raises(ValueError, match=r"4 shards.*local_cp_size of 2.*hybrid_cp_group"):
+        cp_unzigzag(shards * 2, 0, local_cp_size=size)
+    assert cp_unzigzag(shards[:1], 0, local_cp_size=1) is shards[0]
+
+
+@pytest.mark.parametrize(
+    ("shards", "cu_seqlens", "message"),
+    [
+        (2, [0, 6, 16], r"document 0 \[0, 6\)"),
+        (2, [0, 8], "ends at 8, expected 16, the length of 2 shards"),
+        (1, [0, 4], "ends at 4, expected 8, the length of 1 shard$"),
+    ],
+)
+def test_borders_that_do_not_fit_the_shards_are_refused(
+    shards: int, cu_seqlens: list[int], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        cp_unzigzag([torch.zeros(8)] * shards, 0, cu_seqlens=cu_seqlens)
 
 
 @pytest.mark.parametrize(
@@ -331,6 +387,44 @@ def split_masks() -> None:
     flat = torch.arange(32).view(2, 16)
     part = split_by_each_rank({"attention_mask": flat}, 2)[1]["attention_mask"]
     assert torch.equal(part, flat[:, 4:12])
+    queries = torch.arange(2 * 16 * 16).view(2, 16, 16)  # [b, sq, sk]
+    part = split_by_each_rank({"tokens": flat, "attention_mask": queries}, 2)[1]["attention_mask"]
+    assert torch.equal(part, queries[:, 4:12])
+    keys = split_by_each_rank({"attention_mask": queries}, 2, seq_dims={"attention_mask": -1})[1]
+    assert torch.equal(keys["attention_mask"], queries[..., 4:12])
+    padding = torch.ones(2, 1, 16)  # [b, 1, sk]: no query to split
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(2, 1, 16\) has length 1"):
+        split_by_each_rank({"tokens": flat, "attention_mask": padding}, 2)
+    kept = split_by_each_rank(
+        {"tokens": flat, "attention_mask": padding}, 2, seq_dims={"attention_mask": None}
+    )[0]
+    assert kept["attention_mask"] is padding
+
+
+def split_positions_of_several_axes() -> None:
+    for rows in (4, 16, 3):
+        batch = {
+            "tokens": torch.arange(rows * 16).view(rows, 16),
+            "position_ids": torch.arange(3 * rows * 16).view(3, rows, 16),  # time, height, width
+        }
+        part = split_by_each_rank(batch, 2)[1]
+        assert torch.equal(part["position_ids"], batch["position_ids"][..., 4:12])
+        assert torch.equal(part["tokens"], batch["tokens"][:, 4:12])
+    packed = packed_batch(position_ids=torch.arange(48).view(3, 1, 16))
+    part = split_by_each_rank(packed, 2)[0]
+    whole = packed["position_ids"]
+    assert torch.equal(part["position_ids"], whole[..., [0, 3, 4, 5, 6, 13, 14, 15]])
+
+
+def split_metadata_that_seq_dims_name() -> None:
+    batch = {"tokens": torch.zeros(1, 16), "max_seqlen": torch.arange(16), "cu_seqlens": None}
+    part = split_by_each_rank(batch, 2, seq_dims={"max_seqlen": 0, "cu_seqlens": 0, "none": 0})[1]
+    assert part["max_seqlen"].tolist() == [*range(4, 12)]
+    assert part["cu_seqlens"] is None
+    with pytest.raises(ValueError, match=r"max_seqlen of shape .* has length 12"):
+        split_by_each_rank(batch | {"max_seqlen": torch.arange(12)}, 2, seq_dims={"max_seqlen": 0})
+    part = split_by_each_rank(batch, 2, seq_dims={"tokens": None})[0]
+    assert part == batch
 
 
 def intermediate_stages() -> None:
@@ -378,6 +472,14 @@ def split_packed_batches() -> None:
     assert whole[0]["cu_seqlens"] is batch["cu_seqlens"]
 
 
+def packed_shards_are_not_one_sequence() -> None:
+    batch = packed_batch()
+    shards = [part["tokens"] for part in split_by_each_rank(batch, 2)]
+    with pytest.raises(ValueError, match=r"packed documents.*pass their cu_seqlens"):
+        cp_unzigzag(shards, 1)
+    assert torch.equal(cp_unzigzag(shards, 1, cu_seqlens=batch["cu_seqlens"]), batch["tokens"])
+
+
 def split_hybrid_batches() -> None:
     asked = []
 
@@ -394,16 +496,18 @@ def split_hybrid_batches() -> None:
         assert part["hybrid_cp_group"].size() == 2
         assert part["local_cp_size"] is size
     assert asked == [2, 2]
-    without_documents = hybrid_batch(cu_seqlens=None)
-    part = get_batch_on_this_cp_rank(
-        without_documents, is_hybrid_cp=True, hybrid_cp_group_func=group_of
-    )
-    assert part["tokens"].shape == (1, 8)
-    for rank, part in enumerate(
-        split_by_each_rank(hybrid_batch(), 2, is_hybrid_cp=True, use_per_sequence_balancing=True)
-    ):  # over the given group, whatever the batch requests
-        assert part["tokens"].tolist() == [[[0, 1, 2, 3, 12, 13, 14, 15], [*range(4, 12)]][rank]]
-        assert "hybrid_cp_group" not in part
+    whole_group: list[tuple[dict[str, Any], dict[str, Any]]] = [
+        (hybrid_batch(), {"use_per_sequence_balancing": True}),
+        (hybrid_batch(cu_seqlens=None), {"hybrid_cp_group_func": group_of}),
+        (hybrid_batch(cu_seqlens=None, local_cp_size=None), {}),
+    ]
+    for batch, options in whole_group:  # over the given group, whatever the batch requests
+        for rank, part in enumerate(split_by_each_rank(batch, 4, is_hybrid_cp=True, **options)):
+            assert part["tokens"].tolist() == [
+                [2 * rank, 2 * rank + 1, 14 - 2 * rank, 15 - 2 * rank]
+            ]
+            assert "hybrid_cp_group" not in part
+    assert asked == [2, 2]
     with pytest.raises(ValueError, match=r"group_size=2\) returned a group of 4"):
         get_batch_on_this_cp_rank(
             hybrid_batch(), is_hybrid_cp=True, hybrid_cp_group_func=lambda group_size: Group(4, 0)
@@ -413,7 +517,19 @@ def split_hybrid_batches() -> None:
 def refuse_bad_batches() -> None:
     good = torch.zeros(2, 16)
     cases: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-        ({"tokens": good, "labels": torch.zeros(2, 15)}, {}, r"labels of shape \(2, 15\).*by 4"),
+        ({"labels": torch.zeros(2, 15)}, {}, r"labels of shape \(2, 15\).*by 4"),
+        (
+            {"feat": torch.zeros(1, 4), "tokens": torch.zeros(1, 16)},
+            {},
+            r"feat of shape \(1, 4\) has length 4 in dim 1, tokens of shape \(1, 16\) 16 in dim 1"
+            r".*seq_dims=\{'feat': None\}",
+        ),
+        ({"a": torch.zeros(8, 16), "b": good.t()}, {"seq_dims": {"b": 1}}, "b .*length 2 in dim 1"),
+        (
+            {"tokens": torch.zeros(16, 16), "rope": torch.zeros(3, 16, 16)},
+            {},
+            r"rope of shape \(3, 16, 16\) has 3 rows, tokens of shape \(16, 16\) 16.*seq_dims",
+        ),
         ({"lengths": torch.zeros(16)}, {}, r"lengths of shape \(16,\) has no dim 1.*None"),
         ({"tokens": good}, {"seq_dims": {"tokens": 2}}, r"tokens of shape \(2, 16\) has no dim 2"),
         (packed_batch(cu_seqlens=torch.tensor([0, 6, 16])), {}, r"document 0 \[0, 6\)"),
@@ -456,23 +572,26 @@ def find_the_group() -> None:
             get_batch_on_this_cp_rank(batch, first)
 
 
-@pytest.mark.parametrize(
-    "check",
-    [
+def on_two_ranks() -> None:
+    for check in (
         split_dense_batches,
         split_odd_layouts,
         split_masks,
+        split_positions_of_several_axes,
+        split_metadata_that_seq_dims_name,
         intermediate_stages,
         split_packed_batches,
+        packed_shards_are_not_one_sequence,
         split_hybrid_batches,
         refuse_bad_batches,
         refuse_dtensors,
         find_the_group,
-    ],
-    ids=lambda check: check.__name__,
-)
-def test_on_two_ranks(check: Any) -> None:
-    run_ranks(check, 2)
+    ):
+        check()
+
+
+def test_on_two_ranks() -> None:
+    run_ranks(on_two_ranks, 2)
 
 
 # Causal attention over the group: keys and values are gathered and put into order.

@@ -17,6 +17,7 @@ import torch
 
 from mcore.parallel.rng import (
     CudaRNGStatesTracker,
+    checkpoint_activations,
     get_all_rng_states,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
@@ -243,6 +244,29 @@ def test_states_of_the_tracker_of_transformer_engine(install_engine: InstallEngi
     saved.clear()
     assert list(tracker.get_states()) == ["a"]
     tracker.add("b", 1)  # seeds are forgotten with the states they made
+
+
+def test_a_checkpoint_repeats_the_streams_of_transformer_engine(
+    install_engine: InstallEngine,
+) -> None:
+    install_engine("2.1.0")
+    tracker = get_cuda_rng_tracker(use_te_rng_tracker=True)
+    tracker.add("a", 1)
+
+    def dropped(hidden: torch.Tensor) -> torch.Tensor:
+        with tracker.fork("a"):
+            return torch.nn.functional.dropout(hidden) ** 2
+
+    hidden = torch.ones(64, requires_grad=True)
+    outputs = [checkpoint_activations(dropped, False, hidden) for _ in range(2)]
+    states = tracker.get_states()
+    for output in outputs:
+        hidden.grad = None
+        output.sum().backward()
+        assert torch.equal(hidden.grad, 2 * output.detach())
+    assert torch.equal(tracker.get_states()["a"], states["a"])
+    with pytest.raises(ValueError, match="seed 1 already exists"):
+        tracker.add("b", 1)
 
 
 def test_the_inference_tracker_of_transformer_engine_leaves_the_numbers_alone(

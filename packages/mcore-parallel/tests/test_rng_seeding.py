@@ -126,6 +126,17 @@ def test_a_device_that_does_not_exist_is_refused_before_anything_changes() -> No
     assert tracker.get_states() == before
 
 
+def test_the_device_given_is_the_one_that_is_seeded() -> None:
+    tracker = get_cuda_rng_tracker()
+    tracker.device = "cuda:99"
+    with pytest.raises(RuntimeError, match="cuda:99"):
+        model_parallel_cuda_manual_seed(5)
+    model_parallel_cuda_manual_seed(5, device="cpu")
+    assert tracker.device == torch.device("cpu")
+    assert torch.initial_seed() == 5
+    assert first_numbers()[MODEL] == numbers(5 + 2718)
+
+
 def test_the_largest_seed_works() -> None:
     seed_on_cpu(2**64 - 1 - 2718)
     assert first_numbers()[MODEL] == numbers(2**64 - 1)
@@ -181,6 +192,17 @@ def test_streams_of_all_ranks_differ_within_the_documented_bounds() -> None:
     assert rng_stream_seeds(1, ep_rank=17)[EXPERT] in model
     next_stage = rng_stream_seeds(1 + 100, ep_rank=0)[EXPERT]
     assert rng_stream_seeds(1, ep_rank=1)[EXPERT] == next_stage
+
+
+@pytest.mark.cuda
+@needs_cuda
+def test_the_cpu_is_seeded_where_it_is_given_and_the_gpu_is_not() -> None:
+    """Checks on a GPU machine that ``device`` decides, and not the current accelerator."""
+    state = torch.cuda.get_rng_state()
+    model_parallel_cuda_manual_seed(1234, force_reset_rng=True, device="cpu")
+    assert get_cuda_rng_tracker().device == torch.device("cpu")
+    assert first_numbers()[MODEL] == numbers(1234 + 2718)
+    assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
 @pytest.mark.cuda

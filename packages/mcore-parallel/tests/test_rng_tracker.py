@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -329,6 +332,164 @@ def test_the_device_is_decided_at_first_use_and_held_by_streams() -> None:
     assert tracker.device == torch.device("cpu")
     with pytest.raises(ValueError, match=r"\['a'\] are on cpu"):
         tracker.device = "cpu"
+
+
+@BOTH_MODES
+def test_a_snapshot_repeats_all_numbers_any_number_of_times(graph_safe: bool) -> None:
+    torch.manual_seed(99)
+    tracker = make_tracker(graph_safe)
+
+    def draws() -> list[float]:
+        with tracker.fork("s2"), tracker.fork("s1"):
+            nested = draw()
+        return [draw(), nested, draw()]
+
+    with tracker.fork("s1"):
+        first = draw()
+        now = tracker.snapshot()
+        drawn = draws()
+    assert [first, *drawn] == [numbers(SEEDS["s1"], 4)[place] for place in (0, 2, 1, 3)]
+    for _ in range(2):
+        with now:
+            assert draws() == drawn
+            with now:
+                assert draws() == drawn
+    assert draw() == numbers(99, 1)[0]
+    with tracker.fork("s1"):
+        assert draw() == numbers(SEEDS["s1"], 5)[4]
+
+
+# Forks that close out of order, and seeds that mean the same numbers.
+
+
+@BOTH_MODES
+def test_a_fork_that_closes_before_an_inner_one_is_an_error_and_every_stream_is_intact(
+    graph_safe: bool,
+) -> None:
+    torch.manual_seed(99)
+    tracker = make_tracker(graph_safe)
+    first, second = tracker.fork("s1"), tracker.fork("s2")
+    drawn: dict[str, list[float]] = {"s1": [], "s2": [], "default": [draw()]}
+    first.__enter__()
+    drawn["s1"].append(draw())
+    second.__enter__()
+    drawn["s2"].append(draw())
+    with pytest.raises(RuntimeError, match=r"fork of s1 closed while that of s2, opened inside it"):
+        first.__exit__(None, None, None)
+    drawn["s2"].append(draw())
+    with tracker.fork("s1"):
+        drawn["s1"].append(draw())
+    drawn["s2"].append(draw())
+    second.__exit__(None, None, None)
+    drawn["default"].append(draw())
+    for name, seed in {**SEEDS, "default": 99}.items():
+        with tracker.fork(name) if name in SEEDS else contextlib.nullcontext():
+            assert [*drawn[name], draw()] == numbers(seed, len(drawn[name]) + 1), name
+
+
+def test_an_error_on_its_way_is_not_replaced_by_one_about_the_order() -> None:
+    tracker, error = make_tracker(False), RuntimeError("from the body")
+    first, second = tracker.fork("s1"), tracker.fork("s2")
+    first.__enter__()
+    second.__enter__()
+    assert not first.__exit__(RuntimeError, error, None)
+    second.__exit__(None, None, None)
+    assert tracker.get_states().keys() == SEEDS.keys()
+
+
+def test_a_generator_that_is_closed_late_leaves_the_streams_intact() -> None:
+    torch.manual_seed(99)
+    tracker = make_tracker(False)
+
+    def draws() -> Iterator[float]:
+        with tracker.fork("s1"):
+            while True:
+                yield draw()
+
+    suspended = draws()
+    next(suspended)
+    with tracker.fork("s2"):
+        suspended.close()
+        assert draw() == numbers(SEEDS["s2"], 1)[0]
+    assert draw() == numbers(99, 1)[0]
+    with tracker.fork("s1"):
+        assert draw() == numbers(SEEDS["s1"], 2)[1]
+
+
+@settings(deadline=None)
+@given(steps=walks(), positions=st.lists(st.integers(0, 5), min_size=25, max_size=25))
+def test_any_order_of_closing_keeps_every_stream(
+    steps: list[tuple[str, str]], positions: list[int]
+) -> None:
+    torch.manual_seed(99)
+    tracker = make_tracker(False)
+    drawn: dict[str, list[float]] = {"s1": [], "s2": [], "default": []}
+    open_forks: list[tuple[str, Any]] = []
+
+    def close(position: int) -> None:
+        index = position % len(open_forks)
+        is_innermost = index == len(open_forks) - 1
+        _, fork = open_forks.pop(index)
+        expected = contextlib.nullcontext() if is_innermost else pytest.raises(RuntimeError)
+        with expected:
+            fork.__exit__(None, None, None)
+
+    for (kind, name), position in zip(steps, positions, strict=False):
+        if kind == "enter":
+            open_forks.append((name, tracker.fork(name)))
+            open_forks[-1][1].__enter__()
+        elif kind == "leave":
+            close(position)
+        else:
+            drawn[open_forks[-1][0] if open_forks else "default"].append(draw())
+    while open_forks:
+        close(positions[len(open_forks) - 1])
+    drawn["default"].append(draw())
+    for name, seed in {**SEEDS, "default": 99}.items():
+        assert drawn[name] == numbers(seed, len(drawn[name]))
+
+
+def test_a_fork_decorates_a_function_and_one_fork_cannot_be_open_twice() -> None:
+    tracker = make_tracker(False)
+    assert [tracker.fork("s1")(draw)() for _ in range(2)] == numbers(SEEDS["s1"], 2)
+    decorated = tracker.fork("s2")(lambda depth: [draw(), *(decorated(depth - 1) if depth else [])])
+    assert decorated(2) == numbers(SEEDS["s2"], 3)
+    fork = tracker.fork("s1")
+    with fork, pytest.raises(RuntimeError, match="fork of s1 is open already"), fork:
+        pass
+    with fork:
+        assert draw() == numbers(SEEDS["s1"], 3)[2]
+
+
+@BOTH_MODES
+@pytest.mark.parametrize("kind", [np.int64, np.uint32, torch.tensor])
+def test_a_seed_may_be_an_integer_of_another_library(kind: Any, graph_safe: bool) -> None:
+    tracker = CudaRNGStatesTracker(graph_safe, device="cpu")
+    tracker.add("a", kind(7))
+    with tracker.fork("a"):
+        assert draw() == numbers(7, 1)[0]
+    assert [type(seed) for seed in tracker.seeds_] == [int]
+    with pytest.raises(ValueError, match=r"^seed 7 already exists$"):
+        tracker.add("b", 7)
+
+
+def test_two_seeds_of_the_same_numbers_are_one_seed() -> None:
+    tracker = CudaRNGStatesTracker(device="cpu")
+    tracker.add("a", -1)
+    with pytest.raises(ValueError, match=r"^seed 18446744073709551615 already exists, as -1$"):
+        tracker.add("b", 2**64 - 1)
+    tracker.add("b", 2**64 - 5)
+    with pytest.raises(ValueError, match=r"^seed -5 already exists, as 18446744073709551611$"):
+        tracker.add("c", -5)
+    assert sorted(tracker.get_states()) == ["a", "b"]
+
+
+@pytest.mark.parametrize("seed", [1.0, "1", None, np.float64(1)])
+def test_a_seed_that_is_no_integer_is_refused(seed: Any) -> None:
+    tracker = CudaRNGStatesTracker(device="cpu")
+    with pytest.raises(TypeError, match=r"seed of stream a must be an int, got .*(1|None)"):
+        tracker.add("a", seed)
+    assert not tracker.is_initialized()
 
 
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

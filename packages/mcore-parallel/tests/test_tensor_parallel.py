@@ -47,6 +47,28 @@ ROWS = [
     ({"_tensor_parallel_mode": "diagonal"}, None),
     ({"_tensor_parallel_mode": None}, None),
     ({"tensor_model_parallel": True, "partition_dim": torch.tensor(1)}, 1),
+    ({"tensor_model_parallel": True, "partition_dim": None}, None),
+    # What Megatron-LM's FSDP documents and megatron-core 0.16.1 answers, but for the two marked.
+    ({"_mcore_tp": True, "_tp_partition_dim": 1}, 1),
+    ({"_mcore_tp": True, "_tp_partition_dim": None}, None),
+    ({"_mcore_tp": True, "_tp_duplicated": False, "_tp_partition_dim": 0}, 0),
+    ({"_mcore_tp": True, "tensor_model_parallel": True, "partition_dim": 1}, 1),
+    ({"_mcore_tp": True, "partition_dim": 1}, 1),
+    ({"_mcore_tp": True}, None),  # there an AttributeError
+    ({"_mcore_tp": False, "_tp_partition_dim": 1}, None),
+    ({"_tp_partition_dim": 1}, None),
+    ({"_tp_duplicated": True}, None),
+    ({"_mcore_tp": True, "_tp_duplicated": True, "_tp_partition_dim": 0}, None),  # there 0
+    (
+        {
+            "_mcore_tp": True,
+            "_tp_partition_dim": 0,
+            "tensor_model_parallel": True,
+            "partition_dim": 1,
+        },
+        0,
+    ),
+    ({"_mcore_tp": True, "_tp_partition_dim": 0, "_tensor_parallel_mode": "row"}, 1),
 ]
 
 
@@ -69,9 +91,7 @@ def test_partition_dim(make, marks: dict[str, object], dim: int | None) -> None:
 
 
 def test_contradicting_marks_are_logged_at_debug(caplog) -> None:
-    param = parameter(
-        _tensor_parallel_mode="duplicated", tensor_model_parallel=True, partition_dim=1
-    )
+    param = parameter(_tp_duplicated=True, tensor_model_parallel=True, partition_dim=1)
     with caplog.at_level(logging.DEBUG, logger="mcore.parallel.tensor_parallel"):
         get_mcore_tensor_parallel_partition_dim(param)
         get_mcore_tensor_parallel_partition_dim(parameter(_tensor_parallel_mode="duplicated"))
@@ -128,10 +148,10 @@ def who_counts() -> list[bool]:
     tp = [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     expt_tp = [dist.new_group([0, 2]), dist.new_group([1, 3])][dist.get_rank() % 2]
     split, dense = parameter(tensor_model_parallel=True), parameter(tensor_model_parallel=False)
-    expert = parameter(allreduce=False)
+    expert, marked = parameter(allreduce=False), parameter(_mcore_tp=True, _tp_partition_dim=0)
     given = [
         param_is_not_tensor_parallel_duplicate(param, tp, expt_tp)
-        for param in (split, dense, parameter(), expert, parameter(allreduce=True))
+        for param in (split, dense, parameter(), expert, parameter(allreduce=True), marked)
     ]
     with use_process_groups(ProcessGroups(tp=tp, expt_tp=expt_tp)):
         given += [param_is_not_tensor_parallel_duplicate(param) for param in (dense, expert)]
@@ -139,12 +159,13 @@ def who_counts() -> list[bool]:
 
 
 def test_one_rank_of_each_tp_group_counts_a_duplicate() -> None:
-    # split, dense, unmarked, expert, marked dense; by default: dense, expert; no group at all
+    # split, dense, unmarked, expert, marked dense, split by its other mark; by default: dense,
+    # expert; no group at all
     assert run_ranks(who_counts, 4) == [
-        [True, True, True, True, True, True, True, True],
-        [True, False, False, True, False, False, True, True],
-        [True, True, True, False, True, True, False, True],
-        [True, False, False, False, False, False, False, True],
+        [True, True, True, True, True, True, True, True, True],
+        [True, False, False, True, False, True, False, True, True],
+        [True, True, True, False, True, True, True, False, True],
+        [True, False, False, False, False, True, False, False, True],
     ]
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from mcore.parallel import get_pg_rank, get_pg_size, reduce_from_tensor_model_parallel_region
+from mcore.parallel import vocab_parallel_cross_entropy
 from pretrain.corpus import VOCABULARY_SIZE
 from pretrain.settings import Settings
 
@@ -53,28 +53,12 @@ def _squared_errors(
     return (values[..., 0] - labels).square()
 
 
-def vocab_parallel_cross_entropy(
+def _next_byte_losses(
     logits: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
-    """Nats per byte of ``[s, b, vocabulary / tp]`` logits against ``[s, b]`` labels: ``[s, b]``.
-
-    Two all-reduces over tp, none in backward; rows that only fill up the last rank are left out.
-    """
-    columns = logits.shape[-1]
-    first = get_pg_rank(tp_group) * columns
-    filler = torch.arange(first, first + columns, device=logits.device) >= VOCABULARY_SIZE
-    logits = logits.masked_fill(filler, float("-inf"))
-    largest = logits.detach().amax(dim=-1)
-    if get_pg_size(tp_group) > 1:
-        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=tp_group)
-    shifted = logits - largest[..., None]
-    local = labels - first
-    elsewhere = (local < 0) | (local >= columns)
-    chosen = shifted.gather(-1, local.masked_fill(elsewhere, 0)[..., None])[..., 0]
-    parts = torch.stack((shifted.exp().sum(dim=-1), chosen.masked_fill(elsewhere, 0.0)))
-    exponentials, chosen = reduce_from_tensor_model_parallel_region(parts, tp_group)
-    losses: torch.Tensor = exponentials.log() - chosen
-    return losses
+    return vocab_parallel_cross_entropy(
+        logits, labels, tp_group=tp_group, vocab_size=VOCABULARY_SIZE
+    )
 
 
 def line_columns(tokens: torch.Tensor) -> torch.Tensor:
@@ -95,7 +79,7 @@ _NEXT_BYTE = Objective(
     description="the next byte",
     is_likelihood=True,
     with_labels=lambda batch: batch,
-    losses=vocab_parallel_cross_entropy,
+    losses=_next_byte_losses,
 )
 _COLUMN = Objective(
     loss_name="value loss",

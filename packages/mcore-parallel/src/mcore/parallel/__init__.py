@@ -29,6 +29,7 @@ from mcore.parallel.reductions import (
     reduce_step_stats,
 )
 from mcore.parallel.regions import (
+    all_to_all,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -36,13 +37,17 @@ from mcore.parallel.regions import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
+    vocab_parallel_cross_entropy,
 )
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas
 from mcore.parallel.rng import (
     CudaRNGStatesTracker,
+    checkpoint_activations,
+    checkpoint_context_fn,
     get_cuda_rng_tracker,
     initialize_rng_tracker,
     model_parallel_cuda_manual_seed,
+    replay_rng_streams,
 )
 from mcore.parallel.tensor_parallel import (
     copy_tensor_model_parallel_attributes,
@@ -63,7 +68,10 @@ __all__ = [
     "ProcessGroupCollection",
     "ProcessGroups",
     "__version__",
+    "all_to_all",
     "check_param_hashes_across_dp_replicas",
+    "checkpoint_activations",
+    "checkpoint_context_fn",
     "clear_default_process_groups",
     "contains_submesh",
     "copy_tensor_model_parallel_attributes",
@@ -96,10 +104,12 @@ __all__ = [
     "reduce_max_stat_across_model_parallel_group",
     "reduce_scatter_to_sequence_parallel_region",
     "reduce_step_stats",
+    "replay_rng_streams",
     "resolve_submesh",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
     "set_default_process_groups",
     "set_tensor_model_parallel_attributes",
     "use_process_groups",
+    "vocab_parallel_cross_entropy",
 ]

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from mcore.parallel.groups import GroupLike, get_pg_rank, get_pg_size
 from mcore.parallel.process_groups.default import group_or_default
+from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.dtensor import is_dtensor
 
@@ -22,6 +23,8 @@ METADATA_KEYS = frozenset(
     {"cu_seqlens", "cu_seqlens_padded", "max_seqlen", "local_cp_size", "hybrid_cp_group"}
 )
 PACKED_KEYS = ("tokens", "labels", "loss_mask", "position_ids")
+_USUAL_DIMS = {"attention_mask": -2, "position_ids": -1}  # with three dims or more
+_PACKED_MARK = "_mcore_is_packed_cp_shard"
 
 
 def get_batch_on_this_cp_rank(
@@ -38,11 +41,12 @@ def get_batch_on_this_cp_rank(
     No communication. Three ways to split, all by the two-chunk scheme of this module:
 
     - per sequence, when the batch has no ``cu_seqlens`` or with ``use_per_sequence_balancing``:
-      each tensor along its sequence dim;
+      each tensor along its sequence dim, which has one length and, where ``seq_dims`` does not
+      name it, as many rows as in the others, or one;
     - packed, when it has ``cu_seqlens``: inside every document, so that each stays balanced, for
       the keys ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and those in ``seq_dims``;
-    - hybrid, with ``is_hybrid_cp`` where the batch has ``cu_seqlens`` or ``local_cp_size``: per
-      sequence over a group chosen for this batch, which the result holds as ``hybrid_cp_group``.
+    - hybrid, when it has ``cu_seqlens`` and with ``is_hybrid_cp``: per sequence over a group chosen
+      for this batch, which the result holds as ``hybrid_cp_group``.
 
     Tensors that are split are checked before any is copied. ``None``, values that are not tensors
     and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``, ``local_cp_size`` and
@@ -50,19 +54,22 @@ def get_batch_on_this_cp_rank(
 
     Args:
         batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``; an ``attention_mask`` is
-            ``[b, 1, sq, sk]``, of which the query dim is split, or ``[b, s]``. Packed batches have
+            ``[b, 1, sq, sk]`` or ``[b, sq, sk]``, of which the query dim is split, or ``[b, s]``;
+            ``position_ids`` of several axes are ``[axes, b, s]``. Packed batches have
             ``cu_seqlens`` ``[n]`` or ``[1, n]``, the borders of the documents;
             ``cu_seqlens_padded`` is used instead where present. Hybrid batches have
             ``local_cp_size``, an int or a tensor of one element. A ``cu_seqlens`` or
             ``local_cp_size`` on an accelerator is read with one host sync.
         cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default ``cp`` of the
             default ``ProcessGroups``, else one rank.
-        is_hybrid_cp: The batch itself says, by ``local_cp_size``, how many ranks share it.
+        is_hybrid_cp: A batch with ``cu_seqlens`` says, by ``local_cp_size``, how many ranks share
+            it. One without is split over ``cp_group``, as in Megatron-LM.
         hybrid_cp_group_func: Called as ``hybrid_cp_group_func(group_size=n)`` for the group of the
             n ranks that share a hybrid batch; needed when n > 1.
         use_per_sequence_balancing: Split per sequence even if there is a ``cu_seqlens``.
-        seq_dims: Sequence dim by key where it is not dim 1 (dim 2 for an ``attention_mask`` with
-            three or more dims); ``None`` lets the key pass through.
+        seq_dims: Sequence dim by key where it is not dim 1 (with three or more dims the last but
+            one of an ``attention_mask``, the last of ``position_ids``); ``None`` lets the key pass
+            through. A key that usually passes through is split if it is named here.
 
     Returns:
         A new dict with the same keys. Split tensors are new, contiguous, ``1 / cp`` as long in the
@@ -71,9 +78,9 @@ def get_batch_on_this_cp_rank(
 
     Raises:
         TypeError: ``cp_group`` is a bool, or a tensor to split is a DTensor.
-        ValueError: A length is not divisible by ``2 * cp``, a tensor lacks its sequence dim,
-            ``cu_seqlens`` does not describe the sequence, a packed batch has an attention mask, a
-            hybrid one lacks what it needs, or this rank is not in the group.
+        ValueError: A length is not divisible by ``2 * cp``, lengths or rows differ, a tensor lacks
+            its sequence dim, ``cu_seqlens`` does not describe the sequence, a packed batch has an
+            attention mask, a hybrid one lacks what it needs, or this rank is not in the group.
 
     Example:
         >>> batch = {"tokens": torch.arange(8)[None], "labels": None}
@@ -87,16 +94,14 @@ def get_batch_on_this_cp_rank(
             f"get_batch_on_this_cp_rank(batch, is_hybrid_cp={cp_group})"
         )
     dims = dict(seq_dims or {})
-    has_documents = batch.get("cu_seqlens") is not None
-    asks_for_ranks = batch.get("local_cp_size") is not None
-    # A pipeline stage without inputs has neither, and does not need the group.
-    if is_hybrid_cp and not use_per_sequence_balancing and (has_documents or asks_for_ranks):
+    has_documents = batch.get("cu_seqlens") is not None and not use_per_sequence_balancing
+    if is_hybrid_cp and has_documents:
         return _split_hybrid(batch, hybrid_cp_group_func, dims)
     cp_group = group_or_default(cp_group, "cp")
     size, rank = get_pg_size(cp_group), get_pg_rank(cp_group)
     if size == 1:
         return dict(batch)
-    if has_documents and not use_per_sequence_balancing:
+    if has_documents:
         return _split_packed(batch, size, rank, dims)
     return _split_per_sequence(batch, size, rank, dims)
 
@@ -134,8 +139,12 @@ def cp_zigzag_index(
         >>> cp_zigzag_index(16, 2, 1, cu_seqlens=[0, 4, 16]).tolist()
         [1, 2, 7, 8, 9, 10, 11, 12]
     """
-    if cp_size < 1 or not 0 <= cp_rank < cp_size:
-        raise ValueError(f"cp_rank {cp_rank} is not one of the {cp_size} ranks 0 to {cp_size - 1}")
+    if cp_size < 1:
+        raise ValueError(f"cp_size is {cp_size}, expected 1 or more")
+    if not 0 <= cp_rank < cp_size:
+        raise ValueError(
+            f"cp_rank is {cp_rank}, expected 0 to {cp_size - 1} with cp_size {cp_size}"
+        )
     if seq_len < 0:
         raise ValueError(f"seq_len is {seq_len}, expected 0 or more")
     borders = read_borders([0, seq_len] if cu_seqlens is None else cu_seqlens)
@@ -146,36 +155,65 @@ def cp_zigzag_index(
     return zigzag_positions(borders, cp_size, cp_rank).to(device or "cpu")
 
 
-def cp_unzigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
+def cp_unzigzag(
+    shards: Sequence[Tensor],
+    dim: int,
+    *,
+    cu_seqlens: Tensor | Sequence[int] | None = None,
+    local_cp_size: int | Tensor | None = None,
+) -> Tensor:
     """Put the shards of all context-parallel ranks back into the order of the sequence.
 
-    The inverse of the per-sequence split; no communication. Differentiable, e.g. after gathering
-    keys along dim 0: ``cp_unzigzag(gathered.chunk(cp), dim=0)``.
+    The inverse of each split of :func:`get_batch_on_this_cp_rank`; no communication.
+    Differentiable, e.g. after gathering keys along dim 0: ``cp_unzigzag(gathered.chunk(cp), 0)``.
 
     Args:
-        shards: One tensor for each rank, in rank order, of equal shape.
+        shards: One tensor for each rank, in rank order, of equal shape; of a hybrid batch those of
+            the ranks of its ``hybrid_cp_group``.
         dim: The sequence dim of the shards.
+        cu_seqlens: Borders of the documents by which a packed batch was split, so its
+            ``cu_seqlens_padded`` where it has one; ``[n]`` or ``[1, n]``, read as in
+            :func:`cp_zigzag_index`. Whole sequences and hybrid batches have none here.
+        local_cp_size: That of a hybrid batch, to check the number of shards.
 
     Returns:
         A new tensor, cp times as long in ``dim``; a single shard is returned as it is.
 
     Raises:
-        ValueError: No shards, shards of different shapes, without ``dim``, or of odd length.
+        ValueError: No shards, shards of different shapes, without ``dim``, of odd length or of
+            another number than ``local_cp_size``; ``cu_seqlens`` does not describe them; or it is
+            missing though the shards come straight from the split of a packed batch. Tensors that
+            were computed from such shards are not recognised.
 
     Example:
         >>> shards = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
         >>> cp_unzigzag(shards, dim=0)
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
+        >>> shards = [torch.tensor([0, 3, 4, 7]), torch.tensor([1, 2, 5, 6])]
+        >>> cp_unzigzag(shards, dim=0, cu_seqlens=[0, 4, 8])
+        tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     if len(shards) == 0:
         raise ValueError("got no shards, expected one for each context-parallel rank")
+    if local_cp_size is not None and len(shards) != _local_cp_size(local_cp_size):
+        raise ValueError(
+            f"got {counted(len(shards), 'shard')} with a local_cp_size of "
+            f"{_local_cp_size(local_cp_size)}: pass those of the ranks of hybrid_cp_group"
+        )
     shapes = [tuple(shard.shape) for shard in shards]
     if len(set(shapes)) > 1:
         raise ValueError(f"the shards of all ranks must have one shape, got {shapes}")
     if not -len(shapes[0]) <= dim < len(shapes[0]):
         raise ValueError(f"shards of shape {shapes[0]} have no dim {dim}")
+    if cu_seqlens is not None:
+        return _unzigzag_packed(shards, dim, read_borders(cu_seqlens))
     if len(shards) == 1:
         return shards[0]
+    if any(hasattr(shard, _PACKED_MARK) for shard in shards):
+        raise ValueError(
+            "the shards are of packed documents, each of which was split on its own: pass their "
+            "cu_seqlens (cu_seqlens_padded where the batch has it)"
+        )
     length = shapes[0][dim]
     if length % 2:
         raise ValueError(
@@ -187,19 +225,25 @@ def cp_unzigzag(shards: Sequence[Tensor], dim: int) -> Tensor:
     return torch.cat(ascending + descending, dim)
 
 
+def _unzigzag_packed(shards: Sequence[Tensor], dim: int, borders: Tensor) -> Tensor:
+    size = len(shards)
+    check_length(borders, size * shards[0].shape[dim], counted(size, "shard"))
+    if size == 1:
+        return shards[0]
+    check_divisible(borders, size)
+    places = torch.cat([zigzag_positions(borders, size, rank) for rank in range(size)])
+    return torch.cat(list(shards), dim).index_select(dim, places.argsort().to(shards[0].device))
+
+
 def _split_per_sequence(
     batch: dict[str, Any], size: int, rank: int, seq_dims: dict[str, int | None]
 ) -> dict[str, Any]:
     names = [name for name in batch if name not in METADATA_KEYS or name in seq_dims]
     dims = _dims_to_split(batch, names, seq_dims)
+    if not dims:
+        return dict(batch)
     num_chunks = 2 * size
-    for name, dim in dims.items():
-        length = batch[name].shape[dim]
-        if length % num_chunks:
-            raise ValueError(
-                f"{name} of shape {tuple(batch[name].shape)} has length {length} in dim {dim}, "
-                f"not divisible by {num_chunks} (2 * context-parallel size {size}): pad it"
-            )
+    _check_one_length(batch, dims, seq_dims, num_chunks)
     parts = dict(batch)
     device = numbers = None
     for name, dim in dims.items():
@@ -209,6 +253,42 @@ def _split_per_sequence(
             numbers = _chunk_numbers(size, rank, device)
         parts[name] = _two_chunks(tensor, dim, num_chunks, numbers)
     return parts
+
+
+def _check_one_length(
+    batch: dict[str, Any],
+    dims: dict[str, int],
+    seq_dims: dict[str, int | None],
+    num_chunks: int,
+) -> None:
+    """Raise ValueError unless the tensors are slices of the same rows of one sequence length."""
+    first = "tokens" if "tokens" in dims else next(iter(dims))
+    length = batch[first].shape[dims[first]]
+    if length % num_chunks:
+        raise ValueError(
+            f"{first} of shape {tuple(batch[first].shape)} has length {length} in dim "
+            f"{dims[first]}, not divisible by {num_chunks} (2 * context-parallel size "
+            f"{num_chunks // 2}): pad it"
+        )
+    rows: dict[int, str] = {}
+    for name, dim in dims.items():
+        shape = batch[name].shape
+        if shape[dim] != length:
+            raise ValueError(
+                f"{name} of shape {tuple(shape)} has length {shape[dim]} in dim {dim}, {first} of "
+                f"shape {tuple(batch[first].shape)} {length} in dim {dims[first]}: name the "
+                f"sequence dim in seq_dims, or let a key pass with seq_dims={{{name!r}: None}}"
+            )
+        if name not in seq_dims:
+            rows.setdefault(shape[dim - 1 if dim == len(shape) - 1 else 0], name)
+    rows.pop(1, None)
+    if len(rows) > 1:
+        [(expected, first), (number, name)] = list(rows.items())[:2]
+        raise ValueError(
+            f"{name} of shape {tuple(batch[name].shape)} has {counted(number, 'row')}, {first} of "
+            f"shape {tuple(batch[first].shape)} {expected}, so that dim {dims[name]} may not be "
+            f"the sequence: name it in seq_dims, or let the key pass with {{{name!r}: None}}"
+        )
 
 
 def _two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> Tensor:
@@ -248,6 +328,8 @@ def _split_packed(
     positions = zigzag_positions(borders, size, rank)
     indices = {device: positions.to(device) for device in {batch[n].device for n in dims}}
     parts = {n: batch[n].index_select(dim, indices[batch[n].device]) for n, dim in dims.items()}
+    for part in parts.values():
+        setattr(part, _PACKED_MARK, True)
     return {**batch, **parts}
 
 
@@ -299,8 +381,7 @@ def _dims_to_split(
         tensor = batch[name]
         if not isinstance(tensor, Tensor):
             continue
-        usual = 2 if name == "attention_mask" and tensor.dim() >= 3 else 1
-        dim = seq_dims.get(name, usual)
+        dim = seq_dims.get(name, _USUAL_DIMS.get(name, 1) if tensor.dim() > 2 else 1)
         if dim is None:
             continue
         if is_dtensor(tensor):
@@ -350,7 +431,7 @@ def check_divisible(borders: Tensor, cp_size: int) -> None:
         raise ValueError(
             f"document {uneven[0]} [{start}, {end}) has length {end - start}, not divisible by "
             f"{2 * cp_size} (2 * context-parallel size {cp_size}): pad it; {len(uneven)} of "
-            f"{len(borders) - 1} documents are uneven"
+            f"{counted(len(borders) - 1, 'document')} cannot be split"
         )
 
 

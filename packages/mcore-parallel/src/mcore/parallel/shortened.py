@@ -15,9 +15,14 @@ def shorten(
     return [*texts, more.format(len(items) - most)] if len(items) > most else texts
 
 
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun: ``1 rank``, ``2 ranks``."""
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
 def titled_list(title: str, items: Sequence[object], noun: str = "problem") -> str:
     """Return a title with the number of items, and the items below it, shortened."""
-    head = f"{title} ({len(items)} {noun}{'s' if len(items) != 1 else ''}):"
+    head = f"{title} ({counted(len(items), noun)}):"
     return "\n".join([head, *shorten([f"  - {item}" for item in items], more="  ... and {} more")])
 
 

@@ -13,6 +13,7 @@ from mcore.parallel.process_groups.default import group_or_default
 logger = logging.getLogger(__name__)
 
 _SET_ATTRIBUTES = ("tensor_model_parallel", "partition_dim", "partition_stride")
+_OTHER_ATTRIBUTES = ("_tensor_parallel_mode", "_mcore_tp", "_tp_partition_dim", "_tp_duplicated")
 _DIM_OF_MODE: dict[str, int | None] = {"column": 0, "row": 1, "duplicated": None}
 _ABSENT = object()
 
@@ -34,8 +35,9 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
 
     Args:
         param: Any object. ``_tensor_parallel_mode`` (``"column"``, ``"row"``, ``"duplicated"``)
-            decides where it has one of these values; else ``tensor_model_parallel`` (True) with
-            ``partition_dim`` (0 or more).
+            decides where it has one of these values; then ``_tp_duplicated``; then ``_mcore_tp``
+            with ``_tp_partition_dim``; else ``tensor_model_parallel`` with ``partition_dim``. A
+            mark without a dimension of 0 or more marks nothing.
 
     Returns:
         0 for a column-parallel parameter (its rows are split), 1 for a row-parallel one, another
@@ -53,7 +55,9 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     dim = _marked_dim(param)
     mode = _attribute(param, "_tensor_parallel_mode", None)
     if not (isinstance(mode, str) and mode in _DIM_OF_MODE):
-        return dim
+        if not _attribute(param, "_tp_duplicated", False):
+            return dim
+        mode = "duplicated"
     if mode == "duplicated" and dim is not None:
         logger.debug(
             "parameter marked both duplicated and split along dimension %d: taken as duplicated",
@@ -63,10 +67,12 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
 
 
 def _marked_dim(param: object) -> int | None:
-    if not _attribute(param, "tensor_model_parallel", False):
-        return None
-    dim = int(_attribute(param, "partition_dim", -1))
-    return dim if dim >= 0 else None
+    dim = None
+    if _attribute(param, "_mcore_tp", False):
+        dim = _attribute(param, "_tp_partition_dim", _attribute(param, "partition_dim", None))
+    elif _attribute(param, "tensor_model_parallel", False):
+        dim = _attribute(param, "partition_dim", None)
+    return None if dim is None or dim < 0 else int(dim)
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
@@ -112,8 +118,9 @@ def param_is_not_tensor_parallel_duplicate(
 ) -> bool:
     """Return whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
 
-    A parameter marked ``tensor_model_parallel`` counts on every rank, since each holds another
-    part. Any other counts on rank 0 of its group only. No communication.
+    A parameter marked ``tensor_model_parallel``, or with a partition dimension, counts on every
+    rank, since each holds another part. Any other counts on rank 0 of its group only. No
+    communication.
 
     Args:
         param: The parameter; ``allreduce`` False on it marks an expert parameter.
@@ -133,7 +140,7 @@ def param_is_not_tensor_parallel_duplicate(
         >>> param_is_not_tensor_parallel_duplicate(torch.nn.Parameter(torch.empty(2)))
         True
     """
-    if _attribute(param, "tensor_model_parallel", False):
+    if _attribute(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(param):
         return True
     is_expert = _attribute(param, "allreduce", True) is False
     group = expert_tp_group if is_expert else tp_group
@@ -185,8 +192,9 @@ def set_tensor_model_parallel_attributes(
 def copy_tensor_model_parallel_attributes(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Copy the marks of one parameter to another, such as its fp32 main copy.
 
-    Copies those of ``tensor_model_parallel``, ``partition_dim``, ``partition_stride`` and
-    ``_tensor_parallel_mode`` that ``src`` has, over any that ``dst`` has; no communication.
+    Copies those of ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
+    ``_tensor_parallel_mode``, ``_mcore_tp``, ``_tp_partition_dim`` and ``_tp_duplicated`` that
+    ``src`` has, over any that ``dst`` has; no communication.
 
     Args:
         dst: The parameter to mark.
@@ -201,7 +209,7 @@ def copy_tensor_model_parallel_attributes(dst: torch.Tensor, src: torch.Tensor) 
         >>> get_mcore_tensor_parallel_partition_dim(main)
         0
     """
-    for name in (*_SET_ATTRIBUTES, "_tensor_parallel_mode"):
+    for name in _SET_ATTRIBUTES + _OTHER_ATTRIBUTES:
         value = _attribute(src, name)
         if value is not _ABSENT:
             setattr(dst, name, value)

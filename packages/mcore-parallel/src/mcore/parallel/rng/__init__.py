@@ -1,5 +1,10 @@
 """Random number streams that a rank shares with some ranks of a job but not with others."""
 
+from mcore.parallel.rng.recompute import (
+    checkpoint_activations,
+    checkpoint_context_fn,
+    replay_rng_streams,
+)
 from mcore.parallel.rng.seeding import model_parallel_cuda_manual_seed
 from mcore.parallel.rng.shared import (
     get_all_rng_states,
@@ -30,6 +35,8 @@ __all__ = [
     "UnknownRngStreamError",
     "_get_cuda_rng_state",
     "_set_cuda_rng_state",
+    "checkpoint_activations",
+    "checkpoint_context_fn",
     "convert_cuda_rng_state",
     "get_all_rng_states",
     "get_cuda_rng_tracker",
@@ -38,4 +45,5 @@ __all__ = [
     "initialize_rng_tracker",
     "is_graph_safe_cuda_rng_tracker",
     "model_parallel_cuda_manual_seed",
+    "replay_rng_streams",
 ]

@@ -105,10 +105,8 @@ def get_all_rng_states() -> dict[str, Any]:
         >>> isinstance(get_all_rng_states(), dict)
         True
     """
-    shared = _shared
-    if shared is None or shared.tracker.is_inference_rng_tracker:
-        return {}
-    return shared.tracker.get_states()
+    tracker = existing_tracker()
+    return {} if tracker is None or tracker.is_inference_rng_tracker else tracker.get_states()
 
 
 def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
@@ -125,6 +123,12 @@ def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
         True
     """
     return is_te_tracker(tracker) or bool(getattr(tracker, "use_cudagraphable_rng", False))
+
+
+def existing_tracker() -> RngTracker | None:
+    """Return the shared tracker, None while there is none."""
+    shared = _shared
+    return None if shared is None else shared.tracker
 
 
 def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> RngTracker:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import operator
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from typing import Any, Protocol
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, ContextDecorator, nullcontext
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -73,6 +74,7 @@ class RngTracker(Protocol):
     def fork(
         self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
     ) -> AbstractContextManager[None]: ...
+    def snapshot(self) -> AbstractContextManager[None]: ...
 
 
 class CudaRNGStatesTracker:
@@ -165,7 +167,7 @@ class CudaRNGStatesTracker:
         self.states_: dict[str, Any] = {}
         self.seeds_: set[int] = set()
         self._is_initialized = False
-        self._active: list[str] = []  # replaced, never cleared: tells open forks that they ended
+        self._forks: list[_Fork] = []  # replaced, never cleared: tells open forks that they ended
         self._cached_generator = None
 
     def get_states(self, *, clone: bool = False) -> dict[str, Any]:
@@ -184,8 +186,8 @@ class CudaRNGStatesTracker:
             >>> tracker.get_states()["dropout"].dtype
             torch.uint8
         """
-        if self._active:
-            self.states_[self._active[-1]] = self._read()
+        if self._forks:
+            self.states_[self._forks[-1].name] = self._read()
         if not clone:
             return dict(self.states_)
         return {name: clone_rng_state(state) for name, state in self.states_.items()}
@@ -219,10 +221,13 @@ class CudaRNGStatesTracker:
 
         Args:
             name: A new name.
-            seed: A new seed.
+            seed: A new seed, an integer of any library, from -2 ** 63 to 2 ** 64 - 1. Seeds that
+                differ by 2 ** 64 give the same numbers and count as one.
 
         Raises:
-            ValueError: The name or the seed is in use; nothing is changed.
+            TypeError: The seed is not an integer.
+            ValueError: The name or the seed is in use, or the seed is too large for torch. Nothing
+                is changed.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -232,17 +237,16 @@ class CudaRNGStatesTracker:
         """
         if self.is_inference_rng_tracker:
             return
-        check_new_stream(name, seed, self.states_, self.seeds_)
+        seed = new_stream_seed(name, seed, self.states_, self.seeds_)
         generator = torch.Generator(self.device).manual_seed(seed)
         self.states_[name] = generator if self.use_cudagraphable_rng else generator.get_state()
         self.seeds_.add(seed)
         self._is_initialized = True
 
-    @contextmanager
     def fork(
         self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME, *, check_cpu: bool = True
-    ) -> Iterator[None]:
-        """Draw from a named stream inside a ``with`` block.
+    ) -> AbstractContextManager[None]:
+        """Draw from a named stream inside a ``with`` block, or in a function that it decorates.
 
         On entry the device's default generator becomes the stream; on exit, exceptions included,
         the stream is stored where it stands and the previous numbers continue.
@@ -253,12 +257,14 @@ class CudaRNGStatesTracker:
                 drew from the CPU's default generator, which is not forked. Costs a copy and a
                 comparison of 5 kB; turn it off where that matters.
 
-        Yields:
-            Nothing.
+        Returns:
+            A context manager that gives nothing, for one block at a time.
 
         Raises:
-            UnknownRngStreamError: No stream has this name; a KeyError.
-            TypeError: The stored state is of the wrong kind.
+            UnknownRngStreamError: No stream has this name, a KeyError at the ``with``.
+            TypeError: The stored state is of the wrong kind, at the ``with``.
+            RuntimeError: The block ended before one that was opened inside it, as in a suspended
+                generator, and not by an exception. All streams are intact all the same.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -269,41 +275,58 @@ class CudaRNGStatesTracker:
             >>> torch.equal(torch.get_rng_state(), before)
             True
         """
-        if self.is_inference_rng_tracker:
-            yield
-            return
-        generator, active = self._generator, self._active
-        previous = self._enter(name)
-        watches_cpu = check_cpu and not self._has_warned and generator.device.type != "cpu"
-        cpu_state = torch.get_rng_state() if watches_cpu else None
-        try:
-            yield
-        finally:
-            if active is self._active:
-                previous = self._leave(name, previous)
-            write_rng_state(generator, previous, self.use_cudagraphable_rng)
-            if cpu_state is not None and not torch.equal(cpu_state, torch.get_rng_state()):
-                self._has_warned = True
-                warnings.warn(
-                    "CPU RNG state changed within GPU RNG context", RuntimeWarning, stacklevel=3
-                )
+        return nullcontext() if self.is_inference_rng_tracker else _Fork(self, name, check_cpu)
 
-    def _enter(self, name: str) -> RngState:
-        """Make a stream the default and return the previous state."""
-        if name not in self.states_:
-            raise UnknownRngStreamError(f"cuda rng state {name} is not added")
-        previous = self._read()
-        if self._active:  # the stream in use may be entered again before its fork ends
-            self.states_[self._active[-1]] = previous
-        write_rng_state(self._generator, self.states_[name], self.use_cudagraphable_rng)
-        self._active.append(name)
-        return previous
+    def snapshot(self) -> AbstractContextManager[None]:
+        """Return a block, usable any number of times, in which all numbers are those from now on.
 
-    def _leave(self, name: str, previous: RngState) -> RngState:
-        """Store the stream where it stands and return the state to continue from."""
-        self._active.pop()
-        self.states_[name] = self._read()
-        return self.states_.get(self._active[-1], previous) if self._active else previous
+        Inside it the streams, the open forks and the device's default numbers are as they are at
+        this call; after it they are as they were before it. With CUDA graphs the streams inside
+        are copies, which a graph does not know.
+
+        Example:
+            >>> tracker = CudaRNGStatesTracker(device="cpu")
+            >>> tracker.add("dropout", 1234)
+            >>> now = tracker.snapshot()
+            >>> with tracker.fork("dropout"):
+            ...     first = torch.rand(3)
+            >>> with now, tracker.fork("dropout"):
+            ...     torch.equal(torch.rand(3), first)
+            True
+        """
+        return _Snapshot(self) if self._is_initialized else nullcontext()
+
+    def _moment(self) -> _Moment:
+        """Return what the tracker holds now, uncopied."""
+        states = self.get_states()
+        return _Moment(states, self.seeds_, self._forks, self._read())
+
+    def _go_to(self, moment: _Moment) -> None:
+        """Continue from a moment, which belongs to the tracker from here on."""
+        self.states_, self.seeds_, self._forks = moment.states, moment.seeds, moment.forks
+        write_rng_state(self._generator, moment.current, self.use_cudagraphable_rng)
+
+    def _enter(self, fork: _Fork) -> None:
+        """Make a stream the default numbers and remember the previous state."""
+        if fork.name not in self.states_:
+            raise UnknownRngStreamError(f"cuda rng state {fork.name} is not added")
+        fork.generator = self._generator
+        fork.previous = self._read()
+        if self._forks:  # the stream in use may be entered again before its fork ends
+            self.states_[self._forks[-1].name] = fork.previous
+        write_rng_state(fork.generator, self.states_[fork.name], self.use_cudagraphable_rng)
+        fork.siblings = self._forks
+        self._forks.append(fork)
+
+    def _leave(self, fork: _Fork) -> None:
+        """Store the stream where it stands and continue from what surrounds the innermost fork."""
+        siblings, previous = fork.siblings, fork.previous
+        siblings.pop()
+        if siblings is self._forks:
+            self.states_[fork.name] = self._read()
+            if siblings:
+                previous = self.states_.get(siblings[-1].name, previous)
+        write_rng_state(fork.generator, previous, self.use_cudagraphable_rng)
 
     @property
     def _generator(self) -> torch.Generator:
@@ -319,12 +342,100 @@ class CudaRNGStatesTracker:
         return read_rng_state(self._generator, self.use_cudagraphable_rng)
 
 
+class _Moment(NamedTuple):
+    """What a tracker holds: its streams, seeds and open forks, and the default numbers."""
+
+    states: dict[str, Any]
+    seeds: set[int]
+    forks: list[_Fork]
+    current: RngState
+
+    def copied(self) -> _Moment:
+        """Return a moment that does not change with this one."""
+        states, current = self.states, self.current
+        if isinstance(current, torch.Generator):  # plain states are never changed by draws
+            states = {name: clone_rng_state(state) for name, state in states.items()}
+            current = clone_rng_state(current)
+        return _Moment(dict(states), set(self.seeds), list(self.forks), current)
+
+
+class _Snapshot(AbstractContextManager[None]):
+    """Blocks in which a tracker is as it was when this was made."""
+
+    def __init__(self, tracker: CudaRNGStatesTracker) -> None:
+        self._tracker, self._moment = tracker, tracker._moment().copied()
+        self._outside: list[_Moment] = []
+
+    def __enter__(self) -> None:
+        self._outside.append(self._tracker._moment())
+        self._tracker._go_to(self._moment.copied())
+
+    def __exit__(self, *error: object) -> None:
+        self._tracker._go_to(self._outside.pop())
+
+
+class _Fork(ContextDecorator):
+    """One block in which a stream is the default numbers."""
+
+    generator: torch.Generator
+    previous: RngState
+
+    def __init__(self, tracker: CudaRNGStatesTracker, name: str, check_cpu: bool) -> None:
+        self.tracker, self.name, self._check_cpu = tracker, name, check_cpu
+        self.siblings: list[_Fork] = []  # the open forks, this one and those inside it included
+
+    def _recreate_cm(self) -> _Fork:  # each call of a decorated function is a block of its own
+        return _Fork(self.tracker, self.name, self._check_cpu)
+
+    def __enter__(self) -> None:
+        tracker = self.tracker
+        if self in self.siblings:
+            raise RuntimeError(f"this fork of {self.name} is open already: call fork() once more")
+        tracker._enter(self)
+        is_watching = self._check_cpu and not tracker._has_warned
+        watches_cpu = is_watching and self.generator.device.type != "cpu"
+        self._cpu_state = torch.get_rng_state() if watches_cpu else None
+
+    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        tracker, siblings = self.tracker, self.siblings
+        if siblings[-1] is not self:
+            self._leave_early(is_error=kind is None)
+            return
+        tracker._leave(self)
+        state = self._cpu_state
+        if state is not None and not torch.equal(state, torch.get_rng_state()):
+            tracker._has_warned = True
+            warnings.warn(
+                "CPU RNG state changed within GPU RNG context", RuntimeWarning, stacklevel=2
+            )
+
+    def _leave_early(self, is_error: bool) -> None:
+        """Leave the numbers to the forks inside this one; the next continues what surrounds it."""
+        index = self.siblings.index(self)
+        inner = self.siblings[index + 1]
+        inner.previous = self.previous
+        del self.siblings[index]
+        if is_error:
+            raise RuntimeError(
+                f"a fork of {self.name} closed while that of {inner.name}, opened inside it, is "
+                "open: close forks in reverse order, which with blocks do unless a generator is "
+                "suspended inside one. No stream was changed"
+            )
+
+
 RNGStatesTracker = CudaRNGStatesTracker
 
 
-def check_new_stream(name: str, seed: int, states: Mapping[str, Any], seeds: set[int]) -> None:
-    """Raise ValueError if a seed or a stream's name is in use."""
-    if seed in seeds:
-        raise ValueError(f"seed {seed} already exists")
+def new_stream_seed(name: str, seed: int, states: Mapping[str, Any], seeds: set[int]) -> int:
+    """Return the seed of a new stream as an int; ValueError if it or the name is in use."""
+    try:
+        number = operator.index(seed)
+    except TypeError as error:
+        raise TypeError(f"the seed of stream {name} must be an int, got {seed!r}") from error
+    for used in seeds:
+        if (used - number) % 2**64 == 0:  # torch keeps 64 bits: -1 is 2 ** 64 - 1
+            as_used = f", as {used}" if used != number else ""
+            raise ValueError(f"seed {number} already exists{as_used}")
     if name in states:
         raise ValueError(f"cuda rng state {name} already exists")
+    return number

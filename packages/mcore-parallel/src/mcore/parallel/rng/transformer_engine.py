@@ -13,7 +13,7 @@ from mcore.parallel.rng.state import clone_rng_state
 from mcore.parallel.rng.tracker import (
     _MODEL_PARALLEL_RNG_TRACKER_NAME,
     RngTracker,
-    check_new_stream,
+    new_stream_seed,
 )
 from mcore.versioning import get_te_version, is_te_min_version
 
@@ -48,6 +48,26 @@ def is_te_tracker(tracker: object) -> bool:
     return base is not None and isinstance(tracker, base)
 
 
+class _TESnapshot(AbstractContextManager[None]):
+    """Blocks in which the streams of TransformerEngine's tracker are copies of those of now."""
+
+    def __init__(self, tracker: Any) -> None:
+        self._tracker = tracker
+        self._states, self._seeds = tracker.get_states(clone=True), set(tracker.seeds_)
+        self._outside: list[tuple[dict[str, Any], set[int]]] = []
+
+    def __enter__(self) -> None:
+        self._outside.append((self._tracker.get_states(), self._tracker.seeds_))
+        self._go_to({n: clone_rng_state(s) for n, s in self._states.items()}, set(self._seeds))
+
+    def __exit__(self, *error: object) -> None:
+        self._go_to(*self._outside.pop())
+
+    def _go_to(self, states: dict[str, Any], seeds: set[int]) -> None:
+        self._tracker.set_states(states)
+        self._tracker.seeds_ = seeds
+
+
 @functools.cache
 def _adapted_class(base: Any) -> Any:
     class TECudaRNGStatesTracker(base):  # type: ignore[misc]
@@ -79,7 +99,7 @@ def _adapted_class(base: Any) -> Any:
         def add(self, name: str, seed: int) -> None:
             if self.is_inference_rng_tracker:
                 return
-            check_new_stream(name, seed, self.states_, self.seeds_)
+            seed = new_stream_seed(name, seed, self.states_, self.seeds_)
             super().add(name, seed)
             self._is_initialized = True
 
@@ -90,5 +110,8 @@ def _adapted_class(base: Any) -> Any:
                 return nullcontext()
             forked: AbstractContextManager[None] = super().fork(name)
             return forked
+
+        def snapshot(self) -> AbstractContextManager[None]:
+            return _TESnapshot(self) if self._is_initialized else nullcontext()
 
     return TECudaRNGStatesTracker

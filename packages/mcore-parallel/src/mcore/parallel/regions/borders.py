@@ -19,6 +19,9 @@ reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0  all-gather, d
 so has a part of the gradient; slice r where all ranks compute the same from it
 (``tensor_parallel_output_grad=False``), and so have the whole gradient.
 
+The three of the sequence also take sizes, one for each rank, where the ranks do not share it
+equally: those of the gathered output, or of the input that is split.
+
 - Without a group (the argument, else ``tp`` of the default ``ProcessGroups``), in a group of one
   rank and without torch.distributed the input itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
@@ -32,6 +35,7 @@ The pairs are those of Shoeybi et al. (arXiv:1909.08053) and Korthikanti et al. 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +44,13 @@ from torch import Tensor
 
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
+from mcore.parallel.regions.split_sizes import (
+    Sizes,
+    check_has_dims,
+    filled_up,
+    sizes_of_parts,
+    sizes_of_whole,
+)
 from mcore.parallel.torch_compat import all_gather_single, reduce_scatter_single
 
 SEQUENCE_DIM = 0
@@ -150,21 +161,27 @@ def gather_from_tensor_model_parallel_region(
     return input_ if resolved is None else apply_function(Gather, input_, resolved, LAST_DIM)
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
+def scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    group: GroupLike | None = None,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
     """Keep this rank's slice of dim 0, the sequence; backward all-gathers it.
 
     Args:
         input_: Tensor ``[s, ...]``, equal on all ranks of the group.
         group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
             ``ProcessGroups``.
+        input_split_sizes: The length of every rank's slice, equal on all ranks; default s / n.
 
     Returns:
         A new tensor ``[s / n, ...]``: slice r of dim 0 on rank r. The forward pass sends nothing.
         Without a group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, ``input_`` has no dims, or this rank is not a member of
-            ``group``.
+        ValueError: n does not divide s, the sizes are not n or do not sum to s, ``input_`` has no
+            dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -172,13 +189,18 @@ def scatter_to_sequence_parallel_region(input_: Tensor, group: GroupLike | None 
         torch.Size([8, 2])
     """
     resolved = group_of_several(group, "tp")
-    return input_ if resolved is None else apply_function(Scatter, input_, resolved, SEQUENCE_DIM)
+    if resolved is None:
+        return input_
+    sizes = sizes_of_whole("input_split_sizes", input_split_sizes, input_, resolved)
+    return apply_function(Scatter, input_, resolved, SEQUENCE_DIM, sizes)
 
 
 def gather_from_sequence_parallel_region(
     input_: Tensor,
     tensor_parallel_output_grad: bool = True,
     group: GroupLike | None = None,
+    *,
+    output_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Concatenate the ranks' tensors along dim 0, the sequence.
 
@@ -189,13 +211,16 @@ def gather_from_sequence_parallel_region(
             all ranks compute the same from it, so that backward takes this rank's own slice.
         group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
             ``ProcessGroups``.
+        output_split_sizes: The length of every rank's slice, equal on all ranks, where they differ.
+            Each rank then sends as much as the longest.
 
     Returns:
         A new tensor ``[s, ...]``, all-gathered in rank order, on every rank. Without a group,
         ``input_``.
 
     Raises:
-        ValueError: ``input_`` has no dims, or this rank is not a member of ``group``.
+        ValueError: The sizes are not n or not those of ``input_`` on this rank, ``input_`` has no
+            dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -205,13 +230,17 @@ def gather_from_sequence_parallel_region(
     resolved = group_of_several(group, "tp")
     if resolved is None:
         return input_
+    sizes = sizes_of_parts("output_split_sizes", output_split_sizes, input_, resolved)
     if tensor_parallel_output_grad:
-        return apply_function(GatherToPartial, input_, resolved)
-    return apply_function(Gather, input_, resolved, SEQUENCE_DIM)
+        return apply_function(GatherToPartial, input_, resolved, sizes)
+    return apply_function(Gather, input_, resolved, SEQUENCE_DIM, sizes)
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, group: GroupLike | None = None
+    input_: Tensor,
+    group: GroupLike | None = None,
+    *,
+    input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
     """Sum the ranks' tensors and keep this rank's slice of dim 0; backward all-gathers.
 
@@ -219,14 +248,16 @@ def reduce_scatter_to_sequence_parallel_region(
         input_: Tensor ``[s, ...]``, this rank's summand.
         group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
             ``ProcessGroups``.
+        input_split_sizes: The length of every rank's slice, equal on all ranks; default s / n.
+            Where they differ each rank sends as much as for slices of the longest.
 
     Returns:
         A new tensor ``[s / n, ...]``: slice r of the reduce-scattered sum on rank r. Without a
         group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, ``input_`` has no dims, or this rank is not a member of
-            ``group``.
+        ValueError: n does not divide s, the sizes are not n or do not sum to s, ``input_`` has no
+            dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -234,14 +265,17 @@ def reduce_scatter_to_sequence_parallel_region(
         torch.Size([8, 2])
     """
     resolved = group_of_several(group, "tp")
-    return input_ if resolved is None else apply_function(ReduceScatter, input_, resolved)
+    if resolved is None:
+        return input_
+    sizes = sizes_of_whole("input_split_sizes", input_split_sizes, input_, resolved)
+    return apply_function(ReduceScatter, input_, resolved, sizes)
 
 
 def apply_function(
-    function: type[torch.autograd.Function], input_: Tensor, group: dist.ProcessGroup, *dim: int
+    function: type[torch.autograd.Function], input_: Tensor, group: dist.ProcessGroup, *more: Any
 ) -> Tensor:
-    """Apply one of the functions below to a tensor; ``dim`` only for ``Scatter`` and ``Gather``."""
-    output: Tensor = function.apply(input_, group, *dim)  # type: ignore[no-untyped-call]
+    """Apply a differentiable collective to a tensor, with its further arguments."""
+    output: Tensor = function.apply(input_, group, *more)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -275,52 +309,58 @@ class Scatter(torch.autograd.Function):
     """Forward this rank's slice of a dim; backward all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _own_slice(input_, group, dim)
+    def forward(
+        ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes = None
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _own_slice(input_, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        return apply_function(Gather, grad_output, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = apply_function(Gather, grad_output, ctx.group, ctx.dim, ctx.sizes)
+        return grad, None, None, None
 
 
 class Gather(torch.autograd.Function):
     """Forward all-gather along a dim; backward this rank's slice."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return _all_gather(input_, group, dim)
+    def forward(
+        ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes = None
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
+        return _all_gather(input_, group, dim, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
-        return apply_function(Scatter, grad_output, ctx.group, ctx.dim), None, None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = apply_function(Scatter, grad_output, ctx.group, ctx.dim, ctx.sizes)
+        return grad, None, None, None
 
 
 class GatherToPartial(torch.autograd.Function):
     """Forward all-gather of the sequence; backward reduce-scatter of partial gradients."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _all_gather(input_, group, SEQUENCE_DIM)
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, sizes: Sizes = None) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _all_gather(input_, group, SEQUENCE_DIM, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return apply_function(ReduceScatter, grad_output, ctx.group), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return apply_function(ReduceScatter, grad_output, ctx.group, ctx.sizes), None, None
 
 
 class ReduceScatter(torch.autograd.Function):
     """Forward reduce-scatter of the sequence; backward all-gather."""
 
     @staticmethod
-    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return _reduce_scatter(input_, group)
+    def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, sizes: Sizes = None) -> Tensor:
+        ctx.group, ctx.sizes = group, sizes
+        return _reduce_scatter(input_, group, sizes)
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        return apply_function(GatherToPartial, grad_output, ctx.group), None
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
+        return apply_function(GatherToPartial, grad_output, ctx.group, ctx.sizes), None, None
 
 
 def _all_reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -329,39 +369,46 @@ def _all_reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     return output
 
 
-def _own_slice(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    length = _length_per_rank(input_, group, dim)
-    own = input_.narrow(dim, group.rank() * length, length)
-    return own.clone(memory_format=torch.contiguous_format)
+def _own_slice(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    if sizes is None:
+        length = _length_per_rank(input_, group, dim)
+        start = group.rank() * length
+    else:
+        length, start = sizes[group.rank()], sum(sizes[: group.rank()])
+    return input_.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
-    _check_has_dims(input_)
+def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    check_has_dims(input_)
+    longest = input_.shape[0] if sizes is None else max(sizes)
     num_ranks = group.size()
-    output = input_.new_empty((num_ranks * input_.shape[0], *input_.shape[1:]))
-    all_gather_single(output, input_.contiguous(), group)
+    output = input_.new_empty((num_ranks * longest, *input_.shape[1:]))
+    sent = input_.contiguous()
+    if sizes is not None:
+        sent = filled_up(sent, longest)
+    all_gather_single(output, sent, group)
+    if sizes is not None:
+        parts = torch.split(output, longest) if longest else [output] * num_ranks
+        return torch.cat([part[:size] for part, size in zip(parts, sizes, strict=True)])
     if dim % input_.dim() == 0:
         return output
     return torch.cat(output.chunk(num_ranks, dim=0), dim=dim)
 
 
-def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
-    length = _length_per_rank(input_, group, SEQUENCE_DIM)
-    output = input_.new_empty((length, *input_.shape[1:]))
-    reduce_scatter_single(output, input_.contiguous(), group)
-    return output
-
-
-def _check_has_dims(input_: Tensor) -> None:
-    if input_.dim() == 0:
-        raise ValueError(
-            "a tensor without dims can be neither split over nor gathered from the ranks of a "
-            "group: add a dim, e.g. input_.unsqueeze(0)"
-        )
+def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Tensor:
+    if sizes is None:
+        length = longest = _length_per_rank(input_, group, SEQUENCE_DIM)
+        sent = input_.contiguous()
+    else:
+        length, longest = sizes[group.rank()], max(sizes)
+        sent = torch.cat([filled_up(part, longest) for part in torch.split(input_, list(sizes))])
+    output = input_.new_empty((longest, *input_.shape[1:]))
+    reduce_scatter_single(output, sent, group)
+    return output if length == longest else output[:length]
 
 
 def _length_per_rank(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:
-    _check_has_dims(input_)
+    check_has_dims(input_)
     num_ranks = group.size()
     length = input_.shape[dim]
     if length % num_ranks:

@@ -1,0 +1,170 @@
+"""The cross entropy of logits whose vocabulary is split over tensor-parallel ranks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore.parallel.groups import GroupLike
+from mcore.parallel.process_groups.default import group_of_several
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: GroupLike | None = None,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+) -> Tensor:
+    """Return the cross entropy of each token, from logits of which every rank has some columns.
+
+    Two all-reduces in the forward pass, of one number and of two numbers (three with smoothing) for
+    each token; none in backward. All ranks of the group must call it.
+
+    With smoothing s the wanted probability of the target is 1 - s, and s / (v - 1) of every other
+    entry, as in Megatron-LM; Megatron-LM averages over each rank's own columns instead of all v.
+
+    Args:
+        vocab_parallel_logits: ``[..., v / n]``, columns r * v / n and on, on rank r; equally many
+            on all ranks. Half precision is computed in float32. Never modified.
+        target: ``[...]``, int64 places in the whole vocabulary, equal on all ranks.
+        label_smoothing: s, from 0 to below 1.
+        tp_group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the
+            default ``ProcessGroups``, else one rank.
+        vocab_size: The entries that count; columns beyond, which fill up the last ranks, are left
+            out and get no gradient. Default all columns.
+        ignore_index: A target of this value has loss 0 and no gradient.
+
+    Returns:
+        Nats, ``[...]``, float32 or wider, equal on all ranks. Gradients have the logits' dtype;
+        gradients of gradients are not supported.
+
+    Raises:
+        ValueError: Shapes do not fit, an argument is out of range, or, on a CPU, a target is not
+            below ``vocab_size``; on accelerators, which are not waited for, its loss is NaN. Or
+            this rank is not a member of ``tp_group``.
+        RuntimeError: Backward with ``create_graph``.
+        TypeError: ``target`` does not hold int64.
+
+    Example:
+        >>> import torch
+        >>> logits, target = torch.zeros(2, 8), torch.tensor([3, -100])
+        >>> vocab_parallel_cross_entropy(logits, target)
+        tensor([2.0794, 0.0000])
+    """
+    group = group_of_several(tp_group, "tp")
+    columns = vocab_parallel_logits.shape[-1] if vocab_parallel_logits.dim() else 0
+    most = columns * (1 if group is None else group.size())
+    vocab_size = most if vocab_size is None else vocab_size
+    _check_arguments(vocab_parallel_logits, target, label_smoothing, vocab_size, most)
+    is_ignored = target == ignore_index
+    is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
+    if target.device.type == "cpu" and is_outside.any():
+        raise ValueError(
+            f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
+            f"{vocab_size}; only {ignore_index} is ignored"
+        )
+    smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
+    first = 0 if group is None else group.rank() * columns
+    num_counted = min(max(vocab_size - first, 0), columns)
+    losses: Tensor = _CrossEntropy.apply(  # type: ignore[no-untyped-call]
+        vocab_parallel_logits, target - first, num_counted, smoothing, group
+    )
+    return losses.masked_fill(is_ignored, 0.0).masked_fill(is_outside, float("nan"))
+
+
+class _Smoothing:
+    """The loss as a mean of the target's, with 1 - share, and all entries' average, with share."""
+
+    def __init__(self, label_smoothing: float, vocab_size: int) -> None:
+        self.share = label_smoothing * vocab_size / (vocab_size - 1)
+        self.vocab_size = vocab_size
+
+
+class _CrossEntropy(torch.autograd.Function):
+    """Forward losses from local targets, those of other ranks included; keeps exponentials."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        num_counted: int,
+        smoothing: _Smoothing | None,
+        group: dist.ProcessGroup | None,
+    ) -> Tensor:
+        is_elsewhere = (target < 0) | (target >= num_counted)
+        places = target.masked_fill(is_elsewhere, 0)[..., None]
+        shifted = _shifted(logits, num_counted, group)
+        chosen = shifted.gather(-1, places)[..., 0].masked_fill(is_elsewhere, 0.0)
+        totals = [] if smoothing is None else [shifted[..., :num_counted].sum(dim=-1)]
+        exponentials = shifted.exp_()
+        sums = torch.stack((exponentials.sum(dim=-1), chosen, *totals))
+        if group is not None:
+            dist.all_reduce(sums, group=group)
+        normalizer, chosen = sums[0], sums[1]
+        ctx.save_for_backward(exponentials, normalizer, places, is_elsewhere)
+        ctx.dtype, ctx.num_counted, ctx.smoothing = logits.dtype, num_counted, smoothing
+        losses = normalizer.log() - chosen
+        if smoothing is None:
+            return losses
+        average = normalizer.log() - sums[2] / smoothing.vocab_size
+        return losses.lerp(average, smoothing.share)
+
+    @staticmethod
+    def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
+        if torch.is_grad_enabled():  # only with create_graph
+            raise RuntimeError(
+                "vocab_parallel_cross_entropy has no gradients of gradients: leave create_graph "
+                "out, or take the cross entropy of gathered logits"
+            )
+        exponentials, normalizer, places, is_elsewhere = ctx.saved_tensors
+        grad = exponentials * (grad_losses / normalizer)[..., None]
+        at_target = grad_losses.masked_fill(is_elsewhere, 0.0)[..., None]
+        if ctx.smoothing is not None:
+            at_target = at_target * (1 - ctx.smoothing.share)
+            each = grad_losses * (ctx.smoothing.share / ctx.smoothing.vocab_size)
+            grad[..., : ctx.num_counted] -= each[..., None]
+        grad.scatter_(-1, places, grad.gather(-1, places) - at_target)
+        return grad.to(ctx.dtype), None, None, None, None
+
+
+def _shifted(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return a new tensor, the logits less the largest of each row; -inf beyond those that count.
+
+    One all-reduce.
+    """
+    values = logits.float() if logits.dtype.itemsize < 4 else logits
+    if num_counted:
+        largest = values[..., :num_counted].amax(dim=-1)
+    else:
+        largest = values.new_full(values.shape[:-1], float("-inf"))
+    if group is not None:
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    shifted = values - largest[..., None]
+    shifted[..., num_counted:] = float("-inf")
+    return shifted
+
+
+def _check_arguments(
+    logits: Tensor, target: Tensor, label_smoothing: float, vocab_size: int, most: int
+) -> None:
+    if target.dtype != torch.int64:
+        raise TypeError(f"target must hold int64, got {target.dtype}: pass target.long()")
+    if not most or target.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"logits [..., columns] need a target [...], got shapes {tuple(logits.shape)} and "
+            f"{tuple(target.shape)}"
+        )
+    if not 1 <= vocab_size <= most:
+        raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {most}, the columns there are")
+    if not 0 <= label_smoothing < 1 or (label_smoothing and vocab_size == 1):
+        raise ValueError(
+            f"label_smoothing is {label_smoothing} with a vocabulary of {vocab_size}, expected 0 "
+            "to below 1, and 0 where there is nothing else to predict"
+        )

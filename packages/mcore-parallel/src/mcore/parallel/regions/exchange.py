@@ -1,0 +1,116 @@
+"""The exchange of rows among the ranks of an expert-parallel group."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from mcore.parallel.groups import GroupLike, comm_device
+from mcore.parallel.process_groups.default import group_of_several
+from mcore.parallel.regions.borders import apply_function
+from mcore.parallel.regions.split_sizes import (
+    check_has_dims,
+    checked_sizes,
+    sizes_of_whole,
+)
+
+
+def all_to_all(
+    input_: Tensor,
+    group: GroupLike | None = None,
+    *,
+    output_split_sizes: Sequence[int] | None = None,
+    input_split_sizes: Sequence[int] | None = None,
+) -> Tensor:
+    """Send rows of dim 0 to every rank and get theirs; backward sends the gradients back.
+
+    For tokens, sorted by the rank of their expert: one all-to-all forward and one backward. Every
+    rank of the group must call it, giving the same ones of the arguments, and must run backward
+    alike. Gradients of gradients work too.
+
+    Args:
+        input_: Tensor ``[s, ...]``, the rows for rank 0 first; other dims and dtype equal on all
+            ranks.
+        group: Expert-parallel group (or 1-D DeviceMesh) of n ranks; default ``ep`` of the default
+            ``ProcessGroups``.
+        output_split_sizes: How many rows come from every rank; that is what each of them gives as
+            its ``input_split_sizes`` for this one. Without it, but with ``input_split_sizes``, the
+            ranks exchange the numbers first, at the price of a small all-to-all and a host sync.
+        input_split_sizes: How many rows go to every rank; default s / n.
+
+    Returns:
+        A new tensor, the rows of rank 0 first. Without a group, in a group of one rank and without
+        torch.distributed: ``input_``.
+
+    Raises:
+        TypeError: ``input_`` is no tensor, as with Megatron-LM's order of arguments.
+        ValueError: n does not divide s, the sizes are not n or do not sum to s, ``input_`` has no
+            dims, or this rank is not a member of ``group``.
+
+    Example:
+        >>> import torch
+        >>> tokens = torch.zeros(5, 8)
+        >>> all_to_all(tokens, input_split_sizes=[5]) is tokens
+        True
+    """
+    if not isinstance(input_, Tensor):
+        raise TypeError(
+            f"input_ must be a tensor, got {type(input_).__name__}: the order is "
+            "all_to_all(input_, group)"
+        )
+    resolved = group_of_several(group, "ep")
+    if resolved is None:
+        return input_
+    check_has_dims(input_)
+    sent = sizes_of_whole("input_split_sizes", input_split_sizes, input_, resolved)
+    received = checked_sizes("output_split_sizes", output_split_sizes, resolved)
+    if sent is None:
+        sent = _equal_sizes(input_, resolved)
+        received = sent if received is None else received
+    elif received is None:
+        received = _exchanged(sent, resolved)
+    return apply_function(AllToAll, input_, resolved, received, sent)
+
+
+class AllToAll(torch.autograd.Function):
+    """Forward an exchange of rows; backward the exchange the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        input_: Tensor,
+        group: dist.ProcessGroup,
+        received: tuple[int, ...],
+        sent: tuple[int, ...],
+    ) -> Tensor:
+        ctx.group, ctx.received, ctx.sent = group, received, sent
+        output = input_.new_empty((sum(received), *input_.shape[1:]))
+        dist.all_to_all_single(output, input_.contiguous(), list(received), list(sent), group=group)
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
+        grad = apply_function(AllToAll, grad_output, ctx.group, ctx.sent, ctx.received)
+        return grad, None, None, None
+
+
+def _equal_sizes(input_: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
+    length, num_ranks = input_.shape[0], group.size()
+    if length % num_ranks:
+        raise ValueError(
+            f"an input of shape {tuple(input_.shape)} cannot be sent in equal parts to the "
+            f"{num_ranks} ranks of the group: give input_split_sizes"
+        )
+    return (length // num_ranks,) * num_ranks
+
+
+def _exchanged(sent: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return how many rows every rank sends to this one."""
+    own = torch.tensor(sent, device=comm_device(group))
+    theirs = torch.empty_like(own)
+    dist.all_to_all_single(theirs, own, group=group)
+    return tuple(theirs.tolist())

@@ -1,0 +1,231 @@
+"""Activations that are computed a second time, from the same random numbers, instead of kept."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any, ParamSpec, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from mcore.parallel.groups import GroupLike
+from mcore.parallel.process_groups.default import group_of_several
+from mcore.parallel.rng.shared import existing_tracker
+from mcore.parallel.rng.tracker import RngTracker
+from mcore.parallel.torch_compat import all_gather_single
+from mcore.tensor.dtensor import is_dtensor
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+_Context = AbstractContextManager[Any]
+
+
+def checkpoint_context_fn(
+    context_fn: Callable[[], tuple[_Context, _Context]] | None = None,
+    *,
+    tracker: RngTracker | None = None,
+) -> tuple[_Context, _Context]:
+    """Let torch's checkpoint draw the same numbers from forks when it computes a second time.
+
+    For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``, which alone
+    repeats the default numbers only. No communication. In the second computation every stream, the
+    open forks and the default numbers of the tracker's device are as they were in the first; after
+    it they are again as they were before it. With ``use_reentrant=True``, which takes no
+    ``context_fn``, use :func:`replay_rng_streams`.
+
+    Args:
+        context_fn: Another such function, such as that of selective checkpointing, whose contexts
+            are entered as well; pass both with ``functools.partial``.
+        tracker: The tracker whose streams are repeated; default the one that the process shares.
+
+    Returns:
+        The contexts of the first and of the second computation; the latter can be entered any
+        number of times. Without a tracker and without streams they do nothing.
+
+    Raises:
+        RuntimeError: On entry, the shared tracker is not the one of the first computation any more.
+
+    Example:
+        >>> from torch.utils.checkpoint import checkpoint
+        >>> from mcore.parallel import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
+        >>> model_parallel_cuda_manual_seed(1234, force_reset_rng=True, device="cpu")
+        >>> def dropped(hidden):
+        ...     with get_cuda_rng_tracker().fork():
+        ...         return torch.nn.functional.dropout(hidden, 0.5) ** 2
+        >>> hidden = torch.ones(8, requires_grad=True)
+        >>> output = checkpoint(
+        ...     dropped, hidden, use_reentrant=False, context_fn=checkpoint_context_fn
+        ... )
+        >>> output.sum().backward()
+        >>> torch.equal(hidden.grad, 2 * output.detach())
+        True
+    """
+    forward, recompute = (nullcontext(), nullcontext()) if context_fn is None else context_fn()
+    return forward, _Repetition(tracker, recompute)
+
+
+def replay_rng_streams(
+    function: Callable[_P, _R], *, tracker: RngTracker | None = None
+) -> Callable[_P, _R]:
+    """Return a function whose first call draws new numbers and whose later calls draw them again.
+
+    For ``torch.utils.checkpoint.checkpoint(replay_rng_streams(f), x, use_reentrant=True)`` and
+    other code that calls a function a second time. Make a new one for each use: the first call
+    decides. No communication.
+
+    Args:
+        function: Any function.
+        tracker: As for :func:`checkpoint_context_fn`.
+
+    Returns:
+        A function of the same arguments. Later calls leave all streams, and the default numbers of
+        the tracker's device, as they find them.
+
+    Raises:
+        RuntimeError: As for :func:`checkpoint_context_fn`, at a later call.
+
+    Example:
+        >>> from mcore.parallel import CudaRNGStatesTracker
+        >>> tracker = CudaRNGStatesTracker(device="cpu")
+        >>> tracker.add("dropout", 1234)
+        >>> draw = replay_rng_streams(tracker.fork("dropout")(torch.rand), tracker=tracker)
+        >>> torch.equal(draw(3), draw(3))
+        True
+    """
+    repetition: list[_Repetition] = []
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        if repetition:
+            with repetition[0]:
+                return function(*args, **kwargs)
+        repetition.append(_Repetition(tracker))
+        return function(*args, **kwargs)
+
+    return run
+
+
+def checkpoint_activations(
+    function: Callable[..., _R],
+    distribute_saved_activations: bool,
+    *args: Any,
+    tp_group: GroupLike | None = None,
+    tracker: RngTracker | None = None,
+) -> _R:
+    """Run a function without keeping its activations; backward computes them a second time.
+
+    The counterpart of Megatron-LM's ``tensor_parallel.checkpoint``, on torch's non-reentrant
+    checkpoint, so that checkpoints nest with each other and with torch's, under autocast and under
+    ``fully_shard``. Outputs, gradients and all random streams are those without a checkpoint, to
+    the last bit; default numbers of other devices than the tracker's are repeated as in torch.
+
+    Args:
+        function: Called with ``args`` here and again in backward.
+        distribute_saved_activations: Keep of the first argument, a tensor of any shape that is
+            equal on all ranks of ``tp_group``, only this rank's 1/n of the elements. Backward
+            all-gathers it before the second computation, so that all ranks must run it alike.
+        *args: The arguments. Tensors among them are kept, or distributed as above.
+        tp_group: Tensor-parallel group or 1-D DeviceMesh, for distributing; default ``tp`` of the
+            default ``ProcessGroups``. Without one, and in a group of one rank, nothing is
+            distributed.
+        tracker: As for :func:`checkpoint_context_fn`.
+
+    Returns:
+        What the function returns. Where gradients are disabled nothing else happens.
+
+    Raises:
+        TypeError: The first argument is to be distributed and is no tensor, or is a DTensor.
+        ValueError: This rank is not a member of ``tp_group``.
+        RuntimeError: As for :func:`checkpoint_context_fn`, in backward.
+
+    Example:
+        >>> hidden = torch.ones(2, 3, requires_grad=True)
+        >>> checkpoint_activations(torch.exp, False, hidden).sum().backward()
+        >>> torch.equal(hidden.grad, hidden.detach().exp())
+        True
+    """
+    group = group_of_several(tp_group, "tp") if distribute_saved_activations else None
+    if not torch.is_grad_enabled():
+        return function(*args)
+    context_fn = functools.partial(checkpoint_context_fn, tracker=tracker)
+    if group is not None:
+        function, args = _with_first_distributed(function, args, group)
+    result: _R = checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
+    return result
+
+
+class _Repetition(AbstractContextManager[None]):
+    """Blocks in which a tracker's streams are as they were when this was made."""
+
+    def __init__(self, tracker: RngTracker | None, inner: _Context | None = None) -> None:
+        self._is_shared = tracker is None
+        self._tracker = existing_tracker() if tracker is None else tracker
+        self._streams = nullcontext() if self._tracker is None else self._tracker.snapshot()
+        self._inner = nullcontext() if inner is None else inner
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        if self._is_shared and self._tracker is not None and existing_tracker() != self._tracker:
+            raise RuntimeError(
+                "the shared random streams were replaced between a forward pass and the second "
+                "computation of its activations, which would draw other numbers: run backward "
+                "before seeding with force"
+            )
+        with ExitStack() as stack:
+            stack.enter_context(self._streams)
+            stack.enter_context(self._inner)
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
+
+
+def _with_first_distributed(
+    function: Callable[..., _R], args: tuple[Any, ...], group: dist.ProcessGroup
+) -> tuple[Callable[..., _R], tuple[Any, ...]]:
+    """Return function and arguments of which a checkpoint keeps this rank's part of the first."""
+    first = args[0] if args else None
+    if not isinstance(first, Tensor) or is_dtensor(first):
+        raise TypeError(
+            "distribute_saved_activations needs a plain tensor as the first argument, got "
+            f"{type(first).__name__}: pass its local tensor, or False"
+        )
+    unused = [first]  # emptied by the first call, so that nothing keeps the whole tensor
+    parts = _Parts(first, group)
+
+    def run(own: Tensor, *rest: Any) -> _R:
+        return function(unused.pop() if unused else parts.gathered(own), *rest)
+
+    return run, (parts.own(first), *args[1:])
+
+
+class _Parts:
+    """The equal parts of one tensor's bytes, in their order in memory, one for each rank."""
+
+    def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self._group, self._dtype, self._requires_grad = group, tensor.dtype, tensor.requires_grad
+        self._slowest_first = sorted(range(tensor.dim()), key=tensor.stride, reverse=True)
+        self._shape = tensor.permute(self._slowest_first).shape
+        self._part_bytes = math.ceil(int(tensor.nbytes) / group.size())
+
+    def own(self, tensor: Tensor) -> Tensor:
+        """Return this rank's part in memory of its own, filled up with zeros."""
+        every = tensor.detach().permute(self._slowest_first).reshape(-1).view(torch.uint8)
+        part = every[self._part_bytes * self._group.rank() :][: self._part_bytes]
+        own = part.new_zeros(self._part_bytes)
+        own[: part.numel()] = part
+        return own
+
+    def gathered(self, own: Tensor) -> Tensor:
+        """Return the tensor, with its strides, after an all-gather of the parts."""
+        every = own.new_empty(self._group.size() * self._part_bytes)
+        all_gather_single(every, own, self._group)
+        num_bytes = self._shape.numel() * self._dtype.itemsize
+        values = every[:num_bytes].view(self._dtype).view(self._shape)
+        order = sorted(range(len(self._shape)), key=self._slowest_first.__getitem__)
+        return values.permute(order).requires_grad_(self._requires_grad)
