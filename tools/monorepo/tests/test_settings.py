@@ -45,6 +45,9 @@ def repository(tmp_path: Path) -> SampleRepository:
         repository.write({file: f"{text}\n[tool.monorepo]\ntests = 2\n"})
         tests = "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\n"
         repository.write({f"packages/mcore-{name}/tests/test_x.py": tests})
+    for name, siblings in (("versioning", ""), ("tensor", "packages/mcore-versioning ")):
+        folder = f"packages/mcore-{name}"
+        repository.write({f"{folder}/README.md": f"pip install {siblings}{folder}\n"})
     repository.write(
         {"hatch.toml": HATCH, "LICENSE": "Apache-2.0\n", ".github/workflows/ci.yml": WORKFLOW}
     )
@@ -89,6 +92,10 @@ CI = ".github/workflows/ci.yml"
             "it would hide the other packages' part of the namespace mcore",
         ),
         ("packages/stray/README.md", None, "", "packages/stray has no pyproject.toml"),
+        (
+            f"{TENSOR}/README.md", "packages/mcore-versioning ", "",
+            "how to install from a clone: pip install packages/mcore-versioning packages/mcore-t",
+        ),
         (PYPROJECT, "torch>=2.11", "torch==2.13.0", "pins torch==2.13.0: users could not"),
         (PYPROJECT, "versioning>=0.1,<0.2", "versioning==0.1.0", "a range with a floor and a cap"),
         (PYPROJECT, "versioning>=0.1,<0.2", "versioning>=0.1", "a range with a floor and a cap"),
