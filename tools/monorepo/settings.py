@@ -60,8 +60,8 @@ def package_problems(workspace: Workspace) -> Iterator[str]:
                     f"{package.name}: delete {(folder / '__init__.py').relative_to(package.folder)}"
                     f": it would hide the other packages' part of the namespace {folder.name}"
                 )
-        folders = (f"{PACKAGES_FOLDER}/{name}" for name in workspace.closure(package.name))
-        command = " ".join(["pip install", *folders, f"{PACKAGES_FOLDER}/{package.name}"])
+        named = [*workspace.closure(package.name), package.name]
+        command = " ".join(["pip install", *(f"{PACKAGES_FOLDER}/{name}" for name in named)])
         if command not in (package.folder / "README.md").read_text(encoding="utf-8"):
             yield f"{package.name}: README.md has to say how to install from a clone: {command}"
         yield from _pins(package)

@@ -1,8 +1,6 @@
 """What is refused in the archives of a release."""
 
 import shutil
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +8,7 @@ import pytest
 
 from monorepo.release.archives import archive_problems, build_archives
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.workspace import REPOSITORY, Distribution, load_workspace
+from monorepo.workspace import REPOSITORY, load_workspace
 
 PYPROJECT = "packages/mcore-tensor/pyproject.toml"
 
@@ -29,11 +27,12 @@ def _problems(repository: SampleRepository, folder: Path) -> list[str]:
     return list(archive_problems(package, folder))
 
 
-def test_the_five_packages_of_this_repository_may_be_published(tmp_path: Path) -> None:
-    for package in load_workspace(REPOSITORY).distributions.values():
-        build_archives(package, tmp_path)
-        assert list(archive_problems(package, tmp_path)) == []
-    assert len(list(tmp_path.iterdir())) == 10
+def test_a_package_of_this_repository_may_be_published(tmp_path: Path) -> None:
+    """The one whose requirement has two spellings; ``.ci/run`` rehearses all five."""
+    package = load_workspace(REPOSITORY)["mcore-tensor"]
+    build_archives(package, tmp_path)
+    assert list(archive_problems(package, tmp_path)) == []
+    assert len(list(tmp_path.iterdir())) == 2
 
 
 def without_readme(repository: SampleRepository) -> None:
@@ -105,39 +104,3 @@ def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
     shutil.copy(folder / file, folder / "mcore_tensor-0.1.1.tar.gz")
     [line] = archive_problems(package, folder)
     assert line.endswith("has 1 wheels and 2 sdists of mcore-tensor, not one of each")
-
-
-def test_metadata_that_an_index_refuses_is_found_in_both_archives(
-    repository: SampleRepository, tmp_path: Path
-) -> None:
-    folder = tmp_path / "dist"
-    assert _problems(repository, folder) == []
-    package = load_workspace(repository.root)["mcore-tensor"]
-    _break_metadata(folder, package)
-    refused = [line for line in archive_problems(package, folder) if "an index refuses" in line]
-    assert [line.partition(" ")[0] for line in refused] == [
-        "mcore_tensor-0.1.0-py3-none-any.whl",
-        "mcore_tensor-0.1.0.tar.gz",
-    ]
-
-
-def _break_metadata(folder: Path, package: Distribution) -> None:
-    """Write a classifier field that no index knows into a wheel and an sdist."""
-    stem = f"mcore_tensor-{package.version}"
-    wheel, sdist = folder / f"{stem}-py3-none-any.whl", folder / f"{stem}.tar.gz"
-    with zipfile.ZipFile(wheel) as archive:
-        held = {name: archive.read(name) for name in archive.namelist()}
-    with zipfile.ZipFile(wheel, "w") as archive:
-        for name, content in held.items():
-            archive.writestr(name, _broken(content) if name.endswith("METADATA") else content)
-    tree = folder / "unpacked"
-    with tarfile.open(sdist) as packed:
-        packed.extractall(tree, filter="data")
-    info = tree / stem / "PKG-INFO"
-    info.write_bytes(_broken(info.read_bytes()))
-    with tarfile.open(sdist, "w:gz") as packed:
-        packed.add(tree / stem, stem)
-
-
-def _broken(content: bytes) -> bytes:
-    return content.replace(b"Version: 0.1.0\n", b"Version: not a version\n", 1)

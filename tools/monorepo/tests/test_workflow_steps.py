@@ -85,22 +85,3 @@ def test_a_release_begins_with_its_tag_or_a_named_package(
     status, said = run_step("release", "plan", name, tmp_path, RELEASE=release)
     assert said == output
     assert status == (0 if output else 1)
-
-
-def test_the_publishing_action_is_asked_at_the_commit_that_publishes(tmp_path: Path) -> None:
-    """The step takes the commit out of the workflow; here git and uv only note what they get."""
-    tools = tmp_path / "tools"
-    tools.mkdir()
-    for name in ("git", "uv"):
-        (tools / name).write_text(f"#!/bin/sh\necho {name} $* >> {tmp_path}/said\nmkdir -p $3\n")
-        (tools / name).chmod(0o755)
-    name = "the publishing action would take them, with its own twine and packaging"
-    path = f"{tools}{os.pathsep}{os.environ['PATH']}"
-    run_step(
-        "release", "build", name, tmp_path,
-        PATH=path, RUNNER_TEMP=str(tmp_path), GITHUB_WORKSPACE=str(tmp_path),
-    )  # fmt: skip
-    text = (ROOT / ".github/workflows/release.yml").read_text()
-    fetched = (tmp_path / "said").read_text().split("fetch ")[1].splitlines()[0].split()[-1]
-    assert len(fetched) == 40
-    assert text.count(f"gh-action-pypi-publish@{fetched}") == 2
