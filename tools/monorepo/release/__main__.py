@@ -57,7 +57,7 @@ def _prepare(workspace: Workspace, options: argparse.Namespace) -> int:
         print("Nothing was written; add --apply to write it.")
         return 0
     write(workspace, plan)
-    print("Written. To take it back: git restore packages && git clean -d packages")
+    print("Written. To take it back: git restore packages && git clean -fd packages")
     return 0
 
 
@@ -130,7 +130,7 @@ def _described(workspace: Workspace, plan: Plan) -> list[str]:
     lines += [f"writes {path.relative_to(root)}" for path in sorted(plan.contents)]
     lines += [f"deletes {path.relative_to(root)}" for path in plan.deleted]
     lines += [f"then: hatch run test packages/{name}" for name in plan.affected]
-    return [*lines, f"then, once merged: git tag {plan.tag.name}"]
+    return [*lines, f"then, once merged: hatch run release push --apply {plan.tag.package}"]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -76,7 +76,7 @@ def test_prepare_writes_only_on_request(
     assert '"mcore-tensor>=0.1,<0.2"' in after["packages/mcore-parallel/pyproject.toml"]
     note = after[f"{TENSOR}/changelog.d/takes-mcore-versioning-0-2-0.changed.md"]
     assert "`mcore-versioning>=0.1,<0.3`" in note
-    assert "git tag mcore-versioning-v0.2.0" in shown
+    assert "once merged: hatch run release push --apply mcore-versioning" in shown
     assert shown.index("packages/mcore-tensor\n") < shown.index("packages/mcore-parallel\n")
     touched = {name for name in after.keys() | before.keys() if after.get(name) != before.get(name)}
     assert len(touched) == 7
