@@ -22,7 +22,6 @@ from monorepo.changelog import (
     section,
 )
 from monorepo.git_tags import ReleaseTag, commit_exists, git, last_tag
-from monorepo.kept_tests import with_raised_floor
 from monorepo.ranges import fresh_range, sibling_requirements, spelled, widened, written
 from monorepo.release.verify import (
     incompatible_changes,
@@ -30,6 +29,7 @@ from monorepo.release.verify import (
     since_last_release,
     verify_release,
 )
+from monorepo.suites import with_raised_floor
 from monorepo.workspace import PACKAGES_FOLDER, Distribution, Workspace
 
 CITATION = "CITATION.cff"

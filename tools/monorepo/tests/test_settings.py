@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.kept_tests import lost_tests, lowered_floors, main, skipped_files, with_raised_floor
 from monorepo.ranges import misfits
 from monorepo.settings import matrix_problems, package_problems, workflow_problems
+from monorepo.suites import lost_tests, lowered_floors, main, skipped_files, with_raised_floor
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import REPOSITORY, load_workspace
 
@@ -72,7 +72,7 @@ def test_a_sound_repository_passes(repository: SampleRepository) -> None:
 
 
 def test_this_repository_passes() -> None:
-    for module in ("settings", "kept_tests"):
+    for module in ("settings", "suites"):
         command = [sys.executable, "-m", f"monorepo.{module}"]
         done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stdout

@@ -18,7 +18,7 @@ _FOLDERS = ("packages/*/tests", "tools/*/tests", "tests-integration")
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print tests that are lost; return 1 if there are any, 2 for a base that git lacks."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.kept_tests", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m monorepo.suites", description=__doc__)
     parser.add_argument("--base", metavar="REF", help="no floor may be lower than there")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
