@@ -138,12 +138,22 @@ def _index(folder: Path) -> Iterator[str]:
 
 
 def _install_alone(workspace: Workspace, package: Distribution, venv: CleanVenv) -> str:
-    """Install one package and nothing else, and run the first example of its README."""
+    """Install one package and nothing else, then as its README says, and run its first example."""
     venv.install(["--exact", package.name])
     check_siblings(workspace, package, venv.installed())
+    with_extras = set(installations(package)) - {package.name}
+    if with_extras:
+        venv.install(with_extras)
     run_first_example(package, venv)
     brought = ", ".join(workspace.closure(package.name)) or "nothing of ours"
     return f"{package.name} alone brings {brought}, and its first example runs"
+
+
+def installations(package: Distribution) -> list[str]:
+    """What the README says after ``pip install``: the package, alone or with extras."""
+    page = (package.folder / "README.md").read_text(encoding="utf-8").partition("```python")[0]
+    found = re.findall(r"^pip install \"?([^\s\"]+)", page, re.MULTILINE)
+    return [each for each in found if each.partition("[")[0] == package.name]
 
 
 def run_first_example(package: Distribution, venv: CleanVenv) -> None:

@@ -8,7 +8,12 @@ from pathlib import Path
 import pytest
 
 from monorepo.isolation.venv import make_venv
-from monorepo.release.rehearse import RehearsalError, rehearse, run_first_example
+from monorepo.release.rehearse import (
+    RehearsalError,
+    installations,
+    rehearse,
+    run_first_example,
+)
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -85,3 +90,18 @@ def test_a_readme_that_does_not_hold_is_refused(
     venv = make_venv(tmp_path / "venv", sys.executable, [])
     with pytest.raises(RehearsalError, match=said):
         run_first_example(load_workspace(repository.root)["mcore-base"], venv)
+
+
+def test_extras_of_the_page_are_installed(repository: SampleRepository) -> None:
+    page = """```
+pip install mcore-base
+pip install "mcore-base[fast,late]"   # also: slow
+pip install packages/mcore-base
+```
+```python
+```
+pip install mcore-base[after]
+"""
+    repository.write({"packages/mcore-base/README.md": page})
+    base = load_workspace(repository.root)["mcore-base"]
+    assert installations(base) == ["mcore-base", "mcore-base[fast,late]"]
