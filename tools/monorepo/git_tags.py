@@ -107,6 +107,21 @@ def commit_exists(root: Path, revision: str) -> bool:
     return True
 
 
+def published_branch(root: Path) -> str | None:
+    """The branch that releases are made from: main as it was pushed, else the local one."""
+    names = ("origin/main", "main")
+    return next((name for name in names if commit_exists(root, name)), None)
+
+
+def is_in(root: Path, revision: str, branch: str) -> bool:
+    """Whether a commit is part of the history of a branch."""
+    try:
+        git(root, "merge-base", "--is-ancestor", revision, branch)
+    except GitError:
+        return False
+    return True
+
+
 def export_tree(root: Path, revision: str, target: Path, *folders: str) -> None:
     """Write the files of a revision into a folder; the repository itself is only read."""
     packed = _run(root, ["archive", "--format=tar", revision, *folders])

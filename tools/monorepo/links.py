@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from monorepo.git_tags import git
-from monorepo.workspace import REPOSITORY
+from monorepo.workspace import PACKAGES_FOLDER, REPOSITORY
 
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _CODE = re.compile(r"`[^`\n]*`")
@@ -40,7 +40,10 @@ def broken_links(root: Path, document: Path) -> Iterator[str]:
         file = (root / path[1:] if path.startswith("/") else document.parent / path).resolve()
         file = document if not path else file
         shown = f"{document.relative_to(root)}: {target}"
-        if not file.exists():
+        on_the_index = document.name == "README.md" and document.parents[1].name == PACKAGES_FOLDER
+        if path and on_the_index:
+            yield f"{shown} leads nowhere from the page that a package index shows"
+        elif not file.exists():
             yield f"{shown} leads to no file"
         elif heading and heading not in headings(file.read_text(encoding="utf-8")):
             yield f"{shown} leads to no heading"

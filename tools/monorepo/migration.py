@@ -10,7 +10,6 @@ from pathlib import Path
 
 from api_check.surface import Surface, read_surface
 from api_check.trees import CannotCheckError
-from monorepo.release.prepare import write_all
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
 SOURCE = Path(__file__).with_name("migration_names.tsv")
@@ -123,7 +122,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(found), file=sys.stderr)
         return 1
     if not options.check and text != wanted:
-        write_all({page: wanted})
+        page.write_text(wanted, encoding="utf-8")
     print(f"the migration table has {len(moves)} names")
     return 0
 

@@ -1,6 +1,7 @@
-"""Command line: ``python -m monorepo.plan [--base REF]``.
+"""Command line: ``python -m monorepo.plan [--base REF | --release TAG]``.
 
-Prints the test matrix of a change as one line of JSON. Needs Python >= 3.11 and ``packaging`` only.
+Prints the test matrix of a change as one line of JSON, or the packages that a release concerns.
+Needs Python >= 3.11 and ``packaging`` only.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from monorepo.git_tags import GitError, changed_files, merge_base
+from monorepo.git_tags import GitError, changed_files, merge_base, parse_tag
 from monorepo.hatch_settings import Cell, matrix_cells
 from monorepo.workspace import PACKAGES_FOLDER, REPOSITORY, Distribution, Workspace, load_workspace
 
@@ -25,6 +26,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the plan, and the reason for it on the error stream; 1 if it cannot be run."""
     options = _parser().parse_args(arguments)
     workspace = load_workspace(options.root)
+    if options.release:
+        return _print_release(workspace, options.release)
     made = plan(workspace, matrix_cells(workspace.root), what_changed(workspace, options.base))
     print(made["reason"], file=sys.stderr)
     told = refusal(made)
@@ -32,6 +35,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"{told} in {workspace.root / 'hatch.toml'}", file=sys.stderr)
         return 1
     print(json.dumps(made, separators=(",", ":")))
+    return 0
+
+
+def _print_release(workspace: Workspace, text: str) -> int:
+    """Print the package of a tag, or one that is named, and its dependants as NAME=VALUE."""
+    try:
+        name = text if text in workspace.names else parse_tag(text, workspace.names).package
+    except ValueError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(f"package={name}")
+    print(f"packages={' '.join([name, *workspace.dependants([name])])}")
     return 0
 
 
@@ -112,6 +127,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--base", default="", metavar="REF", help="what it is compared with; without, everything"
     )
+    parser.add_argument("--release", metavar="TAG", help="a release tag, or just a package")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     return parser
 

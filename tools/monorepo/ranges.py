@@ -16,7 +16,7 @@ from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspa
 
 @dataclass(frozen=True)
 class Misfit:
-    """A requirement that refuses the sibling beside it.
+    """A requirement that refuses the sibling beside it, pins it, or lacks a cap.
 
     Attributes:
         package: Whose requirement.
@@ -32,20 +32,21 @@ class Misfit:
 
     def __str__(self) -> str:
         """One line that names all of it."""
-        return (
-            f"{self.package} requires {spelled(self.requirement)}, which leaves out "
-            f"{self.requirement.name} {self.version} of this repository; write {self.advice}"
-        )
+        if self.requirement.specifier.contains(self.version, prereleases=True):
+            fault = "which has to be a range with a floor and a cap"
+        else:
+            fault = f"which leaves out {self.requirement.name} {self.version} of this repository"
+        return f"{self.package} requires {spelled(self.requirement)}, {fault}; write {self.advice}"
 
 
 def misfits(workspace: Workspace) -> list[Misfit]:
-    """The requirements between packages that the versions of the working tree do not meet."""
+    """The requirements between packages that are no range around the sibling beside them."""
     return [
         Misfit(package.name, requirement, sibling.version, _advice(requirement, sibling.version))
         for package in workspace.distributions.values()
         for requirement, sibling in sibling_requirements(package, workspace)
         if not requirement.specifier.contains(sibling.version, prereleases=True)
-        or not requirement.specifier
+        or {one.operator for one in requirement.specifier} != {">=", "<"}
     ]
 
 

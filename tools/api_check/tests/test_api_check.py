@@ -384,7 +384,10 @@ def test_without_griffe_nothing_can_be_checked(
 
 @pytest.mark.parametrize(
     ("old", "new", "announced"),
-    [("0.1.3", "0.2.0", True), ("0.1.3", "0.1.4", False), ("1.1.0", "1.2.0", False)],
-)
+    [
+        ("0.1.3", "0.2.0", True), ("0.1.3", "0.1.4", False), ("1.1.0", "1.2.0", False),
+        ("1.1.0", "2.0.0", True), ("1.1.0", "0.9.0", False), ("2.0.0", "1.9.0", False),
+    ],
+)  # fmt: skip
 def test_a_version_announces_breakage(old: str, new: str, announced: bool) -> None:
     assert announces_breakage(Version(old), Version(new)) is announced

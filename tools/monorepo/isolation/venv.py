@@ -33,11 +33,13 @@ class CleanVenv:
         folder: Where it lies.
         uv: The command that starts uv.
         constraints: Lines of a constraints file that every installation obeys.
+        options: What else every installation is told, such as the address of an index.
     """
 
     folder: Path
     uv: Sequence[str]
     constraints: tuple[str, ...]
+    options: tuple[str, ...] = ()
 
     @property
     def python(self) -> Path:
@@ -56,7 +58,7 @@ class CleanVenv:
             [
                 *self.uv, "pip", "install", "--quiet", "--python", str(self.python),
                 "--constraints", str(constraints), "--resolution", resolution,
-                *compiling, *requirements,
+                *compiling, *self.options, *requirements,
             ]
         )  # fmt: skip
 

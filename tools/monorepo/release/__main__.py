@@ -1,4 +1,4 @@
-"""Command line: ``python -m monorepo.release show|prepare|verify|floors|tag|notes``."""
+"""Command line: ``python -m monorepo.release show|prepare|verify|push|rehearse|...``."""
 
 from __future__ import annotations
 
@@ -9,14 +9,23 @@ from datetime import date
 from pathlib import Path
 
 from monorepo.changelog import CHANGELOG, section
-from monorepo.git_tags import GitError, parse_tag
+from monorepo.git_tags import GitError
 from monorepo.hatch_settings import torch_pin
 from monorepo.isolation.checks import IsolationError
 from monorepo.isolation.floors import check_floors
 from monorepo.isolation.venv import InstallError
 from monorepo.isolation.wheels import BuildError
-from monorepo.release.prepare import Plan, ReleaseError, plan_release, write_all
-from monorepo.release.verify import show, verify_release
+from monorepo.release.prepare import (
+    Plan,
+    ReleaseError,
+    plan_release,
+    push,
+    set_address,
+    unpushed,
+    write,
+)
+from monorepo.release.rehearse import RehearsalError, rehearse
+from monorepo.release.verify import show, verify_archives, verify_release
 from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
 
 
@@ -25,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         status: int = options.run(load_workspace(options.root), options)
-    except (ReleaseError, BuildError, InstallError, IsolationError) as error:
+    except (ReleaseError, RehearsalError, BuildError, InstallError, IsolationError) as error:
         print(error, file=sys.stderr)
         return 1
     except (GitError, WorkspaceError) as error:
@@ -47,19 +56,20 @@ def _prepare(workspace: Workspace, options: argparse.Namespace) -> int:
     if not options.apply:
         print("Nothing was written; add --apply to write it.")
         return 0
-    write_all(plan.contents, plan.deleted)
-    print("Written.")
+    write(workspace, plan)
+    print("Written. To take it back: git restore packages && git clean -fd packages")
     return 0
 
 
 def _verify(workspace: Workspace, options: argparse.Namespace) -> int:
-    found = verify_release(workspace, options.package, tag=options.tag, archives=options.archives)
+    package = workspace[options.package]
+    found = verify_release(workspace, package.name, tag=options.tag)
     for note in found.notes:
         print(note)
-    if found.refused:
-        print("\n".join(found.refused), file=sys.stderr)
+    refused = [*found.refused, *verify_archives(package, options.archives)]
+    if refused:
+        print("\n".join(refused), file=sys.stderr)
         return 1
-    package = workspace[options.package]
     print(f"{package.name} {package.version} may be published")
     return 0
 
@@ -77,14 +87,28 @@ def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
     return 0
 
 
-def _tag(workspace: Workspace, options: argparse.Namespace) -> int:
-    try:
-        tag = parse_tag(options.tag, workspace.names)
-    except ValueError as error:
-        raise ReleaseError(str(error)) from error
-    print(f"package={tag.package}")
-    print(f"version={tag.version}")
-    print(f"packages={' '.join([tag.package, *workspace.dependants([tag.package])])}")
+def _push(workspace: Workspace, options: argparse.Namespace) -> int:
+    for tag in unpushed(workspace, options.packages, options.remote):
+        if not options.apply:
+            print(f"git tag {tag.name}; git push {options.remote} {tag.name}")
+            continue
+        push(workspace, tag, options.remote)
+        print(f"{tag.name} is pushed", flush=True)
+    if not options.apply:
+        print("Nothing was pushed; add --apply to do so, one push each.")
+    return 0
+
+
+def _address(workspace: Workspace, options: argparse.Namespace) -> int:
+    for file in set_address(workspace, options.url):
+        print(f"wrote {file.relative_to(workspace.root)}")
+    return 0
+
+
+def _rehearse(workspace: Workspace, options: argparse.Namespace) -> int:
+    torch = options.torch or torch_pin(workspace.root)
+    for said in rehearse(workspace, python=options.python, torch=torch):
+        print(said, flush=True)
     return 0
 
 
@@ -106,7 +130,7 @@ def _described(workspace: Workspace, plan: Plan) -> list[str]:
     lines += [f"writes {path.relative_to(root)}" for path in sorted(plan.contents)]
     lines += [f"deletes {path.relative_to(root)}" for path in plan.deleted]
     lines += [f"then: hatch run test packages/{name}" for name in plan.affected]
-    return [*lines, f"then, once merged: git tag {plan.tag.name}"]
+    return [*lines, f"then, once merged: hatch run release push --apply {plan.tag.package}"]
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -136,9 +160,18 @@ def _parser() -> argparse.ArgumentParser:
     one.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
     one.add_argument("--python", default=sys.executable, help="by default this one")
     one.set_defaults(run=_floors)
-    one = commands.add_parser("tag", help="package, version and dependants of a tag, as NAME=VALUE")
-    one.add_argument("tag", metavar="TAG")
-    one.set_defaults(run=_tag)
+    one = commands.add_parser("push", help="set and push the tags of what is prepared, one by one")
+    one.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
+    one.add_argument("--remote", default="origin", help="default: origin")
+    one.add_argument("--apply", action="store_true", help="do it; without, it is only shown")
+    one.set_defaults(run=_push)
+    one = commands.add_parser("rehearse", help="all packages on a local index, used by strangers")
+    one.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
+    one.add_argument("--python", default=sys.executable, help="by default this one")
+    one.set_defaults(run=_rehearse)
+    one = commands.add_parser("address", help="name the repository in all packages")
+    one.add_argument("url", metavar="URL", help="such as https://github.com/OWNER/NAME")
+    one.set_defaults(run=_address)
     one = commands.add_parser("notes", help="what the changelog says about the current version")
     one.add_argument("package", metavar="PACKAGE")
     one.set_defaults(run=_notes)

@@ -1,14 +1,12 @@
-"""Make a release: new version, changelog, and ranges of the dependants, as one change."""
+"""Make a release: version, changelog and ranges as one change, and then its tag."""
 
 from __future__ import annotations
 
-import os
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from tempfile import NamedTemporaryFile
 
 from hatchling.version.scheme.standard import StandardScheme
 from packaging.requirements import Requirement
@@ -18,16 +16,23 @@ from monorepo.changelog import (
     CHANGELOG,
     FOLDER,
     ChangelogError,
-    Fragment,
     announces_a_break,
     fold,
     fragments,
     section,
 )
-from monorepo.git_tags import ReleaseTag, last_tag
+from monorepo.git_tags import ReleaseTag, commit_exists, git, last_tag
 from monorepo.ranges import fresh_range, sibling_requirements, spelled, widened, written
-from monorepo.release.verify import incompatible_changes, refusals, since_last_release
-from monorepo.workspace import Distribution, Workspace
+from monorepo.release.verify import (
+    incompatible_changes,
+    refusals,
+    since_last_release,
+    verify_release,
+)
+from monorepo.suites import with_raised_floor
+from monorepo.workspace import PACKAGES_FOLDER, Distribution, Workspace
+
+CITATION = "CITATION.cff"
 
 
 class ReleaseError(ValueError):
@@ -65,15 +70,17 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
     stopping = refusals(outcome, dependants=False)
     if stopping:
         raise ReleaseError(f"{package.name} {version}: " + "; ".join(stopping))
-    found = _fragments(package)
-    changelog = _changelog(package, version, day, found, breaks)
+    found = fragments(package)
+    changelog = _changelog(package, version, day, breaks)
+    pyproject = package.folder / "pyproject.toml"
     contents = {
         package.folder / CHANGELOG: changelog,
         package.version_file: _version_text(package, version),
+        pyproject: with_raised_floor(package, pyproject.read_text(encoding="utf-8")),
     }
     notes = [
         f"{package.name} {package.version} -> {version}",
-        *(f"{CHANGELOG} takes in {FOLDER}/{one.file.name}" for one in found),
+        *(f"{CHANGELOG} takes in {FOLDER}/{file.name}" for file in found),
     ]
     broken_since = last.version if breaks and last is not None else None
     for dependant, requirement in _requirements_on(package, workspace):
@@ -83,7 +90,7 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
     return Plan(
         tag=ReleaseTag(package.name, version),
         contents={path: text for path, text in contents.items() if _differs(path, text)},
-        deleted=tuple(one.file for one in found),
+        deleted=tuple(found),
         notes=tuple(notes),
         breaks=tuple(breaks),
         affected=workspace.dependants([package.name]),
@@ -106,22 +113,9 @@ def _next_version(package: Distribution, step: str | None, last: ReleaseTag | No
     return Version(raised)
 
 
-def _fragments(package: Distribution) -> list[Fragment]:
+def _changelog(package: Distribution, version: Version, day: date, breaks: Sequence[str]) -> str:
     try:
-        return fragments(package)
-    except ChangelogError as error:
-        raise ReleaseError(f"{package.name}: {error}") from error
-
-
-def _changelog(
-    package: Distribution,
-    version: Version,
-    day: date,
-    found: Sequence[Fragment],
-    breaks: Sequence[str],
-) -> str:
-    try:
-        text = fold((package.folder / CHANGELOG).read_text(encoding="utf-8"), version, day, found)
+        text = fold(package, version, day)
     except ChangelogError as error:
         raise ReleaseError(f"{package.name}: {error}") from error
     if breaks and not announces_a_break(section(text, version) or ""):
@@ -207,43 +201,50 @@ def _differs(path: Path, text: str) -> bool:
     return not path.exists() or path.read_text(encoding="utf-8") != text
 
 
-def write_all(contents: Mapping[Path, str], deleted: Collection[Path] = ()) -> None:
-    """Write and delete files; a failure restores the previous ones.
+def write(workspace: Workspace, plan: Plan) -> None:
+    """Write a release where git can take it back: into packages without uncommitted work."""
+    open_work = git(workspace.root, "status", "--porcelain", "--", PACKAGES_FOLDER).split("\n")[0]
+    if open_work:
+        raise ReleaseError(f"commit or stash your work first, such as {open_work.split()[-1]}")
+    for path, text in plan.contents.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    for path in plan.deleted:
+        path.unlink()
 
-    Every new text is on the disk in a file of its own before the first one takes its place.
+
+def unpushed(workspace: Workspace, names: Sequence[str], remote: str) -> list[ReleaseTag]:
+    """The tags of the versions in the files that a remote lacks, siblings first."""
+    wanted = workspace.ordered([workspace[name].name for name in names] or workspace.names)
+    there = git(workspace.root, "ls-remote", "--tags", remote).split()
+    tags = [ReleaseTag(name, workspace[name].version) for name in wanted]
+    return [tag for tag in tags if f"refs/tags/{tag.name}" not in there]
+
+
+def push(workspace: Workspace, tag: ReleaseTag, remote: str) -> None:
+    """Verify a release, set its tag and push it alone.
+
+    GitHub starts no workflow when one push brings more than three tags.
     """
-    before = {path: path.read_bytes() if path.exists() else None for path in (*contents, *deleted)}
-    staged: dict[Path, Path] = {}
-    try:
-        for path, text in contents.items():
-            staged[path] = _stage(path, text)
-        for path, waiting in staged.items():
-            os.replace(waiting, path)
-        for path in deleted:
-            path.unlink()
-    except BaseException:
-        _put_back(before)
-        raise
-    finally:
-        for waiting in staged.values():
-            waiting.unlink(missing_ok=True)
+    refused = verify_release(workspace, tag.package, tag=tag.name).refused
+    if refused:
+        raise ReleaseError("\n".join(refused))
+    if not commit_exists(workspace.root, f"refs/tags/{tag.name}"):
+        git(workspace.root, "tag", tag.name)
+    git(workspace.root, "push", remote, f"refs/tags/{tag.name}")
 
 
-def _stage(path: Path, text: str) -> Path:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with NamedTemporaryFile(dir=path.parent, prefix=".release-", delete=False) as file:
-        file.write(text.encode())
-    staged = Path(file.name)
-    if path.exists():
-        staged.chmod(path.stat().st_mode)
-    else:
-        staged.chmod(0o644)
-    return staged
-
-
-def _put_back(before: Mapping[Path, bytes | None]) -> None:
-    for path, content in before.items():
-        if content is None:
-            path.unlink(missing_ok=True)
-        elif not path.exists() or path.read_bytes() != content:
-            path.write_bytes(content)
+def set_address(workspace: Workspace, url: str) -> Iterator[Path]:
+    """Write the address of the repository where the packages and the citation name it."""
+    if re.fullmatch(r"https://[\w.-]+(/[\w.-]+)+", url) is None:
+        raise ReleaseError(f"{url!r} is not an address such as https://github.com/OWNER/NAME")
+    first = workspace[workspace.names[0]].folder / "pyproject.toml"
+    found = re.search(r'^Homepage = "([^"]+)"$', first.read_text(encoding="utf-8"), re.MULTILINE)
+    if found is None:
+        raise ReleaseError(f"{first} has no Homepage under [project.urls]")
+    packages = (one.folder / "pyproject.toml" for one in workspace.distributions.values())
+    for file in (*packages, workspace.root / CITATION):
+        text = file.read_text(encoding="utf-8") if file.is_file() else ""
+        if found[1] in text:
+            file.write_text(text.replace(found[1], url), encoding="utf-8")
+            yield file

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-import tarfile
-import zipfile
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from email.parser import BytesParser
+from datetime import date
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from urllib.parse import urlsplit
 
-from packaging.metadata import ExceptionGroup, InvalidMetadata, Metadata
-from packaging.utils import (
-    InvalidSdistFilename,
-    InvalidWheelFilename,
-    parse_sdist_filename,
-    parse_wheel_filename,
-)
 from packaging.version import Version
 
 from api_check.findings import Finding, Weight
@@ -27,12 +19,21 @@ from monorepo.changelog import (
     ChangelogError,
     announces_a_break,
     fragments,
+    rendered,
     section,
 )
-from monorepo.git_tags import changed_files, last_tag, parse_tag, release_tags
-from monorepo.isolation.wheels import BuildError, build
+from monorepo.git_tags import (
+    changed_files,
+    commit_exists,
+    is_in,
+    last_tag,
+    parse_tag,
+    published_branch,
+    release_tags,
+)
 from monorepo.ranges import misfits, sibling_requirements, spelled
-from monorepo.workspace import Distribution, Workspace
+from monorepo.release.archives import archive_problems, build_archives
+from monorepo.workspace import Distribution, Workspace, read_toml
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,8 @@ class Verification:
     notes: tuple[str, ...]
 
 
-def verify_release(
-    workspace: Workspace, name: str, *, tag: str | None = None, archives: Path | None = None
-) -> Verification:
-    """Check a package before it is published; without ``archives`` it builds them."""
+def verify_release(workspace: Workspace, name: str, *, tag: str | None = None) -> Verification:
+    """Check the sources of a package before it is published, and the tag that says so."""
     package = workspace[name]
     notes = []
     if not any(release_tags(workspace.root, each, workspace.names) for each in workspace.names):
@@ -61,10 +60,9 @@ def verify_release(
         *_bump_problems(workspace, package, tag),
         *(str(one) for one in misfits(workspace)),
         *_changelog_problems(workspace, package, tag),
-        *_archive_problems(package, archives),
     ]
     if tag is not None:
-        refused.extend(_missing_siblings(workspace, package))
+        refused.extend([*_missing_siblings(workspace, package), *_address_problems(package)])
     return Verification(tuple(refused), tuple(notes))
 
 
@@ -80,6 +78,18 @@ def _tag_problems(workspace: Workspace, package: Distribution, text: str | None)
         yield f"{tag.name} is a tag of {tag.package}, not of {package.name}"
     elif tag.version != package.version:
         yield f"{tag.name} is tagged, but {package.version_file.name} says {package.version}"
+    yield from _branch_problems(workspace.root, tag.name)
+
+
+def _branch_problems(root: Path, tag: str) -> Iterator[str]:
+    """Only what was merged is published: the files at hand, and the tag where it is set."""
+    main = published_branch(root)
+    if main is None:
+        yield "there is no branch main to look for the tag in: git fetch origin main"
+        return
+    for revision in ("HEAD", f"refs/tags/{tag}"):
+        if commit_exists(root, revision) and not is_in(root, revision, main):
+            yield f"{revision.removeprefix('refs/tags/')} is no commit of {main}; merge it first"
 
 
 def _bump_problems(workspace: Workspace, package: Distribution, tag: str | None) -> Iterator[str]:
@@ -106,13 +116,14 @@ def _changelog_problems(
     said = section(text, package.version)
     if said is None and (tag is not None or _released(workspace, package)):
         yield f"{CHANGELOG} of {package.name} has no '## {package.version} (YYYY-MM-DD)'"
-    try:
-        left = fragments(package)
-    except ChangelogError as error:
-        yield f"{package.name}: {error}"
-        left = []
+    left = fragments(package)
     if left and tag is not None:
-        yield f"{package.name} still has {FOLDER}/{left[0].file.name}; run release prepare"
+        yield f"{package.name} still has {FOLDER}/{left[0].name}; run release prepare"
+    elif left:
+        try:
+            said = rendered(package, package.version, date.min)
+        except ChangelogError as error:
+            yield f"{package.name}: {error}"
     outcome = since_last_release(workspace, package.name, package.version)
     yield from refusals(outcome)
     breaks = incompatible_changes(outcome)
@@ -124,17 +135,13 @@ def _released(workspace: Workspace, package: Distribution) -> bool:
     return last_tag(workspace.root, package.name, workspace.names) is not None
 
 
-def _archive_problems(package: Distribution, archives: Path | None) -> Iterator[str]:
+def verify_archives(package: Distribution, archives: Path | None) -> list[str]:
+    """Check what is uploaded, a line for each fault; without a folder it is built here."""
     if archives is not None:
-        yield from archive_problems(package, archives)
-        return
+        return list(archive_problems(package, archives))
     with TemporaryDirectory(prefix="release-") as folder:
-        try:
-            build_archives(package, Path(folder))
-        except BuildError as error:
-            yield str(error)
-            return
-        yield from archive_problems(package, Path(folder))
+        build_archives(package, Path(folder))
+        return list(archive_problems(package, Path(folder)))
 
 
 def _missing_siblings(workspace: Workspace, package: Distribution) -> Iterator[str]:
@@ -145,87 +152,11 @@ def _missing_siblings(workspace: Workspace, package: Distribution) -> Iterator[s
             yield f"{package.name} requires {spelled(requirement)}; release {sibling.name} first"
 
 
-def build_archives(package: Distribution, folder: Path) -> None:
-    """Build the sdist and the wheel of a package into a folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for target in ("sdist", "wheel"):
-        built = build(package.folder, target, folder.resolve() / target)
-        built.rename(folder / built.name)
-
-
-def archive_problems(package: Distribution, folder: Path) -> Iterator[str]:
-    """What is wrong with the archives in a folder, in a line each."""
-    wheels, sdists = sorted(folder.glob("*.whl")), sorted(folder.glob("*.tar.gz"))
-    if len(wheels) != 1 or len(sdists) != 1:
-        yield f"{folder} has {len(wheels)} wheels and {len(sdists)} sdists, not one of each"
-    for file in wheels:
-        yield from _wheel_problems(package, file)
-    for file in sdists:
-        yield from _sdist_problems(package, file)
-
-
-def _wheel_problems(package: Distribution, file: Path) -> Iterator[str]:
-    try:
-        name, version, *_ = parse_wheel_filename(file.name)
-    except InvalidWheelFilename as error:
-        yield str(error)
-        return
-    if (name, version) != (package.name, package.version):
-        yield f"{file.name} is not {package.name} {package.version}"
-    with zipfile.ZipFile(file) as archive:
-        names = archive.namelist()
-        info = f"{file.name.rsplit('-', 3)[0]}.dist-info"
-        if f"{info}/METADATA" not in names:
-            yield f"{file.name} lacks {info}/METADATA"
-            return
-        yield from _metadata_problems(package, file, archive.read(f"{info}/METADATA"))
-    module = package.module.replace(".", "/")
-    for wanted in (f"{module}/__init__.py", f"{module}/py.typed", f"{info}/licenses/LICENSE"):
-        if wanted not in names:
-            yield f"{file.name} lacks {wanted}"
-    for other in names:
-        if not other.startswith((f"{module}/", f"{info}/")):
-            yield f"{file.name} has {other}, which is not part of {package.module}"
-
-
-def _sdist_problems(package: Distribution, file: Path) -> Iterator[str]:
-    try:
-        name, version = parse_sdist_filename(file.name)
-    except InvalidSdistFilename as error:
-        yield str(error)
-        return
-    if (name, version) != (package.name, package.version):
-        yield f"{file.name} is not {package.name} {package.version}"
-    with tarfile.open(file) as archive:
-        info = f"{file.name.removesuffix('.tar.gz')}/PKG-INFO"
-        member = archive.extractfile(info) if info in archive.getnames() else None
-        content = None if member is None else member.read()
-    if content is None:
-        yield f"{file.name} lacks {info}"
-        return
-    yield from _metadata_problems(package, file, content)
-
-
-def _metadata_problems(package: Distribution, file: Path, content: bytes) -> Iterator[str]:
-    """Read the metadata as an index does, and compare it with the package's own files."""
-    try:
-        metadata = Metadata.from_email(content, validate=True)
-    except (ExceptionGroup, InvalidMetadata) as error:
-        yield f"{file.name} has metadata that an index refuses: {error}"
-        return
-    stated = (metadata.name, metadata.version)
-    if stated != (package.name, package.version):
-        yield f"{file.name} says that it is {stated[0]} {stated[1]}"
-    declared = {str(one) for one in package.dependencies}
-    plain = {
-        str(one)
-        for one in metadata.requires_dist or ()
-        if one.marker is None or "extra" not in str(one.marker)
-    }
-    if plain != declared:
-        yield f"{file.name} requires {sorted(plain)}, pyproject.toml {sorted(declared)}"
-    if not BytesParser().parsebytes(content).get_payload():
-        yield f"{file.name} carries no README"
+def _address_problems(package: Distribution) -> Iterator[str]:
+    """Links of the index page that lead to the reserved name of the sources as they come."""
+    urls = read_toml(package.folder / "pyproject.toml")["project"].get("urls", {})
+    if not urls or any(urlsplit(url).netloc.endswith(".example") for url in urls.values()):
+        yield f"[project.urls] of {package.name} have to name the repository: release address URL"
 
 
 def since_last_release(workspace: Workspace, package: str, version: Version) -> Outcome:
@@ -282,8 +213,7 @@ def shipped_changes(workspace: Workspace, package: Distribution, since: str) -> 
 
 
 def _fragment_lines(package: Distribution) -> list[str]:
-    try:
-        found = fragments(package)
-    except ChangelogError as error:
-        return [f"  {error}"]
-    return [f"  {FOLDER}/{one.file.name}: {one.text.splitlines()[0]}" for one in found]
+    return [
+        f"  {FOLDER}/{file.name}: {file.read_text(encoding='utf-8').partition(chr(10))[0]}"
+        for file in fragments(package)
+    ]

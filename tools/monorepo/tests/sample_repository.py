@@ -14,13 +14,16 @@ build-backend = "hatchling.build"
 
 [project]
 name = "{name}"
-description = "A sample"
+description = "A sample of a package"
 readme = "README.md"
 requires-python = ">=3.10"
 license = "Apache-2.0"
 license-files = ["LICENSE"]
 dependencies = [{dependencies}]
 dynamic = ["version"]
+
+[project.urls]
+Homepage = "https://github.com/sample/sample"
 
 [dependency-groups]
 test = ["pytest>=8.3"]
@@ -30,9 +33,11 @@ path = "src/{folder}/_version.py"
 
 [tool.hatch.build.targets.wheel]
 packages = ["src/mcore"]
+core-metadata-version = "2.4"
 
 [tool.hatch.build.targets.sdist]
 include = ["/src", "/README.md", "/CHANGELOG.md", "/LICENSE"]
+core-metadata-version = "2.4"
 """
 
 
@@ -46,7 +51,7 @@ class SampleRepository:
     def __init__(self, root: Path) -> None:
         self.root = root
         root.mkdir(parents=True, exist_ok=True)
-        self._git("init", "--quiet", "--initial-branch=main")
+        self.git("init", "--quiet", "--initial-branch=main")
 
     def add_package(
         self, name: str, *, version: str = "0.1.0", needs: tuple[str, ...] = (), code: str = ""
@@ -109,21 +114,22 @@ class SampleRepository:
 
     def commit(self, *tags: str) -> str:
         """Commit everything and tag it; returns the commit."""
-        self._git("add", "--all")
-        self._git("commit", "--quiet", "--allow-empty", "--message", "a step")
+        self.git("add", "--all")
+        self.git("commit", "--quiet", "--allow-empty", "--message", "a step")
         for tag in tags:
-            self._git("tag", tag)
-        return self._git("rev-parse", "HEAD").strip()
+            self.git("tag", tag)
+        return self.git("rev-parse", "HEAD").strip()
 
     def branch(self, name: str) -> None:
         """Go on in a new branch."""
-        self._git("checkout", "--quiet", "-b", name)
+        self.git("checkout", "--quiet", "-b", name)
 
     def go_to(self, name: str) -> None:
         """Go on in a branch that is there."""
-        self._git("checkout", "--quiet", name)
+        self.git("checkout", "--quiet", name)
 
-    def _git(self, *arguments: str) -> str:
+    def git(self, *arguments: str) -> str:
+        """Run git here, and return what it prints."""
         identity = {
             f"GIT_{role}_{part}": value
             for role in ("AUTHOR", "COMMITTER")

@@ -38,6 +38,16 @@ def test_anchors_are_those_of_github() -> None:
     assert headings(text) == {"mcore-whats-in-it", "two--words", "a-link----and-more"}
 
 
+def test_readmes_of_packages_are_read_on_an_index(tmp_path: Path) -> None:
+    page = tmp_path / "packages/mcore-a/README.md"
+    page.parent.mkdir(parents=True)
+    page.write_text("[a](CHANGELOG.md) [b](#here)\n\n# Here\n")
+    page.with_name("CHANGELOG.md").touch()
+    [problem] = broken_links(tmp_path, page)
+    assert problem.endswith("README.md: CHANGELOG.md leads nowhere from the page that a package "
+                            "index shows")  # fmt: skip
+
+
 def test_documents_that_git_ignores_are_left_out(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

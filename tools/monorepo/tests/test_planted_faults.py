@@ -116,7 +116,3 @@ def test_import_straight_up_is_found(copy: Path) -> None:
     assert "mcore.tensor.arithmetic -> mcore.parallel" in red["imports"]
     assert "needs mcore-parallel, which is not declared" in red["dependencies"]
     assert set(red) == {"imports", "dependencies"}
-
-
-def test_copy_without_fault_is_green(copy: Path) -> None:
-    assert red_checks(copy) == {}

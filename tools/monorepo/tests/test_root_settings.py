@@ -22,11 +22,6 @@ def settings() -> dict[str, Any]:
     return tools
 
 
-def test_every_folder_of_packages_is_a_package() -> None:
-    folders = {path for path in (ROOT / PACKAGES_FOLDER).iterdir() if path.is_dir()}
-    assert {one.folder for one in WORKSPACE.distributions.values()} == folders
-
-
 def test_type_checker_finds_every_package(settings: dict[str, Any]) -> None:
     sources = {one.source.relative_to(ROOT) for one in WORKSPACE.distributions.values()}
     prefix = "$MYPY_CONFIG_FILE_DIR/"

@@ -1,0 +1,242 @@
+"""A rehearsal: every archive checked, served by a local index, and used as a stranger would."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import socketserver
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+from packaging.version import Version
+
+from monorepo.isolation.checks import check_siblings
+from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
+from monorepo.isolation.wheels import build
+from monorepo.ranges import next_breaking
+from monorepo.release.archives import archive_problems, build_archives
+from monorepo.workspace import Distribution, Workspace, load_workspace
+
+# Only the owners of an index account can say under which address they want to be written to.
+_PYROMA = ("pyroma", "--min", "10", "--skip-tests", "AuthorEmail")
+_FIRST_EXAMPLE = re.compile(
+    r"^```python\n(?P<code>.*?)^```\n(?:\n```text\n(?P<output>.*?)^```\n)?",
+    re.MULTILINE | re.DOTALL,
+)
+
+
+class RehearsalError(RuntimeError):
+    """A release as it is now would disappoint its users."""
+
+
+@dataclass(frozen=True)
+class Rehearsal:
+    """What the steps of a rehearsal share.
+
+    Attributes:
+        workspace: The repository.
+        scratch: An empty folder outside the repository.
+        python: The interpreter of the users.
+        torch: The version of torch that they get.
+        index: The address of the local index.
+    """
+
+    workspace: Workspace
+    scratch: Path
+    python: str
+    torch: str
+    index: str = ""
+
+    @property
+    def served(self) -> Path:
+        """The folder of the archives on the index."""
+        return self.scratch / "served"
+
+    def user(self) -> CleanVenv:
+        """A new environment that installs from the local index first."""
+        fresh = [f"--refresh-package={each}" for each in self.workspace.names]
+        return replace(
+            make_venv(self.scratch / "user", self.python, [f"torch=={self.torch}"]),
+            options=(f"--index={self.index}", *fresh),
+        )
+
+
+def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
+    """Rehearse a release of all packages; yields what was found to hold, step by step."""
+    with TemporaryDirectory(prefix="rehearsal-") as folder:
+        plan = Rehearsal(workspace, Path(folder).resolve(), python, torch)
+        packages = list(workspace.distributions.values())
+        _each(lambda one: build_archives(one, plan.served), packages)
+        _each(lambda one: _check_archives(plan, one), packages)
+        yield f"{len(packages)} wheels and sdists pass twine, check-wheel-contents and pyroma"
+        _refuse_unless_valid(packages)
+        yield "their pyproject.toml are valid"
+        with _index(plan.served) as address:
+            plan = replace(plan, index=address)
+            venv = plan.user()
+            yield from (_install_alone(workspace, one, venv) for one in packages)
+            yield from _mix_versions(plan, venv)
+
+
+def _each(step: Callable[[Distribution], None], packages: Iterable[Distribution]) -> None:
+    """Take a step with each package, two at a time."""
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(step, packages))
+
+
+def _check_archives(plan: Rehearsal, package: Distribution) -> None:
+    problems = list(archive_problems(package, plan.served))
+    sdist = plan.served / f"{package.name.replace('-', '_')}-{package.version}.tar.gz"
+    problems += _complaint([*_PYROMA, str(sdist)])
+    if problems:
+        raise RehearsalError("\n".join(problems))
+
+
+def _refuse_unless_valid(packages: Iterable[Distribution]) -> None:
+    files = [str(one.folder / "pyproject.toml") for one in packages]
+    problems = _complaint(["validate_pyproject", *files])
+    if problems:
+        raise RehearsalError("\n".join(problems))
+
+
+def _complaint(command: list[str]) -> list[str]:
+    done = subprocess.run(
+        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
+    )
+    return [f"{' '.join(command)}:\n{done.stdout}{done.stderr}"] if done.returncode else []
+
+
+class _Server(socketserver.ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Say nothing."""
+
+
+@contextmanager
+def _index(folder: Path) -> Iterator[str]:
+    """Serve a folder of archives on this machine, on a free port."""
+    import pypiserver
+
+    app = pypiserver.app(roots=[folder], disable_fallback=True, backend_arg="simple-dir")
+    with make_server("127.0.0.1", 0, app, _Server, _Quiet) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/simple/"
+        finally:
+            server.shutdown()
+
+
+def _install_alone(workspace: Workspace, package: Distribution, venv: CleanVenv) -> str:
+    """Install one package and nothing else, then as its README says, and run its first example."""
+    venv.install(["--exact", package.name])
+    check_siblings(workspace, package, venv.installed())
+    with_extras = set(installations(package)) - {package.name}
+    if with_extras:
+        venv.install(with_extras)
+    run_first_example(package, venv)
+    brought = ", ".join(workspace.closure(package.name)) or "nothing of ours"
+    return f"{package.name} alone brings {brought}, and its first example runs"
+
+
+def installations(package: Distribution) -> list[str]:
+    """What the README says after ``pip install``: the package, alone or with extras."""
+    page = (package.folder / "README.md").read_text(encoding="utf-8").partition("```python")[0]
+    found = re.findall(r"^pip install \"?([^\s\"]+)", page, re.MULTILINE)
+    return [each for each in found if each.partition("[")[0] == package.name]
+
+
+def run_first_example(package: Distribution, venv: CleanVenv) -> None:
+    """Run the first example of a README, and compare what it prints with what the page shows."""
+    found = _FIRST_EXAMPLE.search((package.folder / "README.md").read_text(encoding="utf-8"))
+    if found is None:
+        raise RehearsalError(f"the README of {package.name} has no example in Python")
+    work = venv.folder / "work" / package.name
+    work.mkdir(parents=True)
+    done = subprocess.run(
+        [venv.python, "-I", "-c", found["code"]],
+        cwd=work, env=clean_environment(), capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if done.returncode:
+        raise RehearsalError(f"the first example of {package.name} fails:\n{done.stderr}")
+    if found["output"] not in (None, done.stdout):
+        raise RehearsalError(
+            f"the first example of {package.name} prints\n{done.stdout}and not\n{found['output']}"
+        )
+
+
+def _mix_versions(plan: Rehearsal, venv: CleanVenv) -> Iterator[str]:
+    """Pin, upgrade and downgrade single packages, and run into a conflict."""
+    base, upper = _a_pair(plan.workspace)
+    old = {one.name: one.version for one in (base, upper)}
+    new = {name: _next_patch(version) for name, version in old.items()}
+    breaking = Version(f"{next_breaking(base.version)}.0")
+    _serve_again(plan, base, new[base.name])
+    _serve_again(plan, base, breaking)
+    _serve_again(plan, upper, new[upper.name])
+    venv.install([f"{base.name}=={old[base.name]}", f"{upper.name}=={new[upper.name]}"])
+    _expect(venv, {base.name: old[base.name], upper.name: new[upper.name]})
+    yield f"{base.name} and {upper.name} can be pinned to different versions"
+    venv.install(["--upgrade-package", base.name, base.name, upper.name])
+    _expect(venv, new)
+    yield f"{base.name} upgrades alone, and stays below {breaking}"
+    venv.install([f"{upper.name}=={old[upper.name]}"])
+    _expect(venv, {base.name: new[base.name], upper.name: old[upper.name]})
+    yield f"{upper.name} downgrades alone"
+    yield _conflict(venv, f"{base.name}=={breaking}", f"{upper.name}=={old[upper.name]}")
+
+
+def _a_pair(workspace: Workspace) -> tuple[Distribution, Distribution]:
+    """The lowest package and one that needs it."""
+    base = workspace.names[0]
+    return workspace[base], workspace[workspace.direct_dependants(base)[0]]
+
+
+def _next_patch(version: Version) -> Version:
+    return Version(f"{version.major}.{version.minor}.{version.micro + 1}")
+
+
+def _serve_again(plan: Rehearsal, package: Distribution, version: Version) -> None:
+    """Put a package on the index under another version."""
+    root = plan.scratch / f"{package.name}-{version}"
+    copy = root / package.folder.relative_to(plan.workspace.root)
+    shutil.copytree(package.folder, copy, ignore=shutil.ignore_patterns("tests", "__pycache__"))
+    file = copy / package.version_file.relative_to(package.folder)
+    text = file.read_text(encoding="utf-8")
+    file.write_text(text.replace(str(package.version), str(version)), encoding="utf-8")
+    again = load_workspace(root)[package.name]
+    shutil.copy(build(again.folder, "wheel", root / "built"), plan.served)
+
+
+def _expect(venv: CleanVenv, wanted: Mapping[str, Version]) -> None:
+    installed = venv.installed()
+    found = {name: Version(installed[name]) for name in wanted}
+    if found != wanted:
+        raise RehearsalError(f"asked for {_spelled(wanted)}, got {_spelled(found)}")
+
+
+def _spelled(versions: Mapping[str, Version]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _conflict(venv: CleanVenv, base: str, upper: str) -> str:
+    """Ask for two versions that do not go together; the refusal has to say whose range it is."""
+    try:
+        venv.install([base, upper])
+    except InstallError as error:
+        names = (re.escape(each.partition("==")[0]) for each in (upper, base))
+        why = re.search(r"{}\S* depends on {}\S+".format(*names), str(error))
+        if why is None or "unsatisfiable" not in str(error):
+            raise RehearsalError(f"an unclear refusal of {base} with {upper}: {error}") from error
+        return f"{base} with {upper} is refused: {why[0]}"
+    raise RehearsalError(f"{base} can be installed with {upper}, whose range leaves it out")

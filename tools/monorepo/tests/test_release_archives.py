@@ -1,0 +1,81 @@
+"""What is refused in the archives of a release."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from monorepo.release.archives import archive_problems, build_archives
+from monorepo.tests.sample_repository import SampleRepository
+from monorepo.workspace import REPOSITORY, load_workspace
+
+PYPROJECT = "packages/mcore-tensor/pyproject.toml"
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> SampleRepository:
+    repository = SampleRepository(tmp_path / "repository")
+    needs = ("packaging>=23.2", "typing_extensions>=4.12")
+    repository.add_package("mcore-tensor", needs=needs)
+    return repository
+
+
+def _problems(repository: SampleRepository, folder: Path) -> list[str]:
+    package = load_workspace(repository.root)["mcore-tensor"]
+    build_archives(package, folder)
+    return list(archive_problems(package, folder))
+
+
+def test_a_package_of_this_repository_may_be_published(tmp_path: Path) -> None:
+    """The one whose requirement has two spellings; ``.ci/run`` rehearses all five."""
+    package = load_workspace(REPOSITORY)["mcore-tensor"]
+    build_archives(package, tmp_path)
+    assert list(archive_problems(package, tmp_path)) == []
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path: Path) -> None:
+    text = repository.read(PYPROJECT)
+    for old, new in (
+        ('readme = "README.md"\n', ""),
+        ('core-metadata-version = "2.4"', ""),
+        (
+            "[tool.hatch.build.targets.wheel]",
+            '[tool.hatch.build.targets.wheel]\nexclude = ["l.py"]',
+        ),
+    ):
+        text = text.replace(old, new)
+    source = "packages/mcore-tensor/src/mcore"
+    repository.write({PYPROJECT: text, f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
+    (repository.root / source / "tensor/py.typed").unlink()
+    found = "\n".join(_problems(repository, tmp_path / "dist"))
+    for said in (
+        "long_description",
+        "newer than the 2.4 that publishing tools know",
+        "has mcore/__init__.py, which is not part of mcore.tensor",
+        "lacks mcore/tensor/py.typed",
+        "W101",
+    ):
+        assert said in found
+
+
+def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
+    repository: SampleRepository, tmp_path: Path
+) -> None:
+    folder = tmp_path / "dist"
+    assert _problems(repository, folder) == []
+    repository.set_version("mcore-tensor", "0.1.1")
+    text = repository.read(PYPROJECT)
+    repository.write({PYPROJECT: text.replace("typing_extensions>=4.12", "numpy>=2")})
+    package = load_workspace(repository.root)["mcore-tensor"]
+    for file in ("mcore_tensor-0.1.0-py3-none-any.whl", "mcore_tensor-0.1.0.tar.gz"):
+        found = [line for line in archive_problems(package, folder) if line.startswith(file)]
+        assert found == [
+            f"{file} is not mcore-tensor 0.1.1",
+            f"{file} says that it is mcore-tensor 0.1.0",
+            f"{file} requires ['packaging>=23.2', 'typing-extensions>=4.12'], "
+            "pyproject.toml ['numpy>=2', 'packaging>=23.2']",
+        ]
+    shutil.copy(folder / file, folder / "mcore_tensor-0.1.1.tar.gz")
+    [line] = archive_problems(package, folder)
+    assert line.endswith("has 1 wheels and 2 sdists of mcore-tensor, not one of each")
