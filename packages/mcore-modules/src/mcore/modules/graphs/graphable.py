@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
+from mcore.modules.graphs.capturing import is_graph_capturing
 from mcore.modules.graphs.local import LocalGraphManager
-from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, is_graph_capturing
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import iter_modules
 from mcore.tensor.device import device_of
@@ -208,21 +209,7 @@ class GraphableMegatronModule(MegatronModule):
         hidden_states = graph_kwargs.pop("hidden_states", None)
         graph_args = args or (hidden_states,)
         graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0
-        graph_kwargs.update(self._offloading_kwargs())
         return graph_args, graph_kwargs
-
-    def _offloading_kwargs(self) -> dict[str, Any]:
-        is_on = is_switched_on(read_field(self.config, "fine_grained_activation_offloading", False))
-        if not (is_on and getattr(self, "offload_module_in_cuda_graph", False)):
-            return {}
-        provider = getattr(self, "cuda_graph_offload_provider", None)
-        if provider is None:
-            raise GraphStateError(
-                "offloading inside a graph needs a stream and an event; set "
-                "cuda_graph_offload_provider to a function that returns both"
-            )
-        stream, event = provider()
-        return {"cuda_graph_stream": stream, "cuda_graph_event": event}
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether the layer's own manager runs this call."""
