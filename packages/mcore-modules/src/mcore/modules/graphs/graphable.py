@@ -124,9 +124,9 @@ class GraphableMegatronModule(MegatronModule):
         return {"hidden_states": hidden_states}
 
     def _local_sequence_length(self, seq_length: int) -> int:
-        ranks = read_field(self.config, "context_parallel_size", 1)
+        ranks = self._parallel_size("context_parallel_size")
         if read_field(self.config, "sequence_parallel", False):
-            ranks *= read_field(self.config, "tensor_model_parallel_size", 1)
+            ranks *= self._parallel_size("tensor_model_parallel_size")
         if seq_length < 1 or seq_length % ranks:
             raise ValueError(
                 f"seq_length is {seq_length}; pass a positive multiple of {ranks}, the number of "
@@ -134,6 +134,12 @@ class GraphableMegatronModule(MegatronModule):
             )
         length: int = seq_length // ranks
         return length
+
+    def _parallel_size(self, name: str) -> int:
+        size = read_field(self.config, name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} of the configuration is {size!r}; set a whole number >= 1")
+        return size
 
     def _activation_dtype(self) -> torch.dtype:
         if read_field(self.config, "bf16", False):
