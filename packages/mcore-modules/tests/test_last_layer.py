@@ -1,11 +1,15 @@
 import copy
+import dataclasses
+import functools
 import pickle
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from mcore.modules import LinearForLastLayer, MegatronModule
@@ -250,19 +254,41 @@ def gather_empty():
     return tuple(head(torch.empty(0, 1, 3))[0].shape)
 
 
+@dataclasses.dataclass
+class Collection:
+    tp: object
+
+
+class Slotted:
+    __slots__ = ("group",)
+
+
 def copy_with_group():
     group = dist.group.WORLD
-    model = MegatronModule(None)
+    model = MegatronModule(SimpleNamespace(groups={"tp": [group]}))
     model.head = LinearForLastLayer(3, 1, True, tp_group=group)
     plain = model.plain = torch.nn.Identity()
     plain.group = group
+    plain.collection = Collection(group)
+    plain.slotted = Slotted()
+    plain.slotted.group = group
+    plain.reduce = functools.partial(dist.all_reduce, group=group)
+    plain.mesh = SimpleNamespace(mesh=init_device_mesh("cpu", (1,)))
     copied = copy.deepcopy(model)
     alone = copy.deepcopy(model.head)
-    shared = copied.head.tp_group is copied.plain.group is alone.tp_group is group
-    return shared, marked(copied.head) and marked(alone), alone.weight is model.head.weight
+    found = copied.plain
+    held = [copied.head.tp_group, alone.tp_group, copied.config.groups["tp"][0], found.group]
+    held += [found.collection.tp, found.slotted.group, found.reduce.keywords["group"]]
+    shared = all(one is group for one in held) and found.mesh.mesh is plain.mesh.mesh
+    separate = found.collection is not plain.collection and copied.config is not model.config
+    return (
+        shared and separate,
+        marked(copied.head) and marked(alone),
+        alone.weight is model.head.weight,
+    )
 
 
-def test_copies_of_models_with_a_head_share_process_groups():
+def test_copies_of_models_share_process_groups_and_meshes_at_any_depth():
     assert run_ranks(copy_with_group, 1) == [(True, True, False)]
 
 

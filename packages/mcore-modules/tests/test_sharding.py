@@ -369,3 +369,25 @@ def test_a_child_with_a_group_of_its_own_keeps_it():
 
 def test_entries_are_sharded_tensors():
     assert {type(entry) for entry in model().sharded_state_dict().values()} == {ShardedTensor}
+
+
+def test_compiled_children_of_any_kind_have_the_keys_of_the_others():
+    def model(compiled):
+        wrap = torch.compile if compiled else lambda module: module
+        root = MegatronModule(None)
+        root.linear = wrap(torch.nn.Linear(2, 2))
+        child = MegatronModule(None)
+        child.inner = wrap(torch.nn.Linear(2, 2))
+        root.child = wrap(child)
+        root.stack = torch.nn.Sequential(torch.nn.Identity(), wrap(torch.nn.Linear(2, 2)))
+        return root
+
+    expected = model(compiled=False).sharded_state_dict("m.")
+    compiled = model(compiled=True)
+    found = compiled.sharded_state_dict("m.")
+    assert list(found) == list(expected)
+    assert [entry.key for entry in found.values()] == list(expected)
+    assert found["m.stack.1.weight"].data is compiled.stack[1].weight
+    assert list(sharded_state_dict_of(torch.compile(compiled))) == list(
+        model(compiled=False).sharded_state_dict()
+    )

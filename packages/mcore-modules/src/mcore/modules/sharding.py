@@ -33,7 +33,8 @@ def sharded_state_dict_of(
     Own tensors of the module are replicated. A child that has ``sharded_state_dict`` describes
     itself. A child that has none is replicated as a whole, or walked through in the same way if
     something below it has one, such as a ModuleList of layers. A child under two names has both
-    keys, as in ``state_dict``. No communication.
+    keys, as in ``state_dict``; what torch.compile puts around a child is no part of them. No
+    communication.
 
     Args:
         module: Any module; its own ``sharded_state_dict`` is not called.
@@ -58,6 +59,7 @@ def sharded_state_dict_of(
         ((4, 2, 3), (1, 0, 0))
     """
     offsets = _checked_offsets(sharded_offsets)
+    module = _not_compiled(module)
     return _entries(module, prefix, offsets, _with_resolved_groups(module, metadata, tp_group))
 
 
@@ -126,14 +128,15 @@ def _entries(
     # Tensors of neighbouring modules wait here, so that one call describes them all.
     replicated = dict(_own_state(module))
     # named_children() would drop the second name of a shared child.
-    for name, child in module._modules.items():
-        if child is None:
+    for name, compiled_or_not in module._modules.items():
+        if compiled_or_not is None:
             continue
+        child = _not_compiled(compiled_or_not)
         if _describes_itself(child):
             described = sharded_state_dict_default(
                 child, f"{prefix}{name}.", offsets, metadata, tp_group=metadata["tp_group"]
             )
-        elif child._modules and any(map(_describes_itself, iter_modules(child))):
+        elif child._modules and any(map(_needs_walk, iter_modules(child))):
             described = _entries(child, f"{prefix}{name}.", offsets, metadata)
         else:
             state = child.state_dict(keep_vars=True)
@@ -145,6 +148,17 @@ def _entries(
         _merge(entries, described)
     _merge(entries, _replicated_entries(replicated, prefix, offsets, metadata))
     return entries
+
+
+def _needs_walk(module: torch.nn.Module) -> bool:
+    return _describes_itself(module) or _not_compiled(module) is not module
+
+
+def _not_compiled(module: torch.nn.Module) -> torch.nn.Module:
+    """Return the module inside one of torch.compile, whose name is no part of keys."""
+    while type(module).__name__ == "OptimizedModule":
+        module = module._modules["_orig_mod"] or module
+    return module
 
 
 def _describes_itself(module: torch.nn.Module) -> bool:
