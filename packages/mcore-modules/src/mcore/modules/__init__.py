@@ -40,7 +40,11 @@ from mcore.modules.precision import (
     float16_to_fp32,
     fp32_to_float16,
 )
-from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.sharding import (
+    from_megatron_sharded_state_dict,
+    sharded_state_dict_of,
+    to_megatron_sharded_state_dict,
+)
 from mcore.modules.value_head import (
     _register_linear_for_last_layer_mapping,
     create_value_head_hook,
@@ -89,6 +93,7 @@ __all__ = [
     "fp32_to_float16",
     "freeze_moe_router",
     "freeze_parameters",
+    "from_megatron_sharded_state_dict",
     "get_attr_wrapped_model",
     "get_mamba_inference_state_config_from_model",
     "get_model_config",
@@ -106,6 +111,7 @@ __all__ = [
     "register_module_parallelism",
     "scaled_init_method_normal",
     "sharded_state_dict_of",
+    "to_megatron_sharded_state_dict",
     "untie_embeddings",
     "unwrap_model",
 ]
