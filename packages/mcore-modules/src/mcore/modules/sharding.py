@@ -6,7 +6,7 @@ import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import fields
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeGuard
 
 import torch
 
@@ -75,11 +75,14 @@ def _with_resolved_groups(
     """Return a copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
     if metadata is not None and not isinstance(metadata, dict):
         raise TypeError(f"metadata is a {type(metadata).__name__}; pass a dict or None")
-    resolved = dict(metadata or {})
     own = attribute_or_none(module, "pg_collection")
+    own_tp = attribute_or_none(module, "tp_group")
+    if own is None and own_tp is None and tp_group is None and _is_resolved(metadata):
+        return metadata
+    resolved = dict(metadata or {})
     tp = _first_group(
         tp_group,
-        attribute_or_none(module, "tp_group"),
+        own_tp,
         getattr(own, "tp", None),
         resolved.get("tp_group"),
     )
@@ -90,6 +93,15 @@ def _with_resolved_groups(
         tp, dp_cp = resolve_groups(tp, dp_cp, pp_group=pp_group, model_sizes=sizes)
     resolved["tp_group"], resolved["dp_cp_group"] = tp, dp_cp
     return resolved
+
+
+def _is_resolved(metadata: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
+    """Return whether a module above has found both groups."""
+    return (
+        metadata is not None
+        and metadata.get("tp_group") is not None
+        and metadata.get("dp_cp_group") is not None
+    )
 
 
 def _first_group(*candidates: Any) -> Any:
@@ -145,7 +157,8 @@ def _entries(
         elif child._modules and any(map(_needs_walk, iter_modules(child))):
             described = _entries(child, f"{prefix}{name}.", offsets, metadata)
         else:
-            state = child.state_dict(keep_vars=True)
+            is_plain = _is_plain_leaf(child)
+            state = _plain_tensors(child) if is_plain else child.state_dict(keep_vars=True)
             _merge(replicated, {f"{name}.{key}": value for key, value in state.items()}, prefix)
             continue
         if replicated:
@@ -154,6 +167,37 @@ def _entries(
         _merge(entries, described)
     _merge(entries, _replicated_entries(replicated, prefix, offsets, metadata))
     return entries
+
+
+_PLAIN = torch.nn.Module
+
+
+def _is_plain_leaf(module: torch.nn.Module) -> bool:
+    """Return whether a module's state dict is its tensors, without hooks and methods of its own."""
+    kind = type(module)
+    return not (
+        module._modules
+        or module._state_dict_hooks
+        or module._state_dict_pre_hooks
+        or kind.state_dict is not _PLAIN.state_dict
+        or kind._save_to_state_dict is not _PLAIN._save_to_state_dict
+        or kind.get_extra_state is not _PLAIN.get_extra_state
+    )
+
+
+def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
+    """Return what the state dict of a plain leaf holds, several times faster."""
+    tensors: dict[str, Any] = {
+        name: tensor for name, tensor in module._parameters.items() if tensor is not None
+    }
+    if module._buffers:
+        transient = module._non_persistent_buffers_set
+        tensors.update(
+            (name, buffer)
+            for name, buffer in module._buffers.items()
+            if buffer is not None and name not in transient
+        )
+    return tensors
 
 
 def _needs_walk(module: torch.nn.Module) -> bool:

@@ -358,7 +358,7 @@ class _InputSignature:
         if (
             len(args) == len(self._args)
             and kwargs.keys() == self._kwargs.keys()
-            and all(map(_fits, args, self._args, [with_gradients] * len(args)))
+            and all(_fits(a, b, with_gradients) for a, b in zip(args, self._args, strict=True))
             and all(_fits(kwargs[name], self._kwargs[name], with_gradients) for name in kwargs)
         ):
             return
@@ -420,27 +420,28 @@ class _LayerTensors:
         named = {id(tensor): name for name, tensor in module.named_parameters()}
         named.update({id(tensor): name for name, tensor in module.named_buffers()})
         owners = list(iter_modules(module))
-        self._parameters = _captured([owner._parameters for owner in owners], named)
-        self._buffers = _captured([owner._buffers for owner in owners], named)
+        parameters = _captured([owner._parameters for owner in owners], named)
+        buffers = _captured([owner._buffers for owner in owners], named)
+        # What each call needs, and no more: calls are many.
+        self._held = [(entry.held, entry.key, entry.tensor, entry.pointer) for entry in parameters]
+        self._frozen = [entry for entry in parameters if not entry.required_grad]
+        self._buffers = buffers
+        self._entries = parameters
+        self._parameters = [entry.tensor for entry in parameters]
 
     def check(self, *, with_gradients: bool) -> list[torch.Tensor]:
         """Return the parameters; ReplacedTensorError where a tensor's memory is another now."""
-        parameters = []
-        for entry in self._parameters:
-            held, key, captured, pointer, required_grad, _ = entry
+        for held, key, captured, pointer in self._held:
             tensor = held.get(key)
-            if (
-                tensor is not captured
-                or tensor.data_ptr() != pointer
-                or (with_gradients and tensor.requires_grad and not required_grad)
-            ):
-                raise _replaced(entry, tensor)
-            parameters.append(tensor)
+            if tensor is not captured or tensor.data_ptr() != pointer:
+                raise _replaced(self._entries, with_gradients)
+        if with_gradients and any(entry.tensor.requires_grad for entry in self._frozen):
+            raise _replaced(self._entries, with_gradients)
         for entry in self._buffers:
             tensor = entry.held.get(entry.key)
             if tensor is None or tensor.data_ptr() != entry.pointer:
-                raise _replaced(entry, tensor)
-        return parameters
+                raise _replaced([entry], with_gradients)
+        return self._parameters
 
 
 class _CapturedTensor(NamedTuple):
@@ -464,11 +465,17 @@ def _captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_C
     ]
 
 
-def _replaced(entry: _CapturedTensor, tensor: torch.Tensor | None) -> ReplacedTensorError:
+def _replaced(entries: list[_CapturedTensor], with_gradients: bool) -> ReplacedTensorError:
+    changes = [text for entry in entries for text in _changes_of(entry, with_gradients)]
+    return ReplacedTensorError(f"{'; '.join(changes)}; capture the layer again")
+
+
+def _changes_of(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
+    tensor = entry.held.get(entry.key)
+    what = f"{entry.name!r} of the layer"
     if tensor is None:
-        change = "was removed after the capture"
-    elif tensor.data_ptr() == entry.pointer and tensor is entry.tensor:
-        change = "requires grad now, captured without"
-    else:
-        change = "was replaced or moved after the capture"
-    return ReplacedTensorError(f"{entry.name!r} of the layer {change}; capture the layer again")
+        yield f"{what} was removed after the capture"
+    elif tensor is not entry.tensor or tensor.data_ptr() != entry.pointer:
+        yield f"{what} was replaced or moved after the capture"
+    elif with_gradients and tensor.requires_grad and not entry.required_grad:
+        yield f"{what} requires grad now, captured without"
