@@ -147,7 +147,7 @@ def test_all_parameters_of_a_router_that_was_extended_are_frozen():
     assert not any(parameter.requires_grad for parameter in layer.mlp.router.parameters())
 
 
-@pytest.mark.parametrize("wrap", [list, Anything, Plain, torch.compile], ids=str)
+@pytest.mark.parametrize("wrap", [list, Anything, Plain, torch.compile], ids=lambda w: w.__name__)
 def test_parameters_are_frozen_by_name_through_wrappers(wrap, log):
     model = Model(Dense(), Dense())
     given = [model] if wrap is list else wrap(model)
