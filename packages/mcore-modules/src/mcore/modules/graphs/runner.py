@@ -433,13 +433,13 @@ class _LayerTensors:
         """Return the parameters; ReplacedTensorError where a tensor's memory is another now."""
         for held, key, captured, pointer in self._held:
             tensor = held.get(key)
-            if tensor is not captured or tensor.data_ptr() != pointer:
+            if tensor is not captured or (pointer and tensor.data_ptr() != pointer):
                 raise _replaced(self._entries, with_gradients)
         if with_gradients and any(entry.tensor.requires_grad for entry in self._frozen):
             raise _replaced(self._entries, with_gradients)
         for entry in self._buffers:
             tensor = entry.held.get(entry.key)
-            if tensor is None or tensor.data_ptr() != entry.pointer:
+            if tensor is None or (entry.pointer and tensor.data_ptr() != entry.pointer):
                 raise _replaced([entry], with_gradients)
         return self._parameters
 
@@ -457,12 +457,20 @@ def _captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_C
     """Return an entry for each distinct tensor, and remove its name."""
     return [
         _CapturedTensor(
-            held, key, tensor, tensor.data_ptr(), tensor.requires_grad, named.pop(id(tensor))
+            held, key, tensor, _pointer_of(tensor), tensor.requires_grad, named.pop(id(tensor))
         )
         for held in dicts
         for key, tensor in held.items()
         if tensor is not None and id(tensor) in named
     ]
+
+
+def _pointer_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies, 0 for one without memory of its own, such as a quantised one."""
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _replaced(entries: list[_CapturedTensor], with_gradients: bool) -> ReplacedTensorError:
@@ -475,7 +483,7 @@ def _changes_of(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
     what = f"{entry.name!r} of the layer"
     if tensor is None:
         yield f"{what} was removed after the capture"
-    elif tensor is not entry.tensor or tensor.data_ptr() != entry.pointer:
+    elif tensor is not entry.tensor or (entry.pointer and tensor.data_ptr() != entry.pointer):
         yield f"{what} was replaced or moved after the capture"
     elif with_gradients and tensor.requires_grad and not entry.required_grad:
         yield f"{what} requires grad now, captured without"

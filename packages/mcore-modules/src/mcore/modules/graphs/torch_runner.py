@@ -121,7 +121,8 @@ class TorchGraphRunner:
         for slot in by_slot(specs):
             location = device_of(chain(*map(_tensors_of, slot)))
             device = self._device or _device_of(location)
-            recordings = [_Recording(spec, device, allow_unused_input) for spec in slot]
+            generators = [g for g in tracker_generators() if g.device.type == location.type]
+            recordings = [_Recording(spec, device, generators, allow_unused_input) for spec in slot]
             with _autocast_without_cache(location), refusing_plain_forks():
                 _record(recordings, device, num_warmup_iters, slot)
             for spec, recording in zip(slot, recordings, strict=True):
@@ -167,9 +168,15 @@ def _pool_handle(spec: GraphSpec, device: GraphDevice) -> Any:
 class _Recording:
     """A layer's graphs while they are recorded, and the memory that they read and write."""
 
-    def __init__(self, spec: GraphSpec, device: GraphDevice, allow_unused: bool) -> None:
+    def __init__(
+        self,
+        spec: GraphSpec,
+        device: GraphDevice,
+        generators: list[torch.Generator],
+        allow_unused: bool,
+    ) -> None:
         self.forward_graph, self.backward_graph = device.graph(), device.graph()
-        for generator in tracker_generators():
+        for generator in generators:
             self.forward_graph.register_generator_state(generator)
             self.backward_graph.register_generator_state(generator)
         self.shares_pool = spec.pool is not None
