@@ -13,7 +13,7 @@ INTERNAL = (
     "mcore.tensor.viewless._kernel_make_viewless_tensor",
     "mcore.parallel.rng.state._get_cuda_rng_state",
     "mcore.parallel.rng.state._set_cuda_rng_state",
-    "mcore.modules.moe._freeze_parameter_if_present",
+    "mcore.modules.freezing._freeze_parameter_if_present",
     "mcore.modules.value_head._register_linear_for_last_layer_mapping",
     "mcore.observe.experts.moe_fanout._MoeMetricFanoutWriter",
     "mcore.observe.experts.moe_fanout._build_moe_metric_writer",

@@ -33,8 +33,9 @@ def train_repeatably_here(settings: Settings, run_dir: str) -> str:
         Settings(cp=2, dp=1, bf16=True, **SMALL),
         Settings(dp=2, untied=True, micro_batch_size=2, **SMALL),
         Settings(tp=2, dp=1, value_head=True, **SMALL),
+        Settings(tp=2, dp=1, dropout=0.2, sequence_parallel=True, **SMALL),
     ],
-    ids=["tp2-sequence-parallel", "cp2-bf16", "dp2-untied", "tp2-value-head"],
+    ids=["tp2-sequence-parallel", "cp2-bf16", "dp2-untied", "tp2-value-head", "tp2-dropout"],
 )
 def test_losses_are_those_of_the_eager_run_bit_for_bit(settings: Settings, tmp_path: Path) -> None:
     train_on_ranks(settings, tmp_path / "eager")
@@ -51,10 +52,13 @@ def test_losses_are_those_of_the_eager_run_bit_for_bit(settings: Settings, tmp_p
 
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures layers on a CUDA device")
-@pytest.mark.parametrize("bf16", [False, True])
-def test_on_a_gpu_losses_are_those_of_the_eager_run(bf16: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("bf16", "dropout"), [(False, 0.0), (True, 0.0), (False, 0.2)])
+def test_on_a_gpu_losses_are_those_of_the_eager_run(
+    bf16: bool, dropout: float, tmp_path: Path
+) -> None:
     """Checks the main job's losses with real graphs against those without, on one GPU."""
-    settings = Settings(dp=1, bf16=bf16, micro_batch_size=2, **{**SMALL, "train_iters": 20})
+    more = {"train_iters": 20, "dropout": dropout}
+    settings = Settings(dp=1, bf16=bf16, micro_batch_size=2, **{**SMALL, **more})
     graphed = dataclasses.replace(settings, cuda_graph="local")
     for run, one in (("eager", settings), ("graphs", graphed)):
         run_dir = str(tmp_path / run)
@@ -64,9 +68,19 @@ def test_on_a_gpu_losses_are_those_of_the_eager_run(bf16: bool, tmp_path: Path) 
     assert "2 for 2 layers, by the torch runner" in printed
 
 
+def test_a_run_with_dropout_goes_on_where_it_was_interrupted(tmp_path: Path) -> None:
+    """The streams that graphs advance are saved and put back."""
+    settings = Settings(dp=1, dropout=0.2, cuda_graph="local", **SMALL)
+    train_on_ranks(settings, tmp_path / "whole")
+    train_on_ranks(dataclasses.replace(settings, exit_after=4), tmp_path / "parts")
+    train_on_ranks(settings, tmp_path / "parts", resume=True)
+    whole, parts = (curve_of(tmp_path / run, "lm loss") for run in ("whole", "parts"))
+    assert list(whole) == list(range(1, STEPS + 1))
+    assert parts == whole
+
+
 REFUSED = {
     "fsdp": (["--fsdp"], "--cuda-graph local cannot work with --fsdp"),
-    "dropout": (["--dropout", "0.1"], "--cuda-graph local cannot work with --dropout 0.1"),
     "kind": (["--cuda-graph", "full"], "argument --cuda-graph: invalid choice: 'full'"),
 }
 

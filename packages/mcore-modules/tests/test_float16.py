@@ -89,6 +89,43 @@ def test_no_cast_kwargs_can_be_chosen():
         Float16Module(BF16, Recorder(), no_cast_kwargs="loss_mask")
 
 
+def test_arguments_may_be_kept_in_float32_later_by_name_and_by_position():
+    class Policy(MegatronModule):
+        def __init__(self):
+            super().__init__(None)
+            self.linear = torch.nn.Linear(2, 1)
+
+        def forward(self, x, advantages, *, returns=None):
+            self.seen = [x.dtype, advantages.dtype, None if returns is None else returns.dtype]
+            return self.linear(x)
+
+    model = Float16Module(BF16, Policy())
+    model.keep_arguments_in_fp32("advantages", "returns")
+    for copied in (model, copy.deepcopy(model)):
+        for args, kwargs in (
+            ((torch.ones(1, 2), torch.ones(1)), {"returns": torch.ones(1)}),
+            ((torch.ones(1, 2),), {"advantages": torch.ones(1), "returns": torch.ones(1)}),
+        ):
+            copied(*args, **kwargs)
+            assert copied.module.seen == [torch.bfloat16, torch.float32, torch.float32]
+    assert model.no_cast_kwargs == {"loss_mask", "advantages", "returns"}
+    with pytest.raises(TypeError, match="a name is a int"):
+        model.keep_arguments_in_fp32(1)
+
+
+def test_what_the_module_fills_is_filled_for_the_caller():
+    class Fills(Recorder):
+        def forward(self, x, *, cache, context):
+            cache.append(x.dtype)
+            context.state["step"] = 1
+            return super().forward(x)
+
+    cache, context = [], SimpleNamespace(state={})
+    Float16Module(BF16, Fills())(torch.ones(1, 2), cache=cache, context=context)
+    assert cache == [torch.bfloat16]
+    assert context.state == {"step": 1}
+
+
 def test_one_tensor_given_twice_arrives_as_one_tensor():
     model = Float16Module(BF16, Recorder())
     x = torch.ones(2, 2)

@@ -9,6 +9,7 @@ from mcore.modules import (
     MegatronModule,
 )
 from mcore.modules.float16 import stage_flags
+from mcore.parallel import ProcessGroups, use_process_groups
 from rank_testing import run_ranks
 
 BF16 = SimpleNamespace(bf16=True)
@@ -137,3 +138,31 @@ def test_stages_that_do_not_fit_are_refused(vp_stage, vp_size):
 
 def test_stage_zero_of_a_single_chunk_is_fine():
     assert stage_flags(0, 1, 0, None) == stage_flags(0, 1, None, 1) == (True, True)
+
+
+def places_by_source():
+    """Which of pipelines of one and of two ranks decides, where several are given."""
+    alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+    two = dist.group.WORLD
+    found = {}
+    for name, own, options, default in (
+        ("argument", two, {"pp_group": alone, "pg_collection": SimpleNamespace(pp=two)}, None),
+        ("collection", two, {"pg_collection": SimpleNamespace(pp=alone)}, None),
+        ("collection of two", alone, {"pg_collection": SimpleNamespace(pp=two)}, None),
+        ("module", alone, {}, ProcessGroups.from_sizes(pp=2)),
+        ("empty collection", alone, {"pg_collection": SimpleNamespace(pp=None)}, None),
+        ("default", None, {}, ProcessGroups.from_sizes(pp=2)),
+    ):
+        module = Recorder()
+        module.pg_collection = SimpleNamespace(pp=own)
+        with use_process_groups(default):
+            found[name] = casts(Float16Module(BF16, module, **options))
+    return found
+
+
+def test_the_nearest_pipeline_group_decides():
+    whole = dict.fromkeys(("argument", "collection", "module", "empty collection"), (True, True))
+    first, last = run_ranks(places_by_source, 2)
+    cut = dict.fromkeys(("collection of two", "default"), (True, False))
+    assert first == {**whole, **cut}
+    assert last == {**whole, **dict.fromkeys(cut, (False, True))}

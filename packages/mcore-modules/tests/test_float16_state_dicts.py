@@ -3,12 +3,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
+from torch.distributed.fsdp import fully_shard
 
 from mcore.modules import (
     Float16Module,
     MegatronModule,
 )
 from mcore.modules.float16 import add_wrapper_to_keys, without_wrapper_in_keys
+from rank_testing import run_ranks
 
 BF16 = SimpleNamespace(bf16=True)
 
@@ -207,3 +214,74 @@ def test_keys_of_the_wrapped_module_are_asked_for_only_in_doubt():
     state = {"child.weight": 0}
     add_wrapper_to_keys(state, "child.", fail)
     assert without_wrapper_in_keys(state, fail) is state
+
+
+def wrapped_with_optimizer(shard):
+    torch.manual_seed(0)
+    model = Float16Module(BF16, torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)))
+    if shard:
+        fully_shard(model)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.1)
+
+
+def set_back(shard, flat, full):
+    """State of a model and its optimizer after a step, set on others."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat, full_state_dict=full)
+    model, optimizer = wrapped_with_optimizer(shard)
+    model(torch.randn(6, 4)).square().sum().backward()
+    optimizer.step()
+    model_state, optimizer_state = get_state_dict(model, optimizer, options=options)
+    other, other_optimizer = wrapped_with_optimizer(shard)
+    set_state_dict(
+        other,
+        other_optimizer,
+        model_state_dict=model_state,
+        optim_state_dict=optimizer_state,
+        options=options,
+    )
+    before = [entry["exp_avg"] for entry in optimizer.state_dict()["state"].values()]
+    after = [entry["exp_avg"] for entry in other_optimizer.state_dict()["state"].values()]
+    pairs = [*zip(before, after, strict=True)]
+    pairs += zip(model.state_dict().values(), other.state_dict().values(), strict=True)
+    is_same = all(torch.equal(one, two) for one, two in pairs)
+    return is_same, list(model_state), {key.split(".exp")[0] for key in optimizer_state}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_state_of_an_optimizer_can_be_set_back_by_torch(flat):
+    is_same, names, keys = set_back(False, flat, False)
+    assert is_same
+    assert names[:2] == ["0.weight", "0.bias"]
+    assert ("state.0.weight" in keys) is flat
+
+
+def set_back_on_ranks():
+    # Flat and full at once fails in torch for any model.
+    ways = ((False, False), (True, False), (False, True))
+    return [set_back(True, flat, full)[0] for flat, full in ways]
+
+
+def test_state_of_an_optimizer_of_a_sharded_model_can_be_set_back_by_torch():
+    assert run_ranks(set_back_on_ranks, 2) == [[True] * 3] * 2
+
+
+def test_names_of_parameters_and_buffers_are_those_of_the_state_dict():
+    model = Float16Module(BF16, batch_norm())
+    names = [name for name, _ in (*model.named_parameters(), *model.named_buffers())]
+    assert sorted(names) == sorted(model.state_dict())
+    assert list(dict(model.named_parameters("p", recurse=False))) == []
+    owner = Float16Module(BF16, Owner())  # its child would be taken for the wrapped module
+    assert "module.norm.weight" in dict(owner.named_parameters())
+    parent = torch.nn.ModuleDict({"child": model})
+    assert "child.module.0.weight" in dict(parent.named_parameters())
+
+
+def test_a_tensor_of_the_wrapped_module_is_not_set_on_the_wrapper():
+    model = Float16Module(BF16, torch.nn.Linear(2, 1, bias=False))
+    weight = torch.full((1, 2), 2.0, dtype=torch.bfloat16)
+    with pytest.raises(AttributeError, match=r"set it on \.module"):
+        model.weight = torch.nn.Parameter(weight)
+    with pytest.raises(AttributeError, match=r"module\.weight"):
+        torch.func.functional_call(model, {"weight": weight}, torch.ones(1, 2))
+    out = torch.func.functional_call(model, {"module.weight": weight}, torch.ones(1, 2))
+    assert out.tolist() == [[4.0]]

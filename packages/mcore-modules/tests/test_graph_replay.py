@@ -214,20 +214,6 @@ def test_manual_hooks_come_in_module_order_once_per_module_and_replace_older_one
     assert [module for _, (module,) in layer.cuda_graph_manual_hooks] == [layer.linear, layer.norm]
 
 
-def test_offloading_hands_over_a_stream_and_an_event(captured):
-    layer, _ = captured(fine_grained_activation_offloading=True)
-    args, kwargs = layer._get_te_cuda_graph_replay_args(x())
-    assert set(kwargs) == {"is_first_microbatch"}
-    layer.offload_module_in_cuda_graph = True
-    with pytest.raises(GraphStateError, match="cuda_graph_offload_provider"):
-        layer(x())
-    layer.cuda_graph_offload_provider = lambda: ("stream", "event")
-    args, kwargs = layer._get_te_cuda_graph_replay_args(x())
-    assert len(args) == 1
-    assert (kwargs["cuda_graph_stream"], kwargs["cuda_graph_event"]) == ("stream", "event")
-    layer(x())
-
-
 def test_replay_arguments_do_not_change_those_of_the_caller(captured):
     layer, _ = captured()
     given = {"hidden_states": x(), "mask": None}

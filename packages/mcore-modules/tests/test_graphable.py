@@ -138,6 +138,13 @@ def test_static_inputs_of_bad_sizes_are_refused(length, batch):
         layer.get_layer_static_inputs(length, batch)
 
 
+@pytest.mark.parametrize("size", [None, 0, "2"])
+def test_a_parallel_size_that_is_none_is_named(size):
+    layer = GraphableMegatronModule(SimpleNamespace(hidden_size=8, context_parallel_size=size))
+    with pytest.raises(ValueError, match="context_parallel_size of the configuration is"):
+        layer.get_layer_static_inputs(4, 1)
+
+
 def test_static_inputs_need_a_hidden_size():
     with pytest.raises(ConfigFieldError, match="hidden_size"):
         GraphableMegatronModule(SimpleNamespace()).get_layer_static_inputs(2, 1)

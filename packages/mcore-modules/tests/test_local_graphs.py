@@ -9,8 +9,16 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from mcore.modules import GraphStateError
-from mcore.modules.graphs import EagerGraphRunner, LocalGraphManager, graph_capturing, local
+from mcore.modules import GraphableMegatronModule, GraphStateError
+from mcore.modules.graphs import (
+    EagerGraphRunner,
+    GraphSpec,
+    LocalGraphManager,
+    TorchGraphRunner,
+    graph_capturing,
+    local,
+)
+from mcore.parallel.rng import get_cuda_rng_tracker
 
 
 class Mode(enum.Enum):
@@ -315,3 +323,184 @@ def test_a_graph_does_not_keep_the_first_inputs_alive(runner):
     del first
     gc.collect()
     assert reference() is None
+
+
+class Residual(GraphableMegatronModule):
+    def __init__(self, runner):
+        super().__init__(
+            SimpleNamespace(cuda_graph_impl="local", cuda_graph_warmup_steps=1),
+            graph_runner=runner,
+        )
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, hidden_states):
+        return hidden_states + torch.tanh(self.linear(hidden_states))
+
+
+def graphs_of(layer):
+    records = layer.cudagraph_manager._records[layer].values()
+    return [graph for record in records for graph in record.graphs]
+
+
+def train(model, schedule, seed=0):
+    """Forwards ("F") and backwards ("B", of the call that is in flight longest)."""
+    torch.manual_seed(seed)
+    in_flight, inputs = [], []
+    for step in schedule:
+        if step == "B":
+            in_flight.pop(0).square().sum().backward()
+            continue
+        inputs.append(torch.randn(2, 4, requires_grad=True))
+        in_flight.append(model(inputs[-1]))
+    return [x.grad for x in inputs] + [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("schedule", ["FBFBFB", "FFBFBB", "FFFBBB"])
+def test_layers_captured_alone_share_a_pool_for_each_call_in_flight(cpu_graphs, schedule):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[Residual(TorchGraphRunner(device=cpu_graphs)) for _ in range(3)])
+    plain = copy.deepcopy(model)
+    for layer in plain:
+        object.__setattr__(layer, "cudagraph_manager", lambda m, a, k: m.forward(*a, **k))
+    for seed in range(3):
+        ours, theirs = (train(run, schedule, seed) for run in (model, plain))
+        for one, other in zip(ours, theirs, strict=True):
+            assert torch.equal(one, other)
+    most = max(schedule[:end].count("F") - schedule[:end].count("B") for end in range(7))
+    assert len(cpu_graphs.pools) == most
+    assert [len(graphs_of(layer)) for layer in model] == [most] * 3
+
+
+def test_layers_that_are_not_in_a_row_share_no_memory(cpu_graphs):
+    runner = TorchGraphRunner(device=cpu_graphs)
+    towers = [Residual(runner) for _ in range(3)]
+    plain = copy.deepcopy(towers)
+    for layer in plain:
+        object.__setattr__(layer, "cudagraph_manager", lambda m, a, k: m.forward(*a, **k))
+
+    def step(layers, seed):
+        torch.manual_seed(seed)
+        trunk = layers[0](torch.randn(2, 4))
+        losses = [layers[branch](trunk).square().sum() for branch in (1, 2)]
+        (losses[0] + losses[1] if seed % 2 else losses[1] + losses[0]).backward()
+        return [parameter.grad.clone() for layer in layers for parameter in layer.parameters()]
+
+    for seed in range(4):
+        for one, other in zip(step(towers, seed), step(plain, seed), strict=True):
+            torch.testing.assert_close(one, other)
+    assert len(cpu_graphs.pools) == 2
+
+
+def test_a_gradient_that_waits_for_another_path_is_kept(cpu_graphs):
+    layers = [Residual(TorchGraphRunner(device=cpu_graphs)) for _ in range(3)]
+
+    def step(first, second, third):
+        data = x().requires_grad_()
+        hidden = first(data)
+        third(hidden + second(hidden)).square().sum().backward()
+        return data.grad
+
+    expected = step(*[layer.forward for layer in layers])
+    for _ in range(3):
+        assert torch.equal(step(*layers), expected)
+    assert len(cpu_graphs.pools) == 1
+
+
+def test_graphs_of_one_pool_in_another_order_are_refused_or_captured_again(cpu_graphs):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[Residual(TorchGraphRunner(device=cpu_graphs)) for _ in range(2)])
+    for _ in range(2):
+        model(x().requires_grad_()).sum().backward()
+    [first], [second] = map(graphs_of, model)
+    held = second(x().requires_grad_())
+    with pytest.raises(GraphStateError, match="shares memory"):
+        first(x())
+    model[0](x().requires_grad_())  # captured again, outside of that memory
+    assert [len(graphs_of(layer)) for layer in model] == [2, 1]
+    del held
+    turned = torch.nn.Sequential(model[1], model[0])
+    expected = model[0].forward(model[1].forward(x()))
+    assert torch.equal(turned(x().requires_grad_()), expected)
+    assert [len(graphs_of(layer)) for layer in model] == [3, 1]
+    outer = first(x())
+    inner = second(outer)
+    with pytest.raises(GraphStateError, match="later layers first"):
+        outer.sum().backward(retain_graph=True)
+    inner.sum().backward()
+
+
+def test_a_layer_that_is_deleted_frees_its_graphs(cpu_graphs):
+    gc.disable()
+    try:
+        shared = manager_of(TorchGraphRunner(device=cpu_graphs), warmups=0)
+        layers = [Residual(TorchGraphRunner(device=cpu_graphs)), Layer()]
+        for _ in range(2):
+            layers[0](x()).sum().backward()
+        shared(layers[1], (x(),), {}).sum().backward()
+        assert (cpu_graphs.num_alive, shared.num_graphs) == (4, 1)
+        layers.clear()
+        assert (cpu_graphs.num_alive, shared.num_graphs) == (0, 0)
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("change", ["unfreeze", "replace"])
+def test_a_layer_whose_parameters_changed_is_captured_again(checked_runner, fresh_log, change):
+    layer = Layer()
+    layer.linear.bias.requires_grad_(change == "replace")
+    manager = manager_of(checked_runner, warmups=0)
+    manager(layer, (x(),), {}).sum().backward()
+    if change == "unfreeze":
+        layer.linear.bias.requires_grad_()
+    else:
+        layer.linear.bias = torch.nn.Parameter(torch.full((4,), 3.0))
+    layer.linear.weight.grad = None
+    out = manager(layer, (x(),), {})
+    assert torch.equal(out, layer.linear(x()))
+    out.sum().backward()
+    assert layer.linear.bias.grad.tolist() == [2.0] * 4
+    assert manager.num_graphs == 1
+    assert "Layer is captured again: 'linear.bias'" in fresh_log.text
+
+
+def test_outputs_of_the_last_call_are_spoilt_by_the_next():
+    """What a device's graph overwrites, the eager runner fills with NaN."""
+
+    def forward(x, ids):
+        return x * 2, ids, ids > 0
+
+    layer = torch.nn.Identity()
+    spec = GraphSpec(layer, forward, (x(), torch.ones(2, dtype=torch.int64)))
+    [graph] = EagerGraphRunner().capture([spec])
+    given = x(), torch.ones(2, dtype=torch.int64)
+    first = graph(*given)
+    assert [float(out.sum()) for out in first] == [16.0, 2.0, 2.0]
+    again = graph(first[0], given[1])
+    assert again[0].tolist() == [[4.0] * 4] * 2
+    assert first[0].isnan().all()
+    assert first[1].tolist() == [torch.iinfo(torch.int64).max] * 2
+    assert not first[2].any()
+    assert given[1].tolist() == [1, 1]
+    saved = torch.ones(2, 4, requires_grad=True)
+    loss = (graph(*given)[0] * saved).sum()
+    graph(*given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_capture_leaves_live_generators_where_they_were(seeded):
+    """A device's graphs advance the tracker's generators themselves, not copies of them."""
+
+    class Advancing(EagerGraphRunner):
+        def capture(self, specs, **options):
+            for generator in get_cuda_rng_tracker().get_states().values():
+                torch.rand(3, generator=generator)
+            return super().capture(specs, **options)
+
+    seeded(use_cudagraphable_rng=True)
+    with get_cuda_rng_tracker().fork():
+        expected = torch.rand(3)
+    seeded(use_cudagraphable_rng=True)
+    manager_of(Advancing(), warmups=0)(Layer(), (x(),), {})
+    with get_cuda_rng_tracker().fork():
+        assert torch.equal(torch.rand(3), expected)

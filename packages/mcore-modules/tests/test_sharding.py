@@ -1,10 +1,17 @@
-from types import SimpleNamespace
+import dataclasses
+import sys
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.modules import MegatronModule, sharded_state_dict_of
+from mcore.modules import (
+    MegatronModule,
+    from_megatron_sharded_state_dict,
+    sharded_state_dict_of,
+    to_megatron_sharded_state_dict,
+)
 from mcore.parallel.checkpoint import (
     ShardedObject,
     ShardedTensor,
@@ -369,3 +376,69 @@ def test_a_child_with_a_group_of_its_own_keeps_it():
 
 def test_entries_are_sharded_tensors():
     assert {type(entry) for entry in model().sharded_state_dict().values()} == {ShardedTensor}
+
+
+def test_compiled_children_of_any_kind_have_the_keys_of_the_others():
+    def model(compiled):
+        wrap = torch.compile if compiled else lambda module: module
+        root = MegatronModule(None)
+        root.linear = wrap(torch.nn.Linear(2, 2))
+        child = MegatronModule(None)
+        child.inner = wrap(torch.nn.Linear(2, 2))
+        root.child = wrap(child)
+        root.stack = torch.nn.Sequential(torch.nn.Identity(), wrap(torch.nn.Linear(2, 2)))
+        return root
+
+    expected = model(compiled=False).sharded_state_dict("m.")
+    compiled = model(compiled=True)
+    found = compiled.sharded_state_dict("m.")
+    assert list(found) == list(expected)
+    assert [entry.key for entry in found.values()] == list(expected)
+    assert found["m.stack.1.weight"].data is compiled.stack[1].weight
+    assert list(sharded_state_dict_of(torch.compile(compiled))) == list(
+        model(compiled=False).sharded_state_dict()
+    )
+
+
+@pytest.fixture
+def megatron(monkeypatch):
+    """Entries like Megatron-LM's; those of the real one are tested beside the benchmarks."""
+    module = ModuleType("megatron.core.dist_checkpointing.mapping")
+    for name, names in (
+        ("ShardedTensor", [field.name for field in dataclasses.fields(ShardedTensor)]),
+        ("ShardedObject", [field.name for field in dataclasses.fields(ShardedObject)]),
+        ("ShardedTensorFactory", ["key"]),
+    ):
+        made = dataclasses.make_dataclass(name, names)
+        made.__module__ = module.__name__
+        setattr(module, name, made)
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return module
+
+
+def test_entries_of_mixed_models_are_converted_both_ways(megatron):
+    root = MegatronModule(None)
+    root.linear = torch.nn.Linear(3, 2)
+    entries = root.sharded_state_dict("m.", ((0, 1, 4),))
+    local = ShardedObject("o", {"a": 1}, (2,), (1,), 0)
+    mixed = {"model": entries, "rest": [local, 7, (entries["m.linear.bias"],)]}
+    theirs = to_megatron_sharded_state_dict(mixed)
+    weight = theirs["model"]["m.linear.weight"]
+    assert type(weight) is megatron.ShardedTensor
+    assert (weight.global_shape, weight.global_offset) == ((4, 2, 3), (1, 0, 0))
+    assert weight.data is root.linear.weight
+    assert type(theirs["rest"][0]) is megatron.ShardedObject
+    assert theirs["rest"][1] == 7
+    assert type(theirs["rest"][2][0]) is megatron.ShardedTensor
+    back = from_megatron_sharded_state_dict(theirs)
+    assert back == mixed
+    assert back["model"]["m.linear.weight"].data is root.linear.weight
+    assert to_megatron_sharded_state_dict(theirs)["model"]["m.linear.weight"] is weight
+    with pytest.raises(ValueError, match="ShardedTensorFactory; resolve it with"):
+        from_megatron_sharded_state_dict([megatron.ShardedTensorFactory("k")])
+
+
+def test_entries_for_a_megatron_that_is_missing_are_refused(monkeypatch):
+    monkeypatch.setitem(sys.modules, "megatron.core.dist_checkpointing.mapping", None)
+    with pytest.raises(RuntimeError, match="pip install megatron-core"):
+        to_megatron_sharded_state_dict(ShardedObject("o", 1, (1,), (0,)))

@@ -1,254 +1,425 @@
-import copy
-import pickle
-from contextlib import contextmanager
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from mcore.modules import LinearForLastLayer, MegatronModule
-from mcore.parallel.process_groups import ProcessGroups, use_process_groups
+from mcore.modules import (
+    Float16Module,
+    LinearForLastLayer,
+    MegatronModule,
+    _register_linear_for_last_layer_mapping,
+    create_value_head_hook,
+    get_module_parallelism,
+    make_value_model,
+    register_model_wrapper,
+    register_module_parallelism,
+    untie_embeddings,
+)
+from mcore.parallel import ProcessGroups, use_process_groups
+from mcore.parallel.checkpoint import load_sharded_state_dict, save_sharded_state_dict
 from rank_testing import run_ranks
 
 
-def filled(value):
-    return lambda tensor: tensor.fill_(value)
+class Model(torch.nn.Module):
+    def __init__(self, **attributes):
+        super().__init__()
+        self.body = torch.nn.Linear(4, 4)
+        self.output_layer = torch.nn.Linear(4, 10)
+        for name, value in attributes.items():
+            setattr(self, name, value)
 
 
-def test_documented_call_and_defaults():
-    head = LinearForLastLayer(3, 2, False)
-    logits, bias = head(torch.ones(4, 3))
-    assert logits.shape == (4, 2)
-    assert logits.dtype is torch.float32
-    assert bias is None
-    assert head.bias is None
-    assert isinstance(head, torch.nn.Linear)
-    assert head.tensor_model_parallel is False
-    assert not hasattr(head.weight, "sequence_parallel")
-    assert LinearForLastLayer(2, 1, False).weight.shape == (1, 2)
+def test_a_single_model_becomes_a_list_with_a_head():
+    model = SimpleNamespace(output_layer=None)
+    result = create_value_head_hook(4, False)(model)
+    assert result == [model]
+    head = model.output_layer
+    assert type(head) is LinearForLastLayer
+    assert (head.in_features, head.out_features, head.sequence_parallel) == (4, 1, False)
 
 
-def test_hand_computed_output_and_ignored_arguments():
-    head = LinearForLastLayer(2, 3, False, init_method=filled(2.0))
-    logits, _ = head(torch.ones(5, 1, 2), weight=torch.zeros(3, 2), runtime_gather_output=True)
-    assert logits.tolist() == torch.full((5, 1, 3), 4.0).tolist()
+def test_a_list_is_returned_as_the_same_object():
+    chunks = [Model()]
+    assert create_value_head_hook(4, True, 3)(chunks) is chunks
+    assert chunks[0].output_layer.out_features == 3
+    assert chunks[0].output_layer.weight.sequence_parallel is True
 
 
-def test_a_bias_is_added_and_not_returned():
-    head = LinearForLastLayer(2, 1, False, True, init_method=filled(1.0))
-    assert head.bias.tolist() == [0.0]
-    with torch.no_grad():
-        head.bias.fill_(5.0)
-    logits, bias = head(torch.ones(1, 2))
-    assert (logits.item(), bias) == (7.0, None)
+def test_make_value_model_has_one_output():
+    [model] = make_value_model(4, True)(Model())
+    assert (model.output_layer.out_features, model.output_layer.sequence_parallel) == (1, True)
 
 
-def test_results_are_those_of_linear():
-    torch.manual_seed(0)
-    head = LinearForLastLayer(4, 3, False, bias=True)
-    x = torch.randn(2, 5, 4)
-    assert torch.equal(head(x)[0], F.linear(x, head.weight, head.bias))
-    assert head(torch.empty(0, 2, 4))[0].shape == (0, 2, 3)
+def test_the_head_takes_device_dtype_and_mode_of_what_it_replaces():
+    model = Model().bfloat16().eval()
+    model.body.float()
+    create_value_head_hook(4, False)(model)
+    assert model.output_layer.weight.dtype is torch.bfloat16
+    assert model.output_layer.training is False
+    meta = Model()
+    meta.output_layer = None
+    create_value_head_hook(4, False)(meta.to("meta"))
+    assert meta.output_layer.weight.is_meta
 
 
-@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("given", [torch.float32, torch.bfloat16, torch.float16])
-def test_input_of_another_dtype_is_cast_to_that_of_the_weight(weight, given):
-    head = LinearForLastLayer(4, 1, False, dtype=weight, init_method=filled(0.5))
-    assert head(torch.ones(2, 4, dtype=given))[0].tolist() == [[2.0], [2.0]]
-    assert head(torch.ones(2, 4, dtype=given))[0].dtype is torch.float32
-    native = LinearForLastLayer(4, 1, False, dtype=weight, output_in_fp32=False)
-    assert native(torch.ones(2, 4, dtype=given))[0].dtype is weight
+def test_inside_a_float16_module():
+    model = Model()
+    wrapper = Float16Module(SimpleNamespace(bf16=True), model)
+    assert create_value_head_hook(4, False)(wrapper) == [wrapper]
+    assert type(model.output_layer) is LinearForLastLayer
+    assert not hasattr(wrapper, "output_layer")
 
 
-def test_dropout_in_training_only():
-    head = LinearForLastLayer(1000, 1, False, dropout=0.5, init_method=filled(1.0))
-    torch.manual_seed(0)
-    expected = F.dropout(torch.ones(1, 1000), 0.5).sum()
-    torch.manual_seed(0)
-    assert head(torch.ones(1, 1000))[0].item() == expected.item()
-    assert head.eval()(torch.ones(1, 1000))[0].item() == 1000.0
+class Anything(torch.nn.Module):
+    """A wrapper that no list knows."""
+
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
 
 
-def test_default_initialisation_is_that_of_linear_or_none():
-    torch.manual_seed(0)
-    ours = LinearForLastLayer(4, 3, False, bias=True)
-    torch.manual_seed(0)
-    linear = torch.nn.Linear(4, 3)
-    assert torch.equal(ours.weight, linear.weight)
-    assert torch.equal(ours.bias, linear.bias)
-    state = torch.get_rng_state()
-    LinearForLastLayer(4, 3, False, perform_initialization=False, init_method=filled(1 / 0.5))
-    assert torch.equal(torch.get_rng_state(), state)
+class Holder:
+    def __init__(self, model):
+        self.inner = model
 
 
-def marked(head):
-    parameters = [parameter for parameter in (head.weight, head.bias) if parameter is not None]
-    return all(getattr(parameter, "sequence_parallel", False) is True for parameter in parameters)
+class Forwards(torch.nn.Module):
+    """A wrapper of which only attribute access tells that there is a model inside."""
 
+    def __init__(self, model):
+        super().__init__()
+        self.base_model = model
 
-@contextmanager
-def overwriting():
-    torch.__future__.set_overwrite_module_params_on_conversion(True)
-    try:
-        yield
-    finally:
-        torch.__future__.set_overwrite_module_params_on_conversion(False)
-
-
-def overwritten(head):
-    with overwriting():
-        return head.double()
-
-
-def assigned(head):
-    state = {name: tensor.clone() for name, tensor in head.state_dict().items()}
-    parent = torch.nn.ModuleDict({"head": head})
-    parent.load_state_dict({f"head.{k}": v for k, v in state.items()}, assign=True)
-    return parent["head"]
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.base_model, name)
 
 
 @pytest.mark.parametrize(
-    "change",
-    [
-        lambda head: head,
-        lambda head: head.half(),
-        overwritten,
-        assigned,
-        copy.deepcopy,
-        lambda head: pickle.loads(pickle.dumps(head)),
-        lambda head: head.to("meta").to_empty(device="cpu"),
-    ],
-    ids=["built", "half", "overwritten", "assigned", "deepcopy", "pickle", "meta"],
+    "wrap", [Anything, torch.compile, lambda model: Anything(torch.compile(Anything(model)))]
 )
-@pytest.mark.parametrize("bias", [False, True])
-def test_the_sequence_parallel_mark_stays(change, bias):
-    assert marked(change(LinearForLastLayer(2, 1, True, bias)))
+def test_inside_wrappers_that_no_list_knows(wrap):
+    model = Model()
+    wrapper = wrap(model)
+    create_value_head_hook(4, False)(wrapper)
+    assert type(model.output_layer) is LinearForLastLayer
+    assert [name for name, _ in wrapper.named_modules() if name.endswith("output_layer")] == [
+        name for name, part in wrapper.named_modules() if part is model.output_layer
+    ]
 
 
-def test_a_build_on_the_meta_device():
-    with torch.device("meta"):
-        head = LinearForLastLayer(2, 1, True, init_method=filled(0.125))
-    head.to_empty(device="cpu")
-    head.reset_parameters()
-    assert head.weight.tolist() == [[0.125, 0.125]]
-    assert marked(head)
+def test_wrappers_whose_attribute_has_another_name():
+    model = Model()
+    with pytest.raises(ValueError, match=r"Forwards only forwards 'output_layer'"):
+        create_value_head_hook(4, False)(Forwards(model))
+    assert type(model.output_layer) is torch.nn.Linear
+    register_model_wrapper(Holder, attr="inner")
+    create_value_head_hook(4, False)(Holder(model))
+    assert type(model.output_layer) is LinearForLastLayer
 
 
-def test_sequence_parallel_in_one_process_gathers_nothing():
-    head = LinearForLastLayer(2, 1, True, init_method=filled(1.0))
-    assert head(torch.ones(3, 1, 2))[0].shape == (3, 1, 1)
+def test_a_model_with_a_child_called_module_gets_the_head_itself():
+    model = Model(module=torch.nn.Linear(1, 1))
+    create_value_head_hook(4, False)(model)
+    assert type(model.output_layer) is LinearForLastLayer
 
 
-WEIGHT = torch.tensor([[1.0, 2.0, 3.0]])
-SCALE = torch.tensor([1.0, 10.0, 100.0, 1000.0]).view(4, 1, 1)
+def test_options_of_the_head():
+    model = Model().bfloat16()
+    fill = lambda tensor: tensor.fill_(0.5)  # noqa: E731
+    options = {"bias": True, "dropout": 0.25, "fp32_head": True, "init_method": fill}
+    make_value_model(4, False, **options)(model)
+    head = model.output_layer
+    assert (head.dropout.p, head.bias.tolist()) == (0.25, [0.0])
+    assert head.weight.tolist() == [[0.5] * 4]
+    assert head.weight.dtype is torch.float32
+    wrapper = Float16Module(SimpleNamespace(bf16=True), model)
+    assert {p.dtype for p in head.parameters()} == {torch.float32}
+    assert {p.dtype for p in wrapper.bfloat16().module.output_layer.parameters()} == {torch.float32}
+    assert model.body.weight.dtype is torch.bfloat16
+    with pytest.raises(ValueError, match="dropout"):
+        make_value_model(4, False, dropout=2.0)
 
 
-def reference():
-    x = torch.arange(12.0).reshape(4, 1, 3).requires_grad_()
-    weight = WEIGHT.clone().requires_grad_()
-    y = F.linear(x, weight)
-    (y * SCALE).sum().backward()
-    return y.flatten().tolist(), weight.grad, x.grad
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"tensor_model_parallel_size": 2}, "2 tensor-parallel ranks"),
+        ({"pipeline_model_parallel_size": 2}, "2 pipeline stages"),
+    ],
+)
+def test_a_layout_of_the_configuration_without_its_groups_is_refused(fields, text):
+    model = Model(config=SimpleNamespace(**fields), share_embeddings_and_output_weights=True)
+    with pytest.raises(ValueError, match=text):
+        create_value_head_hook(4, False)(Anything(model))
+    assert type(model.output_layer) is torch.nn.Linear
+    assert model.share_embeddings_and_output_weights
 
 
-def gather_and_train(how, dtype):
-    group = dist.group.WORLD
-    head = LinearForLastLayer(
-        3, 1, True, tp_group=None if how == "default" else group, dtype=dtype, check_shapes=True
-    )
-    with torch.no_grad():
-        head.weight.copy_(WEIGHT)
-    rows = slice(2 * dist.get_rank(), 2 * dist.get_rank() + 2)
-    x = torch.arange(12.0).reshape(4, 1, 3)[rows].clone().requires_grad_()
-    default = ProcessGroups.from_sizes(tp=2) if how == "default" else None
-    with use_process_groups(default):
-        y, _ = head(x)
-    (y * SCALE).sum().backward()
-    weight_grad = head.weight.grad.clone()
-    dist.all_reduce(weight_grad)
-    return y.flatten().tolist(), weight_grad, x.grad
+def test_post_process_says_enough_about_the_pipeline():
+    config = SimpleNamespace(pipeline_model_parallel_size=2)
+    chunks = [Model(config=config, post_process=flag) for flag in (False, True)]
+    for chunk in chunks:
+        create_value_head_hook(4, False)(chunk)
+    assert [type(chunk.output_layer).__name__ for chunk in chunks] == [
+        "Linear",
+        "LinearForLastLayer",
+    ]
 
 
-@pytest.mark.parametrize("how", ["argument", "default"])
-def test_outputs_and_gradients_of_two_ranks_are_those_of_one_process(how):
-    outputs, weight_grad, input_grad = reference()
-    assert outputs == [8.0, 26.0, 44.0, 62.0]
-    assert weight_grad.tolist() == [[9630.0, 10741.0, 11852.0]]
-    for rank, result in enumerate(run_ranks(gather_and_train, 2, how, torch.float32)):
-        assert result[0] == outputs
-        assert torch.equal(result[1], weight_grad)
-        assert torch.equal(result[2], input_grad[2 * rank : 2 * rank + 2])
+def tied(on_last_stage):
+    """A stage with embeddings tied to the output layer, as Megatron's models have it."""
+    model = Model(share_embeddings_and_output_weights=True)
+    if on_last_stage:
+        model.output_layer.weight.shared = model.output_layer.weight.shared_embedding = True
+        return model
+    model.embedding = torch.nn.Module()
+    model.embedding.word_embeddings = torch.nn.Embedding(10, 4)
+    model.embedding.word_embeddings.weight.tensor_model_parallel = True
+    model.output_layer.weight = None
+    return model
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_heads_gather_too(dtype):
-    for result in run_ranks(gather_and_train, 2, "argument", dtype):
-        assert result[0] == [8.0, 26.0, 44.0, 62.0]
+def test_embeddings_are_untied_on_every_stage():
+    chunks = [Anything(tied(on_last_stage=False)), tied(on_last_stage=True)]
+    assert untie_embeddings(chunks) is chunks
+    first, last = chunks[0].module, chunks[1]
+    assert not first.share_embeddings_and_output_weights
+    assert not last.share_embeddings_and_output_weights
+    embedding = first.embedding.word_embeddings.weight
+    assert torch.equal(first.output_layer.weight, embedding)
+    assert first.output_layer.weight is not embedding
+    assert first.output_layer.weight.tensor_model_parallel is True
+    assert "output_layer.weight" in dict(first.named_parameters())
+    assert vars(last.output_layer.weight) == {}
+    with pytest.raises(TypeError, match="DataParallel"):
+        untie_embeddings(torch.nn.DataParallel(tied(on_last_stage=True)))
 
 
-def forward_without_a_group():
-    head = LinearForLastLayer(3, 1, True)
-    try:
-        head(torch.ones(2, 1, 3))
-    except ValueError as error:
-        return str(error)
-    return None
+class TiedStage(MegatronModule):
+    """Saves its output layer as the embedding's replica while both are tied, as Megatron does."""
+
+    def __init__(self, groups):
+        super().__init__(SimpleNamespace(pipeline_model_parallel_size=2))
+        self.pg_collection = groups
+        self.share_embeddings_and_output_weights = True
+        if groups.rank("pp") == 0:
+            self.embedding = torch.nn.Embedding(10, 4)
+        else:
+            self.output_layer = torch.nn.Linear(4, 10, bias=False)
+
+    def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
+        entries = super().sharded_state_dict(prefix, sharded_offsets, metadata)
+        if self.share_embeddings_and_output_weights and "output_layer.weight" in entries:
+            entry = entries.pop("output_layer.weight")
+            entry.key, entry.replica_id = "embedding.weight", (1, 0, 0)
+            entries["output_layer.weight"] = entry
+        return entries
 
 
-def test_a_missing_group_is_refused_in_forward():
-    texts = run_ranks(forward_without_a_group, 2)
-    assert all("tp_group" in text for text in texts)
+def save_and_load(folder, how):
+    """A tied model of two stages, made a value model, saved and loaded into another."""
+    torch.manual_seed(dist.get_rank())
+    groups = ProcessGroups.from_sizes(pp=2)
+
+    def value_model():
+        stage = TiedStage(groups)
+        if how == "default":
+            stage.pg_collection = None
+        with use_process_groups(groups if how == "default" else None):
+            make_value_model(4, False)(stage)
+        stage.pg_collection = groups
+        return stage
+
+    stages = [value_model() for _ in range(2)]
+    save_sharded_state_dict(stages[0].sharded_state_dict(), folder)
+    loaded = load_sharded_state_dict(stages[1].sharded_state_dict(), folder)
+    stages[1].load_state_dict(loaded)
+    saved = stages[0].state_dict()
+    same = all(torch.equal(saved[key], value) for key, value in stages[1].state_dict().items())
+    return same, {key: tuple(value.shape) for key, value in saved.items()}
 
 
-def gather_unequal_lengths():
-    head = LinearForLastLayer(3, 1, True, tp_group=dist.group.WORLD, check_shapes=True)
-    try:
-        head(torch.ones(2 + dist.get_rank(), 1, 3))
-    except ValueError as error:
-        return str(error)
-    return None
+@pytest.mark.parametrize("how", ["default", "chunk"])
+def test_a_tied_model_of_two_stages_becomes_a_value_model_that_saves_its_head(how, tmp_path):
+    assert run_ranks(save_and_load, 2, str(tmp_path / "saved"), how) == [
+        (True, {"embedding.weight": (10, 4)}),
+        (True, {"output_layer.weight": (1, 4)}),
+    ]
 
 
-def test_unequal_lengths_are_refused_on_all_ranks():
-    for rank, text in enumerate(run_ranks(gather_unequal_lengths, 2)):
-        assert f"length {2 + rank}" in text
-        assert "from 2 to 3" in text
-
-
-def gather_nothing():
-    head = LinearForLastLayer(3, 1, False, tp_group=dist.group.WORLD)
+def head_of_a_group_without_rank_zero():
+    torch.manual_seed(dist.get_rank())
+    group = dist.new_group([1, 2])
     if dist.get_rank() == 0:
-        # A collective would wait for the other rank.
-        return tuple(head(torch.empty(4, 1, 3))[0].shape)
+        return None
+    model = Model()
+    create_value_head_hook(4, False, tp_group=group)(model)
+    return model.output_layer.weight.detach()
+
+
+def test_the_head_comes_from_the_first_rank_of_its_group_not_of_the_world():
+    _, first, second = run_ranks(head_of_a_group_without_rank_zero, 3)
+    assert torch.equal(first, second)
+
+
+def test_a_dotted_path():
+    model = SimpleNamespace(language_model=Model())
+    hook = create_value_head_hook(4, False, output_layer_path="language_model.output_layer")
+    hook(model)
+    assert type(model.language_model.output_layer) is LinearForLastLayer
+    with pytest.raises(ValueError, match=r"leads nowhere at 'vision'"):
+        create_value_head_hook(4, False, output_layer_path="vision.output_layer")(model)
+
+
+@pytest.mark.parametrize("post_process", [True, False])
+def test_post_process_decides_without_a_group(post_process):
+    model = SimpleNamespace(post_process=post_process)
+    create_value_head_hook(4, False)(model)
+    assert hasattr(model, "output_layer") is post_process
+
+
+@pytest.mark.parametrize(
+    ("count", "options"), [(2, {}), (0, {}), (2, {"vp_size": 2})], ids=["two", "none", "no group"]
+)
+def test_a_number_of_chunks_that_does_not_fit_is_refused(count, options):
+    chunks = [SimpleNamespace() for _ in range(count)]
+    with pytest.raises(ValueError, match=rf"^Model list length is {count}, but 1"):
+        create_value_head_hook(4, False, **options)(chunks)
+    assert all(not vars(chunk) for chunk in chunks)
+
+
+@pytest.mark.parametrize("sizes", [(0, 1), (4, 0), (4.5, 1), (4, "1")])
+def test_sizes_are_checked_when_the_hook_is_made(sizes):
+    with pytest.raises(ValueError, match=r"_size is (0|4.5|'1'); pass a whole number >= 1"):
+        create_value_head_hook(sizes[0], False, sizes[1])
+
+
+def test_wrapping_for_data_parallelism_comes_later():
+    chunks = [torch.nn.DataParallel(Model())]
+    with pytest.raises(TypeError, match="DataParallel"):
+        create_value_head_hook(4, False)(chunks)
+    assert type(chunks[0].module.output_layer) is torch.nn.Linear
+
+
+def test_the_head_is_registered_as_replicated():
+    create_value_head_hook(4, False)
+    assert get_module_parallelism("LinearForLastLayer") == "replicated"
+
+
+def heads(how, vp_size):
+    world = dist.group.WORLD
+    collection = SimpleNamespace(pp=world, tp=None)
+    options = {"pp_group": world} if how == "argument" else {}
+    if how == "collection":
+        options["pg_collection"] = collection
+    own = {"pg_collection": collection} if how == "chunk" else {}
+    chunks = [SimpleNamespace(**own) for _ in range(vp_size or 1)]
+    create_value_head_hook(4, False, vp_size=vp_size, **options)(chunks)
+    return [hasattr(chunk, "output_layer") for chunk in chunks]
+
+
+@pytest.mark.parametrize("how", ["argument", "collection", "chunk"])
+def test_only_the_last_pipeline_rank_gets_a_head(how):
+    assert run_ranks(heads, 2, how, None) == [[False], [True]]
+
+
+def test_only_the_last_chunk_of_the_last_rank_gets_a_head():
+    assert run_ranks(heads, 2, "argument", 2) == [[False, False], [False, True]]
+
+
+def wrong_number_of_chunks():
+    hook = create_value_head_hook(4, False, pp_group=dist.group.WORLD, vp_size=2)
+    try:
+        hook([SimpleNamespace()])
+    except ValueError as error:
+        return str(error)
     return None
 
 
-def test_without_sequence_parallelism_there_is_no_collective():
-    assert run_ranks(gather_nothing, 2) == [(4, 1, 1), None]
+def test_a_wrong_number_of_virtual_chunks_is_refused():
+    for text in run_ranks(wrong_number_of_chunks, 2):
+        assert text.startswith("Model list length is 1, but 2")
 
 
-def gather_empty():
-    head = LinearForLastLayer(3, 1, True, tp_group=dist.group.WORLD)
-    return tuple(head(torch.empty(0, 1, 3))[0].shape)
+def head_weights(broadcast, how):
+    torch.manual_seed(dist.get_rank())
+    world = dist.group.WORLD
+    options = {"tp_group": world} if how == "argument" else {}
+    if how == "collection":
+        options["pg_collection"] = SimpleNamespace(tp=world, pp=None)
+    own = {"pg_collection": SimpleNamespace(tp=world, pp=None)} if how == "chunk" else {}
+    model = Model(**own)
+    create_value_head_hook(4, True, broadcast_init=broadcast, **options)(model)
+    assert model.output_layer.tp_group is world
+    return model.output_layer.weight.detach()
 
 
-def copy_with_group():
-    group = dist.group.WORLD
-    model = MegatronModule(None)
-    model.head = LinearForLastLayer(3, 1, True, tp_group=group)
-    plain = model.plain = torch.nn.Identity()
-    plain.group = group
-    copied = copy.deepcopy(model)
-    alone = copy.deepcopy(model.head)
-    shared = copied.head.tp_group is copied.plain.group is alone.tp_group is group
-    return shared, marked(copied.head) and marked(alone), alone.weight is model.head.weight
+@pytest.mark.parametrize("how", ["argument", "collection", "chunk"])
+def test_ranks_with_different_seeds_get_one_head(how):
+    first, second = run_ranks(head_weights, 2, True, how)
+    assert torch.equal(first, second)
 
 
-def test_copies_of_models_with_a_head_share_process_groups():
-    assert run_ranks(copy_with_group, 1) == [(True, True, False)]
+def test_without_the_broadcast_heads_differ():
+    first, second = run_ranks(head_weights, 2, False, "argument")
+    assert not torch.equal(first, second)
 
 
-def test_empty_slices_are_gathered():
-    assert run_ranks(gather_empty, 2) == [(0, 1, 1)] * 2
+def meta_head(broadcast):
+    model = Model().to("meta")
+    hook = create_value_head_hook(4, True, tp_group=dist.group.WORLD, broadcast_init=broadcast)
+    try:
+        return hook(model)[0].output_layer.weight.is_meta
+    except ValueError as error:
+        return str(error)
+
+
+def test_a_build_on_the_meta_device_must_not_broadcast():
+    assert run_ranks(meta_head, 2, False) == [True, True]
+    assert all("broadcast_init=False" in text for text in run_ranks(meta_head, 2, True))
+
+
+def test_subclasses_count():
+    class ColumnThing(torch.nn.Module):
+        pass
+
+    class Special(ColumnThing):
+        pass
+
+    register_module_parallelism("ColumnThing", "column")
+    register_module_parallelism("ColumnThing", "column")
+    assert get_module_parallelism(Special()) == get_module_parallelism("ColumnThing") == "column"
+    assert get_module_parallelism("Special") is None
+    register_module_parallelism("Special", "row")
+    assert get_module_parallelism(Special()) == "row"
+
+
+def test_conflicts_and_unknown_kinds_are_refused():
+    register_module_parallelism("Fixed", "row")
+    with pytest.raises(ValueError, match="'row', not 'column'"):
+        register_module_parallelism("Fixed", "column")
+    with pytest.raises(ValueError, match="'diagonal'"):
+        register_module_parallelism("Other", "diagonal")
+    assert get_module_parallelism("Other") is None
+
+
+def test_the_value_head_is_replicated():
+    _register_linear_for_last_layer_mapping()
+    _register_linear_for_last_layer_mapping()
+    assert get_module_parallelism(LinearForLastLayer(2, 1, False)) == "replicated"
+
+
+def test_an_imported_bridge_is_told_too(monkeypatch):
+    told = []
+    mapping = SimpleNamespace(register_module_type=lambda *arguments: told.append(arguments))
+    name = "megatron.bridge.models.conversion.param_mapping"
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace(AutoMapping=mapping))
+    _register_linear_for_last_layer_mapping()
+    assert told == [("LinearForLastLayer", "replicated")]
+    monkeypatch.setitem(sys.modules, name, SimpleNamespace())
+    _register_linear_for_last_layer_mapping()

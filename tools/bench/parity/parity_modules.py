@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore
 
 import mcore.modules as ours
+from mcore.parallel.checkpoint import load_sharded_state_dict, save_sharded_state_dict
 
 SIZES: dict[str, Any] = {"num_layers": 2, "hidden_size": 8, "num_attention_heads": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -36,6 +38,7 @@ def world() -> Iterator[None]:
     """A process group of this process alone, known to megatron-core, which wants a CUDA device."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "current_device", lambda: "cpu")
+        patch.setattr(torch.cuda, "synchronize", lambda: None)
         dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
         peer("parallel_state").initialize_model_parallel(create_gloo_process_groups=False)
         yield
@@ -254,6 +257,90 @@ def test_sharded_state_dicts_describe_the_same(offsets: tuple[tuple[int, int, in
         )
     assert described[0] == described[1]
     assert "m.layer0.linear.weight" in described[0]
+
+
+def test_a_mixed_model_is_saved_and_loaded_by_theirs(tmp_path: Path) -> None:
+    """Their checkpoint holds the tensors of our modules, and our loader those of their modules."""
+    checkpointing = peer("dist_checkpointing")
+    group = peer("parallel_state").get_data_parallel_group(with_context_parallel=True)
+
+    def mixed(seed: int) -> Any:
+        torch.manual_seed(seed)
+        root = peer("transformer.module").MegatronModule(config_of("fp32"))
+        for name, kind in (("ours", ours.MegatronModule), ("theirs", type(root))):
+            child = kind(config_of("fp32"))
+            child.linear = torch.nn.Linear(2, 3)
+            root.add_module(name, child)
+        return root
+
+    def described(model: Any) -> dict[str, Any]:
+        entries: dict[str, Any] = model.sharded_state_dict(metadata={"dp_cp_group": group})
+        assert len({type(entry) for entry in entries.values()}) == 2
+        return entries
+
+    first = mixed(0)
+    saved = ours.to_megatron_sharded_state_dict(described(first))
+    common, *_ = peer("dist_checkpointing.utils").extract_matching_values(
+        saved, lambda value: not isinstance(value, checkpointing.ShardedTensor)
+    )
+    assert common == {}
+    (tmp_path / "theirs").mkdir()
+    checkpointing.save(saved, str(tmp_path / "theirs"))
+    second = mixed(1)
+    target = ours.to_megatron_sharded_state_dict(described(second))
+    second.load_state_dict(checkpointing.load(target, str(tmp_path / "theirs")))
+    save_sharded_state_dict(
+        ours.from_megatron_sharded_state_dict(described(first)), tmp_path / "ours"
+    )
+    third = mixed(2)
+    target = ours.from_megatron_sharded_state_dict(described(third))
+    third.load_state_dict(load_sharded_state_dict(target, tmp_path / "ours"))
+    for loaded in (second, third):
+        for name, value in first.state_dict().items():
+            assert torch.equal(loaded.state_dict()[name], value)
+
+
+def their_gpt(**stage: bool) -> Any:
+    """A small GPT of megatron-core with experts, whose embedding and output layer are tied."""
+    config = peer("transformer").TransformerConfig(
+        **SIZES,
+        num_moe_experts=2,
+        add_bias_linear=False,
+        moe_router_load_balancing_type="none",
+        use_cpu_initialization=True,
+    )
+    specs = peer("models.gpt.gpt_layer_specs").get_gpt_layer_local_spec(num_experts=2)
+    return peer("models.gpt").GPTModel(
+        config, specs, 16, 8, share_embeddings_and_output_weights=True, **stage
+    )
+
+
+def test_their_models_become_value_models_with_frozen_routers_through_their_wrapper() -> None:
+    gpt = their_gpt()
+    config = config_of("bf16")
+    wrapper = peer("transformer.module").Float16Module(config, gpt)
+    ours.make_value_model(8, False)(wrapper)
+    ours.freeze_moe_router(wrapper)
+    assert isinstance(gpt.output_layer, ours.LinearForLastLayer)
+    assert not hasattr(wrapper, "output_layer")
+    assert gpt.share_embeddings_and_output_weights is False
+    frozen = [name for name, value in gpt.named_parameters() if not value.requires_grad]
+    assert frozen == [f"decoder.layers.{number}.mlp.router.weight" for number in range(2)]
+    group = peer("parallel_state").get_data_parallel_group(with_context_parallel=True)
+    saved = gpt.sharded_state_dict(metadata={"dp_cp_group": group})["output_layer.weight"]
+    assert (saved.key, saved.global_shape) == ("output_layer.weight", (1, 8))
+
+
+def test_their_tied_embeddings_are_untied() -> None:
+    gpt = their_gpt()
+    embedding = gpt.embedding.word_embeddings.weight
+    assert gpt.shared_embedding_or_output_weight() is embedding
+    ours.untie_embeddings(gpt)
+    output = gpt.output_layer.weight
+    assert output is not embedding
+    hidden = torch.randn(3, 1, 8)
+    logits, _ = gpt.output_layer(hidden)
+    assert torch.equal(logits, hidden @ embedding.T)
 
 
 def test_graphable_layers_on_their_config() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from importlib import import_module
 from importlib.metadata import version
@@ -14,6 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch._C._distributed_c10d import HashStore
+from torch.autograd.function import once_differentiable
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from bench.measure import Row, paired
 from mcore.modules import (
@@ -23,6 +25,7 @@ from mcore.modules import (
     float16_to_fp32,
     fp32_to_float16,
 )
+from mcore.modules.graphs import GraphSpec, TorchGraphRunner
 
 _LEAVES = 1000
 _SUBMODULES = (900, 9000, 27_000)
@@ -38,6 +41,7 @@ def run() -> Iterable[Row]:
     yield from _casts(peer, name)
     for number in _SUBMODULES:
         yield _first_microbatch(peer, name, number)
+    yield from _replays()
     with _world_of_one() as groups:
         yield from _wrapper_calls(peer, name)
         for number in _LAYERS:
@@ -100,7 +104,7 @@ def _first_microbatch(peer: Any, name: str, number: int) -> Row:
         ours_s,
         name,
         peer_s,
-        target=1.0 if number == 9000 else None,
+        target=1.0,
         agreement=f"{sum(mark is True for mark in _marks(ours))} modules marked",
         note="the peer walks a list that it made at its first call",
     )
@@ -174,6 +178,7 @@ def _sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
         ours_s,
         name,
         peer_s,
+        target=1.0,
         agreement=f"{len(described)} entries",
         note=f"{ours_s / len(described) * 1e6:.3g} us an entry against "
         f"{peer_s / len(described) * 1e6:.3g}; ours checks each entry",
@@ -208,3 +213,73 @@ def _world_of_one() -> Iterator[dict[str, Any]]:
     finally:
         peer_groups.destroy_model_parallel()
         dist.destroy_process_group()
+
+
+class _NoGraph:
+    """A graph that replays nothing, which leaves what surrounds a replay."""
+
+    def register_generator_state(self, generator: torch.Generator) -> None: ...
+    def replay(self) -> None: ...
+    def reset(self) -> None: ...
+
+
+class _NoDevice:
+    """A device for ``TorchGraphRunner`` with such graphs."""
+
+    graph = _NoGraph
+    pool = int
+
+    def warming_up(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
+def _replays() -> Iterator[Row]:
+    """A checked replay against a bare autograd node over the same memory, without a device."""
+    layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
+    sample = torch.ones(2, 4, requires_grad=True)
+    [graph] = TorchGraphRunner(device=_NoDevice()).capture(
+        [GraphSpec(layer, layer.forward, (sample,))]
+    )
+    x = torch.ones(2, 4, requires_grad=True)
+    bare = _bare_graph(layer, sample)
+    ours_s, peer_s = paired(partial(graph, x), partial(bare, x), number=300, repeats=_REPEATS)
+    yield Row(
+        "replay of a layer of 16 parameters, forward",
+        ours_s,
+        "a bare graphed call",
+        peer_s,
+        target=0.5,
+        agreement="nothing to compare: no device runs",
+        note="what make_graphed_callables returns checks and watches nothing",
+    )
+
+
+def _bare_graph(layer: nn.Module, sample: torch.Tensor) -> Callable[[torch.Tensor], Any]:
+    """What ``make_graphed_callables`` returns, without its graphs."""
+    parameters = tuple(layer.parameters())
+    inputs = [sample.detach()]
+    outputs = (layer(sample).detach(),)
+    grads = [torch.zeros_like(tensor) for tensor in (sample, *parameters)]
+    structure = tree_flatten(outputs[0])[1]
+
+    class Graphed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, *given: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            for static, tensor in zip(inputs, given, strict=False):
+                if static.data_ptr() != tensor.data_ptr():
+                    static.copy_(tensor)
+            return tuple(output.detach() for output in outputs)
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return tuple(grad.detach() for grad in grads)
+
+    def call(*args: torch.Tensor) -> Any:
+        flat = (*tree_leaves(args), *parameters)
+        return tree_unflatten(Graphed.apply(*flat), structure)  # type: ignore[no-untyped-call]
+
+    return call

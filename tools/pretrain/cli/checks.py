@@ -87,11 +87,6 @@ def _check_graphs(settings: Settings) -> None:
             f"--cuda-graph {settings.cuda_graph} cannot work with --fsdp, which gathers a layer's "
             "weights in hooks that a graph leaves out: leave one of them out"
         )
-    if settings.dropout:
-        raise UsageError(
-            f"--cuda-graph {settings.cuda_graph} cannot work with --dropout {settings.dropout}, "
-            "which switches between random streams inside a layer: set --dropout 0"
-        )
 
 
 def _check_divisible(name: str, value: int, by_name: str, by: int) -> None:

@@ -24,7 +24,12 @@ from mcore.parallel import (
     model_parallel_cuda_manual_seed,
     set_tensor_model_parallel_attributes,
 )
-from mcore.parallel.rng import _get_cuda_rng_state, _set_cuda_rng_state
+from mcore.parallel.rng import (
+    _get_cuda_rng_state,
+    _set_cuda_rng_state,
+    convert_cuda_rng_state,
+    is_graph_safe_cuda_rng_tracker,
+)
 from mcore.tensor import round_up_to_nearest_multiple
 
 Init = Callable[[torch.Tensor], object]
@@ -79,15 +84,24 @@ class ParameterInit:
         return torch.nn.Parameter(self.whole(name, shape, init).to(self.device))
 
 
-def seed_streams(seed: int, groups: ProcessGroups, device: torch.device) -> None:
+def seed_streams(
+    seed: int, groups: ProcessGroups, device: torch.device, *, for_graphs: bool = False
+) -> None:
     """Seed the streams: the default one equal within a tp group, the model-parallel one not.
 
-    Replicas over dp and cp see other data, so all their streams differ.
+    Replicas over dp and cp see other data, so all their streams differ. Graphs need streams whose
+    states they can advance; the numbers are the same.
     """
     own = seed + _DATA_PARALLEL_STRIDE * groups.rank("dp_cp")
     torch.manual_seed(own)
     model_parallel_cuda_manual_seed(
-        own, tp_rank=groups.rank("tp"), ep_rank=0, etp_rank=0, device=device
+        own,
+        use_cudagraphable_rng=for_graphs,
+        force_reset_rng=True,
+        tp_rank=groups.rank("tp"),
+        ep_rank=0,
+        etp_rank=0,
+        device=device,
     )
 
 
@@ -97,11 +111,12 @@ def stream_for(*, differs_over_tp: bool) -> AbstractContextManager[None]:
 
 
 def save_streams(device: torch.device) -> dict[str, Any]:
-    """States of the CPU stream, the device's stream and the tracker's streams."""
+    """Plain states of the CPU stream, the device's stream and the tracker's streams."""
+    streams = get_cuda_rng_tracker().get_states()
     return {
         "cpu": torch.get_rng_state(),
         "device": _get_cuda_rng_state(device),
-        "tracker": get_cuda_rng_tracker().get_states(),
+        "tracker": {name: convert_cuda_rng_state(state) for name, state in streams.items()},
     }
 
 
@@ -109,4 +124,11 @@ def restore_streams(states: dict[str, Any], device: torch.device) -> None:
     """Put back what ``save_streams`` returned."""
     torch.set_rng_state(states["cpu"])
     _set_cuda_rng_state(states["device"], device)
-    get_cuda_rng_tracker().set_states(states["tracker"])
+    tracker = get_cuda_rng_tracker()
+    for_graphs = is_graph_safe_cuda_rng_tracker(tracker)
+    tracker.set_states(
+        {
+            name: convert_cuda_rng_state(state, to_graphable=for_graphs, device=device)
+            for name, state in states["tracker"].items()
+        }
+    )

@@ -45,7 +45,7 @@ def train(
     groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
     corpus = load_corpus()
     _check_corpus(corpus, device)
-    seed_streams(settings.seed, groups, device)
+    seed_streams(settings.seed, groups, device, for_graphs=settings.cuda_graph != "none")
     config = transformer_config(settings)
     model = build_model(settings, config, groups, device)
     optimizer = build_optimizer(settings, model, groups)

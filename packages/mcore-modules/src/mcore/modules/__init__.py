@@ -15,18 +15,23 @@ from mcore.modules.fp32_marks import (
     keep_in_fp32,
     mark_keep_in_fp32,
 )
+from mcore.modules.freezing import (
+    _freeze_parameter_if_present,
+    freeze_moe_router,
+    freeze_parameters,
+)
 from mcore.modules.graphs.graphable import GraphableMegatronModule
 from mcore.modules.init_methods import (
     init_method_normal,
     mup_scaled_init_method_normal,
     scaled_init_method_normal,
 )
+from mcore.modules.last_layer import LinearForLastLayer
 from mcore.modules.mamba import (
     MambaInferenceStateConfig,
     get_mamba_inference_state_config_from_model,
 )
 from mcore.modules.module import MegatronModule
-from mcore.modules.moe import _freeze_parameter_if_present, freeze_moe_router
 from mcore.modules.precision import (
     _BF16_TYPES,
     _FLOAT_TYPES,
@@ -35,14 +40,18 @@ from mcore.modules.precision import (
     float16_to_fp32,
     fp32_to_float16,
 )
-from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.sharding import (
+    from_megatron_sharded_state_dict,
+    sharded_state_dict_of,
+    to_megatron_sharded_state_dict,
+)
 from mcore.modules.value_head import (
-    LinearForLastLayer,
     _register_linear_for_last_layer_mapping,
     create_value_head_hook,
     get_module_parallelism,
     make_value_model,
     register_module_parallelism,
+    untie_embeddings,
 )
 from mcore.modules.wrappers import (
     ModelType,
@@ -83,6 +92,8 @@ __all__ = [
     "float16_to_fp32",
     "fp32_to_float16",
     "freeze_moe_router",
+    "freeze_parameters",
+    "from_megatron_sharded_state_dict",
     "get_attr_wrapped_model",
     "get_mamba_inference_state_config_from_model",
     "get_model_config",
@@ -100,5 +111,7 @@ __all__ = [
     "register_module_parallelism",
     "scaled_init_method_normal",
     "sharded_state_dict_of",
+    "to_megatron_sharded_state_dict",
+    "untie_embeddings",
     "unwrap_model",
 ]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
 from typing import Any, NamedTuple
 
 import torch
@@ -32,10 +33,12 @@ class Float16Module(MegatronModule):
 
     Construction casts the wrapped module in place: parameters keep their identity and ties. Tensors
     marked with :func:`keep_in_fp32` or :func:`mark_keep_in_fp32` stay in float32, also when the
-    wrapper is moved, cast, copied, pickled or loaded later; float8 storage is left alone.
+    wrapper is moved, cast, copied, pickled or loaded later; float8 storage is left alone. A later
+    cast does change the other tensors: ``.float()`` makes them float32.
 
     Inputs are cast on the first pipeline stage only, outputs on the last only, so that what passes
-    between stages has the model's dtype. State dicts have the keys of the wrapped module.
+    between stages has the model's dtype. State dicts, ``named_parameters()`` and
+    ``named_buffers()`` have the names of the wrapped module.
 
     Args:
         config: A configuration with ``fp16`` or ``bf16`` true; the other may be missing.
@@ -45,8 +48,9 @@ class Float16Module(MegatronModule):
         vp_stage: Number of this chunk of the model. Default: the module's ``vp_stage``.
         vp_size: Chunks per pipeline rank. Default: that of the configuration.
         pg_collection: The process groups of this rank.
-        no_cast_kwargs: Keyword arguments that reach the module as they are. A loss mask is one by
-            default: bfloat16 sums it wrongly beyond 256.
+        no_cast_kwargs: Keyword arguments that reach the module as they are, see
+            :meth:`keep_arguments_in_fp32` too. A loss mask is one by default: bfloat16 sums it
+            wrongly beyond 256.
 
     Raises:
         ValueError: Not exactly one of fp16 and bf16 is on, the stage does not fit, there is no
@@ -84,6 +88,7 @@ class Float16Module(MegatronModule):
         super().__init__(config)
         self.fp16, self.bf16 = _chosen_precision(config)
         self.no_cast_kwargs = frozenset(no_cast_kwargs)
+        self._kept_positions: tuple[int, ...] = ()
         own_collection = find_in_wrapped_models(module, "pg_collection")
         self.pg_collection = own_collection if pg_collection is None else pg_collection
         self._pp_rank, self._pp_size = _pipeline_place(
@@ -97,6 +102,7 @@ class Float16Module(MegatronModule):
         self.float16_convertor = torch.Tensor.half if self.fp16 else torch.Tensor.bfloat16
         self.module = convert_module_to_dtype_except_fp32_marked(module, self._dtype)
         self._assigned = False
+        self.keep_arguments_in_fp32()
         self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
             _accept_both_spellings
         )
@@ -142,12 +148,43 @@ class Float16Module(MegatronModule):
         """
         return self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
+    def keep_arguments_in_fp32(self, *names: str) -> None:
+        """Let further arguments of the wrapped module reach it as they are.
+
+        Such as advantages, returns and log-probabilities in reinforcement learning, whose sums and
+        differences need float32. They may be given by name or by position.
+
+        Args:
+            *names: Names of arguments of the wrapped module's ``forward``, added to
+                ``no_cast_kwargs``.
+
+        Raises:
+            TypeError: A name is not a string.
+
+        Example:
+            >>> import torch
+            >>> from types import SimpleNamespace
+            >>> model = Float16Module(SimpleNamespace(bf16=True), torch.nn.Identity())
+            >>> model.keep_arguments_in_fp32("advantages")
+            >>> sorted(model.no_cast_kwargs)
+            ['advantages', 'loss_mask']
+        """
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"a name is a {type(name).__name__}; pass names of arguments")
+        self.no_cast_kwargs |= set(names)
+        arguments = _positional_arguments(self.module)
+        self._kept_positions = tuple(
+            place for place, name in enumerate(arguments) if name in self.no_cast_kwargs
+        )
+
     def forward(self, *inputs: Any, fp32_output: bool = True, **kwargs: Any) -> Any:
         """Run the wrapped module in its precision.
 
         Args:
             *inputs: Its positional inputs. On the first stage float32 tensors in them, also in
-                nested containers, are cast; containers arrive as copies.
+                nested containers, are cast. A container of which something is cast arrives as a
+                copy, any other as the caller's own object.
             fp32_output: Cast 16-bit outputs to float32 on the last stage; not passed on.
             **kwargs: Its keyword inputs, cast too except ``no_cast_kwargs``.
 
@@ -157,8 +194,12 @@ class Float16Module(MegatronModule):
         if self._casts_inputs:
             untouched = self.no_cast_kwargs
             cast = {name: value for name, value in kwargs.items() if name not in untouched}
+            given = inputs
             inputs, cast = fp32_to_float16((inputs, cast), self.float16_convertor)
             kwargs.update(cast)
+            if self._kept_positions:
+                kept = self._kept_positions
+                inputs = tuple(given[i] if i in kept else item for i, item in enumerate(inputs))
         outputs = self.module(*inputs, **kwargs)
         if self._casts_outputs and fp32_output:
             outputs = float16_to_fp32(outputs)
@@ -245,6 +286,47 @@ class Float16Module(MegatronModule):
         restore_precision(self.module, self._dtype)
         return result
 
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield names and parameters; the names are those of the wrapped module.
+
+        They are those of the state dict, by which torch.distributed.checkpoint stores the state of
+        an optimizer. ``torch.func.functional_call`` needs ``module.`` before them.
+
+        Args:
+            prefix: Put before each name.
+            recurse: Yield those of the wrapped module at all.
+            remove_duplicate: Yield a shared parameter once.
+        """
+        named = self._inside(recurse).named_parameters
+        yield from named(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and buffers; the names are those of the wrapped module.
+
+        Args:
+            prefix: Put before each name.
+            recurse: Yield those of the wrapped module at all.
+            remove_duplicate: Yield a shared buffer once.
+        """
+        yield from self._inside(recurse).named_buffers(prefix, recurse, remove_duplicate)
+
+    def _inside(self, recurse: bool) -> Any:
+        """Return whose names count: this module's own where those inside would be ambiguous."""
+        return self.module if recurse and "module" not in self.module._modules else super()
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        inside = self.__dict__.get("_modules", {}).get("module")
+        if inside is not None and (name in inside._parameters or name in inside._buffers):
+            raise AttributeError(
+                f"{name!r} is a parameter or buffer of the wrapped module; set it on .module "
+                f"(as 'module.{name}' in torch.func.functional_call)"
+            )
+        super().__setattr__(name, value)
+
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch.distributed.checkpoint.state_dict that keys leave out ``module``."""
         inside = self.module
@@ -261,6 +343,16 @@ class Float16Module(MegatronModule):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         stamp_fp32_marks(self.module)
+
+
+def _positional_arguments(module: torch.nn.Module) -> list[str]:
+    """Return the names of forward's arguments that may be given by position."""
+    try:
+        parameters = inspect.signature(module.forward).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [parameter.name for parameter in parameters if parameter.kind in by_position]
 
 
 def _chosen_precision(config: object) -> tuple[bool, bool]:

@@ -125,12 +125,27 @@ class MegatronModule(torch.nn.Module):
         """
         if not any(is_switched_on(read_field(self.config, n, None)) for n in _QUANTISATION_FIELDS):
             return
-        for module in iter_modules(self):
-            # nn.Module.__setattr__ is slow, and needed only for what is not yet a plain attribute.
-            if "is_first_microbatch" in module.__dict__:
-                module.__dict__["is_first_microbatch"] = True
-            elif has_plain_attribute(module, "is_first_microbatch"):
-                module.is_first_microbatch = True  # type: ignore[assignment]
+        # Written out, since a shared walk takes twice as long on a model of many layers.
+        pending: list[Any] = [self]
+        seen: set[int] = set()
+        set_by_class: set[int] = set()
+        classes: dict[type, bool] = {}
+        while pending:
+            module = pending.pop()
+            held = module.__dict__
+            if "is_first_microbatch" in held:
+                held["is_first_microbatch"] = True  # past nn.Module.__setattr__, which is slow
+            else:
+                kind = module.__class__
+                if kind not in classes:
+                    classes[kind] = hasattr(kind, "is_first_microbatch")
+                if classes[kind] and id(module) not in set_by_class:
+                    set_by_class.add(id(module))
+                    module.is_first_microbatch = True
+            children = module._modules
+            if children and id(module) not in seen:
+                seen.add(id(module))
+                pending.extend([child for child in children.values() if child is not None])
 
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
         """Choose the all-reduce algorithm of all layers that can use symmetric memory.

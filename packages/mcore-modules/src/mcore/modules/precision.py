@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict, UserDict, defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,11 +32,12 @@ _BF16_TYPES = _legacy_types("BFloat16Tensor")
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     """Apply a function to every leaf of nested containers and return the same structure.
 
-    Containers are list, tuple, NamedTuple, torch.return_types, deque, dict and other mappings (a
-    default factory and a maximal length are kept), dataclass instances and SimpleNamespace, and
-    subclasses of these. They are rebuilt, so the callee may change the result and the caller's
-    objects stay as they are. Everything else is a leaf: tensors, torch.Size, strings, numbers,
-    None, sets, modules and other objects.
+    Containers are list, tuple, NamedTuple, torch.return_types, deque, dict and other mappings that
+    can be copied, TensorDict among them (a default factory and a maximal length are kept),
+    dataclass instances and SimpleNamespace, and subclasses of these, whose constructors are not
+    called. One in which nothing changes is returned itself, so that a callee may fill it; the
+    others are rebuilt, and the caller's objects stay as they are. Everything else is a leaf:
+    tensors, torch.Size, strings, numbers, None, sets, modules and other objects.
 
     A tensor that occurs twice is converted once and is one object in the result too.
 
@@ -111,7 +112,7 @@ class _Conversion:
     Tensors on which the attribute ``exempting`` is true are left as well.
     """
 
-    __slots__ = ("_conversion", "_converted", "_dtypes", "_exempting", "_inside")
+    __slots__ = ("_changes", "_conversion", "_converted", "_dtypes", "_exempting", "_inside")
 
     def __init__(
         self,
@@ -125,6 +126,8 @@ class _Conversion:
         # Keeps each source alive, so that its id cannot be used again while the call runs.
         self._converted: dict[int, tuple[torch.Tensor, Any]] = {}
         self._inside: set[int] = set()
+        # Counted, since torch.compile cannot compare what containers hold by identity.
+        self._changes = 0
 
     def each(self, vals: Iterable[Any]) -> list[Any]:
         """Convert values in one loop for all items of a container, since calls double the cost."""
@@ -145,14 +148,17 @@ class _Conversion:
             if known is None:
                 known = converted[key] = (val, conversion(val))
             results.append(known[1])
+            if dtypes is not None or known[1] is not val:
+                self._changes += 1
         return results
 
     def _other(self, val: Any) -> Any:
-        rebuild = _REBUILDERS.get(type(val), _UNSEEN)
-        if rebuild is _UNSEEN:
-            rebuild = _find_rebuilder(val)
-        if rebuild is None:
-            return self._conversion(val) if self._dtypes is None else val
+        kind = _KINDS.get(type(val), _UNSEEN)
+        if kind is _UNSEEN:
+            kind = _find_kind(val)
+        if kind is None:
+            return val if self._dtypes is not None else self._leaf(val)
+        parts, rebuild = kind
         key = id(val)
         if key in self._inside:
             raise ValueError(
@@ -160,53 +166,99 @@ class _Conversion:
             )
         self._inside.add(key)
         try:
-            return rebuild(val, self.each)
+            before = self._changes
+            converted = self.each(parts(val))
+            return val if self._changes == before else rebuild(val, converted)
         finally:
             self._inside.discard(key)
 
-
-Each = Callable[[Iterable[Any]], list[Any]]
-Rebuilder = Callable[[Any, Each], Any]
-
-
-def _rebuild_list(val: list[Any], each: Each) -> list[Any]:
-    return each(val)
+    def _leaf(self, val: Any) -> Any:
+        converted = self._conversion(val)
+        if converted is not val:
+            self._changes += 1
+        return converted
 
 
-def _rebuild_tuple(val: tuple[Any, ...], each: Each) -> tuple[Any, ...]:
-    return tuple(each(val))
+Parts = Callable[[Any], "Collection[Any]"]
+Rebuild = Callable[[Any, list[Any]], Any]
 
 
-def _rebuild_dict(val: Mapping[Any, Any], each: Each) -> dict[Any, Any]:
-    return dict(zip(val, each(val.values()), strict=True))
+def _itself(val: Any) -> Any:
+    return val
 
 
-def _rebuild_deque(val: deque[Any], each: Each) -> deque[Any]:
-    return type(val)(each(val), val.maxlen)
+def _dict_values(val: dict[Any, Any]) -> Collection[Any]:
+    return val.values()  # a function, since torch.compile cannot trace dict.values
 
 
-def _rebuild_named_tuple(val: Any, each: Each) -> Any:
-    return type(val)(*each(val))
+def _values(val: Mapping[Any, Any]) -> list[Any]:
+    return [val[key] for key in val.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
 
 
-def _rebuild_sequence_subclass(val: Any, each: Each) -> Any:
-    # Also torch.return_types, whose constructor takes one sequence.
-    return type(val)(each(val))
+def _attributes(val: Any) -> list[Any]:
+    return list(vars(val).values())
 
 
-def _rebuild_mapping_subclass(val: Mapping[Any, Any], each: Each) -> Any:
-    return type(val)(_rebuild_dict(val, each))  # type: ignore[call-arg]
+def _rebuild_list(_: list[Any], items: list[Any]) -> list[Any]:
+    return items
 
 
-def _rebuild_copied_mapping(val: Any, each: Each) -> Any:
-    """Rebuild a mapping whose shallow copy keeps what a constructor would lose."""
+def _rebuild_tuple(_: tuple[Any, ...], items: list[Any]) -> tuple[Any, ...]:
+    return tuple(items)
+
+
+def _rebuild_dict(val: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
+    return dict(zip(val, items, strict=True))
+
+
+def _rebuild_list_subclass(val: list[Any], items: list[Any]) -> list[Any]:
     rebuilt = copy.copy(val)
-    for key, item in _rebuild_dict(val, each).items():
-        rebuilt[key] = item
+    list.__setitem__(rebuilt, slice(None), items)
     return rebuilt
 
 
-def _rebuild_dataclass_mapping(val: Any, each: Each) -> Any:
+def _rebuild_tuple_subclass(val: Any, items: list[Any]) -> Any:
+    kind: Any = type(val)
+    if hasattr(kind, "n_sequence_fields"):
+        return kind(items)  # torch.return_types
+    rebuilt = tuple.__new__(kind, items)
+    vars_of = getattr(val, "__dict__", None)
+    if vars_of:
+        rebuilt.__dict__.update(vars_of)
+    return rebuilt
+
+
+def _rebuild_deque(val: deque[Any], items: list[Any]) -> deque[Any]:
+    rebuilt = copy.copy(val)
+    rebuilt.clear()
+    rebuilt.extend(items)
+    return rebuilt
+
+
+def _rebuild_proxy(val: Mapping[Any, Any], items: list[Any]) -> Mapping[Any, Any]:
+    return MappingProxyType(dict(zip(val, items, strict=True)))
+
+
+def _rebuild_mapping(val: Any, items: list[Any]) -> Any:
+    """Rebuild a mapping by its own copy, which keeps what a constructor would lose."""
+    rebuilt = copy.copy(val) if isinstance(val, (dict, UserDict)) else val.copy()
+    if getattr(val, "__dict__", None) is val:
+        rebuilt.__dict__ = rebuilt
+    for key, item in zip(val.keys(), items, strict=True):
+        if rebuilt[key] is not item:
+            rebuilt[key] = item
+    return rebuilt
+
+
+def _fields_only(val: Any) -> list[str]:
+    return [f.name for f in fields(val) if f.name in vars(val) and f.name not in val]
+
+
+def _dataclass_mapping_parts(val: Any) -> list[Any]:
+    return [*val.values(), *(vars(val)[name] for name in _fields_only(val))]
+
+
+def _rebuild_dataclass_mapping(val: Any, items: list[Any]) -> Any:
     """Rebuild a mapping whose items are also its dataclass fields, as in transformers' ModelOutput.
 
     Its constructor is not called, since it may validate or require fields that are None.
@@ -216,54 +268,74 @@ def _rebuild_dataclass_mapping(val: Any, each: Each) -> Any:
     attributes = vars(rebuilt)
     attributes.update(vars(val))
     set_item = OrderedDict.__setitem__ if isinstance(val, OrderedDict) else dict.__setitem__
-    for key, item in _rebuild_dict(val, each).items():
+    for key, item in zip(val, items, strict=False):
         set_item(rebuilt, key, item)
         if key in attributes:
             attributes[key] = item
-    only_fields = [f.name for f in fields(val) if f.name in attributes and f.name not in val]
-    attributes.update(zip(only_fields, each([attributes[n] for n in only_fields]), strict=True))
+    attributes.update(zip(_fields_only(val), items[len(val) :], strict=True))
     return rebuilt
 
 
-def _rebuild_dataclass(val: Any, each: Each) -> Any:
+def _field_names(val: Any) -> list[str]:
+    return [field.name for field in fields(val) if hasattr(val, field.name)]
+
+
+def _dataclass_parts(val: Any) -> list[Any]:
+    return [getattr(val, name) for name in _field_names(val)]
+
+
+def _rebuild_dataclass(val: Any, items: list[Any]) -> Any:
     # Not dataclasses.replace: it fails on init=False fields and runs __post_init__ again.
     rebuilt = copy.copy(val)
-    names = [field.name for field in fields(val) if hasattr(val, field.name)]
-    for name, item in zip(names, each([getattr(val, name) for name in names]), strict=True):
+    for name, item in zip(_field_names(val), items, strict=True):
         object.__setattr__(rebuilt, name, item)
     return rebuilt
 
 
-def _rebuild_namespace(val: SimpleNamespace, each: Each) -> SimpleNamespace:
-    return type(val)(**_rebuild_dict(vars(val), each))
+def _rebuild_namespace(val: SimpleNamespace, items: list[Any]) -> SimpleNamespace:
+    rebuilt = copy.copy(val)
+    vars(rebuilt).update(zip(vars(val), items, strict=True))
+    return rebuilt
+
+
+class _Kind(NamedTuple):
+    """How the parts of a container are found, and how it is rebuilt from others."""
+
+    parts: Parts
+    rebuild: Rebuild
 
 
 _UNSEEN: Any = object()
-_REBUILDERS: dict[type, Rebuilder | None] = {
+_MAPPING = _Kind(_values, _rebuild_mapping)
+_DEQUE = _Kind(_itself, _rebuild_deque)
+_NAMESPACE = _Kind(_attributes, _rebuild_namespace)
+_KINDS: dict[type, _Kind | None] = {
     **dict.fromkeys((type(None), bool, int, float, str, bytes, torch.Size, set, frozenset)),
-    list: _rebuild_list,
-    tuple: _rebuild_tuple,
-    dict: _rebuild_dict,
-    OrderedDict: _rebuild_mapping_subclass,
-    defaultdict: _rebuild_copied_mapping,
-    MappingProxyType: _rebuild_mapping_subclass,
-    deque: _rebuild_deque,
-    SimpleNamespace: _rebuild_namespace,
+    list: _Kind(_itself, _rebuild_list),
+    tuple: _Kind(_itself, _rebuild_tuple),
+    dict: _Kind(_dict_values, _rebuild_dict),
+    OrderedDict: _MAPPING,
+    defaultdict: _MAPPING,
+    MappingProxyType: _Kind(_values, _rebuild_proxy),
+    deque: _DEQUE,
+    SimpleNamespace: _NAMESPACE,
 }
 
 
-def _find_rebuilder(val: Any) -> Rebuilder | None:
+def _find_kind(val: Any) -> _Kind | None:
     if isinstance(val, (torch.Size, str, bytes, torch.nn.Module, type)):
         return None
-    if isinstance(val, (list, tuple)):
-        is_named_tuple = isinstance(val, tuple) and hasattr(val, "_fields")
-        return _rebuild_named_tuple if is_named_tuple else _rebuild_sequence_subclass
+    if isinstance(val, tuple):
+        return _Kind(_itself, _rebuild_tuple_subclass)
+    if isinstance(val, list):
+        return _Kind(_itself, _rebuild_list_subclass)
     if isinstance(val, deque):
-        return _rebuild_deque
-    if is_dataclass(val):
-        return _rebuild_dataclass_mapping if isinstance(val, dict) else _rebuild_dataclass
-    if isinstance(val, (defaultdict, UserDict)):
-        return _rebuild_copied_mapping
+        return _DEQUE
     if isinstance(val, Mapping):
-        return _rebuild_mapping_subclass
-    return _rebuild_namespace if isinstance(val, SimpleNamespace) else None
+        if is_dataclass(val) and isinstance(val, dict):
+            return _Kind(_dataclass_mapping_parts, _rebuild_dataclass_mapping)
+        # One that cannot be copied shallowly cannot be rebuilt either.
+        return _MAPPING if isinstance(val, dict) or hasattr(val, "copy") else None
+    if is_dataclass(val):
+        return _Kind(_dataclass_parts, _rebuild_dataclass)
+    return _NAMESPACE if isinstance(val, SimpleNamespace) else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterator, Mapping
+from functools import partial
+from types import FunctionType, MethodType, ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -63,15 +66,60 @@ def attribute_or_none(module: object, name: str) -> Any:
 def copy_sharing_groups(module: _ModuleT, memo: dict[int, Any]) -> _ModuleT:
     """Return what ``copy.deepcopy`` would, but share process groups, which cannot be copied.
 
-    For ``__deepcopy__``. Device meshes and ProcessGroups are shared too, in all modules below.
+    For ``__deepcopy__``. Device meshes and ProcessGroups are shared too, wherever modules below
+    hold them: in dicts, namespaces and other objects.
     """
-    for owner in iter_modules(module):
-        for value in vars(owner).values():
-            if isinstance(value, (dist.ProcessGroup, DeviceMesh, ProcessGroups)):
-                memo[id(value)] = value
+    if _WALKED not in memo:  # the outermost copy has found all below
+        memo.update({id(shared): shared for shared in _shared_objects(module)})
+        memo[_WALKED] = True
     copied = type(module).__new__(type(module))
     memo[id(module)] = copied
     # What object's reduce gives as state on every Python version, __getstate__ honoured.
     state = copy.deepcopy(module.__reduce_ex__(4)[2], memo)
     copied.__setstate__(state)  # type: ignore[no-untyped-call]
     return copied
+
+
+_WALKED: Any = "mcore.modules"  # no id, which the other keys are
+_SHARED = (dist.ProcessGroup, DeviceMesh, ProcessGroups)
+_ATOMS = (
+    str,
+    bytes,
+    int,
+    float,
+    complex,
+    torch.dtype,
+    torch.device,
+    type,
+    ModuleType,
+    FunctionType,
+)
+
+
+def _shared_objects(root: object) -> Iterator[Any]:
+    """Yield the groups that a copy of an object would reach."""
+    seen: set[int] = set()
+    pending: list[Any] = [root]
+    while pending:
+        value = pending.pop()
+        if value is None or isinstance(value, _ATOMS) or id(value) in seen:
+            continue
+        seen.add(id(value))
+        if isinstance(value, _SHARED):
+            yield value
+        elif isinstance(value, Mapping):
+            pending.extend((*value.keys(), *value.values()))
+        elif isinstance(value, (list, tuple, set, frozenset, deque)):
+            pending.extend(value)
+        elif isinstance(value, partial):
+            pending.extend((value.func, value.args, value.keywords))
+        elif isinstance(value, MethodType):
+            pending.append(value.__self__)
+        pending.extend(getattr(value, "__dict__", {}).values())
+        names = (name for kind in type(value).__mro__ for name in _slots_of(kind))
+        pending.extend(getattr(value, name, None) for name in names)
+
+
+def _slots_of(kind: type) -> tuple[str, ...]:
+    slots = vars(kind).get("__slots__", ())
+    return (slots,) if isinstance(slots, str) else tuple(slots)

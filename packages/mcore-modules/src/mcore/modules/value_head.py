@@ -1,4 +1,4 @@
-"""Value heads: a replicated projection, and hooks that put it into a model's last stage."""
+"""Value heads: hooks that put one into a model's last stage, and what they change around it."""
 
 from __future__ import annotations
 
@@ -10,187 +10,21 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 
-from mcore.modules.traversal import copy_sharing_groups
+from mcore.modules.fp32_marks import keep_in_fp32
+from mcore.modules.last_layer import LinearForLastLayer
+from mcore.modules.traversal import has_own_attribute, iter_modules
 from mcore.modules.wrappers import (
     ModelList,
+    configured_size,
     ensure_model_list,
+    find_group,
     find_in_wrapped_models,
     is_data_parallel_wrapper,
     iter_wrapped_models,
-    unwrap_model,
 )
-from mcore.parallel.groups import comm_device, get_pg_rank, get_pg_size, get_pg_src_rank
-from mcore.parallel.process_groups import (
-    get_default_process_groups,
-    get_tensor_model_parallel_group_if_none,
-)
-from mcore.parallel.regions import (
-    gather_from_sequence_parallel_region as _gather_from_sequence_parallel_region,
-)
-from mcore.parallel.torch_compat import is_distributed
+from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
 from mcore.versioning import internal_api
-
-
-class LinearForLastLayer(torch.nn.Linear):
-    """A linear projection in place of a language model's output layer.
-
-    Every tensor-parallel rank has the whole weight. With sequence parallelism each rank projects
-    its slice of the sequence, then the few output columns are gathered. All ranks compute the same
-    loss from them, so each already holds the whole output gradient and backward takes its own
-    slice, without communication. A rank's weight gradient covers its slice only: the trainer must
-    sum it over the tensor-parallel group, which ``sequence_parallel`` on weight and bias signals.
-    That mark stays when the module is moved, copied, pickled or loaded.
-
-    Args:
-        input_size: Width of the input.
-        output_size: Number of outputs.
-        sequence_parallel: The input is split along the sequence over ``tp_group``.
-        bias: Add a bias.
-        dropout: Probability of dropping an input in training.
-        output_in_fp32: Give float32 outputs.
-        tp_group: The tensor-parallel group. Default: that of the default ProcessGroups.
-        init_method: Fills the weight in place, and the bias is zero. Default: as in
-            ``torch.nn.Linear``.
-        perform_initialization: Fill weight and bias at all.
-        check_shapes: Compare input lengths over the group at each forward, which costs a small
-            all-reduce and a host sync: unequal lengths hang or corrupt a gather silently.
-        device: Where the weight is made.
-        dtype: Dtype of the weight; inputs are cast to it.
-
-    Example:
-        >>> import torch
-        >>> head = LinearForLastLayer(3, 2, False)
-        >>> logits, bias = head(torch.ones(4, 3))
-        >>> logits.shape, bias
-        (torch.Size([4, 2]), None)
-    """
-
-    def __init__(
-        self,
-        input_size: int,
-        output_size: int,
-        sequence_parallel: bool,
-        bias: bool = False,
-        dropout: float = 0.0,
-        *,
-        output_in_fp32: bool = True,
-        tp_group: Any = None,
-        init_method: Callable[[torch.Tensor], Any] | None = None,
-        perform_initialization: bool = True,
-        check_shapes: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
-        # Before the constructor of Linear, which calls reset_parameters.
-        self.sequence_parallel = bool(sequence_parallel)
-        self.init_method = init_method
-        self.perform_initialization = perform_initialization
-        super().__init__(input_size, output_size, bias=bias, device=device, dtype=dtype)
-        self.dropout = dropout
-        self.output_in_fp32 = output_in_fp32
-        self.tp_group = tp_group
-        self.check_shapes = check_shapes
-        # Tells tools that the weight is replicated.
-        self.tensor_model_parallel = False
-        self.register_load_state_dict_post_hook(_stamp_after_load)  # type: ignore[no-untyped-call]
-
-    def reset_parameters(self) -> None:
-        """Fill weight and bias, as the constructor does; for a module built on the meta device."""
-        self._stamp()
-        if not self.perform_initialization:
-            return
-        if self.init_method is None:
-            super().reset_parameters()
-            return
-        with torch.no_grad():
-            self.init_method(self.weight)
-            if self.bias is not None:
-                self.bias.zero_()
-
-    def forward(  # type: ignore[override]
-        self,
-        input_: torch.Tensor,
-        weight: torch.Tensor | None = None,
-        runtime_gather_output: bool | None = None,
-    ) -> tuple[torch.Tensor, None]:
-        """Project the input.
-
-        With sequence parallelism one all-gather over ``tp_group``, called by all its ranks with
-        inputs of one shape; every rank gets the result. Backward has no communication.
-
-        Args:
-            input_: ``[s / tp, b, h]`` with sequence parallelism over tp ranks, else ``[..., h]``.
-            weight: Ignored: a tied embedding must not replace the head.
-            runtime_gather_output: Ignored.
-
-        Returns:
-            The outputs ``[s, b, output_size]`` or ``[..., output_size]``, and None for the bias,
-            which is added already.
-
-        Raises:
-            ValueError: Sequence parallelism without a group in a world of several ranks, or unequal
-                lengths with ``check_shapes``.
-        """
-        hidden = F.dropout(input_.to(self.weight.dtype), self.dropout, self.training)
-        logits = F.linear(hidden, self.weight, self.bias)
-        if self.output_in_fp32:
-            logits = logits.float()
-        if self.sequence_parallel:
-            logits = self._gather(logits)
-        return logits, None
-
-    def _gather(self, logits: torch.Tensor) -> torch.Tensor:
-        group = get_tensor_model_parallel_group_if_none(self.tp_group, check_initialized=False)
-        if group is None and is_distributed() and dist.get_world_size() > 1:
-            raise ValueError(
-                "sequence_parallel needs tp_group or default ProcessGroups with tp in a world of "
-                f"{dist.get_world_size()} ranks"
-            )
-        if get_pg_size(group) == 1:
-            return logits
-        if self.check_shapes:
-            _check_equal_lengths(logits, group)
-        return _gather_from_sequence_parallel_region(logits, False, group)
-
-    def _stamp(self) -> None:
-        if self.sequence_parallel:
-            for parameter in (self.weight, self.bias):
-                if parameter is not None:
-                    parameter.sequence_parallel = True  # type: ignore[attr-defined]
-
-    def _apply(self, fn: Any, recurse: bool = True) -> LinearForLastLayer:
-        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self._stamp()
-        return self
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> LinearForLastLayer:
-        return copy_sharing_groups(self, memo)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)  # type: ignore[no-untyped-call]
-        self._stamp()
-
-    def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the name."""
-        return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}"
-
-
-def _stamp_after_load(head: LinearForLastLayer, _: Any) -> None:
-    head._stamp()
-
-
-def _check_equal_lengths(logits: torch.Tensor, group: Any) -> None:
-    length = logits.shape[0]
-    extremes = torch.tensor([length, -length], device=comm_device(group))
-    dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    longest, shortest = extremes[0].item(), -extremes[1].item()
-    if longest != shortest:
-        raise ValueError(
-            f"this rank has a sequence slice of length {length}, the ranks of the group have from "
-            f"{shortest} to {longest}; pad them to one length"
-        )
 
 
 def create_value_head_hook(
@@ -204,20 +38,27 @@ def create_value_head_hook(
     pg_collection: Any = None,
     output_layer_path: str = "output_layer",
     broadcast_init: bool = True,
+    bias: bool = False,
+    dropout: float = 0.0,
+    fp32_head: bool = False,
+    init_method: Callable[[torch.Tensor], Any] | None = None,
 ) -> Callable[[Any], ModelList]:
     """Return a hook that replaces the output layer of the last pipeline stage by a value head.
 
-    The hook must run before the model is wrapped for data parallelism. The head lies on the device
-    and has the dtype of the layer it replaces, else of the model's first parameter. All
-    tensor-parallel ranks of the last stage must call the hook: with ``broadcast_init`` it
-    broadcasts the head from the group's first rank, since random numbers may differ between them.
+    The hook must run on all stages, before the model is wrapped for data parallelism; other
+    wrappers are seen through. The head lies on the device and has the dtype of the layer it
+    replaces, else of the model's first parameter. Embeddings that were tied to the output layer are
+    untied on all stages, see :func:`untie_embeddings`. All tensor-parallel ranks of the last stage
+    must call the hook: with ``broadcast_init`` it broadcasts the head from the group's first rank,
+    since random numbers may differ between them.
 
     Args:
         hidden_size: Width of the last hidden states.
         sequence_parallel: They are split along the sequence over the tensor-parallel group.
         output_size: Number of outputs.
-        pp_group: The pipeline group. Default: that of ``pg_collection``, else of the chunk's.
-            Without one, a chunk's boolean ``post_process`` decides, else it is the last.
+        pp_group: The pipeline group. Default: that of ``pg_collection``, of the chunk's, else of
+            the default ProcessGroups. Without one, a chunk's boolean ``post_process`` decides, else
+            it is the last.
         vp_size: Chunks per pipeline rank; None for one.
         tp_group: The head's tensor-parallel group. Default: that of ``pg_collection``, of the
             chunk's, else of the default ProcessGroups.
@@ -225,14 +66,19 @@ def create_value_head_hook(
         output_layer_path: Dotted path of the output layer below a chunk.
         broadcast_init: Make the head equal on all tensor-parallel ranks. False for a build on the
             meta device.
+        bias: Give the head a bias.
+        dropout: Probability of dropping an input of the head in training.
+        fp32_head: Make the head in float32 and keep it so when the model is cast.
+        init_method: Fills the weight in place; None for that of ``torch.nn.Linear``.
 
     Returns:
         ``hook(model)``, which takes a model or a list of chunks, changes it in place and returns
         the list. It raises TypeError for a chunk that is wrapped for data parallelism, and
-        ValueError where the number of chunks does not fit or the path leads nowhere.
+        ValueError where the number of chunks does not fit, the path leads nowhere, or the chunk's
+        configuration has tensor-parallel ranks or pipeline stages and their group is unknown.
 
     Raises:
-        ValueError: A size is not a whole number >= 1.
+        ValueError: A size is not a whole number >= 1, or ``dropout`` is not a probability.
 
     Example:
         >>> from types import SimpleNamespace
@@ -244,28 +90,44 @@ def create_value_head_hook(
     for name, size in (("hidden_size", hidden_size), ("output_size", output_size)):
         if not isinstance(size, Integral) or size < 1:
             raise ValueError(f"{name} is {size!r}; pass a whole number >= 1")
+    torch.nn.Dropout(dropout)  # refuses what is no probability now
     _register_linear_for_last_layer_mapping()
+    make = partial(
+        LinearForLastLayer,
+        hidden_size,
+        output_size,
+        sequence_parallel,
+        bias,
+        dropout,
+        init_method=init_method,
+    )
 
     def hook(model: Any) -> ModelList:
         chunks = ensure_model_list(model)
         _refuse_data_parallel(chunks)
-        for chunk in _last_chunks(chunks, pp_group, pg_collection, vp_size):
-            group = _group_of("tp", chunk, tp_group, pg_collection, get_default_process_groups())
-            make = partial(
-                LinearForLastLayer, hidden_size, output_size, sequence_parallel, tp_group=group
-            )
-            _replace_layer(unwrap_model(chunk), output_layer_path, make, broadcast_init)
+        last = _last_chunks(chunks, pp_group, pg_collection, vp_size)
+        groups = [_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
+        _clear_ties(chunks)
+        for chunk, group in zip(last, groups, strict=True):
+            owner, name = _owner_of(chunk, output_layer_path)
+            head = _make_like(getattr(owner, name, None), chunk, make, group, fp32_head)
+            if broadcast_init:
+                _broadcast(head)
+            setattr(owner, name, head)
         return chunks
 
     return hook
 
 
-def make_value_model(hidden_size: int, sequence_parallel: bool) -> Callable[[Any], ModelList]:
+def make_value_model(
+    hidden_size: int, sequence_parallel: bool, **options: Any
+) -> Callable[[Any], ModelList]:
     """Return :func:`create_value_head_hook` for one output.
 
     Args:
         hidden_size: Width of the last hidden states.
         sequence_parallel: They are split along the sequence over the tensor-parallel group.
+        **options: Its keyword-only options, such as ``bias`` or ``fp32_head``.
 
     Returns:
         The hook.
@@ -275,7 +137,65 @@ def make_value_model(hidden_size: int, sequence_parallel: bool) -> Callable[[Any
         >>> make_value_model(4, False)(SimpleNamespace())[0].output_layer.out_features
         1
     """
-    return create_value_head_hook(hidden_size, sequence_parallel)
+    return create_value_head_hook(hidden_size, sequence_parallel, **options)
+
+
+def untie_embeddings(model: Any) -> ModelList:
+    """Give output layers weights of their own where they share those of the embedding.
+
+    Clears ``share_embeddings_and_output_weights`` on every module that has it, so that the output
+    weight is saved under its own key and its gradient is no longer added to the embedding's. An
+    output layer without a weight (embedding and output on one stage) gets a copy of the
+    embedding's. Call it on all pipeline stages, before the model is wrapped for data parallelism.
+    No communication.
+
+    Args:
+        model: A model or a list of chunks.
+
+    Returns:
+        The list of the given chunks.
+
+    Raises:
+        TypeError: ``model`` is None, or a chunk is wrapped for data parallelism.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> model = SimpleNamespace(share_embeddings_and_output_weights=True)
+        >>> untie_embeddings(model)[0].share_embeddings_and_output_weights
+        False
+    """
+    chunks = ensure_model_list(model)
+    _refuse_data_parallel(chunks)
+    for owner in _clear_ties(chunks):
+        output, embedding = getattr(owner, "output_layer", None), _word_embedding(owner)
+        if output is None:
+            continue
+        if getattr(output, "weight", None) is None and embedding is not None:
+            output.weight = torch.nn.Parameter(embedding.detach().clone(), embedding.requires_grad)
+            vars(output.weight).update(vars(embedding))
+        if output.weight is not None:
+            for mark in ("shared", "shared_embedding"):
+                vars(output.weight).pop(mark, None)
+    return chunks
+
+
+def _clear_ties(chunks: ModelList) -> list[Any]:
+    """Clear the mark of tied embeddings wherever it is set, and return the owners."""
+    owners = []
+    for chunk in chunks:
+        for model in iter_wrapped_models(chunk):
+            parts = iter_modules(model) if isinstance(model, torch.nn.Module) else (model,)
+            for part in parts:
+                if vars(part).get("share_embeddings_and_output_weights"):
+                    part.share_embeddings_and_output_weights = False
+                    owners.append(part)
+    return owners
+
+
+def _word_embedding(owner: Any) -> torch.Tensor | None:
+    embedding = getattr(getattr(owner, "embedding", None), "word_embeddings", None)
+    weight = getattr(embedding, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None
 
 
 def _refuse_data_parallel(chunks: ModelList) -> None:
@@ -288,17 +208,12 @@ def _refuse_data_parallel(chunks: ModelList) -> None:
                 )
 
 
-def _group_of(name: str, chunk: Any, given: Any, pg_collection: Any, default: Any = None) -> Any:
-    """Return the group that is given, else that of the first collection that has it."""
-    own = find_in_wrapped_models(chunk, "pg_collection")
-    found = (getattr(source, name, None) for source in (pg_collection, own, default))
-    return next((group for group in (given, *found) if group is not None), None)
-
-
 def _last_chunks(
     chunks: ModelList, pp_group: Any, pg_collection: Any, vp_size: int | None
 ) -> ModelList:
-    group = _group_of("pp", chunks[0], pp_group, pg_collection) if chunks else pp_group
+    group = pp_group
+    if group is None and chunks:
+        group = find_group("pp", chunks[0], pg_collection)
     pp_size = get_pg_size(group)
     expected = vp_size if pp_size > 1 and vp_size is not None else 1
     if len(chunks) != expected:
@@ -306,28 +221,42 @@ def _last_chunks(
             f"Model list length is {len(chunks)}, but {expected} expected with {pp_size} pipeline "
             f"ranks and vp_size {vp_size}"
         )
-    if group is None:
-        is_last = find_in_wrapped_models(chunks[0], "post_process")
-        return chunks if is_last is not False else []
-    return chunks[-1:] if get_pg_rank(group) == pp_size - 1 else []
+    if group is not None:
+        return chunks[-1:] if get_pg_rank(group) == pp_size - 1 else []
+    is_last = find_in_wrapped_models(chunks[0], "post_process")
+    stages = configured_size(chunks[0], "pipeline")
+    if not isinstance(is_last, bool) and stages > 1:
+        raise ValueError(
+            f"the configuration has {stages} pipeline stages, and neither a pipeline group nor "
+            "post_process says which is the last; pass pp_group or a pg_collection with pp"
+        )
+    return chunks if is_last is not False else []
 
 
-def _replace_layer(
-    chunk: Any, path: str, make: Callable[..., LinearForLastLayer], broadcast: bool
-) -> None:
-    owner, name = _owner_of(chunk, path)
-    replaced = getattr(owner, name, None)
-    like = _tensor_like(replaced, chunk)
-    head = make() if like is None else make(device=like.device, dtype=like.dtype)
-    head.train(getattr(replaced, "training", getattr(chunk, "training", True)))
-    if broadcast:
-        _broadcast(head)
-    setattr(owner, name, head)
+def _tp_group(chunk: Any, given: Any, pg_collection: Any, broadcast: bool) -> Any:
+    """Return the head's group; ValueError if it is unknown and ranks would make different heads."""
+    group = given if given is not None else find_group("tp", chunk, pg_collection)
+    ranks = configured_size(chunk, "tensor")
+    if group is None and broadcast and ranks > 1:
+        raise ValueError(
+            f"the configuration has {ranks} tensor-parallel ranks, each of which would make "
+            "another head; pass tp_group or a pg_collection with tp, or call "
+            "set_default_process_groups()"
+        )
+    return group
 
 
 def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
+    """Return the module that has, or gets, the output layer, inside all wrappers."""
     *parents, name = path.split(".")
-    owner = chunk
+    models = list(iter_wrapped_models(chunk))
+    first = path.partition(".")[0]
+    owner = next((model for model in models if has_own_attribute(model, first)), models[-1])
+    if not has_own_attribute(owner, first) and hasattr(owner, first):
+        raise ValueError(
+            f"{type(owner).__name__} only forwards {first!r} to a model inside, which would not "
+            "get the head; pass that model, or name its attribute with register_model_wrapper()"
+        )
     for parent in parents:
         owner = getattr(owner, parent, None)
         if owner is None:
@@ -335,6 +264,19 @@ def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
                 f"output_layer_path {path!r} leads nowhere at {parent!r} of {type(chunk).__name__}"
             )
     return owner, name
+
+
+def _make_like(
+    replaced: Any, chunk: Any, make: Callable[..., LinearForLastLayer], group: Any, in_fp32: bool
+) -> LinearForLastLayer:
+    """Make the head with device, dtype and mode of what it replaces."""
+    like = _tensor_like(replaced, chunk)
+    place = {} if like is None else {"device": like.device, "dtype": like.dtype}
+    if in_fp32:
+        place["dtype"] = torch.float32
+    head = make(tp_group=group, **place)
+    head.train(getattr(replaced, "training", getattr(chunk, "training", True)))
+    return keep_in_fp32(head, *dict(head.named_parameters())) if in_fp32 else head
 
 
 def _tensor_like(replaced: Any, chunk: Any) -> torch.Tensor | None:

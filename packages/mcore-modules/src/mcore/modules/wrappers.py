@@ -9,9 +9,12 @@ from typing import Any, TypeAlias
 
 import torch
 
+from mcore.modules.config import read_field
 from mcore.modules.errors import AttributeNotFoundError, ModelListError
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import has_own_attribute, iter_modules
+from mcore.parallel.groups import get_pg_size
+from mcore.parallel.process_groups import get_default_process_groups
 
 # Where the usual wrappers live, with the attribute that holds the model. A module that is not
 # imported has no instances, so none is imported to check.
@@ -268,6 +271,26 @@ def is_data_parallel_wrapper(model: object) -> bool:
     return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
 
 
+def find_group(name: str, model: Any, *sources: Any) -> Any:
+    """Return a model's group: of the first source that has it, the model's own, the default's."""
+    own = find_in_wrapped_models(model, "pg_collection")
+    collections = (*sources, own, get_default_process_groups())
+    found = (getattr(collection, name, None) for collection in collections)
+    return next((group for group in found if group is not None), None)
+
+
+def configured_size(model: Any, name: str) -> int:
+    """Return a parallel size in a model's configuration, 1 if it says nothing."""
+    size = read_field(find_in_wrapped_models(model, "config"), f"{name}_model_parallel_size", None)
+    return size or 1
+
+
+def pipeline_size(model: Any) -> int:
+    """Return how many pipeline stages a model has: its group decides, else its configuration."""
+    group = find_group("pp", model)
+    return configured_size(model, "pipeline") if group is None else get_pg_size(group)
+
+
 def find_in_wrapped_models(model: Any, attr: str) -> Any:
     """Return the first value that is not None of an attribute of a model and those inside it."""
     try:
@@ -302,7 +325,8 @@ def _default_wrappers() -> dict[type, str]:
 
 
 def _inner_model(model: Any) -> Any:
-    for attr in ("module", "_orig_mod"):
+    registered = (attr for cls, attr in _registered_wrappers.items() if isinstance(model, cls))
+    for attr in (*registered, "module", "_orig_mod"):
         if has_own_attribute(model, attr):
             return getattr(model, attr)
     return None

@@ -6,15 +6,16 @@ from mcore.modules.graphs.capture import (
     num_graphs_needed,
     set_current_microbatch,
 )
-from mcore.modules.graphs.checked import CheckedGraph
+from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing
 from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.resolve import EagerGraphRunner, resolve_graph_runner
 from mcore.modules.graphs.runner import (
+    CheckedGraph,
+    GraphCall,
     GraphedCallable,
     GraphRunner,
     GraphSpec,
-    graph_capturing,
-    is_graph_capturing,
+    MemoryPool,
 )
 from mcore.modules.graphs.te_runner import TEGraphRunner
 from mcore.modules.graphs.torch_runner import TorchGraphRunner
@@ -22,10 +23,12 @@ from mcore.modules.graphs.torch_runner import TorchGraphRunner
 __all__ = [
     "CheckedGraph",
     "EagerGraphRunner",
+    "GraphCall",
     "GraphRunner",
     "GraphSpec",
     "GraphedCallable",
     "LocalGraphManager",
+    "MemoryPool",
     "TEGraphRunner",
     "TorchGraphRunner",
     "capture_graphs",

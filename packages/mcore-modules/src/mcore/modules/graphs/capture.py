@@ -10,11 +10,11 @@ import torch
 
 from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
+from mcore.modules.graphs.capturing import graph_capturing, preserved_state
 from mcore.modules.graphs.graphable import GraphableMegatronModule
 from mcore.modules.graphs.local import LocalGraphManager
-from mcore.modules.graphs.preserved import preserved_state
 from mcore.modules.graphs.resolve import resolve_graph_runner
-from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, GraphSpec, graph_capturing
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, GraphSpec
 from mcore.modules.traversal import iter_modules
 from mcore.modules.wrappers import unwrap_model
 from mcore.tensor.device import device_of
@@ -55,8 +55,8 @@ def capture_graphs(
 
     Raises:
         TypeError: A layer is not a GraphableMegatronModule.
-        GraphStateError: A layer is in evaluation mode, has graphs, or has hooks that a graph would
-            leave out.
+        GraphStateError: A layer is in evaluation mode, has graphs, has hooks that a graph would
+            leave out, or draws from a random tracker with plain states.
         ValueError: ``num_graphs`` is below 1, or ``sample_inputs`` is not one mapping per layer.
 
     Example:

@@ -7,10 +7,11 @@ from typing import Any, TypeVar
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
+from mcore.modules.graphs.capturing import is_graph_capturing
 from mcore.modules.graphs.local import LocalGraphManager
-from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, is_graph_capturing
+from mcore.modules.graphs.runner import GraphedCallable, GraphRunner
 from mcore.modules.module import MegatronModule
 from mcore.modules.traversal import iter_modules
 from mcore.tensor.device import device_of
@@ -123,9 +124,9 @@ class GraphableMegatronModule(MegatronModule):
         return {"hidden_states": hidden_states}
 
     def _local_sequence_length(self, seq_length: int) -> int:
-        ranks = read_field(self.config, "context_parallel_size", 1)
+        ranks = self._parallel_size("context_parallel_size")
         if read_field(self.config, "sequence_parallel", False):
-            ranks *= read_field(self.config, "tensor_model_parallel_size", 1)
+            ranks *= self._parallel_size("tensor_model_parallel_size")
         if seq_length < 1 or seq_length % ranks:
             raise ValueError(
                 f"seq_length is {seq_length}; pass a positive multiple of {ranks}, the number of "
@@ -133,6 +134,12 @@ class GraphableMegatronModule(MegatronModule):
             )
         length: int = seq_length // ranks
         return length
+
+    def _parallel_size(self, name: str) -> int:
+        size = read_field(self.config, name, 1)
+        if not isinstance(size, int) or size < 1:
+            raise ValueError(f"{name} of the configuration is {size!r}; set a whole number >= 1")
+        return size
 
     def _activation_dtype(self) -> torch.dtype:
         if read_field(self.config, "bf16", False):
@@ -208,21 +215,7 @@ class GraphableMegatronModule(MegatronModule):
         hidden_states = graph_kwargs.pop("hidden_states", None)
         graph_args = args or (hidden_states,)
         graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0
-        graph_kwargs.update(self._offloading_kwargs())
         return graph_args, graph_kwargs
-
-    def _offloading_kwargs(self) -> dict[str, Any]:
-        is_on = is_switched_on(read_field(self.config, "fine_grained_activation_offloading", False))
-        if not (is_on and getattr(self, "offload_module_in_cuda_graph", False)):
-            return {}
-        provider = getattr(self, "cuda_graph_offload_provider", None)
-        if provider is None:
-            raise GraphStateError(
-                "offloading inside a graph needs a stream and an event; set "
-                "cuda_graph_offload_provider to a function that returns both"
-            )
-        stream, event = provider()
-        return {"cuda_graph_stream": stream, "cuda_graph_event": event}
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
         """Return whether the layer's own manager runs this call."""

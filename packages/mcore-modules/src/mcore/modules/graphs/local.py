@@ -5,25 +5,26 @@ from __future__ import annotations
 import enum
 import functools
 import logging
+import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 
 from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.checked import signature_of
-from mcore.modules.graphs.preserved import preserved_state
+from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing, preserved_state
 from mcore.modules.graphs.resolve import resolve_graph_runner
 from mcore.modules.graphs.runner import (
+    FlightToken,
     GraphedCallable,
     GraphRunner,
     GraphSpec,
-    graph_capturing,
-    is_graph_capturing,
+    MemoryPool,
+    ReplacedTensorError,
+    signature_of,
 )
 from mcore.modules.precision import conversion_helper
 from mcore.tensor.device import device_of
@@ -45,7 +46,9 @@ class LocalGraphManager:
     Calls are alike when their tensors have the same shapes, dtypes, devices and ``requires_grad``,
     their other arguments are equal (these become part of the graph) and autocast is the same. Each
     kind of call has its own graphs, as many as are in flight at the same time: a graph is free
-    again once the backward of its call has run or its outputs are gone.
+    again once the backward of its call has run or its outputs are gone. Layers that run one after
+    the other share a memory pool, each with a manager of its own. A layer whose parameters were
+    replaced, moved or unfrozen is captured again; a layer that is deleted frees its graphs.
 
     Calls run eagerly, through the module's hooks, in evaluation, without gradients and while other
     graphs are captured; also, with one logged warning, when an argument is neither a tensor nor a
@@ -75,8 +78,8 @@ class LocalGraphManager:
         self.config = config
         self.runner = runner
         self.max_graphs_per_key = max_graphs_per_key
-        self._records: WeakKeyDictionary[torch.nn.Module, dict[Hashable, _Record]] = (
-            WeakKeyDictionary()
+        self._records: weakref.WeakKeyDictionary[torch.nn.Module, dict[Hashable, _Record]] = (
+            weakref.WeakKeyDictionary()
         )
 
     @property
@@ -111,9 +114,18 @@ class LocalGraphManager:
         if record.eager_calls < read_field(self.config, "cuda_graph_warmup_steps", 3):
             record.eager_calls += 1
             return torch.nn.Module.__call__(module, *args, **kwargs)
-        graph = next((g for g in record.graphs if not getattr(g, "is_busy", False)), None)
+        try:
+            return self._replay(module, call, record)
+        except ReplacedTensorError as error:
+            logger.warning("%s is captured again: %s", type(module).__name__, error)
+            record.graphs.clear()  # not reset: a backward may be to come
+            return self._replay(module, call, record)
+
+    def _replay(self, module: torch.nn.Module, call: LocalCall, record: _Record) -> Any:
+        pool = _pool_of_inputs(call)
+        graph = next((g for g in record.graphs if _is_free(g, pool)), None)
         if graph is None:
-            graph = self._capture(module, call, len(record.graphs))
+            graph = self._capture(module, call, len(record.graphs), pool or MemoryPool())
             record.graphs.append(graph)
         named_tensors: dict[str, Any] = call.named_tensors
         outputs = graph(*call.tensors, **named_tensors)
@@ -125,8 +137,7 @@ class LocalGraphManager:
         """Free all graphs and start again with warm-up calls; does nothing without graphs."""
         for records in self._records.values():
             for record in records.values():
-                for graph in record.graphs:
-                    graph.reset()
+                _free(record)
         self._records.clear()
 
     def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
@@ -136,7 +147,9 @@ class LocalGraphManager:
         records = self._records.setdefault(module, {})
         return records.setdefault((call.key, autocast), _Record())
 
-    def _capture(self, module: torch.nn.Module, call: LocalCall, slot: int) -> GraphedCallable:
+    def _capture(
+        self, module: torch.nn.Module, call: LocalCall, slot: int, pool: MemoryPool
+    ) -> GraphedCallable:
         if slot >= self.max_graphs_per_key:
             raise GraphStateError(
                 f"all {slot} graphs of {type(module).__name__} for these inputs wait for their "
@@ -147,10 +160,11 @@ class LocalGraphManager:
             self.runner = resolve_graph_runner(self.config, device)
         spec = GraphSpec(
             module=module,
-            fn=call.bound_to(module.forward),
+            fn=call.bound_to(weakref.ref(module)),
             args=tuple(_sample_of(tensor) for tensor in call.tensors),
             kwargs={name: _sample_of(tensor) for name, tensor in call.named_tensors.items()},
             microbatch=slot,
+            pool=pool,
         )
         with graph_capturing(), preserved_state([module], device):
             [graph] = self.runner.capture(
@@ -159,6 +173,47 @@ class LocalGraphManager:
                 allow_unused_input=True,
             )
         return graph
+
+
+def _free(record: _Record) -> None:
+    for graph in record.graphs:
+        graph.reset()
+    record.graphs.clear()
+
+
+def _is_free(graph: Any, pool: MemoryPool | None) -> bool:
+    """Return whether a graph may run, inside the calls of a pool or, without one, as a first."""
+    if getattr(graph, "is_busy", False):
+        return False
+    own = getattr(graph, "pool", None)
+    if own is None:
+        return True  # a runner of the user's own, which shares no memory
+    innermost = own.innermost
+    if pool is None:
+        return innermost is None
+    return own is pool and (innermost is None or innermost.number < graph.number)
+
+
+_MOST_NODES = 32
+
+
+def _pool_of_inputs(call: LocalCall) -> MemoryPool | None:
+    """Return the pool of the graph from whose outputs the inputs were made, if it may be shared.
+
+    It may if no other call in it is in flight: then backwards come in the reverse order.
+    """
+    tensors = chain(call.tensors, call.named_tensors.values())
+    pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
+    for _ in range(_MOST_NODES):
+        if not pending:
+            return None
+        node: Any = pending.pop(0)
+        token = getattr(node, "token", None)
+        if not isinstance(token, FlightToken):
+            pending.extend(following for following, _ in node.next_functions if following)
+        elif token.pool is not None and token.pool.innermost is token:
+            return token.pool
+    return None
 
 
 def _graphable_call(
@@ -228,8 +283,11 @@ class LocalCall:
         """Yield the tensors of this call, then the parameters of a module."""
         return chain(self.tensors, self.named_tensors.values(), module.parameters())
 
-    def bound_to(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``function`` with the constants of this call in it, taking the tensors only."""
+    def bound_to(self, module: weakref.ref[torch.nn.Module]) -> Callable[..., Any]:
+        """Return a module's forward with the constants of this call, taking the tensors only.
+
+        The reference is weak, so that a graph keeps no layer alive.
+        """
         # Without the tensors of this call, which a graph would keep alive.
         slots = [_SLOT if isinstance(value, torch.Tensor) else value for value in self._args]
         constants = {
@@ -239,7 +297,10 @@ class LocalCall:
         def bound(*tensors: torch.Tensor, **named_tensors: torch.Tensor) -> Any:
             remaining = iter(tensors)
             args = [next(remaining) if value is _SLOT else value for value in slots]
-            return function(*args, **constants, **named_tensors)
+            layer = module()
+            if layer is None:
+                raise GraphStateError("the layer of this graph was deleted")
+            return layer.forward(*args, **constants, **named_tensors)
 
         return bound
 

@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
-from mcore.modules.config import is_switched_on, read_field
-from mcore.modules.graphs.checked import CheckedGraph
-from mcore.modules.graphs.runner import GraphedCallable, GraphRunner, GraphSpec
-from mcore.modules.graphs.te_runner import TEGraphRunner
+from mcore.modules.config import read_field
+from mcore.modules.graphs.capturing import refusing_plain_forks
+from mcore.modules.graphs.runner import (
+    CheckedGraph,
+    GraphCall,
+    GraphedCallable,
+    GraphRunner,
+    GraphSpec,
+)
+from mcore.modules.graphs.te_runner import TEGraphRunner, recipe_of
 from mcore.modules.graphs.torch_runner import TorchGraphRunner
+from mcore.modules.precision import conversion_helper
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +38,12 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
         device: Where the layers are.
 
     Returns:
-        A new runner.
+        A new runner; TransformerEngine's with the recipe of ``fp8`` (and ``fp8_recipe``, if the
+        configuration has it), ``fp4`` or ``quant_recipe``.
+
+    Raises:
+        ValueError: The configuration quantises in a way that TransformerEngine's graphs would
+            leave out.
 
     Example:
         >>> import torch
@@ -40,10 +52,9 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
         'eager'
     """
     impl = read_field(config, "cuda_graph_impl", "none")
-    te_runner = _te_runner(config)
     torch_runner = TorchGraphRunner()
-    if impl == "transformer_engine" and te_runner.is_available(device):
-        return te_runner
+    if impl == "transformer_engine" and TEGraphRunner().is_available(device):
+        return _te_runner(config)
     chosen: GraphRunner = torch_runner if torch_runner.is_available(device) else EagerGraphRunner()
     is_below = impl == "transformer_engine" or (impl == "local" and chosen.name == "eager")
     if is_below:
@@ -52,10 +63,11 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
 
 
 def _te_runner(config: object) -> TEGraphRunner:
-    fp8 = is_switched_on(read_field(config, "fp8", None))
+    recipe = recipe_of(config)
     return TEGraphRunner(
-        fp8_enabled=fp8,
-        fp8_weight_caching=fp8,
+        fp8_enabled=recipe is not None,
+        fp8_recipe=recipe,
+        fp8_weight_caching=recipe is not None,
         retain_graph_in_backward=read_field(config, "cuda_graph_retain_backward_graph", False),
     )
 
@@ -74,11 +86,12 @@ class EagerGraphRunner:
     """Runs layers eagerly under the rules of graphs, on any device.
 
     With the same checks as real graphs, so that a test on the CPU finds what would fail on an
-    accelerator.
+    accelerator. Outputs are in memory of the graph: a call fills those of the last call with NaN
+    (integers with the largest, booleans with their opposite), since a real graph overwrites them.
 
     Args:
-        strict: Also compare ``requires_grad`` of inputs, and refuse a call before the backward of
-            the last one.
+        strict: Make all checks; False leaves out those of gradients, of calls in flight and of
+            random streams, and outputs stay as they are.
 
     Example:
         >>> import torch
@@ -106,13 +119,50 @@ class EagerGraphRunner:
         allow_unused_input: bool = False,
     ) -> list[GraphedCallable]:
         """Return one callable for each spec; runs nothing, whatever the number of warm-ups."""
-        return [CheckedGraph(spec, _eagerly(spec), strict=self.strict) for spec in specs]
+        replay_of = _EagerReplay if self.strict else _eagerly
+        return [CheckedGraph(spec, replay_of(spec), strict=self.strict) for spec in specs]
 
 
-def _eagerly(spec: GraphSpec) -> Any:
-    def run(
-        args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], _: dict[str, Any]
-    ) -> Any:
-        return spec.fn(*args, **kwargs)
+def _eagerly(spec: GraphSpec) -> Callable[[GraphCall], Any]:
+    return lambda call: spec.fn(*call.args, **call.kwargs)
 
-    return run
+
+class _EagerReplay:
+    """Runs a function each time, with outputs in memory that the next call spoils."""
+
+    def __init__(self, spec: GraphSpec) -> None:
+        self._function = spec.fn
+        self._outputs: list[torch.Tensor] = []
+
+    def __call__(self, call: GraphCall) -> Any:
+        args = [self._input(tensor) for tensor in call.args]
+        kwargs = {name: self._input(tensor) for name, tensor in call.kwargs.items()}
+        with refusing_plain_forks():
+            outputs = self._function(*args, **kwargs)
+        for last in self._outputs:
+            _spoil(last)
+        self._outputs = []
+        return conversion_helper(outputs, self._own)
+
+    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Copy an input that is an output of the last call, as a graph would before it runs."""
+        storages = {output.untyped_storage().data_ptr() for output in self._outputs}
+        return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
+
+    def _own(self, leaf: Any) -> Any:
+        """Copy an output, which might be an input, a parameter or what a layer keeps."""
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        copied = leaf.clone()
+        self._outputs.append(copied.detach())
+        return copied
+
+
+def _spoil(tensor: torch.Tensor) -> None:
+    with torch.no_grad():
+        if tensor.dtype is torch.bool:
+            tensor.logical_not_()
+        elif tensor.is_floating_point() or tensor.is_complex():
+            tensor.fill_(float("nan"))
+        else:
+            tensor.fill_(torch.iinfo(tensor.dtype).max)

@@ -1,14 +1,50 @@
-"""The interface of graph runners, and the flag that is set while they capture."""
+"""What graph runners are given and give back, and the contract that their graphs keep."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
+
+from mcore.modules.errors import GraphInputMismatch, GraphStateError
+from mcore.modules.precision import conversion_helper
+from mcore.modules.traversal import iter_modules
+
+
+class MemoryPool:
+    """Memory that graphs may share whose calls are nested.
+
+    A graph's temporary memory may be that which a graph captured later keeps until its backward.
+    So while a call of a graph is in flight, only graphs captured after it may run, and their
+    backwards come before its own.
+    """
+
+    def __init__(self) -> None:
+        self.handle: Any = None  # set by the runner that captures first
+        self._num_graphs = 0
+        self._in_flight: list[weakref.ref[FlightToken]] = []
+
+    def add_graph(self) -> int:
+        """Return the number of a new graph."""
+        self._num_graphs += 1
+        return self._num_graphs
+
+    def enter(self, token: FlightToken) -> None:
+        """Note a call that is in flight from now on."""
+        self._in_flight.append(weakref.ref(token))
+
+    @property
+    def innermost(self) -> FlightToken | None:
+        """The call in flight whose graph was captured last."""
+        while self._in_flight:
+            token = self._in_flight[-1]()
+            if token is not None and not token.backward_ran:
+                return token
+            self._in_flight.pop()
+        return None
 
 
 @dataclass(frozen=True)
@@ -18,11 +54,12 @@ class GraphSpec:
     Args:
         module: The layer; its parameters get gradients from the graph.
         fn: What to capture, called as ``fn(*args, **kwargs)``; it may use ``module`` only.
-        args: Sample positional inputs. Their shapes, dtypes, devices and ``requires_grad`` are
-            those of all later calls, and their memory may become the graph's input memory.
+        args: Sample positional inputs. Their shapes, dtypes and devices are those of all later
+            calls, and their memory may become the graph's input memory.
         kwargs: Sample keyword inputs.
         microbatch: The slot; graphs of different slots may be in flight at the same time.
         order: Place of the layer in the execution order within its slot.
+        pool: Memory to share with graphs captured before; None for memory of the slot's own.
 
     Example:
         >>> import torch
@@ -37,16 +74,19 @@ class GraphSpec:
     kwargs: dict[str, torch.Tensor] = field(default_factory=dict)
     microbatch: int = 0
     order: int = 0
+    pool: MemoryPool | None = None
 
 
 class GraphedCallable(Protocol):
     """A captured graph, called with tensors like those it was captured with.
 
-    All runners' graphs share the contract: number, shape, dtype, device and ``requires_grad`` of
-    the tensors and the names of keyword tensors are those of the sample, else GraphInputMismatch; a
-    keyword that is None counts as absent; module hooks do not run; outputs are valid until the next
-    call; a graph that ran with gradients may not be called again before its backward has run or its
-    outputs are gone, else GraphStateError.
+    All runners' graphs share the contract: number, shape, dtype and device of the tensors and the
+    names of keyword tensors are those of the sample, and a gradient is given only where the capture
+    had one, else GraphInputMismatch; so it is when a parameter or buffer of the layer was replaced,
+    moved or unfrozen since. A keyword that is None counts as absent; module hooks do not run;
+    outputs are valid until their backward has run or the next call, of graphs that share memory
+    too; a graph that ran with gradients may not be called again
+    before its backward has run or its outputs are gone, else GraphStateError.
     """
 
     def __call__(
@@ -86,32 +126,364 @@ class GraphRunner(Protocol):
         """
 
 
-_capturing: ContextVar[bool] = ContextVar("mcore_modules_graph_capturing", default=False)
+def by_slot(specs: Sequence[GraphSpec]) -> list[list[GraphSpec]]:
+    """Group specs by microbatch slot, in order of appearance."""
+    slots: dict[int, list[GraphSpec]] = {}
+    for spec in specs:
+        slots.setdefault(spec.microbatch, []).append(spec)
+    return list(slots.values())
 
 
-def is_graph_capturing() -> bool:
-    """Return whether this thread is inside :func:`graph_capturing`.
+class GraphCall(NamedTuple):
+    """One checked call of a graph, for the runner's way of running it.
+
+    Attributes:
+        args: Positional tensors.
+        kwargs: Keyword tensors.
+        parameters: The layer's parameters, in the order of ``named_parameters()``.
+        token: A runner with autograd nodes of its own stores it in them as ``token``.
+        is_first_microbatch: As given.
+    """
+
+    args: tuple[torch.Tensor, ...]
+    kwargs: dict[str, torch.Tensor]
+    parameters: list[torch.Tensor]
+    token: FlightToken
+    is_first_microbatch: bool | None
+
+
+class CheckedGraph:
+    """A graph with the contract of GraphedCallable around a runner's way of running it.
+
+    Args:
+        spec: What was captured; not kept, so that a layer that is deleted frees its graphs.
+        replay: Called with a :class:`GraphCall`; returns the outputs.
+        strict: Also compare gradients, and refuse a call before the last one's backward.
+        watches_backward: Whether ``replay`` calls ``token.finish()`` in its backward itself;
+            otherwise outputs are watched here.
+        free: Called once on reset.
 
     Example:
-        >>> is_graph_capturing()
-        False
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> spec = GraphSpec(layer, layer.forward, (torch.ones(1, 2),))
+        >>> graph = CheckedGraph(spec, lambda call: layer(*call.args))
+        >>> graph(torch.ones(1, 2), is_first_microbatch=True).shape
+        torch.Size([1, 2])
     """
-    return _capturing.get()
+
+    def __init__(
+        self,
+        spec: GraphSpec,
+        replay: Callable[[GraphCall], Any],
+        *,
+        strict: bool = True,
+        watches_backward: bool = False,
+        free: Callable[[], object] | None = None,
+    ) -> None:
+        self.pool = spec.pool
+        self.number = 0 if spec.pool is None else spec.pool.add_graph()
+        self._place = f"the graph of layer {spec.order}, slot {spec.microbatch}"
+        self._signature = _InputSignature(spec.args, _present(spec.kwargs))
+        self._tensors = _LayerTensors(spec.module)
+        self._replay: Callable[[GraphCall], Any] | None = replay
+        self._free = free
+        self._strict = strict
+        self._watches_backward = watches_backward
+        self._last: weakref.ref[FlightToken] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the backward of the last call is still to come."""
+        token = None if self._last is None else self._last()
+        return token is not None and token.is_tracked and not token.backward_ran
+
+    def is_last_call(self, token: FlightToken) -> bool:
+        """Return whether no other call has come since."""
+        return self._last is not None and self._last() is token
+
+    def __call__(
+        self,
+        *args: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Check the inputs, run the graph and watch its outputs."""
+        if self._replay is None:
+            raise GraphStateError(f"{self._place} was reset; capture it again")
+        tensors = _present(kwargs) if kwargs else kwargs
+        with_gradients = self._strict and torch.is_grad_enabled()
+        self._signature.check(args, tensors, with_gradients=with_gradients)
+        parameters = self._tensors.check(with_gradients=with_gradients)
+        if self._strict:
+            self._check_memory()
+        token = FlightToken(self)
+        self._last = weakref.ref(token)
+        outputs = self._replay(GraphCall(args, tensors, parameters, token, is_first_microbatch))
+        if self._strict and not self._watches_backward:
+            outputs = _watch(outputs, token)
+        return outputs
+
+    def _check_memory(self) -> None:
+        """Raise GraphStateError if a call in flight needs memory that this one overwrites."""
+        if self.is_busy:
+            raise GraphStateError(
+                f"{self._place} is called again before the backward of its last call, whose "
+                "tensors would be overwritten; run backward first, drop the outputs, or capture "
+                "more slots"
+            )
+        innermost = None if self.pool is None else self.pool.innermost
+        if innermost is not None and innermost.number > self.number:
+            raise GraphStateError(
+                f"{self._place} shares memory with a graph that was captured later and whose "
+                "backward is still to come; run that first, or capture this one again"
+            )
+
+    def reset(self) -> None:
+        """Free the graph; later calls raise GraphStateError. Does nothing the second time."""
+        self._replay = None
+        free, self._free = self._free, None
+        if free is not None:
+            free()
 
 
-@contextmanager
-def graph_capturing() -> Iterator[None]:
-    """Tell layers inside the ``with`` block to run what goes into their graphs.
+def _present(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if value is not None}
 
-    Ends with the block, whatever is raised in it; may be nested.
 
-    Example:
-        >>> with graph_capturing():
-        ...     is_graph_capturing()
-        True
+class FlightToken:
+    """Lives as long as the autograd graph of one call, whose nodes hold the only reference."""
+
+    __slots__ = ("__weakref__", "_graph", "backward_ran", "is_tracked", "number", "pool")
+
+    def __init__(self, graph: CheckedGraph) -> None:
+        self._graph = graph
+        self.backward_ran = False
+        self.is_tracked = False
+        self.number = graph.number
+        self.pool = graph.pool
+
+    def start(self) -> None:
+        """Note that an autograd node holds the token: its graph's memory is in use from now on."""
+        self.is_tracked = True
+        if self.pool is not None:
+            self.pool.enter(self)
+
+    def finish(self) -> None:
+        """Note that the backward comes now; GraphStateError if the tensors it needs are gone."""
+        if self.backward_ran:
+            raise GraphStateError(
+                "a second backward of one call, whose tensors the first has overwritten; run "
+                "one backward for all outputs"
+            )
+        innermost = None if self.pool is None else self.pool.innermost
+        if not self._graph.is_last_call(self) or innermost not in (None, self):
+            raise GraphStateError(
+                "backward comes after another call has overwritten the tensors of this one; run "
+                "the backward of a call before the next call, those of later layers first"
+            )
+        self.backward_ran = True
+
+
+class _Watch(torch.autograd.Function):
+    """Identity of all outputs of a call that notes when a backward passes."""
+
+    @staticmethod
+    def forward(ctx: Any, token: FlightToken, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.token = token
+        token.start()
+        ctx.set_materialize_grads(False)
+        # A view would have a _base, which pipeline schedules refuse to send.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.token.finish()
+        return None, *grads
+
+
+def _watch(outputs: Any, token: FlightToken) -> Any:
+    """Return the outputs, those that require grad replaced by watched identities of them."""
+    if isinstance(outputs, torch.Tensor):
+        return _watched((outputs,), token)[0] if outputs.requires_grad else outputs
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            found.append(leaf)
+        return leaf
+
+    conversion_helper(outputs, collect)
+    if not found:
+        return outputs
+    replaced = {id(a): b for a, b in zip(found, _watched(tuple(found), token), strict=True)}
+    return conversion_helper(outputs, lambda leaf: replaced.get(id(leaf), leaf))
+
+
+def _watched(tensors: tuple[torch.Tensor, ...], token: FlightToken) -> tuple[torch.Tensor, ...]:
+    watched: tuple[torch.Tensor, ...] = _Watch.apply(token, *tensors)  # type: ignore[no-untyped-call]
+    return watched
+
+
+class TensorSignature(NamedTuple):
+    """What must be the same in every call of a graph."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+
+def signature_of(tensor: torch.Tensor) -> TensorSignature:
+    """Return the signature of a tensor."""
+    return TensorSignature(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+class _InputSignature:
+    """The signatures of a graph's positional and keyword inputs, none of which is None."""
+
+    def __init__(self, args: tuple[torch.Tensor, ...], kwargs: Mapping[str, torch.Tensor]) -> None:
+        self._args = [signature_of(tensor) for tensor in args]
+        self._kwargs = {name: signature_of(tensor) for name, tensor in kwargs.items()}
+
+    def check(
+        self,
+        args: tuple[torch.Tensor, ...],
+        kwargs: Mapping[str, torch.Tensor],
+        *,
+        with_gradients: bool,
+    ) -> None:
+        """Raise GraphInputMismatch with every difference of these inputs from the sample."""
+        # The usual case, decided without building messages.
+        if (
+            len(args) == len(self._args)
+            and kwargs.keys() == self._kwargs.keys()
+            and all(_fits(a, b, with_gradients) for a, b in zip(args, self._args, strict=True))
+            and all(_fits(kwargs[name], self._kwargs[name], with_gradients) for name in kwargs)
+        ):
+            return
+        expected: dict[int | str, TensorSignature] = dict(enumerate(self._args))
+        given: dict[int | str, torch.Tensor] = dict(enumerate(args))
+        expected.update(self._kwargs)
+        given.update(kwargs)
+        raise GraphInputMismatch(
+            "the inputs differ from those of the capture; pass the same kind or capture again: "
+            + "; ".join(_input_differences(expected, given, with_gradients))
+        )
+
+
+def _fits(tensor: torch.Tensor, expected: TensorSignature, with_gradients: bool) -> bool:
+    return (
+        tensor.shape == expected.shape
+        and tensor.dtype is expected.dtype
+        and tensor.device == expected.device
+        # A gradient that the graph has and nobody needs is dropped.
+        and (expected.requires_grad or not with_gradients or not tensor.requires_grad)
+    )
+
+
+def _input_differences(
+    expected: Mapping[int | str, TensorSignature],
+    given: Mapping[int | str, torch.Tensor],
+    with_gradients: bool,
+) -> Iterator[str]:
+    yield from (f"input {name!r} is missing" for name in expected if name not in given)
+    yield from (f"input {name!r} is unexpected" for name in given if name not in expected)
+    for name in [name for name in expected if name in given]:
+        for text in _differences(expected[name], given[name], with_gradients):
+            yield f"input {name!r}: {text}"
+
+
+def _differences(
+    expected: TensorSignature, tensor: torch.Tensor, with_gradients: bool
+) -> Iterator[str]:
+    given = signature_of(tensor)
+    for name in ("shape", "dtype", "device"):
+        wanted, got = getattr(expected, name), getattr(given, name)
+        if wanted != got:
+            yield f"{name} is {got}, captured with {wanted}"
+    if with_gradients and given.requires_grad and not expected.requires_grad:
+        yield "requires_grad is True, captured with False"
+
+
+class ReplacedTensorError(GraphInputMismatch):
+    """A parameter or buffer is not the tensor that was captured."""
+
+
+class _LayerTensors:
+    """The parameters and buffers of a layer as they were at the capture.
+
+    Holds the modules' dicts, not the modules, so that graphs keep no deleted layer alive.
     """
-    token = _capturing.set(True)
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        named = {id(tensor): name for name, tensor in module.named_parameters()}
+        named.update({id(tensor): name for name, tensor in module.named_buffers()})
+        owners = list(iter_modules(module))
+        parameters = _captured([owner._parameters for owner in owners], named)
+        buffers = _captured([owner._buffers for owner in owners], named)
+        # What each call needs, and no more: calls are many.
+        self._held = [(entry.held, entry.key, entry.tensor, entry.pointer) for entry in parameters]
+        self._frozen = [entry for entry in parameters if not entry.required_grad]
+        self._buffers = buffers
+        self._entries = parameters
+        self._parameters = [entry.tensor for entry in parameters]
+
+    def check(self, *, with_gradients: bool) -> list[torch.Tensor]:
+        """Return the parameters; ReplacedTensorError where a tensor's memory is another now."""
+        for held, key, captured, pointer in self._held:
+            tensor = held.get(key)
+            if tensor is not captured or (pointer and tensor.data_ptr() != pointer):
+                raise _replaced(self._entries, with_gradients)
+        if with_gradients and any(entry.tensor.requires_grad for entry in self._frozen):
+            raise _replaced(self._entries, with_gradients)
+        for entry in self._buffers:
+            tensor = entry.held.get(entry.key)
+            if tensor is None or (entry.pointer and tensor.data_ptr() != entry.pointer):
+                raise _replaced([entry], with_gradients)
+        return self._parameters
+
+
+class _CapturedTensor(NamedTuple):
+    held: dict[str, Any]
+    key: str
+    tensor: torch.Tensor
+    pointer: int
+    required_grad: bool
+    name: str
+
+
+def _captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_CapturedTensor]:
+    """Return an entry for each distinct tensor, and remove its name."""
+    return [
+        _CapturedTensor(
+            held, key, tensor, _pointer_of(tensor), tensor.requires_grad, named.pop(id(tensor))
+        )
+        for held in dicts
+        for key, tensor in held.items()
+        if tensor is not None and id(tensor) in named
+    ]
+
+
+def _pointer_of(tensor: torch.Tensor) -> int:
+    """Return where a tensor lies, 0 for one without memory of its own, such as a quantised one."""
     try:
-        yield
-    finally:
-        _capturing.reset(token)
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
+
+
+def _replaced(entries: list[_CapturedTensor], with_gradients: bool) -> ReplacedTensorError:
+    changes = [text for entry in entries for text in _changes_of(entry, with_gradients)]
+    return ReplacedTensorError(f"{'; '.join(changes)}; capture the layer again")
+
+
+def _changes_of(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
+    tensor = entry.held.get(entry.key)
+    what = f"{entry.name!r} of the layer"
+    if tensor is None:
+        yield f"{what} was removed after the capture"
+    elif tensor is not entry.tensor or (entry.pointer and tensor.data_ptr() != entry.pointer):
+        yield f"{what} was replaced or moved after the capture"
+    elif with_gradients and tensor.requires_grad and not entry.required_grad:
+        yield f"{what} requires grad now, captured without"

@@ -11,9 +11,16 @@ from typing import Any
 
 import torch
 
-from mcore.modules.graphs.checked import CheckedGraph, Replay
-from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
-from mcore.modules.graphs.torch_runner import TorchGraphRunner, by_slot
+from mcore.modules.config import is_switched_on, read_field
+from mcore.modules.graphs.capturing import refusing_plain_forks, tracker_generators
+from mcore.modules.graphs.runner import (
+    CheckedGraph,
+    GraphCall,
+    GraphedCallable,
+    GraphSpec,
+    by_slot,
+)
+from mcore.modules.graphs.torch_runner import FunctionShell, TorchGraphRunner
 from mcore.versioning import experimental_api
 
 # Options of this runner with the names that TransformerEngine has given them, newest first.
@@ -86,24 +93,25 @@ class TEGraphRunner:
     ) -> list[GraphedCallable]:
         """Capture the layers of each slot together; see GraphRunner.
 
-        TransformerEngine calls the modules themselves, so layers must run under
-        ``graph_capturing()`` and without hooks.
-
         Raises:
-            RuntimeError: TransformerEngine is missing, or too old for keyword inputs.
+            RuntimeError: TransformerEngine is missing, or too old for graphs or keyword inputs.
+            GraphStateError: A layer draws from a random tracker with plain states.
         """
         make = _te_function()
+        _tell_generators()
         known = inspect.signature(make).parameters
         captured: dict[int, GraphedCallable] = {}
         for slot in by_slot(specs):
             options = self._options(slot, known)
-            graphed = make(
-                tuple(spec.module for spec in slot),
-                tuple(spec.args for spec in slot),
-                num_warmup_iters=num_warmup_iters,
-                allow_unused_input=allow_unused_input,
-                **options,
-            )
+            with refusing_plain_forks():
+                graphed = make(
+                    # Modules around the functions: theirs are the parameters that get gradients.
+                    tuple(FunctionShell(spec) for spec in slot),
+                    tuple(spec.args for spec in slot),
+                    num_warmup_iters=num_warmup_iters,
+                    allow_unused_input=allow_unused_input,
+                    **options,
+                )
             for spec, call in zip(slot, graphed, strict=True):
                 free = getattr(call, "reset", None)
                 captured[id(spec)] = CheckedGraph(spec, _replay_with(call), free=free)
@@ -139,14 +147,89 @@ def _te_function() -> Callable[..., Any]:
         raise RuntimeError(
             "TransformerEngine cannot be imported; pip install 'mcore-modules[te]'"
         ) from error
-    function: Callable[..., Any] = module.make_graphed_callables
+    function: Callable[..., Any] | None = getattr(module, "make_graphed_callables", None)
+    if function is None:
+        raise RuntimeError(
+            "the installed TransformerEngine has no make_graphed_callables; "
+            "pip install --upgrade 'mcore-modules[te]'"
+        )
     return function
 
 
-def _replay_with(graphed: Callable[..., Any]) -> Replay:
-    def replay(
-        args: tuple[torch.Tensor, ...], kwargs: dict[str, torch.Tensor], controls: dict[str, Any]
-    ) -> Any:
-        return graphed(*args, **kwargs, **controls)
+def _tell_generators() -> None:
+    """Give TransformerEngine the random tracker's generators, which its graphs register."""
+    generators = dict(enumerate(tracker_generators()))
+    if generators:
+        module = importlib.import_module("transformer_engine.pytorch.distributed")
+        module.set_all_rng_states(generators)
+
+
+def _replay_with(graphed: Callable[..., Any]) -> Callable[[GraphCall], Any]:
+    def replay(call: GraphCall) -> Any:
+        is_first = call.is_first_microbatch
+        controls = {} if is_first is None else {"is_first_microbatch": is_first}
+        return graphed(*call.args, **call.kwargs, **controls)
 
     return replay
+
+
+# The format and the class of each kind of recipe, by the configuration's names for them.
+_FORMATS = {"e4m3": "E4M3", "hybrid": "HYBRID"}
+_RECIPES = {
+    "delayed": "DelayedScaling",
+    "tensorwise": "Float8CurrentScaling",
+    "blockwise": "Float8BlockScaling",
+    "mxfp8": "MXFP8BlockScaling",
+}
+# Options of DelayedScaling and the fields they are read from, where the configuration has them.
+_DELAYED_OPTIONS = {
+    "margin": "fp8_margin",
+    "amax_history_len": "fp8_amax_history_len",
+    "amax_compute_algo": "fp8_amax_compute_algo",
+}
+
+
+def recipe_of(config: object) -> Any:
+    """Return TransformerEngine's recipe for a configuration, None if it does not quantise.
+
+    ValueError for a quantisation that TransformerEngine's graphs cannot be given.
+    """
+    fp8, fp4, kitchen, custom = (
+        read_field(config, name, None) for name in ("fp8", "fp4", "use_kitchen", "quant_recipe")
+    )
+    if not any(map(is_switched_on, (fp8, fp4, kitchen, custom))):
+        return None
+    recipes = importlib.import_module("transformer_engine.common.recipe")
+    if is_switched_on(custom) and isinstance(custom, getattr(recipes, "Recipe", ())):
+        return custom
+    if is_switched_on(kitchen) or is_switched_on(custom):
+        raise ValueError(
+            f"use_kitchen={kitchen!r}, quant_recipe={custom!r}: not a recipe of "
+            "TransformerEngine, whose graphs would run unquantised; set cuda_graph_impl to "
+            "'local', or pass TEGraphRunner(fp8_enabled=True, fp8_recipe=...)"
+        )
+    if is_switched_on(fp4):
+        return _recipe(recipes, "NVFP4BlockScaling", f"fp4={fp4!r}", {})
+    kind = read_field(config, "fp8_recipe", "delayed")
+    if fp8 not in _FORMATS or kind not in _RECIPES:
+        raise ValueError(
+            f"fp8={fp8!r}, fp8_recipe={kind!r} is unknown; choose fp8 from {list(_FORMATS)} and "
+            f"fp8_recipe from {list(_RECIPES)}, or pass a TEGraphRunner with a recipe"
+        )
+    options = {"fp8_format": getattr(recipes.Format, _FORMATS[fp8])}
+    if kind == "delayed":
+        found = {
+            option: read_field(config, name, None) for option, name in _DELAYED_OPTIONS.items()
+        }
+        options.update({option: value for option, value in found.items() if value is not None})
+    return _recipe(recipes, _RECIPES[kind], f"fp8_recipe={kind!r}", options)
+
+
+def _recipe(recipes: Any, name: str, setting: str, options: dict[str, Any]) -> Any:
+    recipe_class = getattr(recipes, name, None)
+    if recipe_class is None:
+        raise ValueError(
+            f"{setting} needs the recipe {name}, which the installed TransformerEngine lacks; "
+            "install a newer one"
+        )
+    return recipe_class(**options)

@@ -1,16 +1,25 @@
-"""Graphs captured by torch's own make_graphed_callables, for CUDA and XPU devices."""
+"""Graphs captured with torch's own graph classes, for CUDA and XPU devices."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import chain
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import once_differentiable
 
-from mcore.modules.graphs.checked import CheckedGraph, Replay
-from mcore.modules.graphs.runner import GraphedCallable, GraphSpec
+from mcore.modules.graphs.capturing import refusing_plain_forks, tracker_generators
+from mcore.modules.graphs.runner import (
+    CheckedGraph,
+    FlightToken,
+    GraphCall,
+    GraphedCallable,
+    GraphSpec,
+    by_slot,
+)
 from mcore.modules.precision import conversion_helper
 from mcore.tensor.device import device_of
 from mcore.versioning import experimental_api
@@ -18,14 +27,55 @@ from mcore.versioning import experimental_api
 Tensors = tuple[torch.Tensor, ...]
 
 
+class GraphDevice(Protocol):
+    """What a device offers for graphs."""
+
+    def graph(self) -> Any:
+        """Return a new graph with ``register_generator_state``, ``replay`` and ``reset``."""
+
+    def pool(self) -> Any:
+        """Return the handle of new memory that captures may share."""
+
+    def warming_up(self) -> AbstractContextManager[Any]:
+        """Surround runs before a capture."""
+
+    def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
+        """Record into a graph what runs inside, with memory from a pool."""
+
+
+class _TorchDevice:
+    """The graphs of ``torch.cuda`` or ``torch.xpu``."""
+
+    def __init__(self, module: Any) -> None:
+        self._module = module
+        self.pool = module.graph_pool_handle
+
+    def graph(self) -> Any:
+        graph_class = getattr(self._module, "CUDAGraph", None) or self._module.XPUGraph
+        return graph_class()
+
+    @contextlib.contextmanager
+    def warming_up(self) -> Iterator[None]:
+        self._module.synchronize()
+        with self._module.stream(self._module.Stream()):
+            yield
+        self._module.synchronize()
+
+    def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
+        recording: AbstractContextManager[Any] = self._module.graph(graph, pool=pool)
+        return recording
+
+
 @experimental_api
 class TorchGraphRunner:
-    """Captures each layer's forward and backward with ``make_graphed_callables`` of the device.
+    """Captures each layer's forward and backward in a graph of the device.
 
     Layers are captured as functions of their inputs and parameters, so modules are left as they
     are and keyword inputs work. The graphs of one microbatch slot share a memory pool, which is
     valid as long as the layers of a slot run in execution order; slots do not share one, so they
-    may run in any order, such as one-forward-one-backward.
+    may run in any order, such as one-forward-one-backward. Graphs know the generators of the random
+    tracker, so that forks of it draw new numbers at each replay; a tracker with plain states is
+    refused.
 
     Gradients of a graph lie in memory that its next backward writes again, and autograd takes a
     first gradient as ``.grad`` without a copy, so that the second microbatch would count twice:
@@ -34,8 +84,7 @@ class TorchGraphRunner:
     Args:
         clone_param_grads: Copy parameter gradients. False saves the copies where a hook adds each
             gradient to a ``main_grad`` at once and drops it.
-        make_graphed_callables: Captures in place of the device's own function, with the same
-            arguments.
+        device: Records graphs in place of the inputs' device, for tests without one.
 
     Example:
         >>> import torch
@@ -46,17 +95,14 @@ class TorchGraphRunner:
     name = "torch"
 
     def __init__(
-        self,
-        *,
-        clone_param_grads: bool = True,
-        make_graphed_callables: Callable[..., Any] | None = None,
+        self, *, clone_param_grads: bool = True, device: GraphDevice | None = None
     ) -> None:
         self.clone_param_grads = clone_param_grads
-        self._make_graphed_callables = make_graphed_callables
+        self._device = device
 
     def is_available(self, device: torch.device) -> bool:
         """Return whether torch can capture graphs on the device; does not initialise it."""
-        return _device_function(device) is not None
+        return _device_module(device) is not None
 
     def capture(
         self,
@@ -69,117 +115,213 @@ class TorchGraphRunner:
 
         Raises:
             RuntimeError: The device of the inputs has no graphs.
+            GraphStateError: A layer draws from a random tracker with plain states.
         """
         captured: dict[int, GraphedCallable] = {}
         for slot in by_slot(specs):
-            layers = [_FunctionalLayer(spec, clone=self.clone_param_grads) for spec in slot]
-            device = device_of(_tensors_of(slot[0]))
-            make = self._make_graphed_callables or _device_function(device)
-            if make is None:
-                raise RuntimeError(
-                    f"torch captures no graphs on {device}; use EagerGraphRunner there"
+            location = device_of(chain(*map(_tensors_of, slot)))
+            device = self._device or _device_of(location)
+            generators = [g for g in tracker_generators() if g.device.type == location.type]
+            recordings = [_Recording(spec, device, generators, allow_unused_input) for spec in slot]
+            with _autocast_without_cache(location), refusing_plain_forks():
+                _record(recordings, device, num_warmup_iters, slot)
+            for spec, recording in zip(slot, recordings, strict=True):
+                replay = _Replay(recording, clone_param_grads=self.clone_param_grads)
+                captured[id(spec)] = CheckedGraph(
+                    spec, replay, watches_backward=True, free=replay.free
                 )
-            with _autocast_without_cache(device):
-                graphed = make(
-                    tuple(layer.function for layer in layers),
-                    tuple(layer.sample for layer in layers),
-                    num_warmup_iters=num_warmup_iters,
-                    allow_unused_input=allow_unused_input,
-                )
-            for spec, layer, call in zip(slot, layers, graphed, strict=True):
-                captured[id(spec)] = CheckedGraph(spec, layer.replay_with(call))
         return [captured[id(spec)] for spec in specs]
 
 
-def by_slot(specs: Sequence[GraphSpec]) -> list[list[GraphSpec]]:
-    """Group specs by microbatch slot, in order of appearance."""
-    slots: dict[int, list[GraphSpec]] = {}
-    for spec in specs:
-        slots.setdefault(spec.microbatch, []).append(spec)
-    return list(slots.values())
+def _record(
+    recordings: list[_Recording], device: GraphDevice, num_warmups: int, slot: list[GraphSpec]
+) -> None:
+    """Run layers a few times, then record all forwards, then all backwards in reverse order."""
+    with device.warming_up():
+        for recording in recordings:
+            for _ in range(num_warmups):
+                recording.run_forward()
+                recording.run_backward(keep=False)
+            recording.forget()
+    handles = [_pool_handle(spec, device) for spec in slot]
+    own = device.pool() if None in handles else None
+    pools = [own if handle is None else handle for handle in handles]
+    for recording, pool in zip(recordings, pools, strict=True):
+        with device.capturing(recording.forward_graph, pool):
+            recording.run_forward()
+    for recording, pool in reversed(list(zip(recordings, pools, strict=True))):
+        recording.prepare_backward()
+        if recording.wanted and recording.grad_outputs:
+            with device.capturing(recording.backward_graph, pool):
+                # Graphs that share a pool across captures keep what their forwards saved in it.
+                recording.run_backward(keep=recording.shares_pool)
 
 
-class _FunctionalLayer:
-    """A layer as a function of positional inputs, keyword inputs and parameters."""
+def _pool_handle(spec: GraphSpec, device: GraphDevice) -> Any:
+    if spec.pool is None:
+        return None
+    if spec.pool.handle is None:
+        spec.pool.handle = device.pool()
+    return spec.pool.handle
 
-    def __init__(self, spec: GraphSpec, *, clone: bool) -> None:
-        self._clone = clone
-        self._outputs = OutputTemplate()
-        self._names = tuple(sorted(spec.kwargs))
-        self._shell = _Shell(spec)
-        owners = dict(spec.module.named_modules())
-        self._parameters = [
-            (f"layer.{name}", owners[name.rpartition(".")[0]], name.rpartition(".")[2])
-            for name, _ in spec.module.named_parameters()
-        ]
-        self.sample = (
-            spec.args,
-            tuple(spec.kwargs[name] for name in self._names),
-            tuple(_sample_of(parameter) for parameter in self._current()),
-        )
 
-    def _current(self) -> Iterator[torch.nn.Parameter]:
-        # Looked up by name each time: loading may put other parameters in their places.
-        for _, owner, name in self._parameters:
-            parameter = owner._parameters[name]
-            if parameter is None:
-                raise RuntimeError(f"parameter {name!r} was removed after the capture")
-            yield parameter
+class _Recording:
+    """A layer's graphs while they are recorded, and the memory that they read and write."""
 
-    def function(self, args: Tensors, keywords: Tensors, parameters: Tensors) -> Tensors:
-        replaced = {
-            key: tensor for (key, _, _), tensor in zip(self._parameters, parameters, strict=True)
-        }
-        kwargs = dict(zip(self._names, keywords, strict=True))
-        outputs = torch.func.functional_call(self._shell, replaced, args, kwargs)
-        return self._outputs.flatten(outputs)
+    def __init__(
+        self,
+        spec: GraphSpec,
+        device: GraphDevice,
+        generators: list[torch.Generator],
+        allow_unused: bool,
+    ) -> None:
+        self.forward_graph, self.backward_graph = device.graph(), device.graph()
+        for generator in generators:
+            self.forward_graph.register_generator_state(generator)
+            self.backward_graph.register_generator_state(generator)
+        self.shares_pool = spec.pool is not None
+        self._allow_unused = allow_unused
+        self._spec = spec
+        self._shell = FunctionShell(spec)
+        self.names = tuple(sorted(spec.kwargs))
+        self.inputs = (*spec.args, *(spec.kwargs[name] for name in self.names))
+        named = {f"layer.{name}": p for name, p in spec.module.named_parameters()}
+        self.parameters = {name: _sample_of(parameter) for name, parameter in named.items()}
+        self.statics = (*self.inputs, *self.parameters.values())
+        self.wanted = [tensor for tensor in self.statics if tensor.requires_grad]
+        self.template = OutputTemplate()
+        self.outputs: Tensors = ()
+        self.grad_outputs: list[torch.Tensor | None] = []
+        self.grads: list[torch.Tensor | None] = []
 
-    def replay_with(self, graphed: Callable[..., Any]) -> Replay:
-        def replay(args: Tensors, kwargs: dict[str, torch.Tensor], _: dict[str, Any]) -> Any:
-            parameters = tuple(self._current())
-            if self._clone:
-                parameters = tuple(_with_cloned_grad(parameter) for parameter in parameters)
-            outputs = graphed(
-                tuple(_with_cloned_grad(tensor) for tensor in args),
-                tuple(_with_cloned_grad(kwargs[name]) for name in self._names),
-                parameters,
+    def run_forward(self) -> None:
+        kwargs = dict(zip(self.names, self.inputs[len(self._spec.args) :], strict=True))
+        with torch.enable_grad():
+            outputs = torch.func.functional_call(
+                self._shell, self.parameters, self._spec.args, kwargs
             )
-            return self._outputs.unflatten(outputs)
+        self.outputs = self.template.flatten(outputs)
+        self.grad_outputs = []
 
-        return replay
+    def forget(self) -> None:
+        """Free what the last run made."""
+        self.outputs, self.grad_outputs, self.grads = (), [], []
+
+    def prepare_backward(self) -> None:
+        """Make the memory in which gradients of the outputs will lie."""
+        self.grad_outputs = [
+            torch.zeros_like(output) if output.requires_grad else None for output in self.outputs
+        ]
+        if not any(grad is not None for grad in self.grad_outputs):
+            self.grad_outputs = []
+
+    def run_backward(self, *, keep: bool) -> None:
+        if not self.grad_outputs:
+            self.prepare_backward()
+        differentiable = [output for output in self.outputs if output.requires_grad]
+        if not (differentiable and self.wanted):
+            return
+        computed = torch.autograd.grad(
+            differentiable,
+            self.wanted,
+            [grad for grad in self.grad_outputs if grad is not None],
+            allow_unused=self._allow_unused,
+            retain_graph=keep,
+        )
+        remaining = iter(computed)
+        self.grads = [next(remaining) if t.requires_grad else None for t in self.statics]
 
 
-class _Shell(torch.nn.Module):
-    """A shell in which functional_call replaces a layer's parameters around its function."""
+class FunctionShell(torch.nn.Module):
+    """A module that runs a spec's function and has its layer's parameters."""
 
     def __init__(self, spec: GraphSpec) -> None:
         super().__init__()
         self.layer = spec.module
+        self.training = spec.module.training
         self._function = spec.fn
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 
 
-class _CloneGrad(torch.autograd.Function):
-    """Identity whose backward copies the gradient into separate memory."""
+class _Replay:
+    """A recorded layer: copies inputs into its memory, replays, returns its outputs.
+
+    Without the layer itself, so that a layer that is deleted frees its graphs.
+    """
+
+    def __init__(self, recording: _Recording, *, clone_param_grads: bool) -> None:
+        self.forward_graph = recording.forward_graph
+        self.backward_graph = recording.backward_graph
+        self._names = recording.names
+        self._template = recording.template
+        # Outputs of a shared pool hold what the forward saved there.
+        self._kept = recording.outputs if recording.shares_pool else ()
+        self.inputs = [tensor.detach() for tensor in recording.inputs]
+        self.pointers = [tensor.data_ptr() for tensor in self.inputs]
+        self.outputs = [output.detach() for output in recording.outputs]
+        self.constants = [i for i, out in enumerate(recording.outputs) if not out.requires_grad]
+        self.grad_outputs = recording.grad_outputs
+        self.grads = recording.grads or [None] * len(recording.statics)
+        # A gradient that waits for another path may lie where an earlier layer's backward works.
+        self.clone_input_grads = recording.shares_pool
+        self.clone_param_grads = clone_param_grads
+
+    def __call__(self, call: GraphCall) -> Any:
+        inputs = (*call.args, *(call.kwargs[name] for name in self._names))
+        outputs = _Replayed.apply(self, call.token, *inputs, *call.parameters)  # type: ignore[no-untyped-call]
+        return self._template.unflatten(outputs)
+
+    def free(self) -> None:
+        self.forward_graph.reset()
+        self.backward_graph.reset()
+        self._kept = ()
+        self.inputs, self.outputs, self.grad_outputs, self.grads = [], [], [], []
+
+
+class _Replayed(torch.autograd.Function):
+    """One node for a whole layer."""
 
     @staticmethod
-    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
-        # An unused parameter's gradient stays None instead of becoming zeros.
+    def forward(ctx: Any, replay: _Replay, token: FlightToken, *tensors: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)
-        return tensor.view_as(tensor)
+        ctx.replay, ctx.token = replay, token
+        token.start()
+        num_inputs = len(replay.inputs)
+        ctx.cloned = [replay.clone_input_grads or x.is_leaf for x in tensors[:num_inputs]]
+        for static, pointer, given in zip(replay.inputs, replay.pointers, tensors, strict=False):
+            if given.data_ptr() != pointer:
+                static.copy_(given)
+        replay.forward_graph.replay()
+        outputs = tuple([output.detach() for output in replay.outputs])
+        if replay.constants:
+            ctx.mark_non_differentiable(*(outputs[index] for index in replay.constants))
+        return outputs
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        return None if grad is None else grad.clone()
-
-
-def _with_cloned_grad(tensor: Any) -> Any:
-    """Wrap leaves only: other tensors hand gradients on within the same backward."""
-    if not (tensor.requires_grad and tensor.is_leaf and torch.is_grad_enabled()):
-        return tensor
-    return _CloneGrad.apply(tensor)  # type: ignore[no-untyped-call]
+    @once_differentiable
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.token.finish()
+        replay = ctx.replay
+        for static, grad in zip(replay.grad_outputs, grads, strict=True):
+            if static is None:
+                continue
+            if grad is None:
+                static.zero_()
+            elif static.data_ptr() != grad.data_ptr():
+                static.copy_(grad)
+        replay.backward_graph.replay()
+        is_cloned = ctx.cloned + [replay.clone_param_grads] * (len(replay.grads) - len(ctx.cloned))
+        # Memory of the next backward too: only what is used up within this one goes out as it is.
+        return (
+            None,
+            None,
+            *[
+                grad if grad is None else grad.clone() if cloned else grad.detach()
+                for grad, cloned in zip(replay.grads, is_cloned, strict=True)
+            ],
+        )
 
 
 def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
@@ -193,11 +335,18 @@ def _tensors_of(spec: GraphSpec) -> Iterator[torch.Tensor]:
     return chain(spec.args, spec.kwargs.values(), spec.module.parameters())
 
 
-def _device_function(device: torch.device) -> Callable[..., Any] | None:
-    """Return what captures graphs on a device, if anything, without initialising the device."""
+def _device_module(device: torch.device) -> Any:
+    """Return torch's module of a device that has graphs, if any, without initialising it."""
     module = getattr(torch, device.type, None)
-    function: Callable[..., Any] | None = getattr(module, "make_graphed_callables", None)
-    return function if module is not None and function and module.is_available() else None
+    has_graphs = hasattr(module, "graph_pool_handle") and hasattr(module, "graph")
+    return module if module is not None and has_graphs and module.is_available() else None
+
+
+def _device_of(device: torch.device) -> GraphDevice:
+    module = _device_module(device)
+    if module is None:
+        raise RuntimeError(f"torch captures no graphs on {device}; use EagerGraphRunner there")
+    return _TorchDevice(module)
 
 
 @contextlib.contextmanager
@@ -241,6 +390,8 @@ class OutputTemplate:
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Return outputs like the last that were flattened, with other tensors."""
+        if isinstance(self._template, _Place):
+            return tensors[0]
         return conversion_helper(
             self._template, lambda leaf: tensors[leaf.index] if isinstance(leaf, _Place) else leaf
         )

@@ -1,12 +1,50 @@
-"""Restoration of buffers and random states after warm-up and capture."""
+"""What surrounds a capture: its flag, the state it leaves as it was, and its random streams."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
+
+from mcore.modules.errors import GraphStateError
+from mcore.parallel.rng import (
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
+
+_capturing: ContextVar[bool] = ContextVar("mcore_modules_graph_capturing", default=False)
+
+
+def is_graph_capturing() -> bool:
+    """Return whether this thread is inside :func:`graph_capturing`.
+
+    Example:
+        >>> is_graph_capturing()
+        False
+    """
+    return _capturing.get()
+
+
+@contextmanager
+def graph_capturing() -> Iterator[None]:
+    """Tell layers inside the ``with`` block to run what goes into their graphs.
+
+    Ends with the block, whatever is raised in it; may be nested.
+
+    Example:
+        >>> with graph_capturing():
+        ...     is_graph_capturing()
+        True
+    """
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
 
 
 @contextmanager
@@ -48,8 +86,6 @@ class _TrackerState:
     """The random streams of the process-wide tracker: tensors, or generators that are live."""
 
     def __init__(self) -> None:
-        from mcore.parallel.rng import get_cuda_rng_tracker
-
         self._tracker = get_cuda_rng_tracker()
         self._states: dict[str, Any] = dict(self._tracker.get_states())
         self._live = {
@@ -67,3 +103,31 @@ class _TrackerState:
             self._tracker.set_states(self._states)
             # set_states forgets which seeds are taken.
             self._tracker.seeds_ = self._seeds  # type: ignore[attr-defined]
+
+
+def tracker_generators() -> list[torch.Generator]:
+    """Return the tracker's generators, which a graph must know to draw new numbers from them."""
+    states = get_all_rng_states().values()
+    return [state for state in states if isinstance(state, torch.Generator)]
+
+
+@contextmanager
+def refusing_plain_forks() -> Iterator[None]:
+    """Refuse forks of a tracker with plain states, whose numbers a graph would repeat for ever."""
+    tracker: Any = get_cuda_rng_tracker()
+    if is_graph_safe_cuda_rng_tracker(tracker) or tracker.is_inference_rng_tracker:
+        yield
+        return
+    tracker.fork = _refused_fork
+    try:
+        yield
+    finally:
+        del tracker.fork
+
+
+def _refused_fork(*_: Any, **__: Any) -> Any:
+    raise GraphStateError(
+        "a layer draws from a stream of the random tracker, whose plain states no graph can "
+        "advance, so that each replay would repeat its numbers; pass use_cudagraphable_rng=True to "
+        "model_parallel_cuda_manual_seed() or initialize_rng_tracker()"
+    )

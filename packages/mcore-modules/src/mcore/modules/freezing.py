@@ -1,0 +1,191 @@
+"""Freezing parameters: by name, and those of the routers of mixture-of-experts layers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from fnmatch import fnmatchcase
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from mcore.modules.wrappers import (
+    ModelList,
+    ensure_model_list,
+    is_data_parallel_wrapper,
+    iter_wrapped_models,
+    pipeline_size,
+)
+from mcore.versioning import internal_api
+
+logger = logging.getLogger(__name__)
+
+# What torch puts into the names of parameters below its wrappers.
+_WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
+    """Stop the training of the parameters whose names match, in place.
+
+    Names are those of ``named_parameters()`` of a chunk or of a model inside its wrappers. Logs the
+    number of frozen parameters, and warns about a chunk that is wrapped for data parallelism
+    already, whose gradient reduction may wait for them. May be called again. No communication.
+
+    Args:
+        model: A model or a list of chunks, wrapped or not.
+        patterns: One or more shell-style patterns for whole names, such as
+            ``"decoder.layers.0.*"``.
+
+    Returns:
+        The list of the given chunks.
+
+    Raises:
+        ValueError: A pattern matches no parameter of any chunk; nothing is frozen then. Where the
+            model has more pipeline stages, which may have such a parameter, it is only logged.
+        TypeError: ``model`` is None, or a pattern is not a string.
+
+    Example:
+        >>> import torch
+        >>> model = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 1))
+        >>> _ = freeze_parameters(model, "0.*")
+        >>> [parameter.requires_grad for parameter in model.parameters()]
+        [False, False, True, True]
+    """
+    chunks = ensure_model_list(model)
+    wanted = [patterns] if isinstance(patterns, str) else list(patterns)
+    for pattern in wanted:
+        if not isinstance(pattern, str):
+            raise TypeError(f"a pattern is a {type(pattern).__name__}; pass strings")
+    named = [pair for chunk in chunks for pair in _named_parameters(chunk)]
+    for pattern in wanted or ["(no pattern)"]:
+        if not any(fnmatchcase(name, pattern) for name, _ in named):
+            _nothing_found(chunks, f"the pattern {pattern!r} matches no parameter")
+    matched = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in wanted)]
+    _freeze(chunks, matched, "parameters")
+    return chunks
+
+
+def freeze_moe_router(model: Any) -> ModelList:
+    """Stop the training of routers and of shared experts' gates, in place.
+
+    Covers every module below a chunk that has a ``router``, all of whose parameters are frozen but
+    ``expert_bias``, and every one that has a ``gate_weight``, with its ``gate_bias``: in decoders,
+    hybrid stacks, layers for multi-token prediction, and inside all wrappers. Layers without a
+    router are left alone. Logs the number of frozen parameters, and warns about a chunk that is
+    wrapped for data parallelism already, whose gradient reduction may wait for them. May be called
+    again. No communication.
+
+    Args:
+        model: A model or a list of chunks, wrapped or not.
+
+    Returns:
+        The list of the given chunks.
+
+    Raises:
+        ValueError: There is no such parameter in any chunk. Where the model has more pipeline
+            stages, which may have one, it is only logged.
+        TypeError: ``model`` is None, or one of those names is not a tensor.
+
+    Example:
+        >>> import torch
+        >>> from types import SimpleNamespace
+        >>> router = torch.nn.Linear(4, 2)
+        >>> layer = SimpleNamespace(mlp=SimpleNamespace(router=router))
+        >>> model = SimpleNamespace(decoder=SimpleNamespace(layers=[layer]))
+        >>> freeze_moe_router(model) == [model], router.weight.requires_grad
+        (True, False)
+    """
+    chunks = ensure_model_list(model)
+    parts = [part for chunk in chunks for part in _parts(chunk)]
+    found = [parameter for part in parts for parameter in _routing_parameters(part)]
+    if not found:
+        _nothing_found(chunks, "no module has a router or a gate_weight")
+    _freeze(chunks, found, "routing parameters")
+    return chunks
+
+
+@internal_api
+def _freeze_parameter_if_present(module: object, name: str) -> None:
+    """Stop the training of a module's parameter, if present; TypeError if it is not a tensor."""
+    for parameter in _parameter_if_present(module, name):
+        parameter.requires_grad_(False)
+
+
+def _freeze(chunks: ModelList, parameters: Iterable[torch.Tensor], kind: str) -> None:
+    distinct = {id(parameter): parameter for parameter in parameters}
+    for index, chunk in enumerate(chunks):
+        if any(is_data_parallel_wrapper(one) for one in iter_wrapped_models(chunk)):
+            logger.warning(
+                "chunk %d is wrapped for data parallelism already, whose reduction may wait for "
+                "the gradients of frozen parameters; freeze before wrapping",
+                index,
+            )
+    for parameter in distinct.values():
+        parameter.requires_grad_(False)
+    logger.info("froze %d %s of %d chunks", len(distinct), kind, len(chunks))
+
+
+def _nothing_found(chunks: ModelList, reason: str) -> None:
+    """Raise ValueError, unless another pipeline stage may have what is missing here."""
+    if any(pipeline_size(chunk) > 1 for chunk in chunks):
+        logger.warning("%s of this pipeline stage", reason)
+        return
+    names = ", ".join(type(chunk).__name__ for chunk in chunks)
+    raise ValueError(
+        f"{reason} of {names or 'an empty list'}, so that nothing would be frozen; look at the "
+        "names of named_parameters()"
+    )
+
+
+def _named_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    for model in iter_wrapped_models(chunk):
+        if isinstance(model, torch.nn.Module):
+            for name, parameter in model.named_parameters():
+                for inserted in _WRAPPER_NAMES:
+                    name = name.replace(inserted, "")
+                yield name, parameter
+
+
+def _parts(chunk: Any) -> Iterator[Any]:
+    """Yield a chunk and everything below it, once each, plain namespaces included."""
+    seen: set[int] = set()
+    pending: list[Any] = list(iter_wrapped_models(chunk))
+    while pending:
+        part = pending.pop()
+        if part is None or id(part) in seen:
+            continue
+        seen.add(id(part))
+        if isinstance(part, (list, tuple)):
+            pending.extend(part)
+        elif isinstance(part, (torch.nn.Module, SimpleNamespace)):
+            yield part
+            pending.extend(getattr(part, "_modules", {}).values())
+            held = vars(part).values()
+            pending.extend(
+                one for one in held if isinstance(one, (SimpleNamespace, list, torch.nn.Module))
+            )
+
+
+def _routing_parameters(part: Any) -> Iterator[torch.Tensor]:
+    router = getattr(part, "router", None)
+    if isinstance(router, torch.nn.Module):
+        for name, parameter in router.named_parameters():
+            if name.rpartition(".")[2] != "expert_bias":
+                yield parameter
+    else:
+        for name in ("weight", "bias"):
+            yield from _parameter_if_present(router, name)
+    for name in ("gate_weight", "gate_bias"):
+        yield from _parameter_if_present(part, name)
+
+
+def _parameter_if_present(module: object, name: str) -> Iterator[torch.Tensor]:
+    parameter = getattr(module, name, None)
+    if parameter is None:
+        return
+    if not isinstance(parameter, torch.Tensor):
+        raise TypeError(
+            f"{name} of {type(module).__name__} is a {type(parameter).__name__}, not a parameter"
+        )
+    yield parameter
