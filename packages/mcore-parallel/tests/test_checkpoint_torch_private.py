@@ -2,25 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
-
-import pytest
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import (
     METADATA_FILE,
-    METADATA_GLOBALS,
     dtensor_chunk,
     split_factor,
 )
 from rank_testing import run_ranks
-
-
-@pytest.mark.parametrize(("module", "name"), sorted(METADATA_GLOBALS))
-def test_what_an_index_refers_to_exists(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name)
 
 
 def test_name_of_the_index_is_torchs() -> None:

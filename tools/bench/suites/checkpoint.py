@@ -68,7 +68,7 @@ def _rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
     if "ours, unchecked" in seconds:
         unchecked = seconds["ours, unchecked"]
         yield Row(
-            f"{name}, verify_checksums=False",
+            f"{name}, verify=False",
             unchecked,
             _STOCK,
             seconds["stock"],
@@ -141,9 +141,7 @@ def _measure(folder: str) -> _Measured:
     write_raw(root / f"raw-{rank}", tensors)
     loads: dict[str, Work] = {
         "ours": lambda _: load_sharded_state_dict(ours, root / "ours"),
-        "ours, unchecked": lambda _: load_sharded_state_dict(
-            ours, root / "ours", verify_checksums=False
-        ),
+        "ours, unchecked": lambda _: load_sharded_state_dict(ours, root / "ours", verify=False),
         "stock": lambda _: load(stock, checkpoint_id=root / "stock"),
         "raw": lambda _: read_raw(root / f"raw-{rank}", tensors),
     }

@@ -19,6 +19,7 @@ from mcore.parallel.checkpoint.sharded import (
 from mcore.tensor.dtensor import is_dtensor
 
 Path = tuple[Any, ...]
+_BARE_MARKER = "is_bare_dtensor"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 
@@ -30,6 +31,14 @@ class Entries:
     objects: list[tuple[Path, ShardedObject]]  # by unique key
     common: dict[str, tuple[Path, Any]]  # what every rank holds alike, by dotted name
     local: list[tuple[Path, Any]]  # never saved
+    bare: frozenset[str] = frozenset()  # keys of DTensors that nothing says more about
+    own_common: frozenset[str] | None = None  # those that this rank writes; None: not chosen yet
+
+    def written_common(self, *, is_first: bool) -> dict[str, Any]:
+        """Return the common leaves that this rank writes: where not chosen, the first has all."""
+        if self.own_common is not None:
+            return {name: self.common[name][1] for name in sorted(self.own_common)}
+        return {name: value for name, (_, value) in self.common.items()} if is_first else {}
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
@@ -47,7 +56,8 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, _name(item[0])))
     entries.objects.sort(key=lambda item: (item[1].unique_key, _name(item[0])))
     common = dict(sorted(entries.common.items()))
-    return Entries(entries.tensors, entries.objects, common, entries.local)
+    bare = frozenset(shard.key for _, shard in entries.tensors if hasattr(shard, _BARE_MARKER))
+    return Entries(entries.tensors, entries.objects, common, entries.local, bare)
 
 
 def _add(entries: Entries, path: Path, value: Any) -> None:
@@ -60,7 +70,9 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
     elif isinstance(value, LocalNonpersistentObject):
         entries.local.append((path, value.unwrap()))
     elif is_dtensor(value):
-        entries.tensors.append((path, shard_of_dtensor(value, name)))
+        shard = shard_of_dtensor(value, name)
+        setattr(shard, _BARE_MARKER, True)
+        entries.tensors.append((path, shard))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         raise CheckpointingException(
             f"{name!r} is a {type(value).__name__}; put what its state_dict() returns there"
