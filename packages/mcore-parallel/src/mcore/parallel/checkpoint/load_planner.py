@@ -31,6 +31,7 @@ from mcore.parallel.checkpoint.state_tree import (
     rebuild_state_dict,
 )
 from mcore.parallel.shortened import titled_list
+from mcore.tensor.dtensor import to_local_if_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -224,6 +225,7 @@ class ShardedLoadPlanner(LoadPlanner):
         elif local.is_meta:
             value = torch.empty_like(local, device="cpu", requires_grad=False)
         else:
+            _require_fillable(name, local)
             value = local
         self._results[path] = value
         shape = tuple(value.shape)
@@ -319,6 +321,7 @@ def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
             f"key {shard.key!r} is on the meta device: materialise it before the load, with "
             "module.to_empty(device=...) for instance"
         )
+    _require_fillable(shard.key, to_local_if_dtensor(data))
     inside = Target(
         with_leading_axes(data, shard.prepend_axis_num),
         shard.global_shape,
@@ -335,9 +338,6 @@ def _tensor_problem(
     """Return why a tensor of the checkpoint cannot be read into a target, or None."""
     if not isinstance(saved, TensorStorageMetadata):
         return f"key {key!r}: the checkpoint has an object, not a tensor"
-    unfillable = _unfillable(target.tensor)
-    if unfillable is not None:
-        return f"key {key!r}: the tensor to fill {unfillable}"
     found, wanted = saved.properties.dtype, target.tensor.dtype
     if found != wanted and not (found.is_floating_point and wanted.is_floating_point):
         return f"key {key!r}: the checkpoint has dtype {found}, expected {wanted}"
@@ -352,6 +352,12 @@ def _tensor_problem(
             f"{target.global_shape}{hint if has_as_many_axes else ''}"
         )
     return None
+
+
+def _require_fillable(key: str, tensor: torch.Tensor) -> None:
+    problem = _unfillable(tensor)
+    if problem is not None:
+        raise CheckpointingException(f"key {key!r}: the tensor to fill {problem}")
 
 
 def _unfillable(tensor: torch.Tensor) -> str | None:

@@ -76,7 +76,7 @@ def parsed_index(directory: Path, raw: RawIndex) -> Index:
         return _version_3(raw.manifest)
     except CheckpointingException:
         raise
-    except _ChangedError as error:
+    except (_ChangedError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointingException(
             f"{path} has changed since it was saved; take another checkpoint"
         ) from error
