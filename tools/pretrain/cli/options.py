@@ -89,7 +89,8 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
-    stored = dataclasses.replace(settings, **_stored_layout(base)).layout
+    before: dict[str, Any] = dict(_stored_layout(base))
+    stored = dataclasses.replace(settings, **before).layout
     return Request(
         settings=settings,
         run_dir=run_dir,
@@ -103,7 +104,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
 def _layout(
     given: Mapping[str, Any], base: Mapping[str, Any], ranks: int | None, world_size: int | None
 ) -> dict[str, int]:
-    """The three sizes: those given, else those of a resumed run; a missing dp fills up the ranks."""
+    """The sizes: those given, else those of a resumed run; a missing dp fills up the ranks."""
     available = world_size if world_size is not None else ranks
     named = [name for name in _SIZES if name in given]
     sizes = {name: given.get(name, 1) for name in _SIZES}

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -15,6 +16,7 @@ from mcore.parallel.checkpoint.files.checksums import DIGITS
 from mcore.parallel.checkpoint.sharded import Shape
 
 ALIGNMENT_BYTES = 64  # as in archives of torch.save: memory is copied half as fast from odd places
+_LAST = chr(0x10FFFF)  # sorts after every name of a file
 DTYPES = {
     str(value).removeprefix("torch."): value
     for value in vars(torch).values()
@@ -68,13 +70,14 @@ class PackedKeys(Mapping[str, StoredKey]):
 
     def __init__(self, files: Mapping[str, int]) -> None:
         self._sizes = files
-        self._files: list[str] = []
+        self._blocks: list[tuple[int, str]] = []  # number of the first piece, and the file
+        self._ends: dict[str, int] = {}
         self._names: list[str] = []
         self._dtypes: list[torch.dtype | None] = []
         self._axes = array("q")
         self._shapes = array("q")
-        self._file_of, self._key_of = array("q"), array("q")
-        self._at, self._lengths, self._elements = array("q"), array("q"), array("q")
+        self._key_of, self._at = array("q"), array("q")
+        self._lengths, self._elements = array("q"), array("q")
         self._boxes = array("q")
         self._checksums = bytearray()
 
@@ -101,18 +104,14 @@ class PackedKeys(Mapping[str, StoredKey]):
         boxes: list[int],
     ) -> None:
         """Append pieces of a file from a position on; -1 elements for an object."""
-        if not self._files or self._files[-1] != file:
-            if at or file in self._files:
-                raise ValueError(f"the pieces of {file} are in disorder")
-            self._files.append(file)
-        elif at != aligned(self._at[-1] + self._lengths[-1]):
+        if at != aligned(self._ends.get(file, 0)):
             raise ValueError(f"the pieces of {file} leave a gap")
-        if len(checksums) != DIGITS * len(lengths):
+        if len(checksums) != DIGITS * len(lengths) or not lengths:
             raise ValueError("there are not as many checksums as pieces")
-        for length in lengths:
-            self._at.append(at)
-            at = aligned(at + length)
-        self._file_of.extend([len(self._files) - 1] * len(lengths))
+        self._blocks.append((len(self._at), file))
+        steps = [-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths]
+        self._at.extend(accumulate(steps[:-1], initial=at))
+        self._ends[file] = self._at[-1] + lengths[-1]
         self._key_of.extend(keys)
         self._lengths.extend(lengths)
         self._elements.extend(elements)
@@ -137,15 +136,8 @@ class PackedKeys(Mapping[str, StoredKey]):
             raise ValueError("the boxes do not have as many numbers as axes")
         self._order = torch.argsort(keys, stable=True)
         self._first = _starts(torch.bincount(keys, minlength=len(self)))
-        self._check_ends()
-
-    def _check_ends(self) -> None:
-        ends = dict.fromkeys(self._sizes, 0)
-        for file, at, length in zip(self._file_of, self._at, self._lengths, strict=True):
-            ends[self._files[file]] = at + length
-        for name, size in self._sizes.items():
-            if ends[name] != size:
-                raise ValueError(f"the pieces of {name} do not end where it ends")
+        if self._ends != self._sizes:
+            raise ValueError("the pieces of some file do not end where it ends")
 
     def __len__(self) -> int:
         return len(self._names)
@@ -179,7 +171,7 @@ class PackedKeys(Mapping[str, StoredKey]):
         return place if self._names[place : place + 1] == [name] else None
 
     def _piece(self, number: int, axes: int) -> Piece:
-        file = self._files[self._file_of[number]]
+        _, file = self._blocks[bisect_right(self._blocks, (number, _LAST)) - 1]
         at, length, elements = self._at[number], self._lengths[number], self._elements[number]
         box = int(self._box_at[number])
         digest = self._checksums[number * DIGITS // 2 : (number + 1) * DIGITS // 2]

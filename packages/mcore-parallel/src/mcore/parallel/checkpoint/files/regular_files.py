@@ -67,7 +67,8 @@ def read_regular(path: Path, beginning: bytes) -> bytes:
                     f"{path} has changed since it was saved, or something else wrote it: it begins "
                     f"with {content!r}, not {beginning!r}; take another checkpoint"
                 )
-            return content + stream.readall()
+            stream.seek(0)
+            return stream.readall()
         except (OSError, MemoryError) as error:
             raise CheckpointingException(
                 f"{path} cannot be read ({error}); take another checkpoint"
