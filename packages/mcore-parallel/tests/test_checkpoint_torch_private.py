@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime
+
 import torch
 import torch.distributed as dist
 
@@ -9,6 +11,7 @@ from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import (
     METADATA_FILE,
     dtensor_chunk,
+    group_timeout,
     split_factor,
 )
 from rank_testing import run_ranks
@@ -27,6 +30,8 @@ def chunk_of_a_dtensor() -> tuple[object, ...]:
 
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+    seven = datetime.timedelta(seconds=7)
+    assert group_timeout(dist.new_group(timeout=seven)) == seven
     factors = [split_factor(p) for p in (Shard(0), Replicate(), _StridedShard(0, split_factor=2))]
     return dist.get_rank(), dtensor_chunk(tensor), factors
 

@@ -110,10 +110,13 @@ def file_part(name: str, offset: int, length: int) -> Any:
     return _StorageInfo(name, offset, length)
 
 
-def group_timeout(group: dist.ProcessGroup) -> timedelta:
-    """Return how long a collective of a group may take."""
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a collective of a group may take; None where its backend does not say."""
     from torch.distributed import distributed_c10d
 
-    device = distributed_c10d._get_pg_default_device(group)
-    options: Any = group._get_backend(device).options
-    return cast("timedelta", options._timeout)
+    try:
+        device = distributed_c10d._get_pg_default_device(group)
+        options: Any = group._get_backend(device).options
+        return cast("timedelta", options._timeout)
+    except (AttributeError, RuntimeError):
+        return None

@@ -15,7 +15,7 @@ from mcore.parallel.checkpoint.dtensor import with_fields
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.staging import digest_of
-from mcore.parallel.checkpoint.state_tree import Entries
+from mcore.parallel.checkpoint.state_tree import Entries, is_bare
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.shortened import ranks_text, titled_list
 from mcore.tensor.dtensor import to_local_if_dtensor
@@ -78,7 +78,7 @@ def _bare_shards(entries: Entries, team: Team) -> list[tuple[int, ShardedTensor]
     return [
         (at, shard)
         for at, (_, shard) in enumerate(entries.tensors)
-        if shard.key in entries.bare
+        if is_bare(shard)
         and is_main_replica(shard.replica_id)
         and prod(shard.local_shape) > 0
         and _mesh_size(shard.data) < team.size

@@ -31,7 +31,6 @@ class Entries:
     objects: list[tuple[Path, ShardedObject]]  # by unique key
     common: dict[str, tuple[Path, Any]]  # what every rank holds alike, by dotted name
     local: list[tuple[Path, Any]]  # never saved
-    bare: frozenset[str] = frozenset()  # keys of DTensors that nothing says more about
     own_common: frozenset[str] | None = None  # those that this rank writes; None: not chosen yet
 
     def written_common(self, *, is_first: bool) -> dict[str, Any]:
@@ -56,8 +55,7 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, _name(item[0])))
     entries.objects.sort(key=lambda item: (item[1].unique_key, _name(item[0])))
     common = dict(sorted(entries.common.items()))
-    bare = frozenset(shard.key for _, shard in entries.tensors if hasattr(shard, _BARE_MARKER))
-    return Entries(entries.tensors, entries.objects, common, entries.local, bare)
+    return Entries(entries.tensors, entries.objects, common, entries.local)
 
 
 def _add(entries: Entries, path: Path, value: Any) -> None:
@@ -83,6 +81,11 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
         )
     else:
         entries.common[name] = (path, value)
+
+
+def is_bare(shard: ShardedTensor) -> bool:
+    """Return whether a shard is that of a DTensor that nothing says more about."""
+    return hasattr(shard, _BARE_MARKER)
 
 
 def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
