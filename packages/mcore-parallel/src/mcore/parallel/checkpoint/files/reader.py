@@ -42,7 +42,7 @@ from mcore.parallel.torch_compat import file_part
 Verify = Literal["while_reading", "before", False]
 
 _DEVICE_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, few large copies are fastest
-_STEP_BYTES = 1 << 20  # read and checked at a time: small enough to stay in the cache
+_STEP_BYTES = 1 << 18  # read and checked at a time: small enough to stay in the nearest cache
 
 
 def metadata_of(keys: dict[str, StoredKey]) -> Metadata:
