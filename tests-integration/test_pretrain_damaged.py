@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore.parallel.checkpoint import list_checkpoints
+from mcore.parallel.checkpoint.files.manifest import read_index
 from pretrain_runs import pretrain
 
 pytestmark = pytest.mark.xdist_group("pretrain_damaged")
@@ -42,7 +44,7 @@ def change_a_digit(checkpoint: Path) -> None:
     """Have the manifest tell another digest of the index: valid JSON, and a digest in form."""
     path = checkpoint / "manifest.json"
     text = path.read_text()
-    digest = json.loads(text)["files"][".metadata"]["parts"][0][2]
+    digest = json.loads(text)["content"][0]["files"][".metadata"][1]
     other = ("1" if digest[0] == "0" else "0") + digest[1:]
     assert text.count(digest) == 1
     path.write_text(text.replace(digest, other))
@@ -50,13 +52,13 @@ def change_a_digit(checkpoint: Path) -> None:
 
 def flip_a_bit(checkpoint: Path, pattern: str) -> None:
     """Flip a bit of the largest tensor in each file with such a name, or of the whole file."""
-    files = json.loads((checkpoint / "manifest.json").read_text())["files"]
+    stored = read_index(checkpoint).keys.values()
     for path in sorted(checkpoint.glob(pattern)):
-        parts = files[path.name]["parts"]
-        tensors = [part for part in parts if part[3] is not None]
-        start, size, *_ = max(tensors or parts, key=lambda part: part[1])
+        pieces = [piece for one in stored for piece in one.pieces if piece.file == path.name]
+        size = path.stat().st_size
+        largest = max(pieces, key=lambda piece: math.prod(piece.shape), default=None)
         content = bytearray(path.read_bytes())
-        content[start + size // 2] ^= 1
+        content[size // 2 if largest is None else largest.at + largest.length // 2] ^= 1
         path.write_bytes(content)
 
 
@@ -137,4 +139,6 @@ def test_a_layout_given_on_the_command_line_replaces_that_of_the_run(
     assert done.returncode == 0, done.stderr
     settings = json.loads((run / "config.json").read_text())["settings"]
     assert (settings["tp"], settings["dp"]) == (1, 2)
+    said = "continuing as tp1-cp1-dp2 what ran as tp2-cp1-dp1, with new random streams"
+    assert said in done.stderr
     assert (run / "checkpoints" / "step_00000005").is_dir()

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 
-from pretrain.settings import Settings
+from pretrain.cli.options import parse, resolve
+from pretrain.settings import Settings, write_settings
+from pretrain.usage import UsageError
 from pretrain_runs import SMALL as BASE
-from pretrain_runs import losses_of, train_on_ranks
+from pretrain_runs import command, losses_of, train_on_ranks
 
 STEPS = 12
 STOP = 6
@@ -27,11 +29,10 @@ def start(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[fl
 @pytest.mark.parametrize(
     "settings",
     [
-        Settings(tp=2, cp=1, dp=1, dropout=0.1, **SMALL),
         Settings(tp=1, cp=2, dp=1, bf16=True, **SMALL),
         Settings(tp=1, cp=1, dp=2, dropout=0.1, untied=True, **SMALL),
     ],
-    ids=["tp2-dropout", "cp2-bf16", "dp2-untied-dropout"],
+    ids=["cp2-bf16", "dp2-untied-dropout"],
 )
 def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> None:
     whole = start(settings, tmp_path / "whole")
@@ -40,6 +41,46 @@ def test_same_layout_goes_on_bit_for_bit(settings: Settings, tmp_path: Path) -> 
     assert first == whole[:STOP]
     resumed = start(settings, tmp_path / "parts", resume=True)
     assert resumed == whole
+
+
+def test_the_command_goes_on_in_the_stored_layout(tmp_path: Path) -> None:
+    """Its ranks took their number for a data-parallel size, with other random streams."""
+    quiet = {"mlflow": False, "tensorboard": False, "straggler": False}
+    settings = Settings(tp=2, cp=1, dp=1, dropout=0.1, **quiet, **SMALL)
+    whole = start(settings, tmp_path / "whole")
+    start(dataclasses.replace(settings, exit_after=STOP), tmp_path / "parts")
+    done = command(tmp_path, "--resume", "parts", "--exit-after", "0")
+    assert done.returncode == 0, done.stderr
+    assert "continuing as" not in done.stderr
+    assert json.loads((tmp_path / "parts" / "config.json").read_text())["settings"]["tp"] == 2
+    assert losses_of(tmp_path / "parts") == whole
+
+
+@pytest.mark.parametrize(
+    ("options", "world_size", "layout", "stored"),
+    [
+        ("", 4, "tp2-cp1-dp2", ""),
+        ("--ranks 4", 4, "tp2-cp1-dp2", ""),
+        ("", None, "tp2-cp1-dp2", ""),
+        ("--ranks 2", 2, "tp2-cp1-dp1", "tp2-cp1-dp2"),
+        ("--ranks 8", None, "tp2-cp1-dp4", "tp2-cp1-dp2"),
+        ("--tp 2", 2, "tp2-cp1-dp1", "tp2-cp1-dp2"),
+        ("--dp 2", 2, "tp1-cp1-dp2", "tp2-cp1-dp2"),
+        ("--dp 4", None, "tp1-cp1-dp4", "tp2-cp1-dp2"),
+    ],
+)
+def test_another_layout_only_where_it_is_asked_for(
+    options: str, world_size: int | None, layout: str, stored: str, tmp_path: Path
+) -> None:
+    write_settings(Settings(tp=2, cp=1, dp=2), tmp_path, [])
+    request = resolve(parse(["--resume", str(tmp_path), *options.split()]), world_size)
+    assert (request.settings.layout, request.stored_layout) == (layout, stored)
+
+
+def test_another_number_of_ranks_is_no_layout(tmp_path: Path) -> None:
+    write_settings(Settings(tp=2, cp=1, dp=2), tmp_path, [])
+    with pytest.raises(UsageError, match="has 4 ranks and 2 were started: start 4, or name"):
+        resolve(parse(["--resume", str(tmp_path)]), 2)
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,27 @@ def test_files_and_names_are_synced_before_the_rename(
     assert tmp_path.name in sizes
 
 
+def syncs_of_each_rank(folder: str) -> list[str]:
+    import torch.distributed as dist
+
+    real, synced = os.fsync, []
+
+    def fsync(descriptor: int) -> None:
+        real(descriptor)
+        synced.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+
+    os.fsync = fsync
+    save_sharded_state_dict(state_of(1, dist.get_rank(), 2), Path(folder) / "step_1")
+    return synced
+
+
+def test_each_rank_syncs_its_file_and_then_its_name(tmp_path: Path) -> None:
+    """On a file system of several machines, a rank's sync says nothing of another's directory."""
+    for rank, synced in enumerate(run_ranks(syncs_of_each_rank, 2, str(tmp_path))):
+        after = synced[synced.index(f"__{rank}_0.distcp") + 1 :]
+        assert after[0].startswith(".step_1.incomplete-")
+
+
 def retention_killed_at_each_operation(folder: str) -> int:
     root = Path(folder)
     deaths = 0

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import struct
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,19 +19,20 @@ from mcore.parallel.checkpoint import (
     keep_last,
     latest_checkpoint,
     list_checkpoints,
+    load_sharded_state_dict,
     make_sharded_tensor_for_checkpoint,
     remove_incomplete,
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.files.durable_files import incomplete_sibling, make_directories
-from mcore.parallel.checkpoint.files.manifest import read_manifest
+from mcore.parallel.checkpoint.files.manifest import read_index
 
 
 def save(path: Path, written_at: int | None = None) -> Path:
     weight = make_sharded_tensor_for_checkpoint(torch.arange(4.0), "w")
     save_sharded_state_dict({"w": weight}, path)
     if written_at is not None:
-        os.utime(path / ".metadata", (written_at, written_at))
+        os.utime(path / "manifest.json", (written_at, written_at))
     return path
 
 
@@ -37,24 +41,28 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def test_order_is_that_of_the_step_numbers(tmp_path: Path) -> None:
-    for name in ("step_100", "step_9", "iter-0000020", "model_7b_step3"):
+    for name in ("step_100", "step_9", "iter_0000020"):
         save(tmp_path / name)
-    expected = ["model_7b_step3", "step_9", "iter-0000020", "step_100"]
-    assert names(list_checkpoints(tmp_path)) == expected
+    assert names(list_checkpoints(tmp_path)) == ["step_9", "iter_0000020", "step_100"]
     assert latest_checkpoint(str(tmp_path)) == tmp_path / "step_100"
 
 
-def test_last_number_counts_where_no_step_is_named(tmp_path: Path) -> None:
-    for name in ("7b-10", "7b-9"):
+def test_one_pattern_says_what_a_checkpoint_of_the_run_is(tmp_path: Path) -> None:
+    for name in ("best", "ckpt_100_tp2", "step_3", "step_3.damaged", "7b-10", "7b-9"):
         save(tmp_path / name)
-    assert names(list_checkpoints(tmp_path)) == ["7b-9", "7b-10"]
+    assert names(list_checkpoints(tmp_path)) == ["step_3"]
+    assert names(list_checkpoints(tmp_path, pattern=r"7b-(\d+)")) == ["7b-9", "7b-10"]
+    assert latest_checkpoint(tmp_path, pattern=re.compile(r"7b-(\d+)")) == tmp_path / "7b-10"
+    for pattern in ("(", r"(s)tep_\d+"):
+        with pytest.raises(ValueError, match="pattern"):
+            list_checkpoints(tmp_path, pattern=pattern)
 
 
-def test_a_name_without_number_makes_time_decide(tmp_path: Path) -> None:
+def test_a_pattern_without_a_step_makes_time_decide(tmp_path: Path) -> None:
     save(tmp_path / "step_9", written_at=300)
     save(tmp_path / "final", written_at=200)
-    save(tmp_path / "step_1", written_at=100)
-    assert names(list_checkpoints(tmp_path)) == ["step_1", "final", "step_9"]
+    save(tmp_path / "start", written_at=100)
+    assert names(list_checkpoints(tmp_path, pattern=".*")) == ["start", "final", "step_9"]
 
 
 def test_only_complete_checkpoints_are_listed(tmp_path: Path) -> None:
@@ -94,6 +102,60 @@ def test_retention_keeps_the_newest_good_ones(tmp_path: Path) -> None:
     assert latest_checkpoint(tmp_path) == tmp_path / "step_4"
 
 
+def test_retention_leaves_links_and_other_names_alone(tmp_path: Path) -> None:
+    """A link ``latest`` counted as the newest checkpoint, so that its target was deleted."""
+    root = tmp_path / "run"
+    for name in ("step_1", "step_2", "step_3", "step_4", "best", "ckpt_100_tp2"):
+        save(root / name)
+    elsewhere = save(tmp_path / "step_9")
+    links = {
+        "latest": root / "step_4",
+        "step_5": root / "step_4",
+        "step_6": elsewhere,
+        ".step_7.incomplete-0123456789abcdef": elsewhere,
+        "pinned": root / "step_1",
+    }
+    for name, target in links.items():
+        (root / name).symlink_to(target)
+    assert names(list_checkpoints(root)) == ["step_1", "step_2", "step_3", "step_4"]
+    assert keep_last(root, 1, protect=["pinned", root / "step_2"]) == [root / "step_3"]
+    assert keep_last(root, 1, protect="pinned") == [root / "step_2"]
+    assert remove_incomplete(root) == []
+    expected = {"step_1", "step_4", "best", "ckpt_100_tp2", *links}
+    assert {entry.name for entry in root.iterdir()} == expected
+    assert all((root / name).is_symlink() for name in links)
+    assert is_complete_checkpoint(elsewhere)
+    assert keep_last(root, 1, pattern="best|ckpt_100.*") == [root / "best"]
+
+
+def test_urls_are_refused_and_homes_expanded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    weight = {"w": torch.zeros(2)}
+    calls: list[Callable[[Any], object]] = [
+        lambda path: save_sharded_state_dict(weight, path),
+        lambda path: load_sharded_state_dict(weight, path),
+        is_complete_checkpoint,
+        list_checkpoints,
+        latest_checkpoint,
+        remove_incomplete,
+        lambda path: keep_last(path, 1),
+    ]
+    for call in calls:
+        for url in ("s3://bucket/step_1", Path("s3://bucket/step_1"), "file:///tmp/step_1"):
+            with pytest.raises(CheckpointingException, match="is a URL"):
+                call(url)
+        with pytest.raises(CheckpointingException, match="unknown user"):
+            call("~nobody-of-this-name/step_1")
+    assert list(tmp_path.iterdir()) == []
+    save_sharded_state_dict(weight, "~/runs/step_1")
+    assert list_checkpoints("~/runs") == [tmp_path / "home" / "runs" / "step_1"]
+    assert is_complete_checkpoint(Path("~/runs/step_1"))
+    assert os.listdir(tmp_path) == ["home"]
+
+
 def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     save(tmp_path / "step_1")
     left = incomplete_sibling(tmp_path / "step_2", 5)
@@ -108,24 +170,22 @@ def test_leftovers_are_removed_and_nothing_else(tmp_path: Path) -> None:
     ]
 
 
-def test_manifest_lists_each_file_and_every_byte_of_it(tmp_path: Path) -> None:
+def test_manifest_lists_each_file_and_says_where_elements_lie(tmp_path: Path) -> None:
     path = save(tmp_path / "step_1")
     written = json.loads((path / "manifest.json").read_text())
-    assert (written["format"], written["version"]) == ("mcore sharded checkpoint", 2)
+    assert (written["format"], written["version"]) == ("mcore sharded checkpoint", 3)
     sizes = {entry.name: entry.stat().st_size for entry in path.iterdir()}
     del sizes["manifest.json"]
     assert sorted(sizes) == [".metadata", "__0_0.distcp"]
-    files = read_manifest(path)
-    assert files is not None
-    assert {name: record.size for name, record in files.items()} == sizes
-    for record in files.values():
-        ends = [piece.offset + piece.length for piece in record.pieces]
-        assert [piece.offset for piece in record.pieces] == [0, *ends[:-1]]
-        assert ends[-1] == record.size
-    [piece] = files["__0_0.distcp"].pieces
-    assert piece.elements_at is not None
+    index = read_index(path)
+    assert index.files == sizes
+    assert dict(index.keys).keys() == {"w"}
+    assert (index.keys["w"].dtype, index.keys["w"].shape) == (torch.float32, (4,))
+    [piece] = index.keys["w"].pieces
+    assert (piece.start, piece.shape, piece.at + piece.span) == ((0,), (4,), sizes["__0_0.distcp"])
+    assert piece.elements is not None
     content = (path / "__0_0.distcp").read_bytes()
-    assert content[piece.elements_at :][:16] == struct.pack("<4f", 0, 1, 2, 3)
+    assert content[piece.at + piece.elements :][:16] == struct.pack("<4f", 0, 1, 2, 3)
 
 
 def test_parents_are_made_and_a_link_counts_as_existing(tmp_path: Path) -> None:

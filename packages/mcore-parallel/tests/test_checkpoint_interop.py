@@ -95,7 +95,7 @@ def test_dtensors_travel_both_ways_between_meshes(tmp_path: Path) -> None:
     assert run_ranks(read_both, 2, str(tmp_path), labels, [(2,)]) == [2] * 2
     assert not (tmp_path / "torchs2" / "manifest.json").exists()
     assert is_complete_checkpoint(tmp_path / "torchs2")
-    assert len(list_checkpoints(tmp_path)) == 4
+    assert len(list_checkpoints(tmp_path, pattern=".*")) == 4
     for label in ("ours2", "torchs2", "ours2x2", "torchs2x2"):
         targets = {
             name: make_sharded_tensor_for_checkpoint(torch.zeros_like(whole), f"model.{name}")
@@ -163,7 +163,7 @@ def test_fsdp2_over_tensor_parallelism_is_saved_and_loaded(tmp_path: Path) -> No
         ("composed_uneven", 10),
     ):
         target = make_sharded_tensor_for_checkpoint(torch.zeros(rows, 3), "weight")
-        loaded = load_sharded_state_dict({"weight": target}, tmp_path / name)
+        loaded = load_sharded_state_dict({"weight": target}, tmp_path / name, unexpected="ignore")
         assert torch.equal(loaded["weight"], torch.arange(rows * 3.0).reshape(rows, 3))
 
 
@@ -249,7 +249,7 @@ def test_torchs_checkpoint_of_plain_values_is_read(tmp_path: Path) -> None:
         assert loaded["opt"] == state["opt"]
         assert torch.equal(loaded["t"][0], torch.ones(2))
         assert loaded["t"][1] == 5
-        assert blank["a"].tolist() == [0] * 4
+        assert loaded["a"] is blank["a"]
 
 
 def test_saving_and_loading_alone_warns_of_nothing(tmp_path: Path) -> None:

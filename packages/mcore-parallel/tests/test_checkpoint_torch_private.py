@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-import importlib
+import datetime
 
-import pytest
 import torch
 import torch.distributed as dist
 
 from mcore.parallel.tensor_memory import bytes_of
 from mcore.parallel.torch_compat import (
     METADATA_FILE,
-    METADATA_GLOBALS,
     dtensor_chunk,
+    group_timeout,
     split_factor,
 )
 from rank_testing import run_ranks
-
-
-@pytest.mark.parametrize(("module", "name"), sorted(METADATA_GLOBALS))
-def test_what_an_index_refers_to_exists(module: str, name: str) -> None:
-    assert hasattr(importlib.import_module(module), name)
 
 
 def test_name_of_the_index_is_torchs() -> None:
@@ -36,6 +30,8 @@ def chunk_of_a_dtensor() -> tuple[object, ...]:
 
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
+    seven = datetime.timedelta(seconds=7)
+    assert group_timeout(dist.new_group(timeout=seven)) == seven
     factors = [split_factor(p) for p in (Shard(0), Replicate(), _StridedShard(0, split_factor=2))]
     return dist.get_rank(), dtensor_chunk(tensor), factors
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import random
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -19,32 +22,53 @@ from mcore.parallel.checkpoint import (
 from mcore.parallel.checkpoint.files.durable_files import new_large_file
 
 
-def manifest_of(path: Path) -> dict[str, list[list[int]]]:
-    files = json.loads((path / "manifest.json").read_text())["files"]
-    return {name: record["parts"] for name, record in files.items()}
+def pieces_of(path: Path) -> list[dict[str, Any]]:
+    """The pieces of the only payload file, as the manifest, plain JSON, describes them."""
+    lines = json.loads((path / "manifest.json").read_text())["content"]
+    [keys], [block] = ([line for line in lines if name in line] for name in ("dtypes", "file"))
+    assert block["file"] == "__0_0.distcp"
+    pieces, at = [], block["at"]
+    for key, length, elements in zip(
+        block["keys"], block["lengths"], block["elements"], strict=True
+    ):
+        piece = {"key": keys["keys"][key], "at": at, "length": length, "elements": at + elements}
+        pieces.append(piece | {"dtype": keys["dtypes"][key]})
+        at = -(-(at + length) // 64) * 64
+    return pieces
 
 
 def test_elements_lie_at_places_from_which_memory_is_copied_fast(tmp_path: Path) -> None:
     odd = {f"w{size}": torch.arange(size, dtype=torch.uint8) for size in (1, 63, 64, 65, 1000)}
+    odd["large"] = torch.arange(1 << 21).to(torch.uint8)  # written in another way
     shards = {key: ShardedTensor.from_rank_offsets(key, value) for key, value in odd.items()}
     thing = ShardedObject("thing", {"a": 1}, (1,), (0,))
     save_sharded_state_dict({**shards, "thing": thing, "step": 3}, tmp_path / "saved")
-    pieces = manifest_of(tmp_path / "saved")["__0_0.distcp"]
     content = (tmp_path / "saved" / "__0_0.distcp").read_bytes()
-    places = [at for *_, at in pieces if at is not None]
-    assert len(places) == len(odd)
-    assert [at % 64 for at in places] == [0] * len(odd)
-    for at, (_, value) in zip(places, sorted(odd.items()), strict=True):
+    found = {piece["key"]: piece for piece in pieces_of(tmp_path / "saved")}
+    assert found.keys() == {*odd, "thing/shard_0_1", "step"}
+    for key, value in odd.items():
+        at = found[key]["elements"]
+        assert at % 64 == 0
         assert content[at : at + value.numel()] == bytes(value.tolist())
 
 
-def test_pieces_cover_every_byte_once(tmp_path: Path) -> None:
-    shards = [ShardedTensor.from_rank_offsets(f"w{i}", torch.zeros(i + 1)) for i in range(5)]
-    save_sharded_state_dict({"shards": shards, "step": 3}, tmp_path / "saved")
-    for name, pieces in manifest_of(tmp_path / "saved").items():
-        ends = [offset + length for offset, length, *_ in pieces]
-        assert [offset for offset, *_ in pieces] == [0, *ends[:-1]]
-        assert ends[-1] == (tmp_path / "saved" / name).stat().st_size
+def test_pieces_are_archives_that_torch_and_zip_read(tmp_path: Path) -> None:
+    sizes = (0, 1, 5, 300_000)  # the last one is written by torch.save itself
+    tensors = {f"w{size}": torch.arange(float(size)) for size in sizes}
+    save_sharded_state_dict({**tensors, "scalar": torch.tensor(3)}, tmp_path / "saved")
+    content = (tmp_path / "saved" / "__0_0.distcp").read_bytes()
+    pieces = pieces_of(tmp_path / "saved")
+    for piece in pieces:
+        archive = content[piece["at"] : piece["at"] + piece["length"]]
+        with zipfile.ZipFile(io.BytesIO(archive)) as opened:
+            assert opened.testzip() is None
+        value = torch.load(io.BytesIO(archive))
+        assert torch.equal(value, tensors.get(piece["key"], torch.tensor(3)))
+    between = set(range(len(content)))
+    for piece in pieces:
+        between -= set(range(piece["at"], piece["at"] + piece["length"]))
+    assert {content[at] for at in between} <= {0}
+    assert pieces[-1]["at"] + pieces[-1]["length"] == len(content)
 
 
 def test_a_slice_of_a_large_buffer_is_saved_alone(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NoReturn
@@ -13,6 +14,7 @@ from pretrain.settings import DEFAULT_RANKS, Settings, read_settings
 from pretrain.usage import UsageError
 
 MLFLOW_URI = "--mlflow-uri"
+_SIZES = ("tp", "cp", "dp")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +25,7 @@ class Request:
     run_dir: Path | None
     resume: Path | None
     runs_dir: Path
+    stored_layout: str = ""  # of the run to resume, where this start has another one
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
 
 
@@ -86,20 +89,35 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
+    before: dict[str, Any] = dict(_stored_layout(base))
+    stored = dataclasses.replace(settings, **before).layout
     return Request(
-        settings=settings, run_dir=run_dir, resume=resume, runs_dir=runs_dir, mlflow_uri=mlflow_uri
+        settings=settings,
+        run_dir=run_dir,
+        resume=resume,
+        runs_dir=runs_dir,
+        stored_layout="" if stored == settings.layout else stored,
+        mlflow_uri=mlflow_uri,
     )
 
 
 def _layout(
     given: Mapping[str, Any], base: Mapping[str, Any], ranks: int | None, world_size: int | None
 ) -> dict[str, int]:
-    """The three sizes: those given; a missing dp fills up the ranks."""
+    """The sizes: those given, else those of a resumed run; a missing dp fills up the ranks."""
     available = world_size if world_size is not None else ranks
-    named = [name for name in ("tp", "cp", "dp") if name in given]
-    if base and not named and available is None:
-        return {name: base[name] for name in ("tp", "cp", "dp")}
-    sizes = {name: given.get(name, 1) for name in ("tp", "cp", "dp")}
+    named = [name for name in _SIZES if name in given]
+    sizes = {name: given.get(name, 1) for name in _SIZES}
+    if base and not named:
+        sizes = _stored_layout(base)
+        needed = math.prod(sizes.values())
+        if available in (None, needed):
+            return sizes
+        if ranks is None:
+            raise UsageError(
+                f"the run to resume has {needed} ranks and {available} were started: start "
+                f"{needed}, or name another layout with --tp, --cp and --dp"
+            )
     if "dp" in given or min(sizes.values()) < 1:
         return sizes
     if available is None and not named:
@@ -107,6 +125,10 @@ def _layout(
     if available is not None and available % (sizes["tp"] * sizes["cp"]) == 0:
         sizes["dp"] = available // (sizes["tp"] * sizes["cp"])
     return sizes
+
+
+def _stored_layout(base: Mapping[str, Any]) -> dict[str, int]:
+    return {name: base[name] for name in _SIZES if name in base}
 
 
 def _kept(base: Mapping[str, Any]) -> dict[str, Any]:

@@ -56,6 +56,7 @@ def _run(request: Request) -> int:
         dist.get_default_backend_for_device(device),
         timeout=datetime.timedelta(seconds=request.settings.timeout_s),
     )
+    _report_another_layout(request)
     try:
         folder = _agree_on_folder(request, device)
         mlflow = _open_mlflow(request, folder)
@@ -69,6 +70,15 @@ def _run(request: Request) -> int:
         _leave_after(error)
     dist.destroy_process_group()
     return 0
+
+
+def _report_another_layout(request: Request) -> None:
+    if request.stored_layout and dist.get_rank() == 0:
+        line = (
+            f"pretrain: continuing as {request.settings.layout} what ran as "
+            f"{request.stored_layout}, with new random streams"
+        )
+        print(line, file=sys.stderr, flush=True)
 
 
 def _open_mlflow(request: Request, folder: RunFolder) -> JobRun | None:

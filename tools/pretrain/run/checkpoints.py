@@ -104,11 +104,11 @@ class CheckpointedState:
             ) from error
 
     def _load(self, path: Path) -> None:
-        facts = load_sharded_state_dict(self._facts(), path)
+        facts = load_sharded_state_dict(self._facts(), path, unexpected="ignore")
         state = self._tensors()
         if facts["layout"] == self._layout():
             state.update(self._streams())
-        loaded = load_sharded_state_dict(state, path)
+        loaded = load_sharded_state_dict(state, path, unexpected="ignore")
         if "random_streams" in loaded:
             restore_streams(loaded["random_streams"], self.device)
         self.train_state.load_state_dict(facts["train_state"])
@@ -168,7 +168,7 @@ def set_aside(checkpoint: Path) -> Path:
 def _damage(checkpoint: Path) -> str:
     path = checkpoint.absolute()
     try:
-        load_sharded_state_dict({}, path)
+        load_sharded_state_dict({}, path, unexpected="ignore")
     except CheckpointingException as error:
         said = _first_problem(error).removeprefix(f"cannot load {path}: ")
         return said.replace(f"{path}/", "").removeprefix(f"{path} ")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -14,27 +15,6 @@ if TYPE_CHECKING:
     from torch.distributed.tensor.placement_types import Placement
 
 METADATA_FILE = ".metadata"
-
-_METADATA_CLASSES = (
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorProperties",
-    "TensorStorageMetadata",
-    "_MEM_FORMAT_ENCODING",
-)
-METADATA_GLOBALS = frozenset(
-    {("torch.distributed.checkpoint.metadata", name) for name in _METADATA_CLASSES}
-    | {
-        ("collections", "OrderedDict"),
-        ("torch", "Size"),
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
-        ("torch.serialization", "_get_layout"),
-    }
-)
-"""Module and name of everything a ``.metadata`` file may refer to, besides dtypes and paths."""
 
 
 def is_distributed() -> bool:
@@ -128,3 +108,15 @@ def file_part(name: str, offset: int, length: int) -> Any:
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
+
+
+def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
+    """Return how long a collective of a group may take; None where its backend does not say."""
+    from torch.distributed import distributed_c10d
+
+    try:
+        device = distributed_c10d._get_pg_default_device(group)
+        options: Any = group._get_backend(device).options
+        return cast("timedelta", options._timeout)
+    except (AttributeError, RuntimeError):
+        return None

@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from mcore.parallel.checkpoint.team import Team, lost_ranks_named
 from mcore.parallel.groups import group_ranks
+from mcore.parallel.torch_compat import group_timeout
 
 logger = logging.getLogger(__name__)
 
@@ -109,7 +110,12 @@ def _private_team(team: Team, ranks: list[int]) -> Team:
         return team
     everyone = len(ranks) == dist.get_world_size()
     with lost_ranks_named():
-        group = dist.new_group(ranks, backend="gloo", use_local_synchronization=not everyone)
+        group = dist.new_group(
+            ranks,
+            timeout=group_timeout(team.group),
+            backend="gloo",
+            use_local_synchronization=not everyone,
+        )
     return Team(group, team.rank, team.size)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 from math import prod
@@ -30,6 +31,7 @@ from mcore.parallel.checkpoint.state_tree import (
     rebuild_state_dict,
 )
 from mcore.parallel.shortened import titled_list
+from mcore.tensor.dtensor import to_local_if_dtensor
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,10 @@ class ShardedLoadPlanner(LoadPlanner):
     this package and of torch.distributed.checkpoint itself. Tensors are filled in place, on every
     rank; :meth:`loaded_state_dict` gives them and all other values after the load.
 
+    With ``torch.distributed.checkpoint.load`` use it only on checkpoints that you trust: the reader
+    of torch unpickles the index, which may run any code, before a planner sees it, and checks no
+    content. :func:`load_sharded_state_dict` does neither.
+
     Args:
         strict: Refuse a checkpoint that lacks a key; otherwise the local value stays.
         weights_only: Unpickle objects with torch's restricted unpickler. False runs whatever code
@@ -83,8 +89,9 @@ class ShardedLoadPlanner(LoadPlanner):
         self._strict = strict
         self._weights_only = weights_only
         self._is_coordinator = False
-        self._state_dict: dict[str, Any] = {}
+        self._state_dict: Mapping[str, Any] | None = None
         self._entries = Entries([], [], {}, [])
+        self.wanted: frozenset[str] = frozenset()
         self._metadata = Metadata({})
         self._start_over()
 
@@ -96,6 +103,14 @@ class ShardedLoadPlanner(LoadPlanner):
         self._problems: list[str] = []
         self._casts: list[str] = []
 
+    def take(self, state_dict: Mapping[str, Any]) -> frozenset[str]:
+        """Take the state dict to fill, and return the keys that it asks for; no communication."""
+        self._state_dict, self._entries = state_dict, flatten_state_dict(state_dict)
+        tensors = {shard.key for _, shard in self._entries.tensors}
+        objects = {obj.unique_key for _, obj in self._entries.objects}
+        self.wanted = frozenset(tensors | objects | self._entries.common.keys())
+        return self.wanted
+
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -105,8 +120,9 @@ class ShardedLoadPlanner(LoadPlanner):
         """Take the state dict to fill and the index of the checkpoint."""
         if metadata is None:
             raise CheckpointingException("a load needs the index of the checkpoint, got None")
-        self._state_dict, self._metadata = state_dict, metadata
-        self._entries = flatten_state_dict(state_dict)
+        if self._state_dict is not state_dict:
+            self.take(state_dict)
+        self._metadata = metadata
         self._is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
@@ -185,7 +201,7 @@ class ShardedLoadPlanner(LoadPlanner):
         for path, name, local in named:
             if path not in values:
                 values[path] = self._values.get(name, local)
-        return rebuild_state_dict(self._state_dict, values)
+        return rebuild_state_dict(self._state_dict or {}, values)
 
     def _object_items(self) -> list[ReadItem]:
         names = dict.fromkeys(obj.unique_key for _, obj in self._entries.objects)
@@ -204,14 +220,17 @@ class ShardedLoadPlanner(LoadPlanner):
     def _common_tensor_items(
         self, name: str, path: Path, local: Any, saved: TensorStorageMetadata
     ) -> list[ReadItem]:
-        if isinstance(local, torch.Tensor):
-            device = "cpu" if local.is_meta else local.device
-            value = torch.empty_like(local, device=device, requires_grad=False)
-        else:
+        if not isinstance(local, torch.Tensor):
             value = torch.empty(saved.size, dtype=saved.properties.dtype)
+        elif local.is_meta:
+            value = torch.empty_like(local, device="cpu", requires_grad=False)
+        else:
+            _require_fillable(name, local)
+            value = local
         self._results[path] = value
         shape = tuple(value.shape)
-        return self._read_tensors(name, [Target(value, shape, (0,) * len(shape), shape, False)])
+        target = Target(value.detach(), shape, (0,) * len(shape), shape, False)
+        return self._read_tensors(name, [target])
 
     def _tensor_items(self) -> list[ReadItem]:
         items: list[ReadItem] = []
@@ -302,6 +321,7 @@ def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
             f"key {shard.key!r} is on the meta device: materialise it before the load, with "
             "module.to_empty(device=...) for instance"
         )
+    _require_fillable(shard.key, to_local_if_dtensor(data))
     inside = Target(
         with_leading_axes(data, shard.prepend_axis_num),
         shard.global_shape,
@@ -330,5 +350,25 @@ def _tensor_problem(
         return (
             f"key {key!r}: the checkpoint has global shape {shape}, expected "
             f"{target.global_shape}{hint if has_as_many_axes else ''}"
+        )
+    return None
+
+
+def _require_fillable(key: str, tensor: torch.Tensor) -> None:
+    problem = _unfillable(tensor)
+    if problem is not None:
+        raise CheckpointingException(f"key {key!r}: the tensor to fill {problem}")
+
+
+def _unfillable(tensor: torch.Tensor) -> str | None:
+    """Return why a tensor cannot be filled in place, or None."""
+    if tensor.layout != torch.strided or tensor.is_quantized:
+        return f"is not plain memory (layout {tensor.layout}, dtype {tensor.dtype})"
+    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
+        return "is expanded, so that several elements share their memory; clone() it first"
+    if tensor.is_inference() and not torch.is_inference_mode_enabled():
+        return (
+            "was made in inference mode and cannot change outside of it; load in inference mode, "
+            "or make it with torch.no_grad()"
         )
     return None

@@ -7,35 +7,47 @@ import os
 import pickle
 import secrets
 import shutil
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
+import torch
+
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
+from mcore.parallel.checkpoint.copies import choose_writers
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.durable_files import (
     incomplete_sibling,
     is_incomplete_name,
     make_directories,
 )
-from mcore.parallel.checkpoint.files.manifest import FileRecords, read_manifest, size_problem
-from mcore.parallel.checkpoint.files.metadata_file import keys_text, read_metadata
+from mcore.parallel.checkpoint.files.index import Index
+from mcore.parallel.checkpoint.files.manifest import RawIndex, parsed_index, read_raw_index
+from mcore.parallel.checkpoint.files.metadata_file import keys_text
+from mcore.parallel.checkpoint.files.regular_files import (
+    PathLike,
+    local_path,
+    open_regular,
+    size_problem,
+)
 from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
+from mcore.parallel.shortened import titled_list
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed.checkpoint.metadata import Metadata
-    from torch.distributed.checkpoint.planner import SavePlan
+    from torch.distributed.checkpoint.planner import LoadPlan, SavePlan
 
+    from mcore.parallel.checkpoint.files.reader import CheckedReader, Verify
     from mcore.parallel.checkpoint.files.writer import DurableWriter
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
     from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
     from mcore.parallel.groups import GroupLike
 
-PathLike = str | os.PathLike[str]
+Unexpected = Literal["raise", "warn", "ignore"]
 
 
 @overload
@@ -45,6 +57,8 @@ def save_sharded_state_dict(
     *,
     process_group: GroupLike | None = None,
     async_: Literal[False] = False,
+    check_replicas: bool = False,
+    weights_only: bool = True,
 ) -> None: ...
 @overload
 def save_sharded_state_dict(
@@ -53,6 +67,8 @@ def save_sharded_state_dict(
     *,
     process_group: GroupLike | None = None,
     async_: Literal[True],
+    check_replicas: bool = False,
+    weights_only: bool = True,
 ) -> SaveHandle: ...
 @overload
 def save_sharded_state_dict(
@@ -61,6 +77,8 @@ def save_sharded_state_dict(
     *,
     process_group: GroupLike | None = None,
     async_: bool,
+    check_replicas: bool = False,
+    weights_only: bool = True,
 ) -> SaveHandle | None: ...
 def save_sharded_state_dict(
     sd: Mapping[str, Any],
@@ -68,36 +86,45 @@ def save_sharded_state_dict(
     *,
     process_group: GroupLike | None = None,
     async_: bool = False,
+    check_replicas: bool = False,
+    weights_only: bool = True,
 ) -> SaveHandle | None:
     """Write what all ranks hold as one checkpoint, which appears complete or not at all.
 
     Collective over ``process_group``: all its ranks call it with the same path. Main replicas
-    write their tensors and objects; the first rank writes all other leaves, and warns if they
-    differ between ranks. Files go into a hidden directory beside ``path``; when all ranks have
-    them on storage, one rename makes it ``path``. A process that is killed before that leaves
-    only the hidden directory, which :func:`remove_incomplete` deletes.
+    write their tensors and objects. Of a DTensor whose mesh lacks ranks, copies on several ranks
+    must be equal and one is written. The first rank that has it writes any other leaf, and a
+    warning names those that differ between ranks. Files go into a hidden directory beside ``path``;
+    when all ranks have them on storage, one rename makes it ``path``. A process that is killed
+    before that leaves only the hidden directory, which :func:`remove_incomplete` deletes.
 
     The files are those of ``torch.distributed.checkpoint``, whose ``load`` can read them, and a
-    ``manifest.json`` with their sizes and checksums. Random generators are left alone. Without
-    torch.distributed this process writes the same files alone.
+    ``manifest.json`` that says all a load here has to know, with checksums. Random generators are
+    left alone. Without torch.distributed this process writes the same files alone.
 
     Args:
         sd: Nested dicts and lists of ShardedTensor, ShardedObject, LocalNonpersistentObject (not
             saved), DTensor (named by its place) and plain values, equal on all ranks.
-        path: The directory to make, on a file system that all ranks share. It must not exist.
+        path: The directory to make, on a file system that all ranks share. It must not exist. A
+            leading ``~`` is expanded; URLs are refused.
         process_group: The ranks that save; None is the world.
         async_: Return as soon as what this rank writes is copied to the CPU, and write in the
             background. Later changes of the tensors do not reach the checkpoint. Background
             saves run in the order of the calls, over a gloo group of their own, which must not be
             destroyed before they are done.
+        check_replicas: Compare all that several ranks hold, byte by byte, before anything is
+            written: every rank reads its whole state once.
+        weights_only: Refuse objects and values that a load would refuse, since code that their
+            file names would have to be run: NumPy values, paths, dates, enums, dataclasses, ...
 
     Returns:
         None, or the handle of a background save, whose ``result()`` waits for the rename.
 
     Raises:
         CheckpointingException: On every rank, and ``path`` is as before: it exists, cannot be
-            written, ranks named different paths, the shards do not make whole tensors, a value
-            cannot be pickled, or a rank failed or died.
+            written, ranks named different paths, the shards do not make whole tensors, ranks hold
+            different tensors under one key, a value cannot be pickled or would not be loaded, or a
+            rank failed or died.
         ValueError: This rank is not a member of the group.
 
     Example:
@@ -111,19 +138,28 @@ def save_sharded_state_dict(
         {'weight': tensor([0., 1., 2.]), 'step': 1}
     """
     team = team_of(process_group)
-    final = Path(os.path.abspath(path))
-    entries = team.agree(lambda: _prepared(sd, final, team))
+    entries, final = team.agree(lambda: _prepared(sd, path, team))
     incomplete = incomplete_sibling(final, _agreed_token(final, team))
+    try:
+        entries = choose_writers(entries, team, check_replicas=check_replicas)
+        team.agree(lambda: reject_unsavable(entries, is_first=team.is_first))
+    except CheckpointingException as error:
+        raise CheckpointingException(f"cannot save {final}: {error}") from error
+
+    def write(entries: Entries, team: Team) -> None:
+        _write(entries, incomplete, final, team, weights_only=weights_only)
+
     if not async_:
-        _write(entries, incomplete, final, team)
+        write(entries, team)
         return None
-    staged = team.agree(lambda: stage_entries(entries, with_common=team.is_first))
-    return start_in_background(final, team, lambda own: _write(staged, incomplete, final, own))
+    staged = team.agree(
+        lambda: stage_entries(entries, is_first=team.is_first, weights_only=weights_only)
+    )
+    return start_in_background(final, team, lambda own: write(staged, own))
 
 
-def _prepared(sd: Mapping[str, Any], final: Path, team: Team) -> Entries:
-    entries = flatten_state_dict(sd)
-    reject_unsavable(entries, with_common=team.is_first)
+def _prepared(sd: Mapping[str, Any], path: PathLike, team: Team) -> tuple[Entries, Path]:
+    entries, final = flatten_state_dict(sd), local_path(path)
     if is_incomplete_name(final.name):
         raise CheckpointingException(
             f"{final} has the name of an unfinished checkpoint; choose another one"
@@ -134,7 +170,7 @@ def _prepared(sd: Mapping[str, Any], final: Path, team: Team) -> Entries:
                 f"{final} already exists and is left as it is; choose another path, or delete it"
             )
         make_directories(final.parent)
-    return entries
+    return entries, final
 
 
 def _agreed_token(final: Path, team: Team) -> int:
@@ -149,13 +185,15 @@ def _agreed_token(final: Path, team: Team) -> int:
     return token
 
 
-def _write(entries: Entries, incomplete: Path, final: Path, team: Team) -> None:
+def _write(
+    entries: Entries, incomplete: Path, final: Path, team: Team, *, weights_only: bool
+) -> None:
     """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
     from mcore.parallel.checkpoint.files.writer import DurableWriter
     from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 
-    planner = ShardedSavePlanner(entries)
+    planner = ShardedSavePlanner(entries, weights_only=weights_only)
     writer = DurableWriter(incomplete, final, team.rank)
     try:
         _plan_and_write(planner, writer, team)
@@ -198,31 +236,35 @@ def load_sharded_state_dict(
     path: PathLike,
     *,
     strict: bool = True,
+    unexpected: Unexpected = "warn",
     process_group: GroupLike | None = None,
     weights_only: bool = True,
-    verify_checksums: bool = True,
+    verify: Verify = "while_reading",
 ) -> dict[str, Any]:
     """Read a checkpoint into the tensors of ``sd``, whatever layout it was saved in.
 
-    Collective over ``process_group``: all its ranks call it. Each reads what it needs, replicas
-    included. All checks come first, on all ranks: when one fails, no tensor on any rank has been
+    Collective over ``process_group``: all its ranks call it. The first rank reads the manifest for
+    all; then each reads what it needs, replicas included. Keys, shapes, dtypes, targets and file
+    sizes are checked first, on all ranks: when one does not fit, no tensor on any rank has been
     touched. Floating-point tensors are cast to the target's dtype. Checkpoints that
     ``torch.distributed.checkpoint.save`` wrote are read too. Without torch.distributed this
-    process reads alone.
+    process reads alone. Nothing is unpickled but objects, and these without running code.
 
     Args:
-        sd: As in :func:`save_sharded_state_dict`; its values say what to load. The tensors of
-            ShardedTensor and DTensor values are filled in place (a ShardedTensor without data
-            gets a new one); everything else in it is left as it is.
-        path: The checkpoint.
-        strict: Raise when the checkpoint lacks a key; otherwise the local value stays. Keys that
-            only the checkpoint has are ignored.
+        sd: As in :func:`save_sharded_state_dict`; its values say what to load. All its tensors
+            are filled in place (a ShardedTensor without data, and a plain tensor on the meta
+            device, get a new one); everything else in it is left as it is.
+        path: The checkpoint. A leading ``~`` is expanded; URLs are refused.
+        strict: Raise when the checkpoint lacks a key; otherwise the local value stays.
+        unexpected: What to do when the checkpoint has keys that no rank asks for.
         process_group: The ranks that load; None is the world.
         weights_only: Refuse to run code that a checkpoint may hold; objects other than plain
             values and tensors need False.
-        verify_checksums: Read what this rank needs twice, the first time to compare checksums:
-            every changed byte of it is found, even a piece of another checkpoint. Index and
-            manifest are always checked.
+        verify: ``"while_reading"`` compares the checksum of each piece as it is copied, so that
+            after damage targets are partly filled, as the error says. ``"before"`` reads all that
+            this rank needs once more, and fills nothing after damage. False compares none. Index
+            and manifest are always checked. Checkpoints of torch.distributed.checkpoint have only
+            the CRC-32 in their archives.
 
     Returns:
         A dict of the structure of ``sd`` with tensors and values in place of what described them;
@@ -230,9 +272,11 @@ def load_sharded_state_dict(
 
     Raises:
         CheckpointingException: On every rank: the path is not a complete checkpoint, a file is
-            missing, truncated or damaged, or a key, dtype or shape does not fit. The text names
-            file or key.
-        ValueError: This rank is not a member of the group.
+            missing, truncated, damaged or not a regular one, a key, dtype or shape does not fit, a
+            tensor cannot be filled in place, or ``sd`` has the empty state of a fresh optimizer
+            and the checkpoint that of one. The text names file or key.
+        ValueError: This rank is not a member of the group, or ``verify`` or ``unexpected`` is none
+            of its choices.
 
     Example:
         >>> load_sharded_state_dict({}, "/no/such/checkpoint")
@@ -240,55 +284,135 @@ def load_sharded_state_dict(
             ...
         mcore.parallel.checkpoint.errors.CheckpointingException: cannot load ...
     """
+    _require_one_of("verify", verify, ("while_reading", "before", False))
+    _require_one_of("unexpected", unexpected, ("raise", "warn", "ignore"))
+    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+
     team = team_of(process_group)
-    directory = Path(os.path.abspath(path))
+    directory = team.agree(lambda: local_path(path))
     try:
-        planner, read = team.agree(
-            lambda: _prepare_load(sd, directory, team, strict, weights_only, verify_checksums)
-        )
-        team.agree(read)
+        index = _shared_index(directory, team)
+        planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
+        reader, plan = team.agree(lambda: _planned(sd, directory, index, planner, team, verify))
+        extra = _unexpected_keys(index, planner, team)
+        team.agree(lambda: _handle_unexpected(extra, unexpected, team))
+        team.agree(lambda: reader.read_objects(plan, planner))
+        _fill(reader, plan, planner, team)
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error
     return planner.loaded_state_dict()
 
 
-def _prepare_load(
+def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> None:
+    if not any(given is choice or (given == choice and choice) for choice in choices):
+        raise ValueError(f"{name} must be one of {choices}, got {given!r}")
+
+
+def _shared_index(directory: Path, team: Team) -> Index:
+    """Read on the first rank what the checkpoint holds, and return it on all."""
+
+    def read() -> RawIndex:
+        if is_incomplete_name(directory.name):
+            raise CheckpointingException(
+                "it was left behind by a save that did not finish; take a complete checkpoint"
+            )
+        return read_raw_index(directory) if team.is_first else RawIndex(b"", b"")
+
+    raw = team.agree(read)
+    raw = RawIndex(team.share_bytes(raw.manifest), team.share_bytes(raw.metadata))
+    return team.agree(lambda: parsed_index(directory, raw))
+
+
+def _planned(
     sd: Mapping[str, Any],
     directory: Path,
+    index: Index,
+    planner: ShardedLoadPlanner,
     team: Team,
-    strict: bool,
-    weights_only: bool,
-    verify_checksums: bool,
-) -> tuple[ShardedLoadPlanner, Callable[[], None]]:
-    """Do everything that can fail, and return the planner and what fills the tensors."""
+    verify: Verify,
+) -> tuple[CheckedReader, LoadPlan]:
+    """Check all but the content, and return what reads it and the list of what to read."""
     from mcore.parallel.checkpoint.files.reader import CheckedReader
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
 
-    if is_incomplete_name(directory.name):
-        raise CheckpointingException(
-            "it was left behind by a save that did not finish; take a complete checkpoint"
-        )
-    files = read_manifest(directory)
-    metadata = read_metadata(directory, files, weights_only=weights_only)
     if team.is_first:
-        _check_sizes(directory, files or {}, metadata)
-    planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
-    planner.set_up_planner(cast("dict[str, Any]", sd), metadata, team.is_first)
+        _check_files(directory, index)
+    wanted = planner.take(sd)
+    keys = {name: index.keys[name] for name in wanted if name in index.keys}
+    reader = CheckedReader(directory, index, keys, verify)
+    planner.set_up_planner(cast("dict[str, Any]", sd), reader.metadata, team.is_first)
     plan = planner.create_local_plan()
-    reader = CheckedReader(directory, metadata, files)
-    reader.check_plan(plan, verify_checksums=verify_checksums)
-    reader.read_objects(plan, planner)
-    return planner, lambda: reader.read_tensors(planner.finish_plan(plan), planner)
+    _reject_empty_optimizer((), sd, index.keys)
+    reader.check_plan(plan)
+    return reader, plan
 
 
-def _check_sizes(directory: Path, files: FileRecords, metadata: Metadata) -> None:
-    for name, record in files.items():
-        problem = size_problem(directory / name, record.size)
+def _check_files(directory: Path, index: Index) -> None:
+    """Check the size of every file, and the content of those without pieces."""
+    for name, size in index.files.items():
+        problem = size_problem(directory / name, size, at_least=not index.checksums)
         if problem is not None:
             inside = [
-                index.fqn
-                for index, place in metadata.storage_data.items()
-                if place.relative_path == name
+                key
+                for key, stored in index.keys.items()
+                if any(piece.file == name for piece in stored.pieces)
             ]
             held = f"; {keys_text(inside)}" if inside else ""
             raise CheckpointingException(f"{problem}{held}; take another checkpoint")
+    for name, checksum in index.whole_files.items():
+        with open_regular(directory / name) as stream:
+            if checksum_in(stream, 0, index.files[name], Scratch()) != checksum:
+                raise CheckpointingException(
+                    f"{directory / name} has changed since it was saved; take another checkpoint"
+                )
+
+
+def _reject_empty_optimizer(
+    path: tuple[Any, ...], node: Mapping[Any, Any], keys: Mapping[str, Any]
+) -> None:
+    """Raise where a fresh optimizer's state would get nothing of the one in the checkpoint."""
+    if not isinstance(node, Mapping):
+        return
+    for key, value in node.items():
+        _reject_empty_optimizer((*path, key), value, keys)
+    if node.get("state") != {} or not any(
+        group.get("params") for group in node.get("param_groups", ()) if isinstance(group, Mapping)
+    ):
+        return
+    prefix = ".".join(map(str, (*path, "state", "")))
+    inside = [name for name in keys if name.startswith(prefix)]
+    if inside:
+        raise CheckpointingException(
+            f"the optimizer in the state dict has no state yet, so that nothing of the "
+            f"{len(inside)} keys of it in the checkpoint would be loaded, such as {inside[0]!r}; "
+            "let torch.distributed.checkpoint.state_dict.get_optimizer_state_dict make the state, "
+            f"or leave {prefix.rstrip('.')!r} out if it is not wanted"
+        )
+
+
+def _unexpected_keys(index: Index, planner: ShardedLoadPlanner, team: Team) -> list[str]:
+    """Return on every rank the keys that no rank asks for: one all-reduce of a byte a key."""
+    asked = [key in planner.wanted for key in index.keys]
+    flags = team.any_of(torch.tensor(asked, dtype=torch.uint8))
+    if bool(flags.all()):
+        return []
+    return [key for key, flag in zip(index.keys, flags.tolist(), strict=True) if not flag]
+
+
+def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team) -> None:
+    if not extra or unexpected == "ignore":
+        return
+    title = "no rank asks for some keys of the checkpoint, which are not loaded"
+    if unexpected == "raise":
+        raise CheckpointingException(titled_list(title, extra, "key"))
+    if team.is_first:
+        warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=5)
+
+
+def _fill(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner, team: Team) -> None:
+    try:
+        team.agree(lambda: reader.read_tensors(planner.finish_plan(plan), planner))
+    except CheckpointingException as error:
+        raise CheckpointingException(
+            f"{error}\nBy then tensors on any rank may have been filled in part: load another "
+            "checkpoint into them before they are used"
+        ) from error

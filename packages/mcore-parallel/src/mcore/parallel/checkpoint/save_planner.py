@@ -69,6 +69,8 @@ class ShardedSavePlanner(SavePlanner):
 
     Args:
         entries: Leaves already sorted by kind, in place of those of the state dict.
+        weights_only: Refuse objects and values that a load would refuse, since code that their
+            file names would have to be run.
 
     Example:
         >>> import tempfile
@@ -83,8 +85,9 @@ class ShardedSavePlanner(SavePlanner):
         torch.Size([3])
     """
 
-    def __init__(self, entries: Entries | None = None) -> None:
+    def __init__(self, entries: Entries | None = None, *, weights_only: bool = True) -> None:
         self._prepared = entries
+        self._weights_only = weights_only
         self._entries = entries or Entries([], [], {}, [])
         self._is_coordinator = False
         self._tensors: dict[MetadataIndex, torch.Tensor] = {}
@@ -107,9 +110,7 @@ class ShardedSavePlanner(SavePlanner):
             CheckpointingException: A shard that this rank must write has no data.
         """
         self._tensors, self._values = {}, {}
-        items = self._tensor_items() + self._object_items()
-        if self._is_coordinator:
-            items += self._common_items()
+        items = self._tensor_items() + self._object_items() + self._common_items()
         return SavePlan(items, planner_data=self._report())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -135,9 +136,11 @@ class ShardedSavePlanner(SavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         """Return the tensor, or the pickled object, of a write item."""
         if write_item.type != WriteItemType.BYTE_IO:
-            return self._tensors[write_item.index].resolve_conj().resolve_neg().contiguous()
+            tensor = self._tensors[write_item.index].resolve_conj().resolve_neg().contiguous()
+            return tensor.as_subclass(torch.Tensor)
         name = write_item.index.fqn
-        return io.BytesIO(serialized(name, self._values[name]))
+        value = self._values[name]
+        return io.BytesIO(serialized(name, value, weights_only=self._weights_only))
 
     def _tensor_items(self) -> list[WriteItem]:
         items = []
@@ -159,7 +162,8 @@ class ShardedSavePlanner(SavePlanner):
 
     def _common_items(self) -> list[WriteItem]:
         items = []
-        for name, (_, value) in self._entries.common.items():
+        written = self._entries.written_common(is_first=self._is_coordinator)
+        for name, value in written.items():
             content = value.content if isinstance(value, StagedValue) else value
             if isinstance(content, torch.Tensor):
                 index = MetadataIndex(name, [0] * content.ndim)
@@ -171,7 +175,7 @@ class ShardedSavePlanner(SavePlanner):
         return items
 
     def _report(self) -> _RankReport:
-        records = describe_entries(self._entries, with_common=self._is_coordinator)
+        records = describe_entries(self._entries, is_first=self._is_coordinator)
         digests = {
             name: (value.digest if isinstance(value, StagedValue) else digest_of(value)).hex()
             for name, (_, value) in self._entries.common.items()
@@ -219,14 +223,15 @@ def _warn_of_differences(packed: Sequence[bytes]) -> None:
         return
     first: dict[str, str] = json.loads(zlib.decompress(packed[0]))
     differing: set[str] = set()
-    for other in set(packed) - {packed[0]}:
+    for other in dict.fromkeys(packed[1:]):
         digests: dict[str, str] = json.loads(zlib.decompress(other))
-        names = first.keys() | digests.keys()
-        differing |= {name for name in names if first.get(name) != digests.get(name)}
+        for name, digest in digests.items():
+            if first.setdefault(name, digest) != digest:
+                differing.add(name)
     if differing:
         title = (
             "values outside ShardedTensor and ShardedObject differ between ranks; those of the "
-            "first rank are saved"
+            "first rank that has them are saved"
         )
         warnings.warn(titled_list(title, sorted(differing), "key"), stacklevel=2)
 

@@ -19,6 +19,7 @@ from mcore.parallel.checkpoint.sharded import (
 from mcore.tensor.dtensor import is_dtensor
 
 Path = tuple[Any, ...]
+_BARE_MARKER = "is_bare_dtensor"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 
@@ -30,6 +31,13 @@ class Entries:
     objects: list[tuple[Path, ShardedObject]]  # by unique key
     common: dict[str, tuple[Path, Any]]  # what every rank holds alike, by dotted name
     local: list[tuple[Path, Any]]  # never saved
+    own_common: frozenset[str] | None = None  # those that this rank writes; None: not chosen yet
+
+    def written_common(self, *, is_first: bool) -> dict[str, Any]:
+        """Return the common leaves that this rank writes: where not chosen, the first has all."""
+        if self.own_common is not None:
+            return {name: self.common[name][1] for name in sorted(self.own_common)}
+        return {name: value for name, (_, value) in self.common.items()} if is_first else {}
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
@@ -60,7 +68,9 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
     elif isinstance(value, LocalNonpersistentObject):
         entries.local.append((path, value.unwrap()))
     elif is_dtensor(value):
-        entries.tensors.append((path, shard_of_dtensor(value, name)))
+        shard = shard_of_dtensor(value, name)
+        setattr(shard, _BARE_MARKER, True)
+        entries.tensors.append((path, shard))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         raise CheckpointingException(
             f"{name!r} is a {type(value).__name__}; put what its state_dict() returns there"
@@ -71,6 +81,11 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
         )
     else:
         entries.common[name] = (path, value)
+
+
+def is_bare(shard: ShardedTensor) -> bool:
+    """Return whether a shard is that of a DTensor that nothing says more about."""
+    return hasattr(shard, _BARE_MARKER)
 
 
 def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:

@@ -73,6 +73,43 @@ class Team:
             for padded, length in zip(received or [], lengths, strict=False)
         ]
 
+    def share_bytes(self, payload: bytes) -> bytes:
+        """Return the first rank's bytes on every rank."""
+        if self.group is None:
+            return payload
+        [length] = self.max([len(payload) if self.is_first else 0])
+        device = comm_device(self.group)
+        if self.is_first:
+            message = _as_tensor(payload).to(device)
+        else:
+            message = torch.empty(length, dtype=torch.uint8, device=device)
+        with lost_ranks_named():
+            dist.broadcast(message, group=self.group, group_src=0)
+        return payload if self.is_first else bytes_of(message)
+
+    def scatter_bytes(self, payloads: Sequence[bytes]) -> bytes:
+        """Return this rank's one of the bytes that the first rank has for each rank."""
+        if self.group is None:
+            return payloads[0]
+        [width] = self.max([max(map(len, payloads), default=0)])
+        device = comm_device(self.group)
+        message = torch.empty(8 + width, dtype=torch.uint8, device=device)
+        padded = [len(one).to_bytes(8, "big") + one.ljust(width, b"\0") for one in payloads]
+        with lost_ranks_named():
+            sent = [_as_tensor(one).to(device) for one in padded] if self.is_first else None
+            dist.scatter(message, sent, group=self.group, group_src=0)
+        received = bytes_of(message)
+        return received[8 : 8 + int.from_bytes(received[:8], "big")]
+
+    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
+        """Return which of some flags (uint8, on the CPU) are set on any rank."""
+        if self.group is None:
+            return flags
+        message = flags.to(comm_device(self.group))
+        with lost_ranks_named():
+            dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
+        return message.cpu()
+
     def _gather(self, payload: bytes) -> tuple[list[torch.Tensor] | None, list[int]]:
         device = comm_device(self.group)
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
@@ -80,12 +117,18 @@ class Team:
         dist.all_reduce(sizes, group=self.group)
         lengths = [int(length) for length in sizes.tolist()]
         width = max(1, *lengths)
-        own = torch.frombuffer(bytearray(payload.ljust(width, b"\0")), dtype=torch.uint8)
+        own = _as_tensor(payload.ljust(width, b"\0"))
         received = None
         if self.is_first:
             received = [torch.empty(width, dtype=torch.uint8, device=device) for _ in lengths]
         dist.gather(own.to(device), received, group=self.group, group_dst=0)
         return received, lengths
+
+
+def _as_tensor(payload: bytes) -> torch.Tensor:
+    if not payload:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
 @contextmanager

@@ -75,7 +75,7 @@ def describe_shards(
         >>> [record.shard_shape for record in describe_shards({"w": shard})]
         [(3,)]
     """
-    return describe_entries(flatten_state_dict(state_dict), with_common=is_first_rank)
+    return describe_entries(flatten_state_dict(state_dict), is_first=is_first_rank)
 
 
 def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> list[str]:
@@ -139,7 +139,7 @@ def validate_sharding_integrity(
 
 def _packed(sharded_state_dict: dict[str, Any], team: Team) -> bytes:
     entries = flatten_state_dict(sharded_state_dict)
-    return encode_records(describe_entries(entries, with_common=team.is_first))
+    return encode_records(describe_entries(entries, is_first=team.is_first))
 
 
 def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
@@ -149,7 +149,7 @@ def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
         raise CheckpointingException(titled_list(_TITLE, problems))
 
 
-def describe_entries(entries: Entries, *, with_common: bool) -> list[ShardRecord]:
+def describe_entries(entries: Entries, *, is_first: bool) -> list[ShardRecord]:
     """List what a rank writes, and once per key what it holds unwritten replicas of."""
     unwritten: dict[ShardRecord, None] = {}
     written: list[ShardRecord] = []
@@ -175,8 +175,8 @@ def describe_entries(entries: Entries, *, with_common: bool) -> list[ShardRecord
             written.append(record._replace(is_written=True, global_offset=obj.global_offset))
         else:
             unwritten[record] = None
-    if with_common:
-        written += [ShardRecord("common", name, True) for name in entries.common]
+    common = entries.written_common(is_first=is_first)
+    written += [ShardRecord("common", name, True) for name in common]
     return written + list(unwritten)
 
 

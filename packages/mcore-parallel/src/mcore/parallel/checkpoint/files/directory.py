@@ -6,6 +6,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
@@ -14,79 +15,92 @@ from mcore.parallel.checkpoint.files.durable_files import (
     is_incomplete_name,
     sync_directory,
 )
-from mcore.parallel.checkpoint.files.manifest import read_manifest, size_problem
-from mcore.parallel.checkpoint.files.metadata_file import needed_sizes, read_metadata
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
+from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, size_problem
 from mcore.parallel.torch_compat import METADATA_FILE
 
-_NAMED_STEP = re.compile(r"(?:step|iter|iteration)[_-]?(\d+)", re.I)
-_NUMBER = re.compile(r"\d+")
-PathLike = str | os.PathLike[str]
+CHECKPOINT_NAMES = r"(?:step|iter)_(\d+)"
+"""What names the checkpoints of a run: ``step_20``, ``iter_0000020``."""
+
+Pattern = str | re.Pattern[str]
 
 
 def is_complete_checkpoint(path: PathLike) -> bool:
     """Return whether a directory is a checkpoint with all its files at their full size.
 
-    Looks at the file system only; no communication. Contents are not read, so a flipped bit
-    goes unnoticed here (loading notices it).
+    Looks at the file system only; no communication. Only the manifest is read, so a flipped bit
+    elsewhere goes unnoticed here (loading notices it). Nothing that the files hold is run.
 
     Args:
         path: The directory. A checkpoint that torch.distributed.checkpoint wrote by itself counts
             too, judged by its index.
 
     Returns:
-        True or False; it never raises, whatever the directory contains.
+        True or False, whatever the directory contains.
+
+    Raises:
+        CheckpointingException: ``path`` is a URL.
 
     Example:
         >>> is_complete_checkpoint("/no/such/directory")
         False
     """
-    directory = Path(path)
-    if is_incomplete_name(directory.name) or not (directory / METADATA_FILE).is_file():
+    return _is_complete(local_path(path))
+
+
+def _is_complete(directory: Path) -> bool:
+    if is_incomplete_name(directory.name):
         return False
     try:
-        files = read_manifest(directory)
-        if files is None:
-            sizes = needed_sizes(read_metadata(directory))
-        else:
-            sizes = {name: record.size for name, record in files.items()}
-    except CheckpointingException:
+        index = read_index(directory)
+    except (CheckpointingException, OSError):
         return False
     return all(
-        size_problem(directory / name, size, at_least=files is None) is None
-        for name, size in sizes.items()
+        size_problem(directory / name, size, at_least=not index.checksums) is None
+        for name, size in index.files.items()
     )
 
 
-def list_checkpoints(root: PathLike) -> list[Path]:
-    """List the complete checkpoints directly below a directory, oldest first.
+def list_checkpoints(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> list[Path]:
+    """List the complete checkpoints of a run, directly below a directory, oldest first.
 
-    Looks at the file system only; no communication.
+    Looks at the file system only; no communication. Links are not listed.
 
     Args:
         root: The directory; it need not exist.
+        pattern: A regular expression that the whole name matches. Its first group is the step; one
+            without groups makes the time of writing decide.
 
     Returns:
-        Paths in the order of the step number in their names (``step_20``, ``iter-20``, else the
-        last number). When any name has no number, all are in the order of writing instead.
+        Paths in the order of their steps.
+
+    Raises:
+        CheckpointingException: ``root`` is a URL.
+        ValueError: ``pattern`` is not a regular expression, or its first group is not a number.
 
     Example:
         >>> list_checkpoints("/no/such/directory")
         []
     """
-    found = [entry for entry in _entries(Path(root)) if is_complete_checkpoint(entry)]
-    steps = {entry: _step_of(entry.name) for entry in found}
-    if any(step is None for step in steps.values()):
-        return sorted(found, key=lambda entry: (_written_at(entry), entry.name))
-    return sorted(found, key=lambda entry: (steps[entry], _written_at(entry), entry.name))
+    expression = _compiled(pattern)
+    named = [(entry, expression.fullmatch(entry.name)) for entry in _entries(root)]
+    found = [(entry, match) for entry, match in named if match and _is_complete(entry)]
+    if not expression.groups:
+        return sorted(
+            (entry for entry, _ in found), key=lambda entry: (_written_at(entry), entry.name)
+        )
+    steps = {entry: _step(match, expression) for entry, match in found}
+    return sorted(steps, key=lambda entry: (steps[entry], _written_at(entry), entry.name))
 
 
-def latest_checkpoint(root: PathLike) -> Path | None:
-    """Return the newest complete checkpoint below a directory.
+def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> Path | None:
+    """Return the newest complete checkpoint of a run below a directory.
 
     Looks at the file system only; no communication.
 
     Args:
         root: The directory; it need not exist.
+        pattern: As in :func:`list_checkpoints`.
 
     Returns:
         The last of :func:`list_checkpoints`, or None when there is none.
@@ -95,7 +109,7 @@ def latest_checkpoint(root: PathLike) -> Path | None:
         >>> latest_checkpoint("/no/such/directory") is None
         True
     """
-    return next(iter(reversed(list_checkpoints(root))), None)
+    return next(iter(reversed(list_checkpoints(root, pattern=pattern))), None)
 
 
 def remove_incomplete(root: PathLike) -> list[Path]:
@@ -116,22 +130,32 @@ def remove_incomplete(root: PathLike) -> list[Path]:
         >>> remove_incomplete("/no/such/directory")
         []
     """
-    left = [entry for entry in _entries(Path(root)) if is_incomplete_name(entry.name)]
+    left = [entry for entry in _entries(root) if is_incomplete_name(entry.name)]
     for entry in left:
         shutil.rmtree(entry)
     return left
 
 
-def keep_last(root: PathLike, n: int) -> list[Path]:
-    """Delete all but the newest ``n`` complete checkpoints below a directory.
+def keep_last(
+    root: PathLike,
+    n: int,
+    *,
+    pattern: Pattern = CHECKPOINT_NAMES,
+    protect: Iterable[PathLike] = (),
+) -> list[Path]:
+    """Delete all but the newest ``n`` complete checkpoints of a run below a directory.
 
-    Only complete checkpoints count and only they are deleted, so the newest good one always stays,
-    however many broken directories there are. Each is renamed before it is deleted, so a crash
-    never leaves half of one. Call it on one rank, after a save has finished.
+    Only complete checkpoints whose name matches ``pattern`` count and only they are deleted, so the
+    newest good one always stays, however many broken directories there are. Links neither count nor
+    are they deleted or followed. Each checkpoint is renamed before it is deleted, so a crash never
+    leaves half of one. Call it on one rank, after a save has finished.
 
     Args:
         root: The directory; it need not exist.
         n: How many to keep, at least 1.
+        pattern: As in :func:`list_checkpoints`.
+        protect: Names in ``root``, or paths, of checkpoints that neither count nor are deleted; a
+            link protects what it points to.
 
     Returns:
         The checkpoints that were deleted, oldest first.
@@ -141,12 +165,17 @@ def keep_last(root: PathLike, n: int) -> list[Path]:
         OSError: A checkpoint cannot be deleted.
 
     Example:
-        >>> keep_last("/no/such/directory", 2)
+        >>> keep_last("/no/such/directory", 2, protect=["step_1000"])
         []
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}: the newest checkpoint always stays")
-    surplus = list_checkpoints(root)[:-n]
+    folder = local_path(root)
+    protected = _protected(folder, protect)
+    counted = [
+        path for path in list_checkpoints(root, pattern=pattern) if path.resolve() not in protected
+    ]
+    surplus = counted[:-n]
     for path in surplus:
         doomed = incomplete_sibling(path, secrets.randbits(63))
         path.rename(doomed)
@@ -155,17 +184,45 @@ def keep_last(root: PathLike, n: int) -> list[Path]:
     return surplus
 
 
-def _entries(root: Path) -> list[Path]:
-    if not root.is_dir():
+def _protected(root: Path, protect: Iterable[PathLike]) -> set[Path]:
+    given = [protect] if isinstance(protect, str | os.PathLike) else list(protect)
+    places = [root / one if len(Path(one).parts) == 1 else local_path(one) for one in given]
+    return {place.resolve() for place in places}
+
+
+def _entries(root: PathLike) -> list[Path]:
+    """List the directories below another one, without links to directories."""
+    folder = local_path(root)
+    if not folder.is_dir():
         return []
-    return sorted(entry for entry in root.iterdir() if entry.is_dir())
+    given = Path(os.path.expanduser(root))
+    return sorted(
+        given / entry.name for entry in os.scandir(folder) if entry.is_dir(follow_symlinks=False)
+    )
 
 
-def _step_of(name: str) -> int | None:
-    named = _NAMED_STEP.findall(name) or _NUMBER.findall(name)
-    return int(named[-1]) if named else None
+def _compiled(pattern: Pattern) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+
+
+def _step(match: re.Match[str], expression: re.Pattern[str]) -> int:
+    try:
+        return int(match[1])
+    except (TypeError, ValueError):
+        raise ValueError(
+            f"the first group of pattern {expression.pattern!r} must be the step, got {match[1]!r} "
+            f"in {match[0]!r}; use (?:...) for groups that are none"
+        ) from None
 
 
 def _written_at(checkpoint: Path) -> int:
-    """Return nanoseconds; the index is written once, while a directory's own time moves on."""
-    return (checkpoint / METADATA_FILE).stat().st_mtime_ns
+    """Return nanoseconds; an index is written once, while a directory's own time moves on."""
+    for name in (MANIFEST_FILE, METADATA_FILE):
+        try:
+            return (checkpoint / name).stat().st_mtime_ns
+        except OSError:
+            continue
+    return 0

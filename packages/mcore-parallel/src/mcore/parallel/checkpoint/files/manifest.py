@@ -1,105 +1,223 @@
-"""The manifest: a checkpoint's files, sizes and checksums, written last and checked first."""
+"""The manifest: all that a load has to know, written last and read first, by one rank for all."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
+from mcore.parallel.checkpoint.files.checksums import DIGITS, checksum_of, sums_of
 from mcore.parallel.checkpoint.files.durable_files import write_file
+from mcore.parallel.checkpoint.files.index import Index, PackedKeys, Piece, StoredKey
+from mcore.parallel.checkpoint.files.metadata_file import PICKLE_START, is_plain_name, stock_index
+from mcore.parallel.checkpoint.files.regular_files import read_regular
+from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.torch_compat import METADATA_FILE
 
 MANIFEST_FILE = "manifest.json"
-_FORMAT = "mcore sharded checkpoint"
-_VERSION = 2
-
-
-class Piece(NamedTuple):
-    """Bytes of a file that are checked together: the content of a key, and zeros up to the next."""
-
-    offset: int
-    length: int
-    checksum: str
-    elements_at: int | None = None  # where in the file the elements of a tensor start, row-major
+_START = b'{"format": "mcore sharded checkpoint", "version": '
+_HEADER = _START + b'3, "content": [\n'
+_END = b'], "checksum": "'
+_AFTER = b'"}\n'
+_ROWS = 4096  # a line's numbers become objects, so a line holds a limited number
 
 
 class FileRecord(NamedTuple):
-    """A file of a checkpoint: its size in bytes, and everything in it."""
+    """A file of a checkpoint: its size in bytes, and the pieces in it, in their order."""
 
     size: int
-    pieces: tuple[Piece, ...]
+    pieces: Sequence[tuple[str, Piece]]  # after their keys
 
 
-FileRecords = Mapping[str, FileRecord]
+class RawIndex(NamedTuple):
+    """What one rank reads and shares: manifest and, where that does not say all, torch's index."""
+
+    manifest: bytes
+    metadata: bytes
 
 
-def whole_file(content: bytes) -> FileRecord:
-    """Describe a file of one piece by its content."""
-    return FileRecord(len(content), (Piece(0, len(content), checksum_of_bytes(content)),))
+def read_raw_index(directory: Path) -> RawIndex:
+    """Read the files that say what a checkpoint holds; empty bytes where one is not needed."""
+    manifest, metadata = directory / MANIFEST_FILE, directory / METADATA_FILE
+    if not os.path.lexists(manifest):
+        if not os.path.lexists(metadata):
+            raise CheckpointingException(_no_checkpoint(directory))
+        return RawIndex(b"", read_regular(metadata, PICKLE_START))
+    raw = read_regular(manifest, _START)
+    is_alone = not raw.startswith(_START + b"2,")
+    return RawIndex(raw, b"" if is_alone else read_regular(metadata, PICKLE_START))
 
 
-def write_manifest(directory: Path, files: FileRecords) -> None:
-    """Write the manifest of a directory durably, while its name is still an incomplete one."""
-    write_file(directory / MANIFEST_FILE, _rendered(files))
-
-
-def _rendered(files: FileRecords) -> bytes:
-    """Render a manifest the only way it can be written, with its own checksum at the end."""
-    listed = {
-        name: {"bytes": record.size, "parts": record.pieces}
-        for name, record in sorted(files.items())
-    }
-    content = {"format": _FORMAT, "version": _VERSION, "files": listed}
-    content["checksum"] = checksum_of_bytes(json.dumps(content).encode())
-    return (json.dumps(content) + "\n").encode()
-
-
-def read_manifest(directory: Path) -> FileRecords | None:
-    """Read the list of a checkpoint's files; None where there is none, as in torch's own."""
+def parsed_index(directory: Path, raw: RawIndex) -> Index:
+    """Return what :func:`read_raw_index` read, checked; no code of it is run."""
+    if not raw.manifest:
+        index, is_ours = stock_index(directory, raw.metadata)
+        if is_ours:
+            raise CheckpointingException(
+                f"{directory / MANIFEST_FILE} is missing, without which nothing of this checkpoint "
+                "can be checked; take another checkpoint"
+            )
+        return index
     path = directory / MANIFEST_FILE
-    try:
-        raw = path.read_bytes()
-        content = json.loads(raw)
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, RecursionError) as error:
+    version = re.match(rb"\d*", raw.manifest[len(_START) :])
+    if version is None or version[0] not in (b"2", b"3"):
         raise CheckpointingException(
-            f"{path} cannot be read ({error}); take another checkpoint"
-        ) from error
-    files = _files(path, content)
-    if _rendered(files) != raw:
+            f"{path} is of another version than 2 or 3: another version of mcore-parallel wrote "
+            "it, or it has changed"
+        )
+    try:
+        if version[0] == b"2":
+            return _version_2(directory, raw)
+        return _version_3(raw.manifest)
+    except CheckpointingException:
+        raise
+    except (_ChangedError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointingException(
             f"{path} has changed since it was saved; take another checkpoint"
-        )
-    return files
-
-
-def _files(path: Path, content: Any) -> FileRecords:
-    known = isinstance(content, dict) and content.get("format") == _FORMAT
-    if not known or content.get("version") != _VERSION:
+        ) from error
+    except Exception as error:  # whatever the parser makes of what somebody wrote on purpose
         raise CheckpointingException(
-            f"{path} is not the manifest of {_FORMAT!r} version {_VERSION}; the directory is "
-            "something else, has changed, or another version of mcore-parallel wrote it"
+            f"{path} contradicts itself ({type(error).__name__}: {error}); take another checkpoint"
+        ) from error
+
+
+def read_index(directory: Path) -> Index:
+    """Return what a checkpoint holds, as one process."""
+    return parsed_index(directory, read_raw_index(directory))
+
+
+class _ChangedError(Exception):
+    """The checksum at the end of a manifest is not that of its content."""
+
+
+def _no_checkpoint(directory: Path) -> str:
+    if not directory.exists():
+        return f"{directory} does not exist; see list_checkpoints({str(directory.parent)!r})"
+    if not directory.is_dir():
+        return f"{directory} cannot be read: it is not a directory"
+    return f"{directory} is not a checkpoint: it has no file {MANIFEST_FILE} or {METADATA_FILE}"
+
+
+def write_manifest(
+    directory: Path,
+    keys: Mapping[str, tuple[str, Shape]],
+    files: Mapping[str, FileRecord],
+    whole_files: Mapping[str, tuple[int, str]],
+) -> None:
+    """Write the manifest of a directory durably, while its name is still an incomplete one.
+
+    ``keys`` has dtype, empty for an object, and global shape; ``whole_files`` size and checksum.
+    """
+    lines = [json.dumps(line).encode() for line in _lines(keys, files, whole_files)]
+    content = _HEADER + b",\n".join(lines) + b"\n"
+    write_file(directory / MANIFEST_FILE, content + _END + checksum_of(content).encode() + _AFTER)
+
+
+def _lines(
+    keys: Mapping[str, tuple[str, Shape]],
+    files: Mapping[str, FileRecord],
+    whole_files: Mapping[str, tuple[int, str]],
+) -> Iterator[dict[str, Any]]:
+    sizes = {name: (record.size, "") for name, record in files.items()}
+    yield {"files": dict(sorted({**sizes, **whole_files}.items()))}
+    names = sorted(keys)
+    for rows in _batches(names):
+        yield {
+            "keys": rows,
+            "dtypes": [keys[name][0] for name in rows],
+            "axes": [len(keys[name][1]) for name in rows],
+            "shapes": [size for name in rows for size in keys[name][1]],
+        }
+    numbers = {name: number for number, name in enumerate(names)}
+    for file, record in sorted(files.items()):
+        for named in _batches(record.pieces):
+            pieces = [piece for _, piece in named]
+            yield {
+                "file": file,
+                "at": pieces[0].at,
+                "keys": [numbers[key] for key, _ in named],
+                "lengths": [piece.length for piece in pieces],
+                "elements": [-1 if one.elements is None else one.elements for one in pieces],
+                "checksums": "".join(piece.checksum for piece in pieces),
+                "boxes": [n for piece in pieces for n in (*piece.start, *piece.shape)],
+            }
+
+
+def _batches(rows: Sequence[Any]) -> Iterator[list[Any]]:
+    left = iter(rows)
+    while batch := list(islice(left, _ROWS)):
+        yield batch
+
+
+def _version_3(raw: bytes) -> Index:
+    end = len(raw) - len(_END) - DIGITS - len(_AFTER)
+    closing = _END + checksum_of(memoryview(raw)[: max(end, 0)]).encode() + _AFTER
+    if not raw.startswith(_HEADER) or not raw.endswith(closing):
+        raise _ChangedError
+    lines = _json_lines(raw, len(_HEADER), end)
+    files: dict[str, tuple[int, str]] = {
+        name: (size, checksum) for name, (size, checksum) in next(lines)["files"].items()
+    }
+    if not all(is_plain_name(name) and type(size) is int for name, (size, _) in files.items()):
+        raise ValueError("a file has no plain name or no size")
+    packed = PackedKeys({name: size for name, (size, checksum) in files.items() if not checksum})
+    for line in lines:
+        (packed.add_pieces if "file" in line else packed.add_keys)(*line.values())
+    packed.finish()
+    return Index(
+        packed,
+        {name: size for name, (size, _) in files.items()},
+        "xxh3",
+        {name: checksum for name, (_, checksum) in files.items() if checksum},
+    )
+
+
+def _json_lines(raw: bytes, position: int, end: int) -> Iterator[Any]:
+    """Parse line by line: the objects of all lines at once would take ten times the memory."""
+    while position < end:
+        next_line = raw.index(b"\n", position) + 1
+        yield json.loads(raw[position:next_line].rstrip(b",\n"))
+        position = next_line
+
+
+def _version_2(directory: Path, raw: RawIndex) -> Index:
+    """Read a manifest that lists only pieces, and torch's index, which says what they are."""
+    content = json.loads(raw.manifest)
+    checksum = content.pop("checksum")
+    checked = {**content, "checksum": sums_of(json.dumps(content).encode())}
+    if checksum != checked["checksum"] or (json.dumps(checked) + "\n").encode() != raw.manifest:
+        raise _ChangedError
+    sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
+    parts = {
+        (name, part[0]): part for name, entry in content["files"].items() for part in entry["parts"]
+    }
+    if not all(is_plain_name(name) for name in sizes):
+        raise ValueError("a file has no plain name")
+    if parts[METADATA_FILE, 0][2] != sums_of(raw.metadata):
+        raise CheckpointingException(
+            f"{directory / METADATA_FILE} has changed since it was saved, or the manifest is that "
+            "of another checkpoint; take another checkpoint"
         )
-    try:
-        return {name: _record(entry) for name, entry in content["files"].items()}
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise CheckpointingException(f"{path} lists no files; take another checkpoint") from error
+    stock, _ = stock_index(directory, raw.metadata)
+    keys = {
+        name: StoredKey(
+            stored.dtype,
+            stored.shape,
+            tuple(_with_part(piece, parts[piece.file, piece.at]) for piece in stored.pieces),
+        )
+        for name, stored in stock.keys.items()
+    }
+    return Index(keys, sizes, "sums")
 
 
-def _record(entry: Mapping[str, Any]) -> FileRecord:
-    pieces: Sequence[Any] = entry["parts"]
-    return FileRecord(entry["bytes"], tuple(Piece(*piece) for piece in pieces))
-
-
-def size_problem(path: Path, expected: int, *, at_least: bool = False) -> str | None:
-    """Return what is wrong with a file's size, with the file's name, or None."""
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        return f"{path} cannot be read ({error.strerror})"
-    if found == expected or (at_least and found > expected):
-        return None
-    return f"{path} has {found} bytes but {expected} were saved: it is truncated or was changed"
+def _with_part(piece: Piece, part: Sequence[Any]) -> Piece:
+    at, span, checksum, elements_at = part
+    if span < piece.length:
+        raise ValueError(f"the piece at {at} of {piece.file} is longer than the manifest says")
+    elements = None if elements_at is None else elements_at - at
+    return piece._replace(span=span, checksum=checksum, elements=elements)

@@ -1,98 +1,245 @@
-"""The index file of torch.distributed.checkpoint, read without running code from it."""
+"""The index file of torch.distributed.checkpoint, read as plain data: nothing of it is run.
+
+A pickle may call whatever it names and change the classes that it refers to. Here its names stand
+for themselves: no module is imported, no class looked up, and what it builds are plain records.
+"""
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.checksums import checksum_of_bytes
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecords
-from mcore.parallel.torch_compat import METADATA_FILE, METADATA_GLOBALS
+from mcore.parallel.checkpoint.files.index import DTYPES, Index, Piece, StoredKey, is_inside
+from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.torch_compat import METADATA_FILE
 
-if TYPE_CHECKING:
-    from torch.distributed.checkpoint.metadata import Metadata
+OUR_MARK = "mcore.parallel.checkpoint"
+"""In the ``modules`` of an index whose checkpoint has a manifest."""
+PICKLE_START = b"\x80"
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_RECORDS = {
+    (_DCP, "BytesStorageMetadata"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "Metadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "TensorStorageMetadata"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
+}
+_CALLS = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (_DCP, "_MEM_FORMAT_ENCODING"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "PureWindowsPath"),
+    ("pathlib._local", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+    ("pathlib._local", "PurePosixPath"),
+    ("pathlib._local", "PureWindowsPath"),
+}
+_HARMLESS = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1,
+    pickle.BININT2, pickle.LONG, pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE,
+    pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1,
+    pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT,
+    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+)  # fmt: skip
 
 
-class _MetadataUnpickler(pickle.Unpickler):
-    """An unpickler that knows only the parts of such an index and refuses anything else."""
+class _Name(NamedTuple):
+    """A name that an index may refer to."""
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
-        allowed = (
-            (module_name, global_name) in METADATA_GLOBALS
-            or (module_name == "torch" and _is_dtype(global_name))
-            or (module_name.partition(".")[0] == "pathlib" and global_name.endswith("Path"))
-        )
-        if not allowed:
-            raise pickle.UnpicklingError(f"it refers to {module_name}.{global_name}")
-        return super().find_class(module_name, global_name)
+    module: str
+    name: str
 
 
-def _is_dtype(name: str) -> bool:
-    return isinstance(getattr(torch, name, None), torch.dtype)
+class _Record:
+    """What an index describes as an instance of a class: the name and the state of it."""
+
+    __slots__ = ("name", "state")
+
+    def __init__(self, name: _Name) -> None:
+        self.name, self.state = name.name, cast("Any", {})
+
+    def __getitem__(self, field: str) -> Any:
+        return self.state[field]
 
 
-def read_metadata(
-    directory: Path, files: FileRecords | None = None, *, weights_only: bool = True
-) -> Metadata:
-    """Read the index of a checkpoint and check it against the manifest."""
-    from torch.distributed.checkpoint.metadata import Metadata
+_Interpreter: Any = pickle._Unpickler  # type: ignore[attr-defined,unused-ignore]
 
+
+class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
+    """The interpreter of pickles, in Python, with few of its instructions and none that acts."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) in _RECORDS or (module, name) in _CALLS:
+            return _Name(module, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+    def load_newobj(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if type(name) is not _Name or tuple(name) not in _RECORDS or arguments != ():
+            _refuse()
+        self.stack.append(_Record(name))
+
+    def load_reduce(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if type(name) is not _Name or tuple(name) not in _CALLS or type(arguments) is not tuple:
+            _refuse()
+        if name.name == "OrderedDict":
+            self.stack.append({})
+        else:
+            self.stack.append(arguments[0] if name.name == "Size" else arguments)
+
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if type(self.stack[-1]) is not _Record:
+            _refuse()
+        self.stack[-1].state = state
+
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
+
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
+
+    def _set_items(self, items: list[Any]) -> None:
+        keys = items[::2]
+        # Others may take without end to hash.
+        if type(self.stack[-1]) is not dict or not {type(key) for key in keys} <= {str, _Record}:
+            _refuse()
+        self.stack[-1].update(zip(keys, items[1::2], strict=True))
+
+    def _load_append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
+
+    def _load_appends(self) -> None:
+        self._extend(self.pop_mark())
+
+    def _extend(self, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            _refuse()
+        self.stack[-1].extend(values)
+
+    dispatch = {  # noqa: RUF012 - as in the class that this one derives from
+        **{code[0]: _Interpreter.dispatch[code[0]] for code in _HARMLESS},
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.APPEND[0]: _load_append,
+        pickle.APPENDS[0]: _load_appends,
+    }
+
+
+def _refuse() -> NoReturn:
+    raise pickle.UnpicklingError("it holds instructions that no index needs")
+
+
+def stock_index(directory: Path, content: bytes) -> tuple[Index, bool]:
+    """Return the keys of such an index, and whether its checkpoint should have a manifest."""
     path = directory / METADATA_FILE
     try:
-        content = path.read_bytes()
-        _check_content(path, content, files)
-        load = _MetadataUnpickler if weights_only else pickle.Unpickler
-        metadata = load(io.BytesIO(content)).load()
-    except CheckpointingException:
-        raise
-    except FileNotFoundError as error:
-        raise CheckpointingException(_no_checkpoint(directory)) from error
-    except Exception as error:
-        hint = ", or pass weights_only=False if you trust it" if weights_only else ""
+        root = _PlainUnpickler(io.BytesIO(content)).load()
+        if type(root) is not _Record or root.name != "Metadata":
+            raise pickle.UnpicklingError("it is not the index of a checkpoint")
+        keys = _stored_keys(root)
+        meta = root.state.get("storage_meta")
+        is_ours = type(meta) is _Record and OUR_MARK in meta.state.get("modules", ())
+    except Exception as error:  # whatever a damaged or hostile pickle makes of the interpreter
         raise CheckpointingException(
-            f"{path} cannot be read ({describe_error(error)}); take another checkpoint{hint}"
+            f"{path} cannot be read ({describe_error(error)}); take another checkpoint"
         ) from error
-    if not isinstance(metadata, Metadata) or metadata.storage_data is None:
-        raise CheckpointingException(f"{path} is not the index of a checkpoint")
-    return metadata
+    return Index(keys, _needed_sizes(keys), ""), is_ours
 
 
-def _check_content(path: Path, content: bytes, files: FileRecords | None) -> None:
-    if files is None:
-        return
-    record = files.get(METADATA_FILE)
-    if record is None or [piece.checksum for piece in record.pieces] != [
-        checksum_of_bytes(content)
-    ]:
-        raise CheckpointingException(
-            f"{path} has changed since it was saved, or {path.with_name(MANIFEST_FILE)} is that of "
-            "another checkpoint; take another checkpoint"
-        )
+def _stored_keys(root: _Record) -> dict[str, StoredKey]:
+    if not isinstance(root["storage_data"], dict):
+        raise ValueError("it does not say where the content is stored")
+    places: dict[str, dict[Shape | None, _Record]] = {}
+    for index, place in root["storage_data"].items():
+        offset = index.state.get("offset")
+        where = None if offset is None else _shape(offset)
+        places.setdefault(_text(index["fqn"]), {})[where] = place
+    return {
+        _text(name): _stored_key(described, places.get(name, {}))
+        for name, described in root["state_dict_metadata"].items()
+    }
 
 
-def _no_checkpoint(directory: Path) -> str:
-    if not directory.exists():
-        return f"{directory} does not exist; see list_checkpoints({str(directory.parent)!r})"
-    return f"{directory} is not a checkpoint: it has no file {METADATA_FILE}"
+def _stored_key(described: _Record, places: Mapping[Shape | None, _Record]) -> StoredKey:
+    if described.name == "BytesStorageMetadata":
+        [place] = places.values()
+        return StoredKey(None, (), (_piece(place, (), ()),))
+    if described.name != "TensorStorageMetadata":
+        raise ValueError(f"{described.name} is not a tensor")
+    properties = described["properties"].state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no dtype")
+    whole, pieces = _shape(described["size"]), []
+    for chunk in described["chunks"]:
+        start, shape = _shape(chunk["offsets"]), _shape(chunk["sizes"])
+        if not is_inside(start, shape, whole):
+            raise ValueError(f"a shard {start} {shape} lies outside its tensor {whole}")
+        pieces.append(_piece(places[start], start, shape))
+    return StoredKey(dtype, whole, tuple(pieces))
 
 
-def needed_sizes(metadata: Metadata) -> dict[str, int]:
+def _piece(place: _Record, start: Shape, shape: Shape) -> Piece:
+    name, at, length = _text(place["relative_path"]), place["offset"], place["length"]
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r} is not the plain name of a file")
+    at, length = _shape((at, length))
+    transforms = tuple(_text(one) for one in place.state.get("transform_descriptors") or ())
+    return Piece(name, at, length, length, "", None, start, shape, transforms)
+
+
+def _shape(numbers: Any) -> Shape:
+    if not isinstance(numbers, list | tuple) or not all(
+        type(number) is int and 0 <= number < 1 << 63 for number in numbers
+    ):
+        raise ValueError("a shape or place is not made of sizes")
+    return tuple(numbers)
+
+
+def _text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("a name is not text")
+    return value
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name is that of a file in the checkpoint's own directory."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0") and ":" not in name
+
+
+def _needed_sizes(keys: Mapping[str, StoredKey]) -> dict[str, int]:
     """Return how many bytes each payload file must have at least, by file name."""
     sizes: dict[str, int] = {}
-    try:
-        for place in metadata.storage_data.values():
-            end = place.offset + place.length
-            sizes[place.relative_path] = max(end, sizes.get(place.relative_path, 0))
-    except (AttributeError, TypeError) as error:
-        raise CheckpointingException(
-            f"the index of the checkpoint does not say where its content is stored ({error})"
-        ) from error
+    for stored in keys.values():
+        for piece in stored.pieces:
+            sizes[piece.file] = max(piece.at + piece.length, sizes.get(piece.file, 0))
     return sizes
 
 

@@ -1,178 +1,323 @@
-"""Loads from disk, with a check of everything before it is read."""
+"""Reads of pieces of a checkpoint, each checked before or while it is copied to its targets."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import io
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem
 from mcore.parallel.checkpoint.files.checksums import (
+    RunningChecksum,
     Scratch,
     Unbuffered,
-    checksum_of_piece,
+    checksum_in,
     read_exactly,
+    sums_in,
 )
-from mcore.parallel.checkpoint.files.manifest import FileRecords, Piece, size_problem
+from mcore.parallel.checkpoint.files.index import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.metadata_file import keys_text
+from mcore.parallel.checkpoint.files.regular_files import open_regular, size_problem
+from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.tensor_memory import memory_of
+from mcore.parallel.torch_compat import file_part
 
-_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, for which few large copies are fastest
+Verify = Literal["while_reading", "before", False]
+
+_DEVICE_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, few large copies are fastest
+_STEP_BYTES = 1 << 18  # read and checked at a time: small enough to stay in the nearest cache
 
 
-class CheckedReader(FileSystemReader):
-    """Reads a checkpoint after checking what a rank needs of it.
+def metadata_of(keys: dict[str, StoredKey]) -> Metadata:
+    """Describe some keys as torch.distributed.checkpoint does."""
+    described: dict[str, Any] = {}
+    places = {}
+    for name, stored in keys.items():
+        for piece in stored.pieces:
+            place = file_part(piece.file, piece.at, piece.length)
+            if piece.transforms:
+                place.transform_descriptors = list(piece.transforms)
+            places[index_of(name, stored, piece)] = place
+        if stored.dtype is None:
+            described[name] = BytesStorageMetadata()
+        else:
+            chunks = [
+                ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape))
+                for piece in stored.pieces
+            ]
+            properties = TensorProperties(dtype=stored.dtype)
+            described[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+    return Metadata(described, storage_data=places)
 
-    ``files`` is the manifest; None where torch.distributed.checkpoint wrote it by itself.
-    """
 
-    def __init__(self, directory: Path, metadata: Metadata, files: FileRecords | None) -> None:
-        super().__init__(directory)
-        self._directory = directory
-        self._metadata = metadata
+def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
+    """Return what a plan calls a piece."""
+    return MetadataIndex(name, None if stored.dtype is None else piece.start)
+
+
+class _Part(NamedTuple):
+    """A box of a stored shard and the tensor that it is copied to."""
+
+    start: Shape
+    target: torch.Tensor
+
+
+class _Wanted(NamedTuple):
+    """A piece of a plan, and the items that need it."""
+
+    piece: Piece
+    dtype: torch.dtype | None
+    items: list[ReadItem]
+
+    @property
+    def key(self) -> str:
+        """Return the key that it is a part of."""
+        return self.items[0].storage_index.fqn
+
+
+class CheckedReader:
+    """Reads what a rank needs of a checkpoint, and nothing that is not as it was saved."""
+
+    def __init__(
+        self, directory: Path, index: Index, keys: dict[str, StoredKey], verify: Verify
+    ) -> None:
+        self._directory, self._index, self._verify = directory, index, verify
+        self._metadata = metadata_of(keys)
         self._pieces = {
-            (name, piece.offset): piece
-            for name, record in (files or {}).items()
-            for piece in record.pieces
+            index_of(name, stored, piece): (piece, stored.dtype)
+            for name, stored in keys.items()
+            for piece in stored.pieces
         }
-        self._has_manifest = files is not None
-        self.set_up_storage_reader(metadata, False)
+        self._scratch = Scratch()
+        self._device_scratch: Scratch | None = None
 
-    def check_plan(self, plan: LoadPlan, *, verify_checksums: bool) -> None:
-        """Check the size of what a plan reads, and its content by reading it once."""
-        needed: dict[str, dict[MetadataIndex, None]] = {}
-        for item in plan.items:
-            place = self.storage_data[item.storage_index]
-            needed.setdefault(place.relative_path, {})[item.storage_index] = None
-        scratch = Scratch()
-        for name, indices in needed.items():
-            places = [self.storage_data[index] for index in indices]
-            end = max(place.offset + place.length for place in places)
+    @property
+    def metadata(self) -> Metadata:
+        """Return the description of the keys for a planner."""
+        return self._metadata
+
+    def check_plan(self, plan: LoadPlan) -> None:
+        """Check the size of all files that a plan needs and, if asked to, all it reads."""
+        for name, wanted in self._by_file(plan.items):
+            end = max(one.piece.at + one.piece.length for one in wanted)
             problem = size_problem(self._directory / name, end, at_least=True)
             if problem is not None:
-                keys = keys_text(index.fqn for index in indices)
+                keys = keys_text(one.key for one in wanted)
                 raise CheckpointingException(f"{problem}; {keys}; take another checkpoint")
-            if verify_checksums:
-                self._check_content(self._directory / name, list(indices), scratch)
-
-    def _check_content(self, path: Path, indices: list[MetadataIndex], scratch: Scratch) -> None:
-        with path.open("rb", buffering=0) as stream:
-            for index in sorted(indices, key=lambda index: int(self.storage_data[index].offset)):
-                problem = self._content_problem(stream, index, scratch)
-                if problem is not None:
-                    raise CheckpointingException(
-                        f"{path}: the content of key {index.fqn!r} has changed since it was saved "
-                        f"({problem}); take another checkpoint"
-                    )
-
-    def _content_problem(self, stream: Any, index: MetadataIndex, scratch: Scratch) -> str | None:
-        place = self.storage_data[index]
-        if not self._has_manifest:
-            if place.transform_descriptors:
-                return None
-            return archive_problem(FileSlice(stream, place.offset, place.length))
-        piece = self._piece_of(index)
-        if piece is None:
-            return "the manifest does not list it"
-        try:
-            found = checksum_of_piece(stream, piece.offset, piece.length, scratch)
-        except (OSError, EOFError) as error:
-            return describe_error(error)
-        return None if found == piece.checksum else "its checksum differs"
-
-    def _piece_of(self, index: MetadataIndex) -> Piece | None:
-        place = self.storage_data[index]
-        piece = self._pieces.get((place.relative_path, place.offset))
-        return None if piece is None or piece.length < place.length else piece
+            if self._verify == "before":
+                with open_regular(self._directory / name) as stream:
+                    for one in wanted:
+                        self._check(stream, one)
 
     def read_objects(self, plan: LoadPlan, planner: Any) -> None:
         """Read the objects of a plan; nothing is changed in place."""
-        self._read([item for item in plan.items if item.type == LoadItemType.BYTE_IO], planner)
+        items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
+        for name, wanted in self._by_file(items):
+            with open_regular(self._directory / name) as stream:
+                for one in wanted:
+                    self._check_now(stream, one)
+                    if one.piece.transforms:
+                        self._read_as_torch(one, planner)
+                        continue
+                    content = FileSlice(stream, one.piece.at, one.piece.length)
+                    for item in one.items:
+                        planner.load_bytes(item, io.BytesIO(content.read()))
 
     def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
         """Read the tensors of a plan into their targets."""
-        direct: list[ReadItem] = []
-        indirect: list[ReadItem] = []
-        for item in plan.items:
-            if item.type != LoadItemType.BYTE_IO:
-                piece = self._piece_of(item.storage_index)
-                is_located = piece is not None and piece.elements_at is not None
-                (direct if is_located else indirect).append(item)
-        self._read_direct(direct, planner)
-        self._read(indirect, planner)
+        items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
+        for name, wanted in self._by_file(items):
+            with open_regular(self._directory / name) as stream:
+                for one in wanted:
+                    self._read_tensor(stream, one, planner)
 
-    def _read_direct(self, items: list[ReadItem], planner: Any) -> None:
-        """Read tensors whose elements the manifest locates, in the order of the files."""
-        stored = self._stored_shards(items)
-        scratches: dict[str, Scratch] = {}
-        places = {id(item): self.storage_data[item.storage_index] for item in items}
-        in_order = sorted(
-            items, key=lambda item: (places[id(item)].relative_path, places[id(item)].offset)
+    def _by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[_Wanted]]]:
+        """Yield what items need, in the order of the files, each piece once."""
+        users: dict[MetadataIndex, list[ReadItem]] = {}
+        for item in items:
+            users.setdefault(item.storage_index, []).append(item)
+        wanted = [_Wanted(*self._pieces[index], own) for index, own in users.items()]
+        wanted.sort(key=lambda one: (one.piece.file, one.piece.at))
+        for name, inside in groupby(wanted, lambda one: one.piece.file):
+            yield name, list(inside)
+
+    def _check_now(self, stream: io.FileIO, wanted: _Wanted) -> None:
+        if self._verify == "while_reading":
+            self._check(stream, wanted)
+
+    def _check(self, stream: io.FileIO, wanted: _Wanted) -> None:
+        piece = wanted.piece
+        with self._named_problems(wanted):
+            if self._index.checksums:
+                compute = checksum_in if self._index.checksums == "xxh3" else sums_in
+                found = compute(stream, piece.at, piece.span, self._scratch)
+                problem = None if found == piece.checksum else "its checksum differs"
+            elif piece.transforms:
+                problem = None
+            else:
+                problem = archive_problem(FileSlice(stream, piece.at, piece.length))
+        if problem is not None:
+            raise self._changed(wanted, problem)
+
+    def _changed(self, wanted: _Wanted, problem: str) -> CheckpointingException:
+        return CheckpointingException(
+            f"{self._directory / wanted.piece.file}: the content of key {wanted.key!r} has changed "
+            f"since it was saved ({problem}); take another checkpoint"
         )
-        for name, inside in groupby(in_order, lambda item: places[id(item)].relative_path):
-            with (self._directory / name).open("rb", buffering=0) as stream:
-                for item in inside:
-                    target = planner.resolve_tensor(item).detach()
-                    kind = target.device.type
-                    if kind not in scratches:
-                        scratches[kind] = Scratch() if kind == "cpu" else Scratch(_SCRATCH_BYTES)
-                    shape, dtype = stored[item.storage_index]
-                    self._read_item(stream, item, shape, dtype, target, scratches[kind])
-                    planner.commit_tensor(item, target)
 
-    def _read_item(
-        self,
-        stream: Any,
-        item: ReadItem,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        target: torch.Tensor,
-        scratch: Scratch,
-    ) -> None:
-        piece = self._piece_of(item.storage_index)
-        if piece is None or piece.elements_at is None:
-            raise CheckpointingException(f"key {item.storage_index.fqn!r} is not a tensor")
-        start = item.storage_offsets
+    @contextmanager
+    def _named_problems(self, wanted: _Wanted) -> Iterator[None]:
         try:
-            read_slice(stream, piece.elements_at, shape, start, target, dtype, scratch)
+            yield
         except (OSError, EOFError) as error:
-            name = self.storage_data[item.storage_index].relative_path
             raise CheckpointingException(
-                f"{self._directory / name}: key {item.storage_index.fqn!r} cannot be read "
+                f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
                 f"({describe_error(error)}); take another checkpoint"
             ) from error
 
-    def _stored_shards(
-        self, items: list[ReadItem]
-    ) -> dict[MetadataIndex, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of every stored shard of the keys that are read."""
-        shards = {}
-        for name in {item.storage_index.fqn for item in items}:
-            saved = self._metadata.state_dict_metadata[name]
-            if isinstance(saved, TensorStorageMetadata):
-                for chunk in saved.chunks:
-                    index = MetadataIndex(name, chunk.offsets)
-                    shards[index] = (tuple(chunk.sizes), saved.properties.dtype)
-        return shards
+    def _read_tensor(self, stream: io.FileIO, wanted: _Wanted, planner: Any) -> None:
+        piece, dtype = wanted.piece, wanted.dtype
+        is_checked_on_the_way = self._verify == "while_reading" and self._index.checksums == "xxh3"
+        if not is_checked_on_the_way:
+            self._check_now(stream, wanted)
+        if piece.elements is None or dtype is None:
+            self._read_as_torch(wanted, planner)
+            return
+        parts = [
+            _Part(tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
+            for item in wanted.items
+        ]
+        scratch = self._scratch_for(parts)
+        first = piece.at + piece.elements
+        with self._named_problems(wanted):
+            if is_checked_on_the_way:
+                num_bytes = prod(piece.shape) * dtype.itemsize
+                checked = _CheckedStream(stream, scratch)
+                checked.skip(piece.at, piece.elements)
+                sweep(checked, first, piece.shape, parts, dtype)
+                checked.skip(first + num_bytes, piece.at + piece.span - first - num_bytes)
+                if checked.running.digits() != piece.checksum:
+                    raise self._changed(wanted, "its checksum differs")
+            else:
+                for part in parts:
+                    read_slice(stream, first, piece.shape, part.start, part.target, dtype, scratch)
 
-    def _read(self, items: list[ReadItem], planner: Any) -> None:
+    def _scratch_for(self, parts: Sequence[_Part]) -> Scratch:
+        if all(part.target.is_cpu for part in parts):
+            return self._scratch
+        if self._device_scratch is None:
+            self._device_scratch = Scratch(_DEVICE_SCRATCH_BYTES)
+        return self._device_scratch
+
+    def _read_as_torch(self, wanted: _Wanted, planner: Any) -> None:
+        """Have torch read an archive of its own, which may hold more than the elements."""
+        reader = FileSystemReader(self._directory)
+        reader.set_up_storage_reader(self._metadata, False)
         try:
-            self.read_data(LoadPlan(items), planner).wait()
+            reader.read_data(LoadPlan(wanted.items), planner).wait()
         except CheckpointingException:
             raise
         except Exception as error:
             raise CheckpointingException(
-                f"{self._directory} cannot be read ({describe_error(error)}); take another "
-                "checkpoint"
+                f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
+                f"({describe_error(error)}); take another checkpoint"
             ) from error
+
+
+class _CheckedStream:
+    """A file that is read in order, through memory or into targets, with a running checksum."""
+
+    def __init__(self, stream: Unbuffered, scratch: Scratch) -> None:
+        self.running = RunningChecksum()
+        self.scratch = scratch
+        self._stream = stream
+
+    def read(self, at: int, memory: memoryview) -> None:
+        """Fill memory step by step, adding up each step while it is in the cache."""
+        for start in range(0, len(memory), _STEP_BYTES):
+            step = memory[start : start + _STEP_BYTES]
+            read_exactly(self._stream, at + start, step)
+            self.running.update(step)
+
+    def skip(self, at: int, length: int) -> None:
+        """Add up bytes that nobody needs."""
+        size = len(self.scratch.memory)
+        for start in range(0, length, size):
+            self.read(at + start, self.scratch.memory[: min(size, length - start)])
+
+
+def sweep(
+    stream: _CheckedStream,
+    at: int,
+    shape: Shape,
+    parts: Sequence[_Part],
+    dtype: torch.dtype,
+) -> None:
+    """Read a whole shard, row-major from ``at`` on, and fill the targets with their parts of it."""
+    if not shape:
+        shape = (1,)
+        parts = [_Part((0,), part.target.unsqueeze(0)) for part in parts]
+    row_bytes = prod(shape[1:]) * dtype.itemsize
+    if len(parts) == 1 and _lies_alike(shape, parts[0].target, dtype):
+        start, target = parts[0].start[0], parts[0].target
+        end = start + target.shape[0]
+        stream.skip(at, start * row_bytes)
+        stream.read(at + start * row_bytes, memory_of(target))
+        stream.skip(at + end * row_bytes, (shape[0] - end) * row_bytes)
+        target[:0].zero_()  # autograd counts changes and has not seen this one
+        return
+    if not parts:
+        stream.skip(at, shape[0] * row_bytes)
+        return
+    if len(shape) > 1 and row_bytes > len(stream.scratch.memory):
+        for row in range(shape[0]):
+            sweep(stream, at + row * row_bytes, shape[1:], _in_row(parts, row), dtype)
+        return
+    step = max(1, len(stream.scratch.memory) // max(1, row_bytes))
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        memory = stream.scratch.memory[: count * row_bytes]
+        stream.read(at + first * row_bytes, memory)
+        rows = stream.scratch.tensor[: len(memory)].view(dtype).view(count, *shape[1:])
+        for part in parts:
+            _copy_rows(rows, first, part)
+
+
+def _in_row(parts: Sequence[_Part], row: int) -> list[_Part]:
+    return [
+        _Part(part.start[1:], part.target[row - part.start[0]])
+        for part in parts
+        if part.start[0] <= row < part.start[0] + part.target.shape[0]
+    ]
+
+
+def _copy_rows(rows: torch.Tensor, first: int, part: _Part) -> None:
+    """Copy what a part needs of the rows from ``first`` on."""
+    begin = max(first, part.start[0])
+    end = min(first + rows.shape[0], part.start[0] + part.target.shape[0])
+    if begin >= end:
+        return
+    source = rows[begin - first : end - first]
+    for dim in range(1, rows.ndim):
+        source = source.narrow(dim, part.start[dim], part.target.shape[dim])
+    part.target[begin - part.start[0] : end - part.start[0]].copy_(source)
 
 
 def read_slice(
@@ -206,9 +351,7 @@ def read_slice(
         num_bytes = count * row_bytes
         scratch.fill(stream, elements_at + (start[0] + first) * row_bytes, num_bytes)
         rows = scratch.tensor[:num_bytes].view(dtype).view(count, *shape[1:])
-        for dim in range(1, len(shape)):
-            rows = rows.narrow(dim, start[dim], target.shape[dim])
-        target.narrow(0, first, count).copy_(rows)
+        _copy_rows(rows, 0, _Part((0, *start[1:]), target.narrow(0, first, count)))
 
 
 def _lies_alike(shape: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> bool:

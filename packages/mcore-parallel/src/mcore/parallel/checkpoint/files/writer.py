@@ -3,39 +3,38 @@
 from __future__ import annotations
 
 import io
-import threading
+import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
 
 import torch
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import elements_at
-from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_of_piece
+from mcore.parallel.checkpoint.files.archive import write_tensor
+from mcore.parallel.checkpoint.files.checksums import RunningChecksum, checksum_of
 from mcore.parallel.checkpoint.files.durable_files import (
     new_large_file,
     publish,
     sync_directory,
     sync_file,
 )
-from mcore.parallel.checkpoint.files.manifest import (
-    MANIFEST_FILE,
-    FileRecord,
-    Piece,
-    size_problem,
-    whole_file,
-    write_manifest,
-)
+from mcore.parallel.checkpoint.files.index import Piece, aligned
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecord, write_manifest
+from mcore.parallel.checkpoint.files.metadata_file import OUR_MARK
+from mcore.parallel.checkpoint.files.regular_files import size_problem
+from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE, file_part
 
-_ALIGNMENT_BYTES = 64  # as in archives of torch.save: memory is copied half as fast from odd places
 Content = torch.Tensor | io.BytesIO
 
 
@@ -63,15 +62,13 @@ class DurableWriter:
         if not plan.items:
             return RankWrites([], {})
         try:
-            results = self._file.write(plan, planner)
-            with _synced_meanwhile(self._file.path):
-                record = self._file.record()
+            record = self._file.write(plan, planner)
             sync_directory(self._incomplete)
         except CheckpointingException:
             raise
         except Exception as error:
             raise _unwritten(error, self._file.path, self._file.key) from error
-        return RankWrites(results, {self._file.path.name: record})
+        return RankWrites(self._file.results, {self._file.path.name: record})
 
     def publish(self, metadata: Metadata, writes: list[RankWrites]) -> None:
         """Write index and manifest and rename the directory; one rank, after all have written."""
@@ -88,12 +85,23 @@ class DurableWriter:
                 metadata, [one.results for one in writes]
             )
             sync_file(path)
-            files[METADATA_FILE] = whole_file(path.read_bytes())
+            index = path.read_bytes()
+            whole = {METADATA_FILE: (len(index), checksum_of(index))}
             path = self._incomplete / MANIFEST_FILE
-            write_manifest(self._incomplete, files)
+            write_manifest(self._incomplete, _described(metadata), files, whole)
         except Exception as error:
             raise _unwritten(error, path) from error
         publish(self._incomplete, self._final)
+
+
+def _described(metadata: Metadata) -> dict[str, tuple[str, Shape]]:
+    """Return dtype and shape of each key, as the manifest has them."""
+    return {
+        key: (str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
+        if isinstance(saved, TensorStorageMetadata)
+        else ("", ())
+        for key, saved in metadata.state_dict_metadata.items()
+    }
 
 
 class _RankFile:
@@ -105,31 +113,20 @@ class _RankFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.key: str | None = None
-        self._results: list[WriteResult] = []
-        self._bytes_of_elements: dict[MetadataIndex, int] = {}
+        self.results: list[WriteResult] = []
+        self._pieces: list[tuple[str, Piece]] = []
 
-    def write(self, plan: SavePlan, planner: SavePlanner) -> list[WriteResult]:
-        """Write what a plan lists, and return where each item is."""
+    def write(self, plan: SavePlan, planner: SavePlanner) -> FileRecord:
+        """Write what a plan lists, with its checksums, and wait until it is on storage."""
         with new_large_file(self.path) as stream:
+            checked = _AddedUp(stream)
             for item, content in self._contents(plan, planner):
-                self._results.append(self._written(stream, item, content))
-        return self._results
-
-    def record(self) -> FileRecord:
-        """Read the file again and describe what it holds."""
-        scratch, pieces, size = Scratch(), [], self.path.stat().st_size
-        places = [result.storage_data for result in self._results]
-        ends = [place.offset for place in places[1:]] + [size]
-        with self.path.open("rb", buffering=0) as stream:
-            for result, place, end in zip(self._results, places, ends, strict=True):
-                elements = None
-                if result.index in self._bytes_of_elements:
-                    num_bytes = self._bytes_of_elements[result.index]
-                    elements = elements_at(stream, place.offset, place.length, num_bytes)
-                length = end - place.offset
-                checksum = checksum_of_piece(stream, place.offset, length, scratch)
-                pieces.append(Piece(place.offset, length, checksum, elements))
-        return FileRecord(size, tuple(pieces))
+                self._write_piece(checked, item, content)
+            self._end_piece(checked)
+            size = checked.tell()
+            stream.flush()
+            os.fsync(stream.fileno())
+        return FileRecord(size, self._pieces)
 
     def _contents(
         self, plan: SavePlan, planner: SavePlanner
@@ -155,16 +152,57 @@ class _RankFile:
                 tensor = cast(torch.Tensor, planner.resolve_data(item))
                 yield item, _copy_to_cpu(tensor.detach())
 
-    def _written(self, stream: BinaryIO, item: WriteItem, content: Content) -> WriteResult:
-        stream.write(bytes(-stream.tell() % _ALIGNMENT_BYTES))
-        offset = stream.tell()
+    def _write_piece(self, stream: _AddedUp, item: WriteItem, content: Content) -> None:
+        stream.write(bytes(aligned(stream.tell()) - stream.tell()))
+        self._end_piece(stream)
+        at, elements = stream.tell(), None
+        start: Shape = ()
+        shape: Shape = ()
         if isinstance(content, torch.Tensor):
-            torch.save(content, stream)
-            self._bytes_of_elements[item.index] = content.nbytes
+            elements = write_tensor(stream, content)
+            if item.tensor_data is not None:
+                chunk = item.tensor_data.chunk
+                start, shape = tuple(chunk.offsets), tuple(chunk.sizes)
         else:
             stream.write(content.getbuffer())
-        length = stream.tell() - offset
-        return WriteResult(item.index, length, file_part(self.path.name, offset, length))
+        length = stream.tell() - at
+        place = file_part(self.path.name, at, length)
+        self.results.append(WriteResult(item.index, length, place))
+        piece = Piece(self.path.name, at, length, 0, "", elements, start, shape)
+        self._pieces.append((item.index.fqn, piece))
+
+    def _end_piece(self, stream: _AddedUp) -> None:
+        """Note the checksum of the piece before, with the zeros that follow it."""
+        checksum = stream.checksum_so_far()
+        if self._pieces:
+            key, piece = self._pieces[-1]
+            span = stream.tell() - piece.at
+            self._pieces[-1] = (key, piece._replace(span=span, checksum=checksum))
+
+
+class _AddedUp:
+    """A file that is written, with a running checksum."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream, self._running, self._end = stream, RunningChecksum(), 0
+
+    def write(self, content: bytes | memoryview) -> int:
+        """Write bytes and add them up."""
+        self._running.update(content)
+        self._end += len(content)
+        return self._stream.write(content)
+
+    def tell(self) -> int:
+        """Return how many bytes were written."""
+        return self._end
+
+    def flush(self) -> None:
+        """Do nothing; torch.save expects the method."""
+
+    def checksum_so_far(self) -> str:
+        """Return the checksum of the bytes since the last call."""
+        running, self._running = self._running, RunningChecksum()
+        return running.digits()
 
 
 class _IndexWriter(FileSystemWriter):
@@ -175,7 +213,7 @@ class _IndexWriter(FileSystemWriter):
         self._final = final
 
     def storage_meta(self) -> StorageMeta:
-        return StorageMeta(checkpoint_id=str(self._final), save_id=self.save_id)
+        return StorageMeta(str(self._final), save_id=self.save_id, modules=[OUR_MARK])
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
@@ -196,28 +234,6 @@ def _without_neighbours(tensor: torch.Tensor) -> torch.Tensor:
     """Return a tensor that has its storage for itself: archives hold storages as a whole."""
     alone = tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.itemsize
     return tensor if alone else tensor.clone()
-
-
-@contextmanager
-def _synced_meanwhile(path: Path) -> Iterator[None]:
-    """Sync a file while the block runs, which reads its content from memory."""
-    problems: list[OSError] = []
-
-    def sync() -> None:
-        try:
-            sync_file(path)
-        except OSError as error:
-            problems.append(error)
-
-    # A thread pool takes no work while the interpreter waits for a background save to end.
-    thread = threading.Thread(target=sync, name=f"sync-{path.name}")
-    thread.start()
-    try:
-        yield
-    finally:
-        thread.join()
-    if problems:
-        raise problems[0]
 
 
 def _unwritten(error: Exception, path: Path, key: str | None = None) -> CheckpointingException:

@@ -1,0 +1,311 @@
+"""Files that somebody made on purpose: none of them runs code, none changes a class."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import pickle
+import struct
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import filesystem, metadata
+
+from mcore.parallel.checkpoint import (
+    CheckpointingException,
+    ShardedObject,
+    is_complete_checkpoint,
+    latest_checkpoint,
+    load_sharded_state_dict,
+    save_sharded_state_dict,
+)
+
+VERSION_2 = Path(__file__).with_name("checkpoint_version_2.zip")
+WATCHED = (
+    pathlib.Path,
+    pathlib.PurePath,
+    pathlib.PosixPath,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+    dict,
+)
+
+
+def state() -> dict[str, Any]:
+    """A tensor, an object and a value."""
+    return {"w": torch.zeros(5), "o": ShardedObject("o", {"a": 1}, (1,), (0,)), "n": 3}
+
+
+def attributes() -> list[dict[str, int]]:
+    """What instances get from the watched classes; Python fills in some other names late."""
+    hooks = ("__init__", "__new__", "__setstate__", "__getattr__", "__reduce__", "__hash__")
+    return [
+        {
+            name: id(value)
+            for name, value in vars(one).items()
+            if name in hooks or not name.startswith("__")
+        }
+        for one in WATCHED
+    ]
+
+
+@pytest.fixture
+def unchanged_classes() -> Iterator[None]:
+    """Nothing of the classes that an index refers to may change."""
+    before = attributes()
+    yield
+    assert attributes() == before
+
+
+def rewrite_manifest(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the content of a manifest and give it the checksum that it then needs."""
+    raw = (path / "manifest.json").read_text()
+    lines = json.loads(raw)["content"]
+    change(lines)
+    text = raw[: raw.index("\n") + 1] + ",\n".join(map(json.dumps, lines)) + "\n"
+    digest = xxhash.xxh3_64_hexdigest(text.encode())
+    (path / "manifest.json").write_text(f'{text}], "checksum": "{digest}"' + "}\n")
+
+
+def match_manifest(path: Path) -> None:
+    """Make a manifest tell sizes and checksums that the files have now."""
+    payload = (path / "__0_0.distcp").read_bytes()
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        index = (path / ".metadata").read_bytes()
+        lines[0]["files"][".metadata"] = [len(index), xxhash.xxh3_64_hexdigest(index)]
+        [block] = (line for line in lines if "file" in line)
+        at, digests = 0, ""
+        for length in block["lengths"]:
+            end = min(-(-(at + length) // 64) * 64, len(payload))
+            digests += xxhash.xxh3_64_hexdigest(payload[at:end])
+            at = end
+        block["checksums"] = digests
+
+    rewrite_manifest(path, change)
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = str(target)
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (Path(self.target),)
+
+
+def build_on(module: str, name: str, value: bytes) -> bytes:
+    """A pickle that sets an attribute of a class: BUILD with the state of slots."""
+    return b"\x80\x04" + f"c{module}\n{name}\n".encode() + b"N}\x8c\x06unlink" + value + b"s\x86b."
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+PICKLES: dict[str, Callable[[Path], bytes]] = {
+    "a call": lambda target: pickle.dumps(Bomb(target)),
+    "a call inside": lambda target: pickle.dumps(
+        metadata.Metadata({}, planner_data=Bomb(target), storage_data={})
+    ),
+    "BUILD on a path": lambda _: build_on("pathlib", "PosixPath", b"N"),
+    "BUILD on Path": lambda _: build_on("pathlib", "Path", b"ctorch\nSize\n"),
+    "BUILD on Metadata": lambda _: build_on(DCP, "Metadata", b"N"),
+    "BUILD on an enum": lambda _: build_on(DCP, "_MEM_FORMAT_ENCODING", b"N"),
+    "BUILD on the result of a call": lambda _: b"\x80\x04cpathlib\nPosixPath\n(tR}\x8c\x01aNsb.",
+    "any torch name": lambda _: b"\x80\x04ctorch\nload\n.",
+    "a tensor class": lambda _: b"\x80\x04ctorch\nTensor\n.",
+    "a name with dots": lambda _: b"\x80\x04\x8c\x05torch\x8c\x0fhub.load_urlstr\x93.",
+    "the registry of copyreg": lambda _: b"\x80\x04\x82\x01.",
+    "an instance of old": lambda _: b"\x80\x04(icollections\nOrderedDict\n.",
+    "a memo of gigabytes": lambda _: b"\x80\x04Nr\xff\xff\xff\x7f0N.",
+    "a byte array of terabytes": lambda _: b"\x80\x05\x96" + struct.pack("<Q", 1 << 42) + b".",
+    "a key too deep to hash": lambda _: b"\x80\x04})" + b"\x85" * 20_000 + b"Ns.",
+    "itself": lambda _: b"\x80\x04]\x94h\x00a.",
+    "nothing": lambda _: b"",
+    "no pickle": lambda _: b"\x80",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.usefixtures("unchanged_classes")
+def test_no_index_runs_code_or_changes_classes(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "boom"
+    for kind in ("ours", "torchs"):
+        path = tmp_path / kind / "step_1"
+        if kind == "ours":
+            save_sharded_state_dict(state(), path)
+        else:
+            dcp.save({"w": torch.zeros(5)}, checkpoint_id=path, no_dist=True)
+        (path / ".metadata").write_bytes(PICKLES[name](target))
+        if kind == "ours":
+            match_manifest(path)
+            # It is not even looked at.
+            assert latest_checkpoint(path.parent) == path
+            load_sharded_state_dict(state(), path)
+        else:
+            assert not is_complete_checkpoint(path)
+            assert latest_checkpoint(path.parent) is None
+            with pytest.raises(CheckpointingException, match=r"\.metadata (cannot be read|has ch)"):
+                load_sharded_state_dict({"w": torch.zeros(5)}, path)
+            with pytest.raises(CheckpointingException):
+                load_sharded_state_dict({"w": torch.zeros(5)}, path, weights_only=False)
+    assert not target.exists()
+
+
+@pytest.mark.parametrize("verify", ["while_reading", "before", False])
+@pytest.mark.usefixtures("unchanged_classes")
+def test_no_object_runs_code_even_with_a_manifest_made_to_match(
+    verify: Any, tmp_path: Path
+) -> None:
+    path, target = tmp_path / "step_1", tmp_path / "boom"
+    bomb = ShardedObject("o", Bomb(target), (1,), (0,))
+    save_sharded_state_dict({**state(), "o": bomb}, path, weights_only=False)
+    assert is_complete_checkpoint(path)
+    targets = {**state(), "w": torch.full((5,), -7.0)}
+    with pytest.raises(CheckpointingException, match="'o/shard_0_1' cannot be unpickled"):
+        load_sharded_state_dict(targets, path, verify=verify)
+    assert not target.exists()
+    assert (targets["w"] == -7).all()
+
+
+def column(name: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def change(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            if name in line and ("file" in line or name in ("keys", "dtypes", "axes", "shapes")):
+                line[name] = value(line[name]) if callable(value) else value
+                return
+
+    return change
+
+
+LIES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "a dtype that is a function": column("dtypes", lambda old: [one and "load" for one in old]),
+    "a file elsewhere": lambda lines: lines[0]["files"].update({"../evil": [1, "00"]}),
+    "an absolute file": lambda lines: lines[0]["files"].update({"/dev/zero": [1, "00"]}),
+    "a size that is text": lambda lines: lines[0]["files"].update({"__0_0.distcp": ["1", ""]}),
+    "keys out of order": column("keys", ["b", "a"]),
+    "numbers as keys": column("keys", lambda old: list(range(len(old)))),
+    "more axes": column("axes", lambda old: [one + 1 for one in old]),
+    "a shape below zero": column("shapes", [-5]),
+    "a shape of text": column("shapes", ["5"]),
+    "a shape without end": column("shapes", [1 << 70]),
+    "a shorter shape": column("shapes", [4]),
+    "a box outside": column("boxes", [3, 5]),
+    "too many boxes": column("boxes", [0, 5, 0, 5]),
+    "elements outside": column("elements", lambda old: [one if one < 0 else 4000 for one in old]),
+    "elements at text": column("elements", lambda old: ["x" for _ in old]),
+    "no checksums": column("checksums", ""),
+    "checksums of letters": column("checksums", lambda old: "zz" + old[2:]),
+    "pieces of another length": column("lengths", lambda old: [one + 64 for one in old]),
+    "lengths below zero": column("lengths", lambda old: [-one for one in old]),
+    "a gap": column("at", 64),
+    "no lines": lambda lines: lines.clear(),
+    "lines of text": lambda lines: lines.append("text"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_that_lies_is_refused(lie: str, tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    save_sharded_state_dict({"w": torch.ones(5)}, path)
+    rewrite_manifest(path, LIES[lie])
+    targets = {"w": torch.full((5,), -7.0)}
+    with pytest.raises(CheckpointingException):
+        load_sharded_state_dict(targets, path)
+    assert (targets["w"] == -7).all()
+    is_complete_checkpoint(path)  # whatever it is, it does not raise
+    (path / "manifest.json").write_bytes(b'{"format": "mcore sharded checkpoint", "version": 3')
+    assert not is_complete_checkpoint(path)
+
+
+def test_a_flipped_bit_of_torchs_index_never_raises_in_a_listing(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    dcp.save({"w": torch.zeros(5), "n": 3}, checkpoint_id=path, no_dist=True)
+    good = (path / ".metadata").read_bytes()
+    outcomes = set()
+    for at in range(0, len(good), 3):
+        changed = bytearray(good)
+        changed[at] ^= 1 << at % 8
+        (path / ".metadata").write_bytes(changed)
+        outcomes.add(latest_checkpoint(tmp_path) == path)
+    assert outcomes == {True, False}
+    (path / ".metadata").write_bytes(good)
+    assert latest_checkpoint(tmp_path) == path
+
+
+def unpacked_version_2(tmp_path: Path) -> Path:
+    """A checkpoint that the version before wrote."""
+    with zipfile.ZipFile(VERSION_2) as archive:
+        archive.extractall(tmp_path / "step_7")
+    return tmp_path / "step_7"
+
+
+def blank() -> dict[str, Any]:
+    """What fits that checkpoint."""
+    return {
+        "w": torch.zeros(2, 3),
+        "rows": torch.zeros(6, dtype=torch.int64),
+        "o": ShardedObject("o", None, (1,), (0,)),
+        "common": {"t": torch.zeros(()), "step": 0},
+    }
+
+
+def test_version_2_is_still_read_and_checked(tmp_path: Path) -> None:
+    path = unpacked_version_2(tmp_path)
+    assert is_complete_checkpoint(path)
+    for verify in ("while_reading", "before", False):
+        loaded = load_sharded_state_dict(blank(), path, unexpected="raise", verify=verify)
+        assert torch.equal(loaded["w"], torch.arange(6.0).reshape(2, 3))
+        assert torch.equal(loaded["rows"], torch.arange(6))
+        assert loaded["o"] == {"a": [1, "two"]}
+        assert loaded["common"] == {"t": torch.tensor(2.5), "step": 7}
+    for name in (".metadata", "__0_0.distcp", "manifest.json"):
+        content = (path / name).read_bytes()
+        for at in range(5, len(content), max(1, len(content) // 40)):
+            changed = bytearray(content)
+            changed[at] ^= 64
+            (path / name).write_bytes(changed)
+            with pytest.raises(
+                CheckpointingException, match=r"has changed|another version|contradicts itself"
+            ):
+                load_sharded_state_dict(blank(), path)
+        (path / name).write_bytes(content)
+
+
+def test_version_2_with_a_part_shorter_than_its_content_is_refused(tmp_path: Path) -> None:
+    """A checksum of the first bytes of a piece says nothing about the rest."""
+    from mcore.parallel.checkpoint.files.checksums import sums_of
+
+    path = unpacked_version_2(tmp_path)
+    content = json.loads((path / "manifest.json").read_text())
+    payload = (path / "__0_0.distcp").read_bytes()
+    for part in content["files"]["__0_0.distcp"]["parts"]:
+        part[1] = 100
+        part[2] = sums_of(payload[part[0] : part[0] + 100])
+    del content["checksum"]
+    content["checksum"] = sums_of(json.dumps(content).encode())
+    (path / "manifest.json").write_text(json.dumps(content) + "\n")
+    with pytest.raises(CheckpointingException, match="is longer than the manifest says"):
+        load_sharded_state_dict(blank(), path)
+
+
+def test_a_torch_reader_reads_what_is_written_though_it_must_trust_it(tmp_path: Path) -> None:
+    save_sharded_state_dict({"w": torch.arange(5.0), "n": 3}, tmp_path / "step_1")
+    target = {"w": torch.zeros(5), "n": 0}
+    dcp.load(target, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    assert torch.equal(target["w"], torch.arange(5.0))
+    assert target["n"] == 3
+    with (tmp_path / "step_1" / ".metadata").open("rb") as stream:
+        assert isinstance(pickle.load(io.BytesIO(stream.read())), metadata.Metadata)
