@@ -305,6 +305,50 @@ def test_fake_and_meta_tensors_have_no_data_to_read(source_dtype, dtype):
     check("meta")
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("source_dtype", [*FLOATS, None])
+@pytest.mark.parametrize("length", [3, 70_000, 600_001])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_destinations_count_as_changed(source_dtype, dtype, length, factor):
+    destination = torch.ones(length, dtype=dtype)
+    in_place = source_dtype is None
+    source = destination if in_place else torch.ones(length, dtype=source_dtype)
+    versions = destination._version, source._version
+    scale([source], [destination], factor)
+    assert destination._version > versions[0]
+    assert in_place or source._version == versions[1]
+
+
+def test_autograd_notices_that_a_saved_tensor_was_scaled_in_place():
+    weight = torch.ones(1, requires_grad=True)
+    hidden = weight * 3
+    squared = hidden * hidden
+    scale([hidden], [hidden], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+                                    (torch.bfloat16, torch.float32), (torch.half, torch.bfloat16),
+                                    (torch.float64, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.0])
+def test_one_bad_element_anywhere_in_a_long_source_sets_the_flag(dtypes, factor):
+    """And the largest finite numbers do not, although their sum would be infinite."""
+    length = (1 << 20) + 4097 + 5
+    source = torch.full((length,), torch.finfo(dtypes[0]).max, dtype=dtypes[0])
+    destination = torch.empty(length, dtype=dtypes[1])
+    flag = zero_flag()
+    scale([source], [destination], factor, flag)
+    assert flag.item() == 0
+    for place in (0, 4095, 1 << 19, (1 << 20) + 4096, length - 1):
+        for bad in (math.nan, math.inf, -math.inf):
+            before, flag = source[place].item(), zero_flag()
+            source[place] = bad
+            scale([source], [destination], factor, flag)
+            source[place] = before
+            assert flag.item() == 1, place
+
+
 def test_in_inference_mode():
     outside = torch.zeros(2)
     with torch.inference_mode():

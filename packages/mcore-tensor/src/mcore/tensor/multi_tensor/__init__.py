@@ -162,8 +162,10 @@ def local_multi_tensor_scale(
 
 
 def _raise_unless(all_finite: Tensor, flag: Tensor) -> None:
-    overflow = all_finite.reshape(()).logical_not()
-    flag.masked_fill_(overflow.to(flag.device), 1)
+    overflow = all_finite.logical_not_()
+    if overflow.shape != flag.shape:
+        overflow = overflow.view(flag.shape)
+    flag.masked_fill_(moved(overflow, flag.device), 1)
 
 
 def _device_of_result(tensors: list[Tensor], flag: Tensor | None) -> torch.device:
@@ -176,20 +178,17 @@ def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
     """Return the root of the sum of all squares, float32 [1]; one scalar per device moves."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
-        by_device.setdefault(part.device, []).append(part.square().sum())
-    sums = [
-        moved(squares[0] if len(squares) == 1 else _sum(squares), device)
-        for squares in by_device.values()
-    ]
-    if not sums:
+        by_device.setdefault(part.device, []).append(part.square().sum(0, keepdim=True))
+    if not parts:
         return torch.zeros(1, dtype=torch.float32, device=device)
-    total = sums[0] if len(sums) == 1 else _sum(sums)
-    return total.sqrt().to(torch.float32).reshape(1)
+    total = _sum([moved(_sum(squares), device) for squares in by_device.values()])
+    norm = total.sqrt_()
+    return norm if norm.dtype == torch.float32 else norm.to(torch.float32)
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
     """Return the sum, in float64 if one of them is, so that nothing is narrowed on the way."""
-    return torch.cat([scalar.reshape(1) for scalar in scalars]).sum()
+    return scalars[0] if len(scalars) == 1 else torch.cat(scalars).sum(0, keepdim=True)
 
 
 def _in_order(
