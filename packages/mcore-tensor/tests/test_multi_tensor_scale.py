@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mcore.tensor import local_multi_tensor_applier, local_multi_tensor_scale
+from mcore.tensor import (
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
 from mcore.tensor.multi_tensor import scaling
 from mcore.tensor.multi_tensor.scaling import Scratch
 
@@ -158,6 +162,34 @@ def test_other_dtypes_are_refused_and_nothing_is_written(dtype, place):
     with pytest.raises(TypeError, match=rf"tensor_lists\[{place}\]\[1\] has dtype {dtype}"):
         local_multi_tensor_scale(CHUNK, zero_flag(), lists, 2.0)
     assert lists[1][0].item() == 0
+
+
+def test_sparse_tensors_are_refused_by_index_and_nothing_is_written():
+    sparse, zeros = torch.eye(3).to_sparse(), torch.zeros(3, 3)
+    message = r"tensor_lists\[{}\]\[1\] has layout torch.sparse_coo"
+    with pytest.raises(TypeError, match=message.format(0)):
+        scale([torch.ones(3, 3), sparse], [zeros, zeros], 2.0)
+    with pytest.raises(TypeError, match=message.format(1)):
+        scale([torch.ones(3, 3)] * 2, [zeros, sparse], 2.0)
+    with pytest.raises(TypeError, match=message.format(0)):
+        local_multi_tensor_l2_norm(CHUNK, None, [[torch.ones(3, 3), sparse]], False)
+    assert (zeros == 0).all()
+
+
+def test_meta_tensors_beside_real_ones_are_refused_by_name():
+    real, meta, flag = torch.ones(3), torch.ones(3, device="meta"), zero_flag()
+    with pytest.raises(ValueError, match="noop_flag is on cpu"):
+        scale([meta], [meta], 2.0, flag)
+    with pytest.raises(ValueError, match="noop_flag is on cpu"):
+        local_multi_tensor_l2_norm(CHUNK, flag, [[meta]], True)
+    for sources, destinations in (([meta], [real]), ([real, real], [real, meta])):
+        with pytest.raises(ValueError, match="tensor_lists mixes meta tensors"):
+            scale(sources, destinations, 2.0)
+    with pytest.raises(ValueError, match="tensor_lists mixes meta tensors"):
+        local_multi_tensor_l2_norm(CHUNK, None, [[meta], [real]], True)
+    with pytest.raises(ValueError, match="scale is on the meta device"):
+        scale([real], [real], torch.ones((), device="meta"))
+    assert real.tolist() == [1, 1, 1]
 
 
 def test_empty_lists_do_nothing():

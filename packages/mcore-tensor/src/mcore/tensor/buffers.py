@@ -20,6 +20,7 @@ _Key = tuple[Hashable, torch.dtype, torch.device]
 _AllocationContext = Callable[[], AbstractContextManager[Any]]
 _MAX_SHAPES = 16  # per buffer, so that views of ever new shapes do not pile up
 _INT = frozenset({int})
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a look-up less on the hot path
 _ANY: Hashable = object()  # stands for every name, of which None is one
 
 
@@ -118,15 +119,18 @@ class GlobalMemoryBuffer:
             >>> GlobalMemoryBuffer().get_tensor((), torch.int64, "step", device="cpu").ndim
             0
         """
-        shape = checked_shape(tensor_shape)
+        if type(tensor_shape) is tuple and _INT.issuperset(map(type, tensor_shape)):
+            shape = tensor_shape  # a known shape has no negative entries
+        else:
+            shape = checked_shape(tensor_shape)
         if mem_alloc_context is not None:
             _check_allocation_context(mem_alloc_context)
-        if torch.compiler.is_dynamo_compiling():
+        if _is_dynamo_compiling():
             key = (name, dtype, resolve_device(device))
             return self._new_view(key, shape, mem_alloc_context)
         untracked = traced_device(device)
         if untracked is not None:
-            return torch.empty(shape, dtype=dtype, device=untracked)
+            return torch.empty(checked_shape(shape), dtype=dtype, device=untracked)
         key = (name, dtype, resolve_device(device))
         with self._lock:
             views = self._views.get(key)
@@ -281,7 +285,7 @@ class GlobalMemoryBuffer:
     def _new_view(
         self, key: _Key, shape: tuple[int, ...], mem_alloc_context: _AllocationContext | None
     ) -> Tensor:
-        numel = math.prod(shape)
+        numel = math.prod(checked_shape(shape))
         backing = self._backing(key, numel, mem_alloc_context)
         with torch.inference_mode(False):
             return backing[:numel].view(shape).detach()
@@ -354,27 +358,19 @@ def destroy_global_memory_buffer() -> None:
 
 def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
     """Return a shape as a tuple of integers; a symbolic size stays symbolic."""
-    if type(tensor_shape) is tuple and _INT.issuperset(map(type, tensor_shape)):
-        shape = tensor_shape
-    else:
-        shape = tuple(_sizes(tensor_shape))
-    for size in shape:
-        if size < 0:
-            raise ValueError(f"tensor_shape must not have negative entries, got {shape}")
-    return shape
-
-
-def _sizes(tensor_shape: Any) -> list[int]:
     try:
         if isinstance(tensor_shape, Tensor):
             raise TypeError("a tensor would have to be read")
-        entries = (tensor_shape,) if _is_one_integer(tensor_shape) else tensor_shape
-        return [n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries]
+        entries: Any = (tensor_shape,) if _is_one_integer(tensor_shape) else tensor_shape
+        shape = tuple(n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries)
     except TypeError as error:
         raise TypeError(
             "tensor_shape must be an integer or a sequence of integers, "
             f"got {type(tensor_shape).__name__} {tensor_shape!r}"
         ) from error
+    if any(n < 0 for n in shape):
+        raise ValueError(f"tensor_shape must not have negative entries, got {shape}")
+    return shape
 
 
 def _is_one_integer(value: Any) -> bool:

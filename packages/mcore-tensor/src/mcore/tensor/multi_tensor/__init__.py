@@ -14,6 +14,7 @@ from torch import Tensor
 
 from mcore.tensor.multi_tensor.lists import (
     TensorLists,
+    check_data,
     checked_noop_flag,
     checked_tensor_lists,
     indices_by_kind,
@@ -90,9 +91,10 @@ def local_multi_tensor_l2_norm(
         first tensor, or where there is none on that of the flag, else the CPU.
 
     Raises:
-        TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or the
-            flag is not an integer tensor.
-        ValueError: The flag does not have exactly one element.
+        TypeError: A DTensor, a sparse tensor, or one of an integer, boolean, complex or 8-bit
+            dtype; or the flag is not an integer tensor.
+        ValueError: The flag does not have exactly one element, or the tensors are on the meta
+            device and it is not, or only some of them are.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -105,6 +107,7 @@ def local_multi_tensor_l2_norm(
     device = _device_of_result(tensors, flag)
     lengths = [tensor.numel() for tensor in tensors]
     groups = _filled_by_kind(tensors, lengths)
+    check_data([tensors[group[0]] for group in groups], flag)
     norms_of = norms_of_tensors if per_tensor else norms_of_pieces
     parts = [norms_of(_picked(tensors, group), _picked(lengths, group)) for group in groups]
     norm = _joint_norm(parts, device)
@@ -138,10 +141,11 @@ def local_multi_tensor_scale(
 
     Raises:
         ValueError: Not exactly two lists, or their lengths differ, or a pair differs in the number
-            of elements, or the flag or ``scale`` does not have exactly one. Nothing is written.
-        TypeError: A DTensor, or a tensor of an integer, boolean, complex or 8-bit dtype; or
-            ``scale`` is not a real number; or the flag is not an integer tensor. Nothing is
-            written.
+            of elements, or the flag or ``scale`` does not have exactly one, or only some of the
+            tensors are on the meta device, or they are and the flag is not. Nothing is written.
+        TypeError: A DTensor, a sparse tensor, or one of an integer, boolean, complex or 8-bit
+            dtype; or ``scale`` is not a real number; or the flag is not an integer tensor. Nothing
+            is written.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -153,9 +157,9 @@ def local_multi_tensor_scale(
     """
     flag = checked_noop_flag(noop_flag)
     factor = _checked_scale(scale)
-    for sources, destinations in _pairs_by_kind(
-        *_checked_pairs(checked_tensor_lists(tensor_lists))
-    ):
+    groups = list(_pairs_by_kind(*_checked_pairs(checked_tensor_lists(tensor_lists))))
+    check_data([tensors[0] for group in groups for tensors in group], flag, scale)
+    for sources, destinations in groups:
         all_finite = scaled_copy(sources, destinations, factor)
         if flag is not None:
             _raise_unless(all_finite, flag)
