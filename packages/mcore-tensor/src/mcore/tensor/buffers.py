@@ -362,7 +362,9 @@ def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
         if isinstance(tensor_shape, Tensor):
             raise TypeError("a tensor would have to be read")
         entries: Any = (tensor_shape,) if _is_one_integer(tensor_shape) else tensor_shape
-        shape = tuple(n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries)
+        shape: tuple[Any, ...] = tuple(
+            n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries
+        )
     except TypeError as error:
         raise TypeError(
             "tensor_shape must be an integer or a sequence of integers, "

@@ -136,8 +136,8 @@ class GlobalSymmetricMemoryBuffer:
         init_failure_reason: Why there is no memory, or None.
 
     Raises:
-        ValueError: The size is not positive and finite, or differs between ranks. Every rank raises.
-        TypeError: The size is not a number. The other ranks raise ValueError.
+        ValueError: The size is not positive and finite, or differs between ranks: on every rank.
+        TypeError: The size is not a number; the other ranks raise ValueError.
 
     Example:
         >>> buffer = GlobalSymmetricMemoryBuffer(1, None)  # torch.distributed is not initialised

@@ -45,15 +45,20 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
                 "tensor_lists is a list of lists"
             )
         checked = list(tensors)
-        if not (
-            _PLAIN_TYPES.issuperset(map(type, checked))
-            and _DTYPES.issuperset({tensor.dtype for tensor in checked})
-            and _LAYOUTS.issuperset({tensor.layout for tensor in checked})
-        ):
-            for index, tensor in enumerate(checked):
-                _check_tensor(tensor, f"tensor_lists[{list_index}][{index}]")
+        check_tensors(checked, f"tensor_lists[{list_index}]")
         lists.append(checked)
     return lists
+
+
+def check_tensors(tensors: list[Tensor], name: str) -> None:
+    """Raise unless a list holds plain float tensors."""
+    if not (
+        _PLAIN_TYPES.issuperset(map(type, tensors))
+        and _DTYPES.issuperset({tensor.dtype for tensor in tensors})
+        and _LAYOUTS.issuperset({tensor.layout for tensor in tensors})
+    ):
+        for index, tensor in enumerate(tensors):
+            _check_tensor(tensor, f"{name}[{index}]")
 
 
 def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
