@@ -208,7 +208,7 @@ class ShardedLoadPlanner(LoadPlanner):
             device = "cpu" if local.is_meta else local.device
             value = torch.empty_like(local, device=device, requires_grad=False)
         else:
-            value = torch.empty(saved.size, dtype=saved.properties.dtype)
+            value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         self._results[path] = value
         shape = tuple(value.shape)
         return self._read_tensors(name, [Target(value, shape, (0,) * len(shape), shape, False)])
@@ -296,7 +296,7 @@ def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
     """Return the tensor that a load returns, new where there is none, and the target in it."""
     data = shard.data
     if data is None:
-        data = torch.empty(shard.local_shape, dtype=shard.dtype)
+        data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
     if data.is_meta:
         raise CheckpointingException(
             f"key {shard.key!r} is on the meta device: materialise it before the load, with "
