@@ -134,7 +134,9 @@ def test_the_fused_extension_serves_cuda_tensors_where_it_is_installed(
     monkeypatch.setitem(sys.modules, "fused_weight_gradient_mlp_cuda", extension)
     tensors = torch.zeros(4, 3, dtype=main), torch.ones(8, 4).half(), torch.ones(8, 3).half()
     main_grad, grad, input_ = (tensor.as_subclass(OnCuda) for tensor in tensors)
+    version = main_grad._version
     accumulate_wgrad(main_grad, grad, input_, use_fused=True)
+    assert main_grad._version > version  # autograd has to know, the extension does not tell it
     [(name, args)] = calls
     assert name == expected
     assert args[0] is input_

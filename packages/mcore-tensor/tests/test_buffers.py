@@ -1,8 +1,12 @@
 import contextlib
+import copy
 import gc
+import pickle
 import threading
 import weakref
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -93,6 +97,32 @@ def test_shapes_of_something_else_are_refused(shape):
         GlobalMemoryBuffer().get_tensor(shape, torch.float32, "x")
 
 
+@pytest.mark.parametrize("warm", [False, True])
+def test_the_shape_is_checked_the_same_way_for_new_and_for_known_buffers(warm):
+    buffers = GlobalMemoryBuffer()
+
+    def get(shape):
+        if warm:
+            for known in ((2,), (3,), (2, 3), (1,), ()):
+                buffers.get_tensor(known, torch.float32, "x")
+        else:
+            buffers.release()
+        return buffers.get_tensor(shape, torch.float32, "x").shape
+
+    assert get(map(int, "23")) == (2, 3)
+    assert get(iter([2, 3])) == (2, 3)
+    assert get(np.int64(3)) == (3,)
+    assert get(np.array([2, 3])) == (2, 3)
+    assert get((np.int32(2), 3)) == (2, 3)
+    assert get(range(2, 4)) == (2, 3)
+    for wrong in ((2.0,), [2.0], 2.0, None, "23", torch.tensor(3), torch.tensor([2, 3]), (None,)):
+        with pytest.raises(TypeError, match="tensor_shape must be an integer or a sequence of"):
+            get(wrong)
+    for wrong in (-3, np.int64(-3), (2, -3), map(int, ["-2", "3"])):
+        with pytest.raises(ValueError, match="tensor_shape must not have negative entries"):
+            get(wrong)
+
+
 class CountedContext:
     entered = 0
 
@@ -129,6 +159,21 @@ def test_a_maker_of_something_else_is_refused():
     with pytest.raises(TypeError, match="must return a context manager, got int"):
         buffers.get_tensor((2,), torch.float32, "x", lambda: 3)
     assert buffers.nbytes() == 0
+
+
+def failing_maker():
+    raise OSError("no pool")
+
+
+@pytest.mark.parametrize(("maker", "error"), [(lambda: 3, TypeError), (failing_maker, OSError),
+                                              (some_context(), TypeError)])  # fmt: skip
+def test_a_bad_context_leaves_the_buffer_as_it_was(maker, error):
+    buffers = GlobalMemoryBuffer()
+    before = buffers.get_tensor((2,), torch.float32, "x").fill_(7)
+    with pytest.raises(error):
+        buffers.get_tensor((8,), torch.float32, "x", maker)
+    assert buffers.nbytes("x") == 8
+    assert buffers.get_tensor((2,), torch.float32, "x").data_ptr() == before.data_ptr()
 
 
 @pytest.mark.parametrize("maker", [some_context, torch.no_grad, lambda: contextlib.nullcontext()])
@@ -233,18 +278,40 @@ def test_tensors_made_inside_a_function_transform_are_not_kept():
     )
 
 
-def test_a_compiled_function_gets_the_real_buffer():
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("device", ["cpu", None])
+def test_a_compiled_function_gets_the_real_buffer(known, device):
     buffers = GlobalMemoryBuffer()
-    first = buffers.get_tensor((4,), torch.float32, "x", device="cpu")
+    if known:
+        buffers.reserve((4,), torch.float32, "x", device=device)
 
-    @torch.compile(backend="aot_eager")
+    @torch.compile(backend="aot_eager", fullgraph=True)
     def double(x):
-        scratch = buffers.get_tensor((4,), torch.float32, "x", device="cpu")
-        scratch.copy_(x)
-        return scratch * 2
+        scratch = buffers.get_tensor((2, 2), torch.float32, "x", device=device)
+        scratch.copy_(x.view(2, 2))
+        return buffers.get_tensor(4, torch.float32, "x", device=device) * 2
 
-    assert double(torch.arange(4.0)).tolist() == [0.0, 2.0, 4.0, 6.0]
-    assert first.tolist() == [0.0, 1.0, 2.0, 3.0]
+    values = torch.arange(4.0, device=device)
+    for factor in (1, 3):
+        assert double(values * factor).tolist() == [0.0, 2 * factor, 4 * factor, 6 * factor]
+        now = buffers.get_tensor((4,), torch.float32, "x", device=device)
+        assert now.tolist() == [0.0, factor, 2 * factor, 3 * factor]
+    assert buffers.nbytes() == 16
+
+
+def test_a_compiled_function_sees_a_buffer_that_grew():
+    buffers = GlobalMemoryBuffer()
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def write(x):
+        buffers.get_tensor(x.shape, torch.float32, "x", device="cpu").copy_(x)
+
+    for length in (2, 5, 3):
+        write(torch.full((length,), float(length)))
+        now = buffers.get_tensor((length,), torch.float32, "x", device="cpu")
+        assert now.tolist() == [length] * length
+    assert buffers.nbytes() == 20
+    assert buffers.get_tensor((5,), torch.float32, "x", device="cpu").tolist() == [3, 3, 3, 5, 5]
 
 
 def test_nbytes_counts_by_name():
@@ -269,6 +336,31 @@ def test_release_drops_what_matches_and_says_how_much():
     assert buffers.nbytes() == 32
     assert buffers.release() == 32
     assert buffers.buffer == {}
+
+
+def test_none_is_a_name_of_its_own():
+    buffers = GlobalMemoryBuffer()
+    buffers.reserve((4,), torch.uint8, None, device="cpu")
+    buffers.reserve((8,), torch.uint8, "x", device="cpu")
+    assert (buffers.nbytes(), buffers.nbytes(None), buffers.nbytes("x")) == (12, 4, 8)
+    assert (buffers.release(None), buffers.nbytes()) == (4, 8)
+    assert (buffers.release(), buffers.nbytes()) == (8, 0)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, copy.copy, lambda o: pickle.loads(pickle.dumps(o))]
+)
+def test_a_copy_of_what_holds_buffers_starts_without_any(copied):
+    model = torch.nn.Linear(2, 2)
+    model.scratch = GlobalMemoryBuffer()
+    model.scratch.reserve((4,), torch.float32, "x", device="cpu")
+    other = (
+        copied(model) if copied is not copy.copy else SimpleNamespace(scratch=copied(model.scratch))
+    )
+    assert type(other.scratch) is GlobalMemoryBuffer
+    assert other.scratch is not model.scratch
+    assert (other.scratch.nbytes(), model.scratch.nbytes()) == (0, 16)
+    assert other.scratch.get_tensor((2,), torch.float32, "x", device="cpu").shape == (2,)
 
 
 def test_released_memory_is_free_once_the_results_are():

@@ -240,16 +240,25 @@ def groups_of_two_mesh_dimensions():
         resolve_data_parallel_group([tensor, torch.ones(1)], mesh_dim="dp") is group,
         resolve_data_parallel_group([one_dimensional, one_dimensional]) is group,
         error_of(resolve_data_parallel_group, [one_dimensional, other]),
+        [
+            error_of(get_data_parallel_group_if_dtensor, tensor, mesh_dim=wrong)
+            for tensor in (tensor, one_dimensional)
+            for wrong in ("pp", 2, -3, 1.5)
+        ],
     )
 
 
 def test_a_mesh_with_two_dimensions_needs_a_name():
-    for unnamed, *found, conflict in run_ranks(groups_of_two_mesh_dimensions, 4):
+    for unnamed, *found, conflict, wrong in run_ranks(groups_of_two_mesh_dimensions, 4):
         assert unnamed[0] == "ValueError"
         assert "('dp', 'tp')" in unnamed[1]
         assert "mesh_dim" in unnamed[1]
         assert found == [True] * 4
         assert conflict[0] == "ValueError"
+        for kind, message in wrong:
+            assert kind == "ValueError"
+            assert message.startswith("mesh_dim is ")
+            assert "'dp'" in message
 
 
 def multi_tensor_operations():

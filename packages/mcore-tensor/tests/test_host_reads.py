@@ -11,6 +11,7 @@ from mcore.tensor import (
     MakeViewlessTensor,
     WrappedTensor,
     assert_viewless_tensor,
+    calc_norm,
     get_data_parallel_group_if_dtensor,
     get_full_tensor_if_necessary,
     get_global_memory_buffer,
@@ -110,6 +111,7 @@ def norms():
     ):
         for per_tensor in (True, False):
             local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, lists, per_tensor)
+    calc_norm(mixed)
 
 
 def scaled_copies():

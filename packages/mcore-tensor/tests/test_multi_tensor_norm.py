@@ -182,6 +182,61 @@ def test_a_long_tensor_is_exact_where_one_float32_sum_is_not(dtype, per_tensor):
         assert (tensor.norm().double() - exact).abs() / exact > 1e-5
 
 
+LAYOUTS = {
+    "contiguous": lambda tensor: tensor,
+    "every other": lambda tensor: tensor.repeat_interleave(2)[::2],
+    "transposed": lambda tensor: tensor[: tensor.numel() // 8 * 8].view(8, -1).t(),
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", FLOATS)
+def test_norms_of_any_length_are_exact_on_constant_and_random_data(dtype, layout):
+    """Constant data is the worst: every addition of equal squares rounds to the same side."""
+    generator = torch.Generator().manual_seed(0)
+    for length in (1000, 1025, 4096, 4097, 10_000, 16_383, 16_385, 32_767, 32_769, 300_001):
+        random = torch.randn(length, generator=generator)
+        constants = [torch.full((length,), value) for value in (1.0, 1.1, 1.3, 1.7, 2.3, 3.07)]
+        tensors = [LAYOUTS[layout](tensor.to(dtype)) for tensor in (random, *constants)]
+        exact = exact_norms(tensors)
+        _, each = local_multi_tensor_l2_norm(CHUNK, None, [tensors], True)
+        alone = [local_multi_tensor_l2_norm(CHUNK, None, [[t]], False)[0] for t in tensors]
+        together, _ = local_multi_tensor_l2_norm(CHUNK, None, [tensors], False)
+        for found, expected in ((each, exact[:-1]), (torch.cat(alone), exact[:-1]),
+                                (together, exact[-1:])):  # fmt: skip
+            assert ((found.double() - expected).abs() / expected).max() < 2e-6, length
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("rows", [32, 33, 64, 300, 1024, 1025])
+def test_a_long_tensor_with_one_element_left_over(dtype, rows):
+    """Its last element, the only large one, is in no full row."""
+    tensor = torch.ones(rows * 1024 + 1, dtype=dtype)
+    tensor[-1] = 3000.0
+    expected = math.sqrt(rows * 1024 + 3000.0**2)
+    expected = expected if dtype != torch.bfloat16 else tensor.double().norm().item()
+    for per_tensor in (True, False):
+        norm, each = local_multi_tensor_l2_norm(CHUNK, None, [[tensor, tensor[:5]]], per_tensor)
+        assert norm.item() == pytest.approx(math.hypot(expected, math.sqrt(5)), rel=1e-6)
+        if per_tensor:
+            assert each.tolist() == pytest.approx([expected, math.sqrt(5)], rel=1e-6)
+
+
+@pytest.mark.parametrize("per_tensor", [True, False])
+@pytest.mark.parametrize("wide_first", [True, False])
+def test_squares_of_float64_are_not_narrowed_beside_float32(per_tensor, wide_first):
+    """The square of 1e30 is beyond float32, its root is not."""
+    tensors = [floats([1e30], torch.double), floats([1.0]), floats([1.0], torch.half)]
+    order = tensors if wide_first else tensors[::-1]
+    flag = zero_flag()
+    norm, each = local_multi_tensor_l2_norm(CHUNK, flag, [order], per_tensor)
+    assert norm.item() == pytest.approx(1e30, rel=1e-6)
+    assert flag.item() == 0
+    if per_tensor:
+        values = [1e30, 1.0, 1.0] if wide_first else [1.0, 1.0, 1e30]
+        assert each.tolist() == pytest.approx(values, rel=1e-6)
+
+
 def test_many_small_tensors():
     generator = torch.Generator().manual_seed(0)
     tensors = [torch.randn(1000, generator=generator) for _ in range(2000)]

@@ -7,7 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from mcore.tensor import local_multi_tensor_applier, local_multi_tensor_scale
+from mcore.tensor import (
+    local_multi_tensor_applier,
+    local_multi_tensor_l2_norm,
+    local_multi_tensor_scale,
+)
 from mcore.tensor.multi_tensor import scaling
 from mcore.tensor.multi_tensor.scaling import Scratch
 
@@ -160,6 +164,34 @@ def test_other_dtypes_are_refused_and_nothing_is_written(dtype, place):
     assert lists[1][0].item() == 0
 
 
+def test_sparse_tensors_are_refused_by_index_and_nothing_is_written():
+    sparse, zeros = torch.eye(3).to_sparse(), torch.zeros(3, 3)
+    message = r"tensor_lists\[{}\]\[1\] has layout torch.sparse_coo"
+    with pytest.raises(TypeError, match=message.format(0)):
+        scale([torch.ones(3, 3), sparse], [zeros, zeros], 2.0)
+    with pytest.raises(TypeError, match=message.format(1)):
+        scale([torch.ones(3, 3)] * 2, [zeros, sparse], 2.0)
+    with pytest.raises(TypeError, match=message.format(0)):
+        local_multi_tensor_l2_norm(CHUNK, None, [[torch.ones(3, 3), sparse]], False)
+    assert (zeros == 0).all()
+
+
+def test_meta_tensors_beside_real_ones_are_refused_by_name():
+    real, meta, flag = torch.ones(3), torch.ones(3, device="meta"), zero_flag()
+    with pytest.raises(ValueError, match="noop_flag is on cpu"):
+        scale([meta], [meta], 2.0, flag)
+    with pytest.raises(ValueError, match="noop_flag is on cpu"):
+        local_multi_tensor_l2_norm(CHUNK, flag, [[meta]], True)
+    for sources, destinations in (([meta], [real]), ([real, real], [real, meta])):
+        with pytest.raises(ValueError, match="tensor_lists mixes meta tensors"):
+            scale(sources, destinations, 2.0)
+    with pytest.raises(ValueError, match="tensor_lists mixes meta tensors"):
+        local_multi_tensor_l2_norm(CHUNK, None, [[meta], [real]], True)
+    with pytest.raises(ValueError, match="scale is on the meta device"):
+        scale([real], [real], torch.ones((), device="meta"))
+    assert real.tolist() == [1, 1, 1]
+
+
 def test_empty_lists_do_nothing():
     flag = zero_flag()
     scale([], [], 2.0, flag)
@@ -303,6 +335,50 @@ def test_fake_and_meta_tensors_have_no_data_to_read(source_dtype, dtype):
         check("cpu")
         check("meta")
     check("meta")
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("source_dtype", [*FLOATS, None])
+@pytest.mark.parametrize("length", [3, 70_000, 600_001])
+@pytest.mark.parametrize("factor", [1.0, 2.0])
+def test_destinations_count_as_changed(source_dtype, dtype, length, factor):
+    destination = torch.ones(length, dtype=dtype)
+    in_place = source_dtype is None
+    source = destination if in_place else torch.ones(length, dtype=source_dtype)
+    versions = destination._version, source._version
+    scale([source], [destination], factor)
+    assert destination._version > versions[0]
+    assert in_place or source._version == versions[1]
+
+
+def test_autograd_notices_that_a_saved_tensor_was_scaled_in_place():
+    weight = torch.ones(1, requires_grad=True)
+    hidden = weight * 3
+    squared = hidden * hidden
+    scale([hidden], [hidden], 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        squared.backward()
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.float32), (torch.float32, torch.bfloat16),
+                                    (torch.bfloat16, torch.float32), (torch.half, torch.bfloat16),
+                                    (torch.float64, torch.float32)])  # fmt: skip
+@pytest.mark.parametrize("factor", [1.0, 0.5, 0.0])
+def test_one_bad_element_anywhere_in_a_long_source_sets_the_flag(dtypes, factor):
+    """And the largest finite numbers do not, although their sum would be infinite."""
+    length = (1 << 20) + 4097 + 5
+    source = torch.full((length,), torch.finfo(dtypes[0]).max, dtype=dtypes[0])
+    destination = torch.empty(length, dtype=dtypes[1])
+    flag = zero_flag()
+    scale([source], [destination], factor, flag)
+    assert flag.item() == 0
+    for place in (0, 4095, 1 << 19, (1 << 20) + 4096, length - 1):
+        for bad in (math.nan, math.inf, -math.inf):
+            before, flag = source[place].item(), zero_flag()
+            source[place] = bad
+            scale([source], [destination], factor, flag)
+            source[place] = before
+            assert flag.item() == 1, place
 
 
 def test_in_inference_mode():

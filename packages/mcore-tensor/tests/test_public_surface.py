@@ -30,7 +30,7 @@ DOCUMENTED = """
     to_local_if_dtensor get_data_parallel_group_if_dtensor local_multi_tensor_applier
     local_multi_tensor_l2_norm local_multi_tensor_scale ensure_divisibility divide maybe_cat
     param_is_not_shared param_is_shared mark_param_shared round_up_to_nearest_multiple
-    destroy_global_memory_buffer resolve_data_parallel_group
+    destroy_global_memory_buffer resolve_data_parallel_group calc_norm
 """
 
 

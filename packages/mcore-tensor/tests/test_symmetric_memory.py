@@ -61,10 +61,44 @@ def test_the_reason_is_logged_once_for_debugging(caplog):
     assert "torch.distributed is not initialised" in record.getMessage()
 
 
-@pytest.mark.parametrize("size", [0, -1, 0.0, -0.5, math.nan, math.inf, 1e-9])
+@pytest.mark.parametrize("size", [0, -1, 0.0, -0.5, math.nan, math.inf, 1e-9, 1e300])
 def test_sizes_that_make_no_sense_are_refused(size):
     with pytest.raises(ValueError, match="size_in_mb must be"):
         GlobalSymmetricMemoryBuffer(size, None)
+
+
+@pytest.mark.parametrize("size", ["3", None, torch.tensor(3.0), [1]])
+def test_sizes_that_are_no_numbers_are_refused(size):
+    with pytest.raises(TypeError, match="size_in_mb must be a number, got"):
+        GlobalSymmetricMemoryBuffer(size, None)
+
+
+def build_with_one_bad_size():
+    """One rank after the other gives a bad size; all ranks go on together afterwards."""
+    pretend_to_have_an_accelerator()
+    errors = []
+    for turn, bad in enumerate((0, -1.0, math.nan, math.inf, "3", None, 1e300)):
+        size = bad if dist.get_rank() == turn % dist.get_world_size() else 1
+        try:
+            GlobalSymmetricMemoryBuffer(size, None)
+        except (TypeError, ValueError) as error:
+            errors.append((type(error).__name__, str(error)))
+    buffer = GlobalSymmetricMemoryBuffer(1, None)
+    return errors, buffer.symm_mem_hdl
+
+
+def test_an_invalid_size_on_one_rank_is_an_error_on_every_rank():
+    results = run_ranks(build_with_one_bad_size, 2)
+    for rank, (errors, handle) in enumerate(results):
+        assert handle == ("handle", 1 << 20, 2)
+        assert len(errors) == 7
+        for turn, (kind, message) in enumerate(errors):
+            if turn % 2 == rank:
+                assert kind == ("TypeError" if turn in (4, 5) else "ValueError")
+                assert message.startswith("size_in_mb must be")
+            else:
+                assert kind == "ValueError"
+                assert "size_in_mb is invalid on another rank" in message
 
 
 @pytest.mark.parametrize(
@@ -161,8 +195,10 @@ def test_several_pieces_do_not_overlap_and_are_aligned():
     assert buffer.maybe_get_tensors([(1, torch.uint8), (1, torch.uint8)])["tensors"] is None
     assert buffer.maybe_get_tensors([])["tensors"] == []
     assert GlobalSymmetricMemoryBuffer(1, None).maybe_get_tensors([])["tensors"] is None
-    with pytest.raises(ValueError, match="multiple must be positive"):
+    with pytest.raises(ValueError, match="alignment must be positive, got 0"):
         buffer.maybe_get_tensors([(1, torch.uint8)], 0)
+    with pytest.raises(TypeError, match="alignment must be an integer, got str"):
+        buffer.maybe_get_tensors([], "16")
 
 
 def pretend_to_have_an_accelerator(fails_to_allocate=(), fails_to_meet=()):

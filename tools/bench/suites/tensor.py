@@ -147,18 +147,15 @@ def _float64_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def _norms_of_float32(limit: str) -> Iterator[Row]:
-    """Against a loop or one fused call over long tensors all sides wait for the memory: no target.
-
-    There only a peer whose error is below 1e-6 too is asked to be slower.
-    """
+    """Against a loop over long tensors all sides wait for the memory: the target is to keep up."""
     fused, exact = "torch._foreach_norm", "float64 sum, as exact"
     for kind, peer, peer_norm, target in (
         (_MANY, _LOOP, _loop_norm, 3.0),
         (_MANY, fused, _fused_norm, 1.2),
-        (_MODEL, _LOOP, _loop_norm, None),
+        (_MODEL, _LOOP, _loop_norm, 1.0),
         (_MODEL, fused, _fused_norm, None),
         (_MODEL, exact, _float64_norm, 1.2),
-        (_ONE, _LOOP, _loop_norm, None),
+        (_ONE, _LOOP, _loop_norm, 1.0),
         (_ONE, exact, _float64_norm, 1.2),
     ):
         yield _norm_row(kind, torch.float32, peer, peer_norm, target, limit, 1e-6)
@@ -167,9 +164,9 @@ def _norms_of_float32(limit: str) -> Iterator[Row]:
 def _norms_of_bfloat16(limit: str) -> Iterator[Row]:
     for kind in (_MANY, _MODEL, _ONE):
         for peer, peer_norm, target in (
-            ("fp32 copy of all, one fused norm", _copied_norm, 1.8),
+            ("fp32 copy of all, one fused norm", _copied_norm, 1.8 if kind == _MANY else 5.0),
             ("loop over t.float()", _widened_norm, None),
-            (_LOOP, _loop_norm, None),
+            (_LOOP, _loop_norm, 0.75),
         ):
             yield _norm_row(kind, torch.bfloat16, peer, peer_norm, target, limit, 1e-5)
 
@@ -252,12 +249,12 @@ def _scaling_into_others(peer: Any, name: str, limit: str) -> Iterator[Row]:
         (_MANY, (fp32, fp32), 0.5, name, _peer_scale(peer), None),
         (_ONE, (fp32, fp32), 0.5, name, _peer_scale(peer), 1.8),
         (_ONE, (fp32, fp32), 0.5, "mul(out=), unchecked", _unchecked_scale, None),
-        (_MODEL, (fp32, fp32), 0.5, name, _peer_scale(peer), None),
+        (_MODEL, (fp32, fp32), 0.5, name, _peer_scale(peer), 1.05),
         (_MANY, (fp32, bf16), 1.0, name, _peer_scale(peer), None),
         (_ONE, (fp32, bf16), 1.0, name, _peer_scale(peer), 1.8),
-        (_MODEL, (fp32, bf16), 1.0, name, _peer_scale(peer), None),
-        (_MODEL, (fp32, bf16), 0.5, name, _peer_scale(peer), None),
-        (_MODEL, (bf16, fp32), 1.0, name, _peer_scale(peer), None),
+        (_MODEL, (fp32, bf16), 1.0, name, _peer_scale(peer), 1.0),
+        (_MODEL, (fp32, bf16), 0.5, name, _peer_scale(peer), 1.0),
+        (_MODEL, (bf16, fp32), 1.0, name, _peer_scale(peer), 1.2),
     ):
         what = "checked copy" if factor == 1 else "scale"
         case = f"{what} {str(dtypes[0])[6:]} to {str(dtypes[1])[6:]}, {kind}"

@@ -98,7 +98,9 @@ def _message(numbers: Sequence[int | torch.Tensor], device: torch.device) -> tor
     """Put the numbers on the device of a group's collectives, without waiting for a device."""
     to_accelerator = device.type != "cpu"  # the other way the copy must have arrived
     plain = [0 if isinstance(number, torch.Tensor) else number for number in numbers]
-    message = torch.tensor(plain, dtype=torch.int64).to(device, non_blocking=to_accelerator)
+    message = torch.tensor(plain, dtype=torch.int64, device="cpu").to(
+        device, non_blocking=to_accelerator
+    )
     for index, number in enumerate(numbers):
         if isinstance(number, torch.Tensor):
             message[index] = number.to(device, non_blocking=to_accelerator)

@@ -397,7 +397,9 @@ def _dims_to_split(
 
 def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     """Return the borders of packed documents, ``[n]`` or ``[1, n]``, as int64 on the CPU."""
-    borders = torch.as_tensor(cu_seqlens)
+    borders = cu_seqlens
+    if not isinstance(borders, Tensor):
+        borders = torch.as_tensor(borders, device="cpu")
     shape = tuple(borders.shape)
     if len(shape) == 2 and shape[0] > 1:
         raise ValueError(

@@ -95,7 +95,7 @@ class BytePieces:
 
     def _converted(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         if self._scratch is None:
-            self._scratch = torch.empty(_CAST_ELEMENTS)
+            self._scratch = torch.empty(_CAST_ELEMENTS, dtype=torch.float32, device="cpu")
         for piece in _split(flat, _CAST_ELEMENTS):
             yield self._scratch[: piece.numel()].copy_(piece)
 
@@ -134,7 +134,7 @@ class _Copy:
 
 
 def _host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=device.type != "cpu")
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
 def _split(flat: torch.Tensor, length: int) -> Iterator[torch.Tensor]:

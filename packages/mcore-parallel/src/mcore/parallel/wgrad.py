@@ -349,6 +349,7 @@ def accumulate_wgrad(
     fused = _fused_gemm(main_grad, grad_output, input_) if use_fused else None
     if fused is not None:
         fused(input_, grad_output, main_grad)
+        torch.autograd.graph.increment_version(main_grad)  # autograd has not seen the change
     elif main_grad.dtype == grad_output.dtype == input_.dtype:
         main_grad.addmm_(grad_output.t(), input_)
     elif _mixed_gemm_exists(main_grad, grad_output, input_):

@@ -22,6 +22,7 @@ from mcore.tensor.dtensor import (
     to_local_if_dtensor,
 )
 from mcore.tensor.multi_tensor import (
+    calc_norm,
     local_multi_tensor_applier,
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
@@ -46,6 +47,7 @@ __all__ = [
     "__version__",
     "_kernel_make_viewless_tensor",
     "assert_viewless_tensor",
+    "calc_norm",
     "current_device",
     "destroy_global_memory_buffer",
     "divide",

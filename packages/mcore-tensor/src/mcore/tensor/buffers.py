@@ -7,7 +7,7 @@ import math
 import operator
 import os
 import threading
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
@@ -19,6 +19,9 @@ from mcore.tensor.device import is_transform_wrapper, resolve_device, traced_dev
 _Key = tuple[Hashable, torch.dtype, torch.device]
 _AllocationContext = Callable[[], AbstractContextManager[Any]]
 _MAX_SHAPES = 16  # per buffer, so that views of ever new shapes do not pile up
+_INT = frozenset({int})
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a look-up less on the hot path
+_ANY: Hashable = object()  # stands for every name, of which None is one
 
 
 class _Views(NamedTuple):
@@ -55,7 +58,8 @@ class GlobalMemoryBuffer:
 
     A buffer only grows. Requests of the same name, dtype and device share its start: what one
     writes the others see, so the caller must not use one name for two things at the same time.
-    Lookup and growth are safe in several threads; using one name in several is not.
+    Lookup and growth are safe in several threads; using one name in several is not. A copy, deep
+    or pickled, starts without buffers.
 
     Attributes:
         buffer: The one-dimensional tensors behind the buffers, by ``(name, dtype, device)``. It is
@@ -75,9 +79,12 @@ class GlobalMemoryBuffer:
         self._lock = threading.RLock()
         self._frozen = False
 
+    def __reduce__(self) -> tuple[type[GlobalMemoryBuffer], tuple[()]]:
+        return type(self), ()
+
     def get_tensor(
         self,
-        tensor_shape: Sequence[int] | int,
+        tensor_shape: Iterable[int] | int,
         dtype: torch.dtype,
         name: Hashable,
         mem_alloc_context: _AllocationContext | None = None,
@@ -88,10 +95,11 @@ class GlobalMemoryBuffer:
 
         While a ``FakeTensorMode`` is active, and on the meta device, it returns a new tensor and
         keeps nothing. A buffer first requested in inference mode is a normal tensor outside it.
+        ``torch.compile(fullgraph=True)`` takes it, and works on the same memory.
 
         Args:
             tensor_shape: The shape: integers (zeros allowed; none at all for a 0-d tensor), or one
-                integer.
+                integer. An iterator is read once.
             dtype: The element type.
             name: The name of the buffer; anything hashable.
             mem_alloc_context: A callable without arguments that returns a context manager; it is
@@ -111,21 +119,32 @@ class GlobalMemoryBuffer:
             >>> GlobalMemoryBuffer().get_tensor((), torch.int64, "step", device="cpu").ndim
             0
         """
+        if type(tensor_shape) is tuple and _INT.issuperset(map(type, tensor_shape)):
+            shape = tensor_shape  # a known shape has no negative entries
+        else:
+            shape = checked_shape(tensor_shape)
         if mem_alloc_context is not None:
             _check_allocation_context(mem_alloc_context)
+        if _is_dynamo_compiling():
+            key = (name, dtype, resolve_device(device))
+            return self._new_view(key, shape, mem_alloc_context)
         untracked = traced_device(device)
         if untracked is not None:
-            return torch.empty(checked_shape(tensor_shape), dtype=dtype, device=untracked)
+            return torch.empty(checked_shape(shape), dtype=dtype, device=untracked)
         key = (name, dtype, resolve_device(device))
         with self._lock:
-            view = self._known_view(key, tensor_shape)
+            views = self._views.get(key)
+            view = None
+            if views is not None and views.backing is self.buffer.get(key):
+                view = views.by_shape.get(shape)
             if view is None:
-                view = self._new_view(key, checked_shape(tensor_shape), mem_alloc_context)
+                del views  # it would keep an old buffer alive while a bigger one is made
+                view = self._kept_view(key, shape, mem_alloc_context)
             return view.detach()
 
     def reserve(
         self,
-        tensor_shape: Sequence[int] | int,
+        tensor_shape: Iterable[int] | int,
         dtype: torch.dtype,
         name: Hashable,
         mem_alloc_context: _AllocationContext | None = None,
@@ -152,12 +171,12 @@ class GlobalMemoryBuffer:
         """
         self.get_tensor(tensor_shape, dtype, name, mem_alloc_context, device=device)
 
-    def nbytes(self, name: Hashable = None) -> int:
+    def nbytes(self, name: Hashable = _ANY) -> int:
         """Return how much memory the buffers take.
 
         Args:
-            name: The name of the buffers to count, in every dtype and on every device; None for
-                all buffers.
+            name: The name of the buffers to count, in every dtype and on every device; all buffers
+                if left out.
 
         Returns:
             The memory in bytes.
@@ -168,19 +187,19 @@ class GlobalMemoryBuffer:
         """
         with self._lock:
             return sum(
-                backing.nbytes for key, backing in self.buffer.items() if name in (None, key[0])
+                backing.nbytes for key, backing in self.buffer.items() if name in (_ANY, key[0])
             )
 
     def release(
         self,
-        name: Hashable = None,
+        name: Hashable = _ANY,
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
     ) -> int:
         """Drop buffers; their memory is free once the tensors handed out are gone as well.
 
         Args:
-            name: The name of the buffers to drop; None for any.
+            name: The name of the buffers to drop; any if left out. None is a name.
             dtype: The element type of the buffers to drop; None for any.
             device: The device of the buffers to drop; None for any.
 
@@ -201,7 +220,7 @@ class GlobalMemoryBuffer:
             keys = [
                 key
                 for key in self.buffer
-                if name in (None, key[0]) and dtype in (None, key[1]) and wanted in (None, key[2])
+                if name in (_ANY, key[0]) and dtype in (None, key[1]) and wanted in (None, key[2])
             ]
             if keys and self._frozen:
                 raise RuntimeError(
@@ -250,26 +269,26 @@ class GlobalMemoryBuffer:
         finally:
             self._frozen = before
 
-    def _known_view(self, key: _Key, tensor_shape: Sequence[int] | int) -> Tensor | None:
-        views = self._views.get(key)
-        if views is None or views.backing is not self.buffer.get(key):
-            return None
-        shape = (tensor_shape,) if isinstance(tensor_shape, int) else tuple(tensor_shape)
-        return views.by_shape.get(shape)
-
-    def _new_view(
+    def _kept_view(
         self, key: _Key, shape: tuple[int, ...], mem_alloc_context: _AllocationContext | None
     ) -> Tensor:
-        numel = math.prod(shape)
-        backing = self._backing(key, numel, mem_alloc_context)
-        with torch.inference_mode(False):
-            view = backing[:numel].view(shape).detach()
-        if backing is self.buffer.get(key) and not is_transform_wrapper(view):
+        """Return a new view, kept for the next request of its shape."""
+        view = self._new_view(key, shape, mem_alloc_context)
+        backing = self.buffer.get(key)
+        if backing is not None and not is_transform_wrapper(view):
             views = self._views.get(key)
             if views is None or views.backing is not backing or len(views.by_shape) >= _MAX_SHAPES:
                 views = self._views[key] = _Views(backing, {})
             views.by_shape[shape] = view
         return view
+
+    def _new_view(
+        self, key: _Key, shape: tuple[int, ...], mem_alloc_context: _AllocationContext | None
+    ) -> Tensor:
+        numel = math.prod(checked_shape(shape))
+        backing = self._backing(key, numel, mem_alloc_context)
+        with torch.inference_mode(False):
+            return backing[:numel].view(shape).detach()
 
     def _backing(
         self, key: _Key, numel: int, mem_alloc_context: _AllocationContext | None
@@ -286,8 +305,9 @@ class GlobalMemoryBuffer:
                 f"{old_bytes} to {numel * dtype.itemsize} bytes: reserve() the largest shape "
                 "before freeze(), or call unfreeze()"
             )
+        context = _allocation_context(mem_alloc_context)
         self._drop(key)
-        with _allocation_context(mem_alloc_context), torch.inference_mode(False):
+        with context, torch.inference_mode(False):
             fresh = torch.empty(numel, dtype=dtype, device=device)
         if not (fresh.is_meta or is_transform_wrapper(fresh)):
             self.buffer[key] = fresh
@@ -299,7 +319,9 @@ class GlobalMemoryBuffer:
         return 0 if backing is None else backing.nbytes
 
 
-_by_process: dict[int, GlobalMemoryBuffer] = {}  # a forked child has another process id
+_of_process: dict[str, GlobalMemoryBuffer] = {}  # at most one
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_of_process.clear)
 
 
 def get_global_memory_buffer() -> GlobalMemoryBuffer:
@@ -314,13 +336,9 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
         >>> get_global_memory_buffer() is get_global_memory_buffer()
         True
     """
-    process = os.getpid()
-    buffers = _by_process.get(process)
+    buffers = _of_process.get("buffers")
     if buffers is None:
-        for other in list(_by_process):
-            if other != process:
-                _by_process.pop(other, None)
-        buffers = _by_process.setdefault(process, GlobalMemoryBuffer())
+        buffers = _of_process.setdefault("buffers", GlobalMemoryBuffer())
     return buffers
 
 
@@ -335,16 +353,18 @@ def destroy_global_memory_buffer() -> None:
         >>> get_global_memory_buffer() is before
         False
     """
-    _by_process.clear()
+    _of_process.clear()
 
 
-def checked_shape(tensor_shape: Sequence[int] | int) -> tuple[int, ...]:
+def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
     """Return a shape as a tuple of integers; a symbolic size stays symbolic."""
-    entries = (tensor_shape,) if isinstance(tensor_shape, int) else tensor_shape
     try:
-        if isinstance(entries, torch.Tensor):
+        if isinstance(tensor_shape, Tensor):
             raise TypeError("a tensor would have to be read")
-        shape = tuple(n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries)
+        entries: Any = (tensor_shape,) if _is_one_integer(tensor_shape) else tensor_shape
+        shape: tuple[Any, ...] = tuple(
+            n if isinstance(n, torch.SymInt) else operator.index(n) for n in entries
+        )
     except TypeError as error:
         raise TypeError(
             "tensor_shape must be an integer or a sequence of integers, "
@@ -353,3 +373,13 @@ def checked_shape(tensor_shape: Sequence[int] | int) -> tuple[int, ...]:
     if any(n < 0 for n in shape):
         raise ValueError(f"tensor_shape must not have negative entries, got {shape}")
     return shape
+
+
+def _is_one_integer(value: Any) -> bool:
+    if isinstance(value, (int, torch.SymInt)):
+        return True
+    try:
+        operator.index(value)
+    except TypeError:
+        return False
+    return True

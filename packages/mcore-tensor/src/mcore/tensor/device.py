@@ -94,4 +94,6 @@ def traced_device(device: torch.device | str | int | None) -> torch.device | Non
 
 def is_transform_wrapper(tensor: torch.Tensor) -> bool:
     """Return whether a tensor was made inside a ``torch.func`` transform and dies with it."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

@@ -120,7 +120,15 @@ def _mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
             f"the tensor lives on a mesh of {mesh.ndim} dimensions, {names}: "
             "pass mesh_dim to name the data-parallel one"
         )
+    if mesh_dim is not None:
+        _check_mesh_dim(mesh_dim, mesh.mesh_dim_names, mesh.ndim)
     return mesh.get_group(mesh_dim)
+
+
+def _check_mesh_dim(mesh_dim: int | str, names: tuple[str, ...] | None, num_dims: int) -> None:
+    known: tuple[int | str, ...] = tuple(range(num_dims)) + (names or ())
+    if mesh_dim not in known:
+        raise ValueError(f"mesh_dim is {mesh_dim!r}, but the mesh of the tensor has {list(known)}")
 
 
 def _require_same_ranks(found: ProcessGroup, expected: ProcessGroup | None) -> None:
@@ -157,7 +165,7 @@ def get_data_parallel_group_if_dtensor(
 
     Raises:
         ValueError: ``data_parallel_group`` has other ranks, or the mesh has more than one dimension
-            and ``mesh_dim`` is not given.
+            and ``mesh_dim`` is not given, or it has no such dimension.
 
     Example:
         >>> get_data_parallel_group_if_dtensor(torch.ones(2)) is None
@@ -191,7 +199,7 @@ def resolve_data_parallel_group(
 
     Raises:
         ValueError: Two DTensors have groups with different ranks, or other ranks than
-            ``data_parallel_group``, or ``mesh_dim`` is missing.
+            ``data_parallel_group``, or ``mesh_dim`` is missing or wrong.
 
     Example:
         >>> resolve_data_parallel_group([torch.ones(2), torch.ones(3)]) is None

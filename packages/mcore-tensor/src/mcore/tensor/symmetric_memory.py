@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
+import numbers
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -19,14 +21,28 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_LARGEST = 1 << 50  # bytes: what no memory holds, and the integers of the agreement do
 
-def _num_bytes(size_in_mb: float) -> int:
-    if isinstance(size_in_mb, Tensor) or not math.isfinite(size_in_mb):
-        raise ValueError(f"size_in_mb must be a finite number, got {size_in_mb!r}")
+
+def _num_bytes(size_in_mb: float) -> int | TypeError | ValueError:
+    """Return the size in bytes, or what is wrong with it: to be raised on all ranks together."""
+    if not isinstance(size_in_mb, numbers.Real):
+        return TypeError(f"size_in_mb must be a number, got {type(size_in_mb).__name__}")
+    if not math.isfinite(size_in_mb):
+        return ValueError(f"size_in_mb must be a finite number, got {size_in_mb!r}")
     num_bytes = int(size_in_mb * 1024 * 1024)
     if num_bytes <= 0:
-        raise ValueError(f"size_in_mb must be positive and give at least a byte, got {size_in_mb}")
+        return ValueError(f"size_in_mb must be positive and give at least a byte, got {size_in_mb}")
+    if num_bytes > _LARGEST:
+        return ValueError(f"size_in_mb must be below {_LARGEST >> 20}, got {size_in_mb}")
     return num_bytes
+
+
+def _check_alignment(alignment: int) -> None:
+    if not isinstance(alignment, numbers.Integral):
+        raise TypeError(f"alignment must be an integer, got {type(alignment).__name__}")
+    if alignment <= 0:
+        raise ValueError(f"alignment must be positive, got {alignment}")
 
 
 def _cause(error: BaseException) -> str:
@@ -80,12 +96,23 @@ def _all_ranks_agree(succeeded: bool, num_bytes: int, group: ProcessGroup) -> bo
     state = torch.tensor([succeeded, num_bytes, -num_bytes], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(state, op=torch.distributed.ReduceOp.MIN, group=group)
     all_succeeded, smallest, minus_largest = state.tolist()
+    if smallest <= 0:
+        raise ValueError(
+            "size_in_mb is invalid on another rank of the group: "
+            "pass the same positive number on every rank"
+        )
     if smallest != -minus_largest:
         raise ValueError(
             f"size_in_mb differs between the ranks of the group: from {smallest} to "
             f"{-minus_largest} bytes, {num_bytes} on this rank: pass the same size on every rank"
         )
     return bool(all_succeeded)
+
+
+def _tell_the_others(group: ProcessGroup) -> None:
+    """Take part in the agreement of the other ranks, which makes them raise too."""
+    with contextlib.suppress(ValueError):
+        _all_ranks_agree(False, 0, group)
 
 
 class GlobalSymmetricMemoryBuffer:
@@ -109,7 +136,8 @@ class GlobalSymmetricMemoryBuffer:
         init_failure_reason: Why there is no memory, or None.
 
     Raises:
-        ValueError: The size is not positive and finite, or differs between ranks (on every rank).
+        ValueError: The size is not positive and finite, or differs between ranks: on every rank.
+        TypeError: The size is not a number; the other ranks raise ValueError.
 
     Example:
         >>> buffer = GlobalSymmetricMemoryBuffer(1, None)  # torch.distributed is not initialised
@@ -125,6 +153,10 @@ class GlobalSymmetricMemoryBuffer:
         self.symm_mem_hdl: Any = None
         self.init_failure_reason: str | None = None
         group = _usable_group(process_group)
+        if isinstance(num_bytes, Exception):
+            if not isinstance(group, str):
+                _tell_the_others(group)
+            raise num_bytes
         if isinstance(group, str):
             self.init_failure_reason = group
         else:
@@ -219,6 +251,7 @@ class GlobalSymmetricMemoryBuffer:
 
         Raises:
             ValueError: A negative number of elements, or ``alignment`` is not positive.
+            TypeError: ``alignment`` is not an integer.
 
         Example:
             >>> GlobalSymmetricMemoryBuffer(1, None).maybe_get_tensors([(3, torch.uint8)])
@@ -226,6 +259,7 @@ class GlobalSymmetricMemoryBuffer:
         """
         spans = []
         end = 0
+        _check_alignment(alignment)
         for numel, dtype in requests:
             if numel < 0:
                 raise ValueError(f"numel must not be negative, got {numel}")

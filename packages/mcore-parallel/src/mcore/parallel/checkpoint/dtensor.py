@@ -71,7 +71,10 @@ def prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTenso
     if not prepend_offsets:
         return shard
     stack = ShardedTensor.from_rank_offsets(
-        shard.key, torch.empty(()), *prepend_offsets, prepend_axis_num=len(prepend_offsets)
+        shard.key,
+        torch.empty((), device="cpu"),
+        *prepend_offsets,
+        prepend_axis_num=len(prepend_offsets),
     )
     counts = None
     if shard.axis_fragmentations is not None:

@@ -221,7 +221,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self, name: str, path: Path, local: Any, saved: TensorStorageMetadata
     ) -> list[ReadItem]:
         if not isinstance(local, torch.Tensor):
-            value = torch.empty(saved.size, dtype=saved.properties.dtype)
+            value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
         elif local.is_meta:
             value = torch.empty_like(local, device="cpu", requires_grad=False)
         else:
@@ -315,7 +315,7 @@ def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
     """Return the tensor that a load returns, new where there is none, and the target in it."""
     data = shard.data
     if data is None:
-        data = torch.empty(shard.local_shape, dtype=shard.dtype)
+        data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
     if data.is_meta:
         raise CheckpointingException(
             f"key {shard.key!r} is on the meta device: materialise it before the load, with "

@@ -50,7 +50,7 @@ class Layout:
     def row_major(cls, sizes: Mapping[str, int]) -> Layout:
         """Number the ranks 0, 1, ... with the last axis fastest."""
         shape = tuple(sizes.values())
-        return cls(tuple(sizes), torch.arange(prod(shape)).reshape(shape))
+        return cls(tuple(sizes), torch.arange(prod(shape), device="cpu").reshape(shape))
 
     def size(self, axis: str) -> int:
         """Return the length of an axis, 1 where the layout has no such axis."""
@@ -186,7 +186,7 @@ def hierarchical_lists(
             f"the product of hcp_sizes {list(hcp_sizes)} is {prod(hcp_sizes)}, but cp is {cp}"
         )
     factors = len(hcp_sizes)
-    grid = torch.tensor(cp_lists).reshape(-1, *reversed(hcp_sizes))
+    grid = torch.tensor(cp_lists, device="cpu").reshape(-1, *reversed(hcp_sizes))
     return [
         grid.movedim(factors - level, -1).reshape(-1, size).tolist()
         for level, size in enumerate(hcp_sizes)

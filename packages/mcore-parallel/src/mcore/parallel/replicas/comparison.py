@@ -45,7 +45,7 @@ def raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> N
     """Raise ValueError on every rank of a group whose lists differ, naming the first difference.
     Two all-reduces: MAX of two int64, and MAX of 40 uint8 for each entry that all ranks have.
     """
-    counts = torch.tensor([len(descriptions), -len(descriptions)]).to(comm_device(group))
+    counts = torch.tensor([len(descriptions), -len(descriptions)], device=comm_device(group))
     dist.all_reduce(counts, op=dist.ReduceOp.MAX, group=group)
     most, minus_fewest = counts.tolist()
     position = first_difference(list(map(_digest, descriptions[:-minus_fewest])), group)
@@ -75,11 +75,14 @@ def hash_table(
     rows: Sequence[int], digests: Sequence[bytes], num_rows: int, *, is_full: bool
 ) -> HashTable:
     """Pack digests, each of 20 bytes, into a table."""
-    packed = torch.zeros(len(digests), DIGEST_BYTES, dtype=torch.uint8)
+    packed = torch.zeros(len(digests), DIGEST_BYTES, dtype=torch.uint8, device="cpu")
     if digests:
         packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
     return HashTable(
-        torch.tensor(rows, dtype=torch.int64), packed.view(-1, DIGEST_BYTES), num_rows, is_full
+        torch.tensor(rows, dtype=torch.int64, device="cpu"),
+        packed.view(-1, DIGEST_BYTES),
+        num_rows,
+        is_full,
     )
 
 
@@ -88,7 +91,7 @@ def agree_on_all_ranks(table: HashTable, group: dist.ProcessGroup) -> bool:
     One all-reduce (MAX of uint8, 40 bytes a row); zeros of ranks that hold none change nothing.
     """
     # The maxima of ``h`` and of ``255 - h`` add up to 255 only if all digests of the row are equal.
-    both = torch.zeros(2, table.num_rows, DIGEST_BYTES, dtype=torch.uint8)
+    both = torch.zeros(2, table.num_rows, DIGEST_BYTES, dtype=torch.uint8, device="cpu")
     both[0, table.rows] = table.digests
     both[1, table.rows] = 255 - table.digests
     highest, inverse_of_lowest = _max_reduced(both, group)
@@ -113,10 +116,10 @@ def differing_from_first(table: HashTable, group: dist.ProcessGroup) -> list[int
 def _digests_of_first_holders(table: HashTable, group: dist.ProcessGroup) -> torch.Tensor:
     """Return, for each of this rank's rows, the digest of the lowest rank that holds it."""
     precedence = group.size() - group.rank()
-    holders = torch.zeros(table.num_rows, dtype=torch.int64)
+    holders = torch.zeros(table.num_rows, dtype=torch.int64, device="cpu")
     holders[table.rows] = precedence
     is_first = _max_reduced(holders, group)[table.rows] == precedence
-    reference = torch.zeros(table.num_rows, DIGEST_BYTES, dtype=torch.uint8)
+    reference = torch.zeros(table.num_rows, DIGEST_BYTES, dtype=torch.uint8, device="cpu")
     reference[table.rows[is_first]] = table.digests[is_first]
     return _max_reduced(reference, group)[table.rows]
 

@@ -13,6 +13,7 @@ TensorLists = Sequence[Sequence[Tensor]]
 
 _DTYPES = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
 _PLAIN_TYPES = frozenset({Tensor, torch.nn.Parameter})
+_LAYOUTS = frozenset({torch.strided})
 
 
 def _check_tensor(tensor: object, where: str) -> None:
@@ -23,6 +24,8 @@ def _check_tensor(tensor: object, where: str) -> None:
         )
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
+    if tensor.layout != torch.strided:
+        raise TypeError(f"{where} has layout {tensor.layout}: pass a dense tensor, or its values()")
     if tensor.dtype not in _DTYPES:
         raise TypeError(
             f"{where} has dtype {tensor.dtype}: only float16, bfloat16, float32 and float64 are "
@@ -42,12 +45,20 @@ def checked_tensor_lists(tensor_lists: TensorLists) -> list[list[Tensor]]:
                 "tensor_lists is a list of lists"
             )
         checked = list(tensors)
-        plain = _PLAIN_TYPES.issuperset(map(type, checked))
-        if not (plain and _DTYPES.issuperset({tensor.dtype for tensor in checked})):
-            for index, tensor in enumerate(checked):
-                _check_tensor(tensor, f"tensor_lists[{list_index}][{index}]")
+        check_tensors(checked, f"tensor_lists[{list_index}]")
         lists.append(checked)
     return lists
+
+
+def check_tensors(tensors: list[Tensor], name: str) -> None:
+    """Raise unless a list holds plain float tensors."""
+    if not (
+        _PLAIN_TYPES.issuperset(map(type, tensors))
+        and _DTYPES.issuperset({tensor.dtype for tensor in tensors})
+        and _LAYOUTS.issuperset({tensor.layout for tensor in tensors})
+    ):
+        for index, tensor in enumerate(tensors):
+            _check_tensor(tensor, f"{name}[{index}]")
 
 
 def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
@@ -70,6 +81,20 @@ def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
             f"noop_flag must have exactly one element, got shape {tuple(noop_flag.shape)}"
         )
     return noop_flag
+
+
+def check_data(heads: list[Tensor], noop_flag: Tensor | None, scale: object = None) -> None:
+    """Raise if meta tensors meet others; ``heads`` are one tensor of each kind."""
+    num_meta = sum(tensor.is_meta for tensor in heads)
+    if 0 < num_meta < len(heads):
+        raise ValueError("tensor_lists mixes meta tensors, which have no data, with others")
+    if num_meta and noop_flag is not None and not noop_flag.is_meta:
+        raise ValueError(
+            f"noop_flag is on {noop_flag.device}, but the tensors are on the meta device, where "
+            "nothing can set it: pass None, or a flag on the meta device"
+        )
+    if heads and not num_meta and isinstance(scale, Tensor) and scale.is_meta:
+        raise ValueError("scale is on the meta device and has no value, but the tensors have data")
 
 
 def indices_by_kind(*columns: list[Tensor]) -> list[list[int]]:

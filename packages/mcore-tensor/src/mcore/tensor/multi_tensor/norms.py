@@ -1,84 +1,93 @@
 """L2 norms of many tensors that share one device and one dtype.
 
-On the CPU an operation costs as much as thousands of additions, and a float32 sum over millions of
-squares is off in the third digit: small tensors are packed, long ones are summed in short rows.
+On the CPU an operation costs as much as thousands of additions, and a float32 sum over thousands of
+squares is off in the sixth digit: everything is summed in short rows, and short tensors are packed.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from mcore.tensor.multi_tensor.scaling import Scratch
 
-_SMALL = 1 << 12  # elements up to which packing a tensor costs less than an operation on it
-_SMALL_NARROW = 1 << 15  # the same for 16-bit tensors, which have to be widened as well
-_LONG = 1 << 15  # elements from which the error of one float32 sum nears 1e-6
-_ROW = 1 << 10  # elements of a long tensor that are summed at once, with an error below 1e-7
+# Elements summed at once: some 64 to 256 in each lane of a vector, which is off by 2e-6 at most.
+_ROW = 1 << 10
+_LONG = 1 << 14  # elements from which packing a tensor costs more than operations on it
+_LONG_NARROW = 1 << 15  # the same for 16-bit tensors, which have to be widened as well
 _PACK = 1 << 19  # elements packed together: they stay in the cache
 _BLOCK = 1 << 20  # elements widened together
-_MANY = 4  # small tensors of one length from which they are worth packing
 
 
 def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     """Return norms, float32 or wider, of disjoint pieces that together are all the tensors."""
+    if torch.compiler.is_compiling():
+        return torch.cat([_row_norms_when_compiled(tensor) for tensor in tensors])
     if tensors[0].device.type != "cpu":
         return _norms_of_each(tensors)
-    workspace = _Workspace(tensors[0].dtype, sum(lengths))
-    longest_small = workspace.longest_small
-    norms: list[Tensor] = []
-    medium: list[Tensor] = []
-    pack: list[Tensor] = []
-    packed = 0
-    for tensor, length in zip(tensors, lengths, strict=True):
-        if length >= _LONG:
-            row_norms, rest = workspace.row_norms(tensor)
-            norms += row_norms
-            if rest is not None:
-                pack.append(rest)
-                packed += rest.numel()
-        elif length > longest_small:
-            medium.append(_contiguous(tensor))
-        else:
-            pack.append(tensor if tensor.dim() == 1 else _flattened(tensor))
-            packed += length
-        if packed >= _PACK:
-            norms.append(workspace.pack_norms(pack, packed))
-            pack, packed = [], 0
-    if packed:
-        norms.append(workspace.pack_norms(pack, packed))
-    if medium:
-        norms.append(_norms_of_each(medium))
-    return torch.cat(norms)
+    rows = _Rows(tensors[0].dtype, sum(lengths))
+    long = rows.long
+    short = [index for index, length in enumerate(lengths) if length < long]
+    if len(short) < len(tensors):
+        rests = [rows.add_long(tensors[index]) for index in _others(short, len(tensors))]
+        tensors = [tensors[index] for index in short]
+        tensors += [rest for rest in rests if rest is not None]
+        lengths = [tensor.numel() for tensor in tensors]
+    rows.add_packed(tensors, lengths)
+    return rows.norms()
 
 
 def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     """Return the norm of each tensor in their order, float32 or wider."""
+    if torch.compiler.is_compiling():
+        norms = [_row_norms_when_compiled(tensor).square().sum().sqrt() for tensor in tensors]
+        return torch.stack(norms)
     if tensors[0].device.type != "cpu":
         return _norms_of_each(tensors)
-    workspace = _Workspace(tensors[0].dtype, sum(lengths))
-    order: list[int] = []
-    norms: list[Tensor] = []
-    one_by_one: list[int] = []
-    members_by_length = _indices_by_length(lengths)
-    for length, members in members_by_length.items():
-        if length >= _LONG:
-            norms += [_norm_of_long(tensors[index], workspace) for index in members]
-        elif length <= workspace.longest_small and len(members) >= _MANY:
-            norms += _norms_of_equals([tensors[index] for index in members], length, workspace)
-        else:
-            one_by_one += members
+    rows = _Rows(tensors[0].dtype, sum(lengths))
+    owners: list[int] = []  # for each stretch of rows, the tensor whose elements they hold
+    num_rows: list[int] = []
+    short: list[tuple[int, Tensor, int]] = []
+    for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
+        if length < rows.long:
+            short.append((index, tensor, length))
             continue
-        order += members
-    if one_by_one:
-        norms.append(_norms_of_each([_contiguous(tensors[index]) for index in one_by_one]))
-        order += one_by_one
-    unordered = torch.cat(norms)
-    if 1 in members_by_length:
-        unordered = unordered.square().sqrt()  # of one element torch skips the square: it overflows
-    return torch.empty_like(unordered).index_copy_(0, torch.tensor(order), unordered)
+        rest = rows.add_long(tensor)
+        owners.append(index)
+        num_rows.append(length // _ROW)
+        if rest is not None:
+            short.append((index, rest, length % _ROW))
+    pieces: list[Tensor] = []
+    sizes: list[int] = []
+    zeros = tensors[0].new_zeros(_ROW)
+    fills = {missing: zeros[:missing] for missing in {-length % _ROW for _, _, length in short}}
+    for index, tensor, length in short:
+        missing = -length % _ROW
+        pieces += (tensor, fills[missing])
+        sizes += (length, missing)
+        owners.append(index)
+        num_rows.append((length + missing) // _ROW)
+    rows.add_packed(pieces, sizes)
+    return _joined(rows.norms(), owners, num_rows, len(tensors))
+
+
+def _joined(row_norms: Tensor, owners: list[int], num_rows: list[int], num_tensors: int) -> Tensor:
+    """Return the norm of each tensor from those of its rows."""
+    owner_of_row = torch.repeat_interleave(
+        torch.tensor(owners, device="cpu"),
+        torch.tensor(num_rows, device="cpu"),
+        output_size=len(row_norms),
+    )
+    squares = torch.zeros(num_tensors, dtype=torch.float64, device="cpu")
+    squares.index_add_(0, owner_of_row, row_norms.square().double())
+    return squares.to(row_norms.dtype).sqrt_()
+
+
+def _others(indices: list[int], count: int) -> list[int]:
+    known = set(indices)
+    return [index for index in range(count) if index not in known]
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -89,6 +98,14 @@ def _norms_of_each(tensors: list[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(tensors, 2, dtype=_wide(tensors[0].dtype)))
 
 
+def _row_norms_when_compiled(tensor: Tensor) -> Tensor:
+    """Return the norms of a tensor's short rows by operations that a compiler fuses."""
+    flat = tensor.reshape(-1).to(_wide(tensor.dtype))
+    padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW))
+    norms: Tensor = torch.linalg.vector_norm(padded.view(-1, _ROW), dim=1)
+    return norms
+
+
 def _flattened(tensor: Tensor) -> Tensor:
     """Return the elements in any order in one dimension, without a copy if they are dense."""
     if not tensor.is_contiguous():
@@ -96,68 +113,57 @@ def _flattened(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1)
 
 
-def _contiguous(tensor: Tensor) -> Tensor:
-    """Return the elements in any order, where a sum over them is fast and exact."""
-    return tensor if tensor.is_contiguous() else _flattened(tensor).contiguous()
-
-
-class _Workspace:
-    """Norms of rows, with the memory that packing and widening need, which is allocated once."""
+class _Rows:
+    """Norms of short rows, with the memory for packing and widening, which is allocated once."""
 
     def __init__(self, dtype: torch.dtype, length: int) -> None:
         self._dtype = dtype
         self._wide = _wide(dtype)
         self._scratch = Scratch(min(length, _BLOCK) + _ROW)
-        self.longest_small = _SMALL if dtype == self._wide else _SMALL_NARROW
+        self._norms: list[Tensor] = []
+        self.long = _LONG if dtype == self._wide else _LONG_NARROW
 
-    def norms_of_rows(self, rows: Tensor) -> Tensor:
+    def norms(self) -> Tensor:
+        """Return all norms in the order in which the rows were added."""
+        return self._norms[0] if len(self._norms) == 1 else torch.cat(self._norms)
+
+    def add_long(self, tensor: Tensor) -> Tensor | None:
+        """Add the full rows of a tensor; return the elements that fill no row."""
+        flat = tensor if tensor.is_contiguous() else _flattened(tensor).contiguous()
+        flat = flat.view(-1)
+        rest = None
+        num_left = flat.numel() % _ROW
+        if num_left:
+            flat, rest = flat[:-num_left], flat[-num_left:]
+        rows = flat.view(-1, _ROW)
+        if self._dtype == self._wide:
+            self._add(rows)
+        else:
+            for block in torch.split(rows, _BLOCK // _ROW):
+                self._add(block)
+        return rest
+
+    def add_packed(self, tensors: Iterable[Tensor], lengths: Iterable[int]) -> None:
+        """Add short tensors as if they were one."""
+        pack: list[Tensor] = []
+        packed = 0
+        for tensor, length in zip(tensors, lengths, strict=True):
+            pack.append(tensor if tensor.dim() == 1 else _flattened(tensor))
+            packed += length
+            if packed >= _PACK:
+                self._add_pack(pack, packed)
+                pack, packed = [], 0
+        if packed:
+            self._add_pack(pack, packed)
+
+    def _add_pack(self, pack: list[Tensor], length: int) -> None:
+        missing = -length % _ROW
+        if missing:
+            pack.append(pack[0].new_zeros(missing))
+        joined = torch.cat(pack, out=self._scratch.take(length + missing, self._dtype))
+        self._add(joined.view(-1, _ROW))
+
+    def _add(self, rows: Tensor) -> None:
         if self._dtype != self._wide:
             rows = self._scratch.take(rows.numel(), self._wide).view(rows.shape).copy_(rows)
-        norms: Tensor = torch.linalg.vector_norm(rows, dim=1)
-        return norms
-
-    def joined(self, tensors: list[Tensor], length: int) -> Tensor:
-        return torch.cat(tensors, out=self._scratch.take(length, self._dtype))
-
-    def pack_norms(self, tensors: list[Tensor], length: int) -> Tensor:
-        """Return the norms of the short rows of everything together; zeros pad the last row."""
-        missing = -length % _ROW
-        fill = tensors[0].new_zeros(missing)
-        return self.norms_of_rows(self.joined([*tensors, fill], length + missing).view(-1, _ROW))
-
-    def row_norms(self, tensor: Tensor) -> tuple[list[Tensor], Tensor | None]:
-        """Return the norms of a long tensor's short rows, and the elements that fill no row."""
-        dense = _contiguous(tensor)
-        num_rows, num_left = divmod(dense.numel(), _ROW)
-        rows = dense.as_strided((num_rows, _ROW), (_ROW, 1))
-        rest = None
-        if num_left:
-            rest = dense.as_strided((num_left,), (1,), dense.storage_offset() + num_rows * _ROW)
-        widens = self._dtype != self._wide
-        blocks: Iterable[Tensor] = torch.split(rows, _BLOCK // _ROW) if widens else [rows]
-        return [self.norms_of_rows(block) for block in blocks], rest
-
-
-def _norm_of_long(tensor: Tensor, workspace: _Workspace) -> Tensor:
-    norms, rest = workspace.row_norms(tensor)
-    if rest is not None:
-        norms.append(workspace.norms_of_rows(rest[None]))
-    return torch.cat(norms).square().sum().sqrt()[None]
-
-
-def _norms_of_equals(tensors: list[Tensor], length: int, workspace: _Workspace) -> Iterator[Tensor]:
-    num_together = max(1, _PACK // length)
-    for start in range(0, len(tensors), num_together):
-        flat = [
-            tensor if tensor.dim() == 1 else _flattened(tensor)
-            for tensor in tensors[start : start + num_together]
-        ]
-        joined = workspace.joined(flat, len(flat) * length)
-        yield workspace.norms_of_rows(joined.view(len(flat), length))
-
-
-def _indices_by_length(lengths: list[int]) -> dict[int, list[int]]:
-    indices: dict[int, list[int]] = {}
-    for index, length in enumerate(lengths):
-        indices.setdefault(length, []).append(index)
-    return indices
+        self._norms.append(torch.linalg.vector_norm(rows, dim=1))

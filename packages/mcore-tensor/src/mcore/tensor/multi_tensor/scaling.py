@@ -14,7 +14,8 @@ from torch import Tensor
 _SMALL = 1 << 16  # elements up to which packing a tensor costs less than operations on it
 _TOGETHER = 1 << 17  # elements of small tensors copied before they are multiplied
 _PACK = 1 << 19  # elements of small tensors packed
-_CPU_BLOCK = 1 << 20  # elements of a long tensor worked on at a time
+_CPU_BLOCK = 1 << 19  # elements of a long tensor worked on at a time
+_ROW = 1 << 12  # elements multiplied by zeros at once
 _ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a narrow result needs
 
 
@@ -41,6 +42,9 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, without waiting for an accelerator to receive it."""
+    if tensor.device == device:
+        return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
@@ -62,11 +66,13 @@ class _CheckedMultiply:
         self.is_identity = not isinstance(scale, Tensor) and scale == 1
         self._factor = _factor(scale, dtype, device)
         self._found_non_finite = torch.zeros((), dtype=torch.float32, device=device)
-        self._extremes: list[Tensor] = []
+        self._checks: list[Tensor] = []  # numbers that are finite where all elements checked are
+        self._zeros: Tensor | None = None
         self.scratch = Scratch(min(length, _CPU_BLOCK))
 
     def in_place(self, tensors: list[Tensor]) -> None:
         check_and_multiply = torch._amp_foreach_non_finite_check_and_unscale_
+        torch.autograd.graph.increment_version(tensors)  # the fused operation does not
         if self.dtype == torch.float32:
             check_and_multiply(tensors, self._found_non_finite, self._factor)
             return
@@ -75,8 +81,22 @@ class _CheckedMultiply:
         torch._foreach_mul_(tensors, self._factor)
 
     def check(self, tensor: Tensor) -> None:
-        """Record non-finite elements, which make the smallest or the largest one non-finite."""
-        self._extremes += torch.aminmax(tensor)
+        """Record whether elements are finite: inf and NaN times zero are NaN.
+
+        The product of a matrix reads them nearly twice as fast as a search for the extremes.
+        """
+        if tensor.dtype != self.dtype or not tensor.is_contiguous():
+            self._checks += [extreme.view(1) for extreme in torch.aminmax(tensor)]
+            return
+        if self._zeros is None:
+            self._zeros = torch.zeros(_ROW, dtype=self.dtype, device=tensor.device)
+        flat = tensor.view(-1)
+        num_left = flat.numel() % _ROW
+        if num_left:
+            flat, rest = flat[:-num_left], flat[-num_left:]
+            self._checks.append(torch.dot(rest, self._zeros[:num_left]).view(1))
+        if flat.numel():
+            self._checks.append(torch.mv(flat.view(-1, _ROW), self._zeros))
 
     def into(self, source: Tensor, destination: Tensor) -> None:
         self.check(source)
@@ -84,8 +104,8 @@ class _CheckedMultiply:
 
     def all_finite(self) -> Tensor:
         finite = self._found_non_finite.eq(0)
-        if self._extremes:
-            finite = finite.logical_and(torch.stack(self._extremes).isfinite().all())
+        if self._checks:
+            finite = finite.logical_and(torch.cat(self._checks).isfinite().all())
         return finite
 
 
@@ -108,8 +128,8 @@ def _scale_on_cpu(
 
 def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply) -> None:
     if multiply.is_identity:
-        multiply.check(source)
         destination.copy_(source)
+        multiply.check(destination if destination.dtype == multiply.dtype else source)
         return
     product = destination
     if destination.dtype not in (source.dtype, multiply.dtype):

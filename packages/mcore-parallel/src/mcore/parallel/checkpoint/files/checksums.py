@@ -34,7 +34,7 @@ class Scratch:
     """Memory, of a multiple of 128 bytes, that pieces of files pass through on their way."""
 
     def __init__(self, num_bytes: int = _SCRATCH_BYTES) -> None:
-        self.tensor = torch.empty(num_bytes, dtype=torch.uint8)
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
         self.memory = memory_of(self.tensor)
 
     def fill(self, stream: Unbuffered, offset: int, length: int) -> None:

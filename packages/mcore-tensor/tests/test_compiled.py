@@ -1,0 +1,61 @@
+"""What the README says of ``torch.compile(fullgraph=True)``, beside buffers and views."""
+
+import math
+
+import pytest
+import torch
+
+from mcore.tensor import calc_norm, local_multi_tensor_l2_norm, local_multi_tensor_scale
+
+
+def compiled(function):
+    torch.compiler.reset()
+    return torch.compile(function, fullgraph=True, backend="aot_eager")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_norms_of_any_length(dtype):
+    generator = torch.Generator().manual_seed(0)
+    lengths = (3, 4097, 40_000)
+    tensors = [torch.randn(length, generator=generator).to(dtype) for length in lengths]
+    tensors += [torch.full((40_000,), 1.7, dtype=dtype), torch.ones(300, 200, dtype=dtype).t()]
+    flag = torch.zeros(1, dtype=torch.int)
+
+    @compiled
+    def norms(tensors):
+        each = local_multi_tensor_l2_norm(1, flag, [tensors], True)
+        return *each, local_multi_tensor_l2_norm(1, flag, [tensors], False)[0], calc_norm(tensors)
+
+    exact = torch.stack([tensor.double().norm() for tensor in tensors])
+    for scale in (1, 2):
+        norm, each, together, mixed = norms([tensor * scale for tensor in tensors])
+        for found in (norm, together, mixed):
+            assert found.item() == pytest.approx(exact.norm().item() * scale, rel=2e-6)
+        assert ((each / scale - exact) / exact).abs().max() < 2e-6
+    assert flag.item() == 0
+    norms([*tensors[:-1], tensors[-1] * math.inf])
+    assert flag.item() == 1
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor"), [(torch.float32, 0.3), (torch.bfloat16, torch.tensor(0.3))]
+)
+def test_scale(dtype, factor):
+    flag = torch.zeros(1, dtype=torch.int)
+
+    @compiled
+    def scale(source, destination, own):
+        lists = [[source, own], [destination, own]]
+        local_multi_tensor_scale(1, flag, lists, factor)
+
+    for length in (5, 70_000):
+        source, own = torch.randn(length), torch.randn(length)
+        expected = (source * factor).to(dtype), own * factor
+        destination = torch.empty(length, dtype=dtype)
+        scale(source, destination, own)
+        assert torch.equal(destination, expected[0])
+        assert torch.equal(own, expected[1])
+        assert flag.item() == 0
+    source[-1] = math.nan
+    scale(source, destination, own)
+    assert flag.item() == 1
