@@ -392,7 +392,7 @@ def _reject_empty_optimizer(
 def _unexpected_keys(index: Index, planner: ShardedLoadPlanner, team: Team) -> list[str]:
     """Return on every rank the keys that no rank asks for: one all-reduce of a byte a key."""
     asked = [key in planner.wanted for key in index.keys]
-    flags = team.any_of(torch.tensor(asked, dtype=torch.uint8))
+    flags = team.any_of(torch.tensor(asked, dtype=torch.uint8, device="cpu"))
     if bool(flags.all()):
         return []
     return [key for key, flag in zip(index.keys, flags.tolist(), strict=True) if not flag]

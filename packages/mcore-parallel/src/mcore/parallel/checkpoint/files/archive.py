@@ -108,7 +108,7 @@ class _Template(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
-    sample, stream = torch.empty(shape, dtype=dtype), io.BytesIO()
+    sample, stream = torch.empty(shape, dtype=dtype, device="cpu"), io.BytesIO()
     if not sample.nbytes:
         torch.save(sample, stream)
         return _Template(stream.getvalue(), b"", ())

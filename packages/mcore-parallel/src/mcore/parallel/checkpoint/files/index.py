@@ -188,12 +188,16 @@ class PackedKeys(Mapping[str, StoredKey]):
 
 
 def _numbers(column: array[int]) -> torch.Tensor:
-    return torch.frombuffer(column, dtype=torch.int64) if column else torch.zeros(0).long()
+    return (
+        torch.frombuffer(column, dtype=torch.int64)
+        if column
+        else torch.zeros(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:
     """Return where each of several runs starts, and where the last one ends."""
-    return torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
+    return torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)])
 
 
 def _fits(stored: StoredKey) -> bool:
