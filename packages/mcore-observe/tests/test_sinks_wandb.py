@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import struct
 
 import pytest
@@ -24,6 +25,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reaso
 def train(folder):
     import wandb
 
+    os.chdir(folder)
     logger = LoggerConfig(
         log_interval=100,
         tensorboard_log_interval=2,

@@ -1,0 +1,292 @@
+"""Runs whose trackers are away while they train and when they end; what arrives in the end."""
+
+import importlib.util
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from mcore.observe import (
+    ConfigContainer,
+    GlobalState,
+    LoggerConfig,
+    MemorySink,
+    TrainingConfig,
+    training_log,
+)
+from mcore.observe.__main__ import main
+from mcore.observe.sinks.background import BackgroundRun
+
+pytestmark = [
+    pytest.mark.slow,  # processes that import MLflow and W&B, and one server
+    pytest.mark.skipif(
+        not all(map(importlib.util.find_spec, ("mlflow", "tensorboard", "wandb"))),
+        reason="needs mlflow, tensorboard and wandb",
+    ),
+]
+
+STEPS = 30
+SCRIPT = """
+import json, os, signal, sys, time
+import torch
+from mcore.observe import *
+settings, first, ending = json.loads(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+logger = LoggerConfig(log_interval=1000, closing_s=1.0, **settings)
+state = GlobalState(ConfigContainer(logger=logger, train=TrainingConfig(micro_batch_size=2)))
+for step in range(first, 31):
+    state.train_state.step = step
+    state.train_state.consumed_train_samples = 2 * step
+    training_log({"lm loss": torch.tensor(step / 4 + first)}, {}, 1e-4, None, 1.0, False, 0, None,
+                 None, None, state.cfg, state, None, None)
+time.sleep(0.5)
+print("logged", flush=True)
+exec(ending)
+"""
+ENDINGS = {
+    "finished": "",
+    "error": "raise ValueError",
+    "exit": "sys.exit(3)",
+    "term": "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    "hup": "os.kill(os.getpid(), signal.SIGHUP); time.sleep(60)",
+    "kill": "os.kill(os.getpid(), signal.SIGKILL)",
+    "_exit": "os._exit(0)",
+}
+STATUS = {
+    "finished": "FINISHED",
+    "error": "FAILED",
+    "exit": "FAILED",
+    "term": "KILLED",
+    "hup": "KILLED",
+    "kill": "KILLED",
+    "_exit": "KILLED",
+}
+EXIT_CODES = {"finished": 0, "error": 1, "exit": 1, "term": 143, "hup": 143}
+
+
+def environment(folder):
+    nowhere = "http://127.0.0.1:9"
+    quiet = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "WANDB_CONSOLE": "off"}
+    quiet |= {"WANDB_X_DISABLE_STATS": "true", "WANDB_X_DISABLE_META": "true"}
+    quiet |= {"WANDB_ERROR_REPORTING": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    quiet |= {"WANDB_DIR": str(folder), "HTTPS_PROXY": nowhere, "NO_PROXY": "127.0.0.1"}
+    return os.environ | quiet
+
+
+def settings_of(name, folder, uri):
+    return {
+        "mlflow_experiment": "away",
+        "mlflow_run_name": name,
+        "mlflow_tracking_uri": uri,
+        "tensorboard_dir": str(folder / "tensorboard"),
+        "wandb_project": "away",
+        "wandb_exp_name": name,
+        "run_dir": str(folder),
+    }
+
+
+def start(name, folder, uri, *, ending=None, first=1, **more):
+    settings = settings_of(name, folder, uri) | more
+    ending = ENDINGS[name] if ending is None else ending
+    return subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, json.dumps(settings), str(first), ending],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment(folder),
+        cwd=folder,
+    )
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, tracking_server):
+    """Runs that ended in every way while the server was away, and the server, which is back."""
+    root = tmp_path_factory.mktemp("away")
+    server = tracking_server(root)
+    uri = f"http://127.0.0.1:{server.port}"
+    folders = {name: root / name for name in ENDINGS}
+    processes, took_s, errors = {}, {}, {}
+    for name, folder in folders.items():
+        folder.mkdir()
+        processes[name] = start(name, folder, uri)
+    for name, process in processes.items():
+        assert process.stdout.readline() == "logged\n", process.stderr.read()
+        started_s = time.monotonic()
+        errors[name] = process.communicate(timeout=120)[1]
+        took_s[name] = time.monotonic() - started_s
+    before = {name: sent_to_tensorboard(folder) for name, folder in folders.items()}
+    server.start()
+    os.environ["WANDB_MODE"] = "offline"
+    for folder in folders.values():
+        os.environ["WANDB_DIR"] = str(folder)
+        assert main(["replay", str(folder)]) == 0
+    yield {"folders": folders, "uri": uri, "took": took_s, "errors": errors, "before": before}
+    del os.environ["WANDB_MODE"], os.environ["WANDB_DIR"]
+    server.kill()
+
+
+def mlflow_run(runs, name):
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(runs["uri"])
+    experiment = client.get_experiment_by_name("away")
+    (run,) = client.search_runs([experiment.experiment_id], f"attributes.run_name = '{name}'")
+    return client, run
+
+
+def sent_to_tensorboard(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    if "lm loss" not in events.Tags()["scalars"]:
+        return []
+    return [(e.step, e.value) for e in events.Scalars("lm loss")]
+
+
+def records(folder):
+    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.sdk.internal.datastore import DataStore
+
+    for path in sorted(folder.glob("wandb/offline-run-*/run-*.wandb")):
+        store = DataStore()
+        store.open_for_scan(str(path))
+        while data := scan(store):
+            yield Record.FromString(data)
+
+
+def scan(store):
+    try:
+        return store.scan_data()
+    except AssertionError:  # cut off by SIGKILL
+        return None
+
+
+@pytest.mark.parametrize("name", ENDINGS)
+def test_every_value_arrives_once_and_the_run_ends_as_its_process_did(runs, name):
+    folder = runs["folders"][name]
+    expected = [(step, step / 4 + 1) for step in range(1, STEPS + 1)]
+    client, run = mlflow_run(runs, name)
+    history = client.get_metric_history(run.info.run_id, "lm loss")
+    assert sorted((m.step, m.value) for m in history) == expected
+    assert run.info.status == STATUS[name]
+    assert run.data.params["logger.log_interval"] == "1000"
+    assert sorted(sent_to_tensorboard(folder)) == expected
+    rows = []
+    for record in records(folder):
+        if record.WhichOneof("record_type") == "history":
+            items = {i.key or i.nested_key[0]: i.value_json for i in record.history.item}
+            rows.append((record.history.step.num, json.loads(items["lm loss"])))
+    assert sorted(rows) == expected
+    assert not (folder / "spool").exists()
+
+
+@pytest.mark.parametrize("name", EXIT_CODES)
+def test_weights_and_biases_knows_how_the_run_ended(runs, name):
+    codes = [
+        record.exit.exit_code
+        for record in records(runs["folders"][name])
+        if record.WhichOneof("record_type") == "exit"
+    ]
+    assert codes == [EXIT_CODES[name]]
+
+
+def test_the_end_waits_no_longer_than_it_may(runs):
+    # closing_s is 1; the rest is the interpreter's end on a busy machine
+    assert max(runs["took"].values()) < 25, runs["took"]
+    assert "python -m mcore.observe replay" in runs["errors"]["term"]
+
+
+def test_a_second_replay_finds_nothing(runs, capsys):
+    assert main(["replay", str(runs["folders"]["kill"])]) == 0
+    assert capsys.readouterr().out.startswith("nothing is left to send in ")
+
+
+def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
+    with pytest.raises(SystemExit) as caught:
+        main(["replay", str(tmp_path / "nothing")])
+    assert caught.value.code == 1
+    assert "there is no folder" in capsys.readouterr().err
+
+
+def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, tmp_path):
+    """The first start is killed at step 30; the second continues from step 20 with other values."""
+    first = start("resumed", tmp_path, runs["uri"], ending=ENDINGS["term"])
+    first.communicate(timeout=120)
+    again = start("resumed", tmp_path, runs["uri"], ending="", first=21, resume_step=20)
+    _, errors = again.communicate(timeout=120)
+    assert again.returncode == 0, errors
+    expected = [(step, step / 4 + (1 if step <= 20 else 21)) for step in range(1, STEPS + 1)]
+    client, run = mlflow_run(runs, "resumed")
+    history = client.get_metric_history(run.info.run_id, "lm loss")
+    latest = {m.step: m.value for m in sorted(history, key=lambda m: m.timestamp)}
+    assert sorted(latest.items()) == expected
+    assert run.info.status == "FINISHED"
+    assert sent_to_tensorboard(tmp_path) == expected
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [(line["step"], line["lm loss"]) for line in lines] == expected
+    ids = {r.run.run_id for r in records(tmp_path) if r.WhichOneof("record_type") == "run"}
+    assert len(ids) == 1  # W&B continues the same run
+    steps = [
+        r.history.step.num for r in records(tmp_path) if r.WhichOneof("record_type") == "history"
+    ]
+    assert sorted(steps) == list(range(1, STEPS + 1))
+
+
+@pytest.mark.parametrize("answers", [False, True], ids=["refuses", "hangs"])
+def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog):
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        if answers:
+            server.listen(50)  # connections are made and nobody reads them
+        address = f"http://127.0.0.1:{server.getsockname()[1]}"
+        monkeypatch.setenv("WANDB_MODE", "online")
+        monkeypatch.setenv("WANDB_BASE_URL", address)
+        monkeypatch.setenv("WANDB_API_KEY", "x" * 40)
+        logger = LoggerConfig(closing_s=0.1, **settings_of("x", tmp_path, address))
+        state = GlobalState(ConfigContainer(logger=logger), extra_sinks=[MemorySink()])
+        import torch
+
+        handed_s = []
+        original = BackgroundRun.log_metrics
+
+        def timed(run, *args, **options):
+            began_s = time.thread_time()
+            original(run, *args, **options)
+            handed_s.append(time.thread_time() - began_s)
+
+        monkeypatch.setattr(BackgroundRun, "log_metrics", timed)
+        monkeypatch.setattr("mcore.observe.sinks.mlflow_run.MlflowRun.log_metrics", timed)
+        began_s = time.monotonic()
+        for step in range(1, 201):
+            state.train_state.step = step
+            training_log(
+                {"lm loss": torch.tensor(2.5)}, {}, 1e-4, None, 1.0, False, 0, None, None, None,
+                state.cfg, state, None, None,
+            )  # fmt: skip
+        took_s = time.monotonic() - began_s
+        missing = state.mlflow_logger.num_missing, state.wandb_logger.num_missing
+        state.close("KILLED")
+    assert missing == (200 * 5, 200 * 5)
+    assert statistics.median(handed_s) < 100e-6
+    assert took_s < 60  # where it waited, 250 s
+    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert len(warnings) == len({text.split(" is away")[0] for text in warnings}) <= 2, warnings
+    assert threading.active_count() < 20
+
+
+def test_the_signals_are_left_to_whoever_has_them(tmp_path):
+    code = (
+        "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
+        "from mcore.observe import GlobalState, MemorySink\n"
+        "GlobalState(extra_sinks=[MemorySink()])\n"
+        "assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN\n"
+    )
+    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
