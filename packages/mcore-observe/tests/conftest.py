@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import struct
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -32,7 +34,10 @@ LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)
 
 def _make_state(*, step=5, sinks=(), train=None, model=None, optimizer=None, **logger):
     config = ConfigContainer(
-        logger=LoggerConfig(**{"log_interval": 5, "tensorboard_log_interval": 5} | logger),
+        logger=LoggerConfig(
+            **{"log_interval": 5, "tensorboard_log_interval": 5, "console_format": "megatron"}
+            | logger
+        ),
         train=train or TrainingConfig(micro_batch_size=2, global_batch_size=64, train_iters=1000),
         model=model,
         optimizer=optimizer,
@@ -125,6 +130,33 @@ def tracking_server() -> type[Server]:
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without a folder keep what trackers have not taken in the current one."""
     monkeypatch.chdir(tmp_path)
+
+
+def _wandb_records(path, header=7, block=32768):
+    """Yield the records, in the format of LevelDB's log; SIGKILL cuts the last one off."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    at, parts = header, b""
+    while at + header <= len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + header : at + header + size]
+        at += header + size
+        if at > len(data):
+            return
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(parts)
+            parts = b""
+
+
+@pytest.fixture(scope="session")
+def wandb_records() -> Callable[[Path], Iterator[Any]]:
+    """Reads the file of a W&B run that was written offline."""
+    return _wandb_records
 
 
 @pytest.fixture(scope="session")

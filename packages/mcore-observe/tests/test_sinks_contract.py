@@ -228,7 +228,7 @@ def session(kind, folder):
     records = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append((record.levelname, record.getMessage()))
-    logging.getLogger("mcore.observe.sinks").addHandler(handler)
+    logging.getLogger("mcore.observe").addHandler(handler)
 
     open_, read = globals()[f"open_{kind}"], globals()[f"read_{kind}"]
     sink, (owner, method), handle = open_(folder)

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from mcore.observe.scalars import as_number, read_scalars
+from mcore.observe.scalars import as_number, only_numbers, read_scalars
 from mcore.observe.secrets import mask_secrets
 from mcore.observe.sinks.spool import EarlierSpools, Spool
 
@@ -255,21 +252,4 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if all(type(value) in (float, int) for value in metrics.values()):
         return dict(metrics)
-    readable = {}
-    for name, value in metrics.items():
-        if _is_readable(value):
-            readable[name] = value
-        elif value is not None:
-            _warn_left_out(name, type(value).__name__)
-    return read_scalars(readable)
-
-
-def _is_readable(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, bool) or as_number(value) is not None
-
-
-@functools.lru_cache(maxsize=1024)
-def _warn_left_out(name: str, kind: str) -> None:
-    logger.warning("%r is not a number but a %s and is not logged; give one number", name, kind)
+    return read_scalars(only_numbers(metrics))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import json
 import os
+import struct
 import urllib.error
 import urllib.request
 import uuid
@@ -25,6 +26,10 @@ _PROBE_S = 5.0
 # W&B's own process writes its file block by block: what it took last is lost when it is killed
 # with the training process, so the spool keeps that much.
 _KEPT_BACK_BYTES = 256 << 10
+_BLOCK_BYTES = 32 << 10
+_HEADER_BYTES = 7
+_PARTS = (1, 2, 3, 4)  # a whole record, its first part, a middle one, its last one
+_LAST_PARTS = (1, 4)
 
 
 class WandbSink:
@@ -207,22 +212,29 @@ def _last_offline_step(settings: Any, run_id: str) -> int:
 
 
 def _offline_steps(path: Path) -> Iterator[int]:
-    from wandb.sdk.internal.datastore import DataStore
-
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
-    store = DataStore()
-    store.open_for_scan(str(path))
-    while True:
-        try:
-            data = store.scan_data()
-        except AssertionError:  # a killed process leaves the last record cut off
-            return
-        if data is None:
-            return
-        record = messages.Record()
-        record.ParseFromString(data)
+    for data in _offline_records(path.read_bytes()):
+        record = messages.Record.FromString(data)
         if record.WhichOneof("record_type") == "history":
             yield _step_of(record.history)
+
+
+def _offline_records(data: bytes) -> Iterator[bytes]:
+    """Yield the complete records of a W&B file, which has the format of LevelDB's log."""
+    at, record = _HEADER_BYTES, b""
+    while at + _HEADER_BYTES <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _HEADER_BYTES:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        at += _HEADER_BYTES + size
+        if kind not in _PARTS or at > len(data):  # a killed process leaves the end cut off
+            return
+        record += data[at - size : at]
+        if kind in _LAST_PARTS:
+            yield record
+            record = b""
 
 
 def _step_of(history: Any) -> int:
