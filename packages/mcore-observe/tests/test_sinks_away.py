@@ -177,13 +177,6 @@ def test_a_second_replay_finds_nothing(runs, capsys):
     assert capsys.readouterr().out.startswith("nothing is left to send in ")
 
 
-def test_a_folder_that_is_not_there_is_an_error(tmp_path, capsys):
-    with pytest.raises(SystemExit) as caught:
-        main(["replay", str(tmp_path / "nothing")])
-    assert caught.value.code == 1
-    assert "there is no folder" in capsys.readouterr().err
-
-
 def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, records, tmp_path):
     """The first start ends at step 30; the second continues from step 20 with other values."""
     first = start("resumed", tmp_path, runs["uri"], ending="", closing_s=60)

@@ -24,6 +24,7 @@ from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.run_folder import run_folder_of
 from mcore.observe.sinks.trackers import TRACKERS, emit, open_tracker
 from mcore.observe.timers import Timers
+from mcore.observe.training_log.counted import CountedSteps
 from mcore.observe.training_log.log import LOG_STATE, log_state_of
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
@@ -216,6 +217,7 @@ class GlobalState:
         self._flops_at_last_log: float | None = None
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
+        self._counted = CountedSteps()
         self._stop_watching: Callable[[], None] = _do_nothing
         if self.extra_sinks:
             self._watch()
@@ -283,6 +285,57 @@ class GlobalState:
         batches, _ = scalars.read({})
         emit(sinks, batches, self.train_state.step, self.train_state.consumed_train_samples)
 
+    def log_step(
+        self,
+        losses: Mapping[str, Any] | Any,
+        *,
+        lr: Any = None,
+        grad_norm: Any = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        skipped: bool = False,
+        model: Any = None,
+        pg_collection: Any = None,
+        **scalars: Any,
+    ) -> None:
+        """Count a step and log it; all ranks call it after every step.
+
+        It does what :func:`mcore.observe.training_log` does, with the same collectives and the
+        same waits for the device, and keeps the counters, the sums and the time stamps itself.
+
+        Args:
+            losses: Losses of the step by name, or one loss, which is called ``loss``.
+            lr: Learning rate.
+            grad_norm: L2 norm of the gradients.
+            samples: Samples of the step over all ranks; None takes the configured batch.
+            tokens: Tokens of the step over all ranks; None takes samples times ``seq_length``.
+            skipped: The optimizer skipped the step.
+            model: The model, where its norms are logged or it has the groups.
+            pg_collection: The process groups; None as in :func:`mcore.observe.training_log`.
+            scalars: Further values for the trackers, by name.
+
+        Example:
+            >>> from mcore.observe import MemorySink
+            >>> kept = MemorySink()
+            >>> state = GlobalState(ConfigContainer(), extra_sinks=[kept])
+            >>> state.log_step(torch.tensor(2.5), lr=1e-4, accuracy=0.5)
+            >>> state.train_state.step, kept.steps[1]["loss"], kept.steps[1]["accuracy"]
+            (1, 2.5, 0.5)
+        """
+        config = self.cfg if self.cfg is not None else ConfigContainer()
+        self._counted.log(
+            config,
+            self,
+            losses if isinstance(losses, Mapping) else {"loss": losses},
+            {"learning_rate": lr, "grad_norm": grad_norm, "loss_scale": 1.0},
+            samples=samples,
+            tokens=tokens,
+            skipped=skipped,
+            model=model,
+            pg_collection=pg_collection,
+            scalars=scalars,
+        )
+
     def reset_for_restart(self) -> None:
         """Forget what belongs to this start of training, before it restarts in this process.
 
@@ -310,6 +363,7 @@ class GlobalState:
         if hasattr(self.mtp_metrics, "reset"):
             self.mtp_metrics.reset()
         self._built.clear()
+        self._counted = CountedSteps()
         self.__dict__.pop(LOG_STATE, None)
         self.train_state = TrainState()
         self.start_time = time.time()

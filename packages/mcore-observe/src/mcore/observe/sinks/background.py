@@ -150,8 +150,8 @@ class BackgroundRun(Generic[_Client]):
         """Flush and end the run; closing twice is fine, and the first status stays.
 
         A tracker that is away is waited for, and so is a run that is being opened,
-        :attr:`closing_s` at most; no longer than that either for one that answers, if the status
-        is ``"KILLED"``.
+        :attr:`closing_s` at most. Imports, and a tracker that answers, may take longer, unless the
+        status is ``"KILLED"``.
 
         Args:
             status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``; None is :attr:`status`.

@@ -100,7 +100,21 @@ class JsonlSink:
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of a file, which may grow meanwhile."""
+    """Yield the records of a file that a :class:`mcore.observe.JsonlSink` writes.
+
+    Args:
+        path: The file, which may grow meanwhile; a last line without its end is left out.
+
+    Yields:
+        A dict for each line, with its ``step``.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> JsonlSink(path).log({"lm loss": 2.5}, 1)
+        >>> list(records_of(path))
+        [{'step': 1, 'lm loss': 2.5}]
+    """
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):  # a killed process leaves the last one cut off

@@ -118,6 +118,8 @@ class MetricSender:
             with self._changed:
                 deadline_s = time.monotonic() + timeout_s
                 while not self._is_done:
+                    if self.is_preparing() and not at_once:
+                        deadline_s = time.monotonic() + timeout_s
                     left_s = deadline_s - time.monotonic()
                     if left_s <= 0 and (at_once or not self._is_progressing()):
                         break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
@@ -11,7 +12,7 @@ from mcore.observe.secrets import config_params, config_secrets, mask_secrets
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Opening, ScalarRules, Tracker
 from mcore.observe.sinks.jsonl import JsonlSink
-from mcore.observe.sinks.run_folder import run_folder_of, spool_folder_of
+from mcore.observe.sinks.run_folder import RunFolder, run_folder_of, spool_folder_of
 from mcore.observe.sinks.spool import EarlierSpools, Spool
 
 TRACKERS = (tensorboard.TRACKER, wandb.TRACKER, mlflow.TRACKER, comet.TRACKER)
@@ -51,9 +52,14 @@ def open_tracker(
             earlier=earlier,
             on_open=None
             if folder is None
-            else lambda run_id: folder.note(tracker.short_name, {"run_id": run_id}),
+            else functools.partial(_note, folder, tracker.short_name),
         )
     )
+
+
+def _note(folder: RunFolder, tracker: str, run_id: str) -> None:
+    if run_id:
+        folder.note(tracker, {"run_id": run_id})
 
 
 def _facts(tracker: Tracker, settings: Any, config: Any) -> dict[str, Any]:

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import math
+import os
+import re
+import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from datetime import datetime
 from typing import Any, NamedTuple
 
@@ -146,7 +151,8 @@ def print_line(step: LogStep, parts: Sequence[Field | str], numbers: Mapping[int
         if part.same_as is None or shown.get(part.same_as) != text:
             shown[part.name] = text
             texts.append(f" {part.name}: {text} |")
-    write_line("".join(texts))
+    line = "".join(texts)
+    write_line(line if is_megatron_line(step.config.logger) else _coloured(line))
 
 
 def _as_spec(number: Any, spec: str) -> Any:
@@ -154,11 +160,28 @@ def _as_spec(number: Any, spec: str) -> Any:
 
 
 def write_line(text: str) -> None:
-    """Print a line; a console that is gone is one warning."""
+    """Print a line, above a progress bar of tqdm; a console that is gone is one warning."""
     try:
-        print(text, flush=True)  # noqa: T201
+        with _above_a_bar():
+            print(text, flush=True)  # noqa: T201
     except (OSError, ValueError) as error:
         _warn_of_console(type(error).__name__)
+
+
+def _above_a_bar() -> AbstractContextManager[None]:
+    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    if bars is None or not getattr(bars, "_instances", None):
+        return contextlib.nullcontext()
+    mode: AbstractContextManager[None] = bars.external_write_mode(file=sys.stdout)
+    return mode
+
+
+def _coloured(text: str) -> str:
+    """Dim the time and show what is not finite in red, on a terminal that wants colours."""
+    if not sys.stdout.isatty() or os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    text = re.sub(r"^ (\[[^]]*\])", " \033[2m\\1\033[0m", text)
+    return re.sub(r"(?<=: )(-?(?:NAN|INF|nan|inf))\b", "\033[31m\\1\033[0m", text)
 
 
 @functools.cache

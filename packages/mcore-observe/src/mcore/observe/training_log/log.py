@@ -150,6 +150,49 @@ def training_log(
         >>> totals["lm loss"]
         tensor([2.5000])
     """
+    values = {
+        "learning_rate": learning_rate,
+        "decoupled_learning_rate": decoupled_learning_rate,
+        "loss_scale": loss_scale,
+        "grad_norm": grad_norm,
+        "params_norm": params_norm,
+        "num_zeros_in_grad": num_zeros_in_grad,
+        "log_max_attention_logit": log_max_attention_logit,
+    }
+    return log_training_step(
+        loss_dict,
+        total_loss_dict,
+        values,
+        config,
+        global_state,
+        report_memory_flag=report_memory_flag,
+        skipped_iter=skipped_iter,
+        history_wct=history_wct,
+        model=model,
+        pg_collection=pg_collection,
+        loaded_iteration=loaded_iteration,
+        seq_length=seq_length,
+    )
+
+
+def log_training_step(
+    loss_dict: Mapping[str, Any],
+    total_loss_dict: dict[str, Any],
+    values_by_name: Mapping[str, Any],
+    config: Any,
+    global_state: Any,
+    *,
+    report_memory_flag: bool = False,
+    skipped_iter: int = 0,
+    history_wct: Sequence[float] | None = None,
+    model: Any = None,
+    pg_collection: Any = None,
+    loaded_iteration: int = 0,
+    seq_length: int | None = None,
+    further: Mapping[str, Any] | None = None,
+    tokens: float | None = None,
+) -> bool:
+    """Do what :func:`training_log` does, with further scalars and the tokens of the step."""
     if is_on(config.logger, "skip_train_metrics_log"):
         return report_memory_flag
     step = LogStep.of(
@@ -164,25 +207,18 @@ def training_log(
     state = log_state_of(global_state)
     losses = only_numbers(loss_dict, warns=is_last_rank())
     _note_step(state, step, losses, total_loss_dict)
+    if tokens is not None:
+        state.tokens = (state.tokens or 0) + tokens
     scalars = Scalars()
     if not step.logs:
         state.experts.collect(step, scalars, total_loss_dict)
         return report_memory_flag
-    values = StepValues(
-        losses=losses,
-        learning_rate=_largest_learning_rate(_number("learning_rate", learning_rate), step),
-        decoupled_learning_rate=_number("decoupled_learning_rate", decoupled_learning_rate),
-        loss_scale=_number("loss_scale", loss_scale),
-        grad_norm=_number("grad_norm", grad_norm),
-        params_norm=_number("params_norm", params_norm),
-        num_zeros=_number("num_zeros_in_grad", num_zeros_in_grad),
-        max_attention_logit=_number("log_max_attention_logit", log_max_attention_logit),
-        batch_size=samples_per_step(config, step.num_microbatches, step.pg_collection),
-    )
+    values = _step_values(step, losses, values_by_name)
     iterations = count_iterations(total_loss_dict)
     times = _read_timers(state, step, iterations)
     if step.ends_sink_interval:
         add_step_scalars(scalars, values, step, model, history_wct)
+        scalars.add_all(only_numbers(further or {}, warns=is_last_rank()))
     expert_fields = state.experts.collect(step, scalars, total_loss_dict)
     line: list[Field | str] = []
     if step.ends_console_interval:
@@ -208,6 +244,25 @@ def training_log(
     return report_memory_flag
 
 
+def _step_values(step: LogStep, losses: Mapping[str, Any], given: Mapping[str, Any]) -> StepValues:
+    """Return the values of a step that are numbers, with one warning for each other on the writer.
+
+    All ranks call it: the learning rate is the largest over ``mp``.
+    """
+    numbers = {name: one_number(name, v, warns=is_last_rank()) for name, v in given.items()}
+    return StepValues(
+        losses=losses,
+        learning_rate=_largest_learning_rate(numbers.get("learning_rate"), step),
+        decoupled_learning_rate=numbers.get("decoupled_learning_rate"),
+        loss_scale=numbers.get("loss_scale"),
+        grad_norm=numbers.get("grad_norm"),
+        params_norm=numbers.get("params_norm"),
+        num_zeros=numbers.get("num_zeros_in_grad"),
+        max_attention_logit=numbers.get("log_max_attention_logit"),
+        batch_size=samples_per_step(step.config, step.num_microbatches, step.pg_collection),
+    )
+
+
 def _line_fields(
     state: LogState,
     step: LogStep,
@@ -230,11 +285,6 @@ def _line_fields(
     )
     state.tokens = None
     return readable_fields(step, values, totals, interval, figures)
-
-
-def _number(name: str, value: Any) -> Any:
-    """Return a number as it is, else None with one warning on the rank that writes."""
-    return one_number(name, value, warns=is_last_rank())
 
 
 def _note_step(
