@@ -19,8 +19,8 @@ from mcore.observe.sinks.trackers import TRACKERS
 def replay(folder: str | os.PathLike[str], *, mlflow_uri: str | None = None) -> Iterator[str]:
     """Send what trackers have not taken, each value once, and end their runs.
 
-    A value that the tracker has already is not sent again, whenever the process died. Runs of a
-    process that is alive are left alone.
+    A value that the tracker has already is not sent again, whenever the process died; only Comet
+    opens a new experiment. Runs of a process that is alive are left alone.
 
     Args:
         folder: A run's folder, or the one with spool files that a message has named.
