@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -164,6 +165,10 @@ def _open(opening: Opening) -> TensorBoardRun:
             forget_later_events(folder, opening.resume_step)
         return SummaryWriter(log_dir=str(folder), max_queue=opening.settings.tensorboard_queue_size)
 
+    with contextlib.suppress(ImportError):
+        # Here, not in the thread: it imports parts of torch, which the training thread may be
+        # importing too, and two such imports can wait for each other for ever.
+        import torch.utils.tensorboard  # noqa: F401
     run = TensorBoardRun(connect, name="TensorBoard", **opening.options())
     run.open_in_background()
     return run
