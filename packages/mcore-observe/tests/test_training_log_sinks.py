@@ -246,6 +246,7 @@ def test_mlflow_holds_every_metric_after_close(make_state, log_step, tmp_path):
         mlflow_experiment="observe",
         mlflow_run_name="one",
         mlflow_tracking_uri=uri,
+        closing_s=120.0,
         comet_api_key="very secret",
     )
     for step in (1, 2):

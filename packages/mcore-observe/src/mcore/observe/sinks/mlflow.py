@@ -237,7 +237,8 @@ def _open(opening: Opening) -> MlflowRun:
             if uri.startswith("sqlite:"):
                 MlflowClient(uri).search_experiments(max_results=1)  # makes a new database
         if is_tracking_server(uri):
-            TrackingServer(uri).check()
+            with without_secrets("MLflow"):
+                TrackingServer(uri).check()
         if continued is not None:
             with without_secrets("MLflow"):
                 client = MlflowClient(uri)
