@@ -20,10 +20,9 @@ TINY = shlex.split(
 )
 CONSOLE_LINE = re.compile(
     r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] iteration +(\d+)/ +12 \| consumed samples: +(\d+) \| "
-    r"elapsed time per iteration \(ms\): [\d.]+ \| "
-    r"throughput per GPU \(TFLOP/s/GPU\): [\d.]+ \| learning rate: (\d\.\d{6}E[+-]\d\d) \| "
-    r"global batch size: +8 \| lm loss: (\d\.\d{6}E[+-]\d\d) \| loss scale: 1\.0 \| "
-    r"grad norm: [\d.]+ \| number of skipped iterations: +0 \| number of nan iterations: +0 \|$",
+    r"step ms: [\d.]+ \| tokens/s: [\d,]+ \| learning rate: (\d\.\d{6}E[+-]\d\d) \| "
+    r"global batch size: +8 \| lm loss: (\d\.\d{6}E[+-]\d\d) \| (?:max lm loss: \S+ \| )?"
+    r"grad norm: [\d.]+ \|$",
     re.MULTILINE,
 )
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import pytest
 
-from pretrain.watch.earlier_logs import forget_later_events
 from pretrain_runs import (
     PASSWORD,
     TINY,
@@ -151,23 +150,6 @@ def test_steps_done_again_are_logged_once_everywhere(
         if name != "samples vs steps":
             assert [step for step, _ in events[name]] == sorted(curve), name
     assert [at for at, _ in events["lm loss vs samples"]] == list(range(8, 72, 8))
-
-
-def test_event_files_keep_each_axis_up_to_the_checkpoint(tmp_path: Path) -> None:
-    from torch.utils.tensorboard import SummaryWriter
-
-    writer = SummaryWriter(str(tmp_path / "tensorboard"))
-    for step in range(1, 6):
-        writer.add_scalar("loss", step, step)
-        writer.add_scalar("loss vs samples", step, 100 * step)
-    writer.close()
-    (path,) = (tmp_path / "tensorboard").iterdir()
-    path.write_bytes(path.read_bytes()[:-5])
-    forget_later_events(tmp_path / "tensorboard", step=3, samples=300)
-    assert events_of(tmp_path) == {
-        "loss": [(1, 1.0), (2, 2.0), (3, 3.0)],
-        "loss vs samples": [(100, 1.0), (200, 2.0), (300, 3.0)],
-    }
 
 
 @pytest.fixture

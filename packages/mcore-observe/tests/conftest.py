@@ -2,8 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
+import struct
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,13 +27,17 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from rank_testing import free_port
 
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)
 
 
 def _make_state(*, step=5, sinks=(), train=None, model=None, optimizer=None, **logger):
     config = ConfigContainer(
-        logger=LoggerConfig(**{"log_interval": 5, "tensorboard_log_interval": 5} | logger),
+        logger=LoggerConfig(
+            **{"log_interval": 5, "tensorboard_log_interval": 5, "console_format": "megatron"}
+            | logger
+        ),
         train=train or TrainingConfig(micro_batch_size=2, global_batch_size=64, train_iters=1000),
         model=model,
         optimizer=optimizer,
@@ -53,6 +67,96 @@ def _log_step(state, losses=None, totals=None, *, lr=1e-4, memory=False, skipped
         global_state=state,
         **arguments,
     )
+
+
+class Server:
+    """``mlflow server`` with one worker and a database of its own."""
+
+    def __init__(self, folder):
+        self.folder = folder
+        self.port = free_port()
+        self.process = None
+
+    def start(self):
+        options = {
+            "--host": "127.0.0.1",
+            "--port": str(self.port),
+            "--workers": "1",
+            "--backend-store-uri": f"sqlite:///{self.folder}/mlflow.db",
+            "--default-artifact-root": str(self.folder / "artifacts"),
+        }
+        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
+        with (self.folder / "server.log").open("ab") as log:
+            self.process = subprocess.Popen(
+                [
+                    sys.executable,
+                    "-m",
+                    "mlflow",
+                    "server",
+                    *(t for o in options.items() for t in o),
+                ],
+                stdout=log,
+                stderr=log,
+                env=os.environ | quiet,
+                start_new_session=True,
+            )
+        self._wait()
+
+    def _wait(self):
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and self.process.poll() is None:
+            try:
+                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+            except (urllib.error.URLError, OSError):
+                time.sleep(0.05)
+            else:
+                return
+        pytest.fail((self.folder / "server.log").read_text()[-2000:])
+
+    def kill(self):
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+
+@pytest.fixture(scope="session")
+def tracking_server() -> type[Server]:
+    """Makes a server in a folder, which is started and killed by hand."""
+    return Server
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs without a folder keep what trackers have not taken in the current one."""
+    monkeypatch.chdir(tmp_path)
+
+
+def _wandb_records(path, header=7, block=32768):
+    """Yield the records, in the format of LevelDB's log; SIGKILL cuts the last one off."""
+    from wandb.proto.wandb_internal_pb2 import Record
+
+    data = path.read_bytes()
+    assert data[:4] == b":W&B"
+    at, parts = header, b""
+    while at + header <= len(data):
+        if block - at % block < header:
+            at += block - at % block
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + header : at + header + size]
+        at += header + size
+        if at > len(data):
+            return
+        if kind in (1, 4):  # a whole record, or the last part of one
+            yield Record.FromString(parts)
+            parts = b""
+
+
+@pytest.fixture(scope="session")
+def wandb_records() -> Callable[[Path], Iterator[Any]]:
+    """Reads the file of a W&B run that was written offline."""
+    return _wandb_records
 
 
 @pytest.fixture(scope="session")

@@ -28,6 +28,7 @@ WATCH = "from mcore.observe.process_end import on_process_end\non_process_end(pr
         (SystemExit(1), "FAILED"),
         (SystemExit("text"), "FAILED"),
         (SystemExit(143), "KILLED"),
+        (SystemExit(129), "KILLED"),
         (KeyboardInterrupt(), "KILLED"),
         (ValueError(), "FAILED"),
     ],
@@ -41,7 +42,10 @@ def test_status_of_an_exception(error, status):
     [
         ("", "FINISHED", 0),
         ("1 / 0", "FAILED", 1),
+        ("sys.exit(1)", "FAILED", 1),
+        ("sys.exit(0)", "FINISHED", 0),
         ("os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)", "KILLED", 143),
+        ("os.kill(os.getpid(), signal.SIGHUP); time.sleep(60)", "KILLED", 129),
     ],
 )
 def test_endings(ending, status, code):

@@ -34,8 +34,7 @@ def test_shared_flag_is_the_one_of_the_tensor_package():
             "training_log",
             "loss_dict, total_loss_dict, learning_rate, decoupled_learning_rate, loss_scale, "
             "report_memory_flag, skipped_iter, grad_norm, params_norm, num_zeros_in_grad, config, "
-            "global_state, history_wct, model, pg_collection, log_max_attention_logit, "
-            "loaded_iteration, seq_length",
+            "global_state, history_wct, model",
         ),
         ("calc_params_l2_norm", "model, model_config, use_megatron_fsdp, force_create_fp32_copy"),
         ("calc_dtensor_params_l2_norm", "params"),

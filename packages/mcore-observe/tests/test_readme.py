@@ -1,16 +1,20 @@
+import importlib.util
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
+
+import pytest
 
 import mcore.observe
 
 README = Path(__file__).parents[1] / "README.md"
 
 
-def example_under(heading: str) -> str:
+def example_under(heading: str, index: int = 0) -> str:
     section = README.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    return code
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[index]
 
 
 def test_the_detectors_example_runs(capsys):
@@ -25,19 +29,57 @@ def test_the_detectors_example_runs(capsys):
     assert capsys.readouterr().out == f"{report.identify_stragglers()}\n"
 
 
-def test_the_example_runs_and_prints_what_it_says(tmp_path, monkeypatch, capsys):
-    text = README.read_text()
-    code = example_under("A run that logs")
-    monkeypatch.chdir(tmp_path)
-    exec(compile(code, str(README), "exec"), {})
-    lines = capsys.readouterr().out.splitlines()
+@pytest.mark.slow
+@pytest.mark.skipif(
+    not all(map(importlib.util.find_spec, ("mlflow", "tensorboard"))),
+    reason="needs mlflow and tensorboard",
+)
+def test_the_example_runs_on_two_ranks_and_prints_what_it_says(tmp_path):
+    script = tmp_path / "example.py"
+    script.write_text(example_under("A run that logs"))
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = subprocess.run(
+        [*launch, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith(" [")]
+    assert len(lines) == 2, done.stdout
+    expected = shown_line(0).replace("          40", "          80").replace("     8 |", "    16 |")
+    assert without_times(lines[0]) == without_times(expected)
+    text = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text()
+    written = [json.loads(line) for line in text.splitlines()]
+    assert [(line["step"], line["samples vs steps"]) for line in written] == [(5, 80), (10, 160)]
+
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db")
+    (run,) = client.search_runs([client.get_experiment_by_name("runs").experiment_id])
+    assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+    history = client.get_metric_history(run.info.run_id, "lm loss")
+    assert [(m.step, m.value) for m in history] == [
+        (5, pytest.approx(0.4)),
+        (10, pytest.approx(0.2)),
+    ]
+    assert list((tmp_path / "runs" / "first" / "tensorboard").glob("events*"))
+    assert not (tmp_path / "runs" / "first" / "spool").exists()
+
+
+def test_megatrons_call_prints_what_it_says(tmp_path, capsys):
+    exec(compile(example_under("A run that logs", 1), str(README), "exec"), {})
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" [")]
     assert len(lines) == 2
-    (shown,) = [line for line in text.splitlines() if line.startswith(" [2026")]
-    changing = re.compile(r"\[.{19}\]|\(ms\): [\d.]+")
-    assert changing.sub("", lines[0]) == changing.sub("", shown)
+    assert without_times(lines[0]) == without_times(shown_line(1))
     written = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in written] == list(range(1, 11))
     assert written[3]["lm loss"] == 0.5
+
+
+def shown_line(index):
+    return [line for line in README.read_text().splitlines() if line.startswith(" [2026")][index]
+
+
+def without_times(line):
+    return re.sub(r"\[.{19}\]|(?:\(ms\)|ms|samples/s): [\d.,]+", "", line)
 
 
 def test_every_name_it_lists_is_there():

@@ -8,6 +8,7 @@ import os
 import socket
 import zipfile
 from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -165,7 +166,7 @@ def refusing_port():
 
 
 def test_a_tracker_that_cannot_be_opened_is_an_error_without_its_password(
-    monkeypatch, refusing_port
+    monkeypatch, refusing_port, caplog
 ):
     pytest.importorskip("mlflow")
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
@@ -173,10 +174,16 @@ def test_a_tracker_that_cannot_be_opened_is_an_error_without_its_password(
         mlflow_experiment="e",
         mlflow_run_name="r",
         mlflow_tracking_uri=f"http://me:{SECRETS[0]}@127.0.0.1:{refusing_port}",
+        closing_s=0.2,
     )
+    state = GlobalState(ConfigContainer(logger=logger))
+    state.mlflow_logger.log_metrics({"a": 1.0}, 1)
     with pytest.raises(RuntimeError, match=r"MLflow: MlflowException: .*http://\*\*\*@") as caught:
-        GlobalState(ConfigContainer(logger=logger)).mlflow_logger  # noqa: B018
-    assert SECRETS[0] not in str(caught.value)
+        state.mlflow_logger.open()
+    state.close("KILLED")
+    (left,) = Path("mcore-spool").iterdir()
+    assert '"metrics": {"a": 1.0}' in left.read_text()
+    assert SECRETS[0] not in str(caught.value) + left.read_text() + caplog.text
     assert SECRETS[0] not in repr(logger) + repr(ConfigContainer(logger=logger))
     assert f"mlflow_tracking_uri='http://***@127.0.0.1:{refusing_port}'" in repr(logger)
 

@@ -3,8 +3,9 @@ import math
 import pytest
 import torch
 
+from mcore.observe.scalars import _warn_left_out
 from mcore.observe.sinks import GuardedSink, MemorySink
-from mcore.observe.sinks.base import _warn_left_out, plain_numbers
+from mcore.observe.sinks.base import plain_numbers
 
 
 @pytest.fixture(autouse=True)

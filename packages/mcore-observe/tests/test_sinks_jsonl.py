@@ -89,15 +89,35 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
     assert [line["step"] for line in lines_of(path)] == list(range(100))
 
 
-def test_a_metric_called_step_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="called 'step'"):
-        JsonlSink(tmp_path / "metrics.jsonl").log({"step": 1.0}, 1)
+def test_a_metric_called_step_does_not_replace_the_step(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    JsonlSink(path).log({"step": 7.0, "a": 1.0}, 1)
+    assert lines_of(path) == [{"step": 1, "a": 1.0}]
+    assert "a metric is called 'step'" in caplog.text
+
+
+def test_a_resumed_run_drops_later_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path)
+    for step in range(1, 6):
+        first.log({"a": step / 2}, step)
+    first.close()
+    JsonlSink(path, resume_step=3)  # on a rank that never writes
+    assert len(lines_of(path)) == 5
+    again = JsonlSink(path, resume_step=3)
+    again.log({"a": 7.0}, 4)
+    again.log({"a": 8.0}, 5)
+    assert [(line["step"], line["a"]) for line in lines_of(path)] == [
+        (1, 0.5), (2, 1.0), (3, 1.5), (4, 7.0), (5, 8.0),
+    ]  # fmt: skip
 
 
 def test_flush_reaches_the_disk_and_is_fine_after_close(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.flush()
+    sink.log({"a": 1.0}, 1)
     sink.flush()
     sink.close()
     sink.flush()
@@ -107,6 +127,7 @@ def test_flush_reaches_the_disk_and_is_fine_after_close(tmp_path, monkeypatch):
 def test_a_line_is_one_write_and_waits_for_no_disk(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "fsync", lambda file: pytest.fail("waits for the disk"))
     sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"a": 1.0}, 0)
     writes = []
     monkeypatch.setattr(sink, "_file", mock.Mock(wraps=sink._file, write=writes.append))
     metrics = {f"metric {i}": i / 3 for i in range(30)}

@@ -150,7 +150,7 @@ def test_a_library_that_is_missing_comes_out():
 def test_whoever_closes_second_waits_for_the_first():
     run = opening(Opener())
     ended = threading.Event()
-    run._first_attempt.join(60)
+    run.open()
 
     def take_long(run_id, status):
         time.sleep(0.2)

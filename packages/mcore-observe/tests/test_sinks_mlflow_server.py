@@ -3,13 +3,7 @@
 import importlib.util
 import logging
 import math
-import os
-import signal
-import subprocess
-import sys
 import time
-import urllib.error
-import urllib.request
 
 import pytest
 import torch
@@ -22,7 +16,6 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
-from rank_testing import free_port
 
 pytestmark = [
     pytest.mark.slow,  # a server takes seconds to start, and it starts twice
@@ -32,60 +25,9 @@ pytestmark = [
 PASSWORD = "pa55word-of-the-server"
 
 
-class Server:
-    """``mlflow server`` with one worker and a database of its own."""
-
-    def __init__(self, folder):
-        self.folder = folder
-        self.port = free_port()
-        self.process = None
-
-    def start(self):
-        options = {
-            "--host": "127.0.0.1",
-            "--port": str(self.port),
-            "--workers": "1",
-            "--backend-store-uri": f"sqlite:///{self.folder}/mlflow.db",
-            "--default-artifact-root": str(self.folder / "artifacts"),
-        }
-        quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "mlflow",
-                    "server",
-                    *(t for o in options.items() for t in o),
-                ],
-                stdout=log,
-                stderr=log,
-                env=os.environ | quiet,
-                start_new_session=True,
-            )
-        self._wait()
-
-    def _wait(self):
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and self.process.poll() is None:
-            try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
-            except (urllib.error.URLError, OSError):
-                time.sleep(0.05)
-            else:
-                return
-        pytest.fail((self.folder / "server.log").read_text()[-2000:])
-
-    def kill(self):
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
-            self.process = None
-
-
 @pytest.fixture
-def server(tmp_path):
-    server = Server(tmp_path)
+def server(tmp_path, tracking_server):
+    server = tracking_server(tmp_path)
     server.start()
     yield server
     server.kill()
@@ -125,6 +67,7 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
     train = TrainingConfig(micro_batch_size=4, train_iters=60)
     state = GlobalState(ConfigContainer(logger=logger, train=train), train_state=TrainState())
     run = state.mlflow_logger
+    run.open()
 
     log_steps(state, 1, 10)
     run.flush()

@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.sinks.sender import MetricSender, StepMetrics
+from mcore.observe.sinks.sender import MetricSender
+from mcore.observe.sinks.spool import Spool, StepMetrics
 
 
 def entry(step, num=1):
@@ -149,7 +150,7 @@ def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     assert lost > 40
 
 
-def test_a_call_that_hangs_holds_a_caller_up_for_the_patience_and_no_longer():
+def test_a_call_that_hangs_holds_nobody_up():
     server = Server()
     sender = make(server.send, max_values=10, linger_s=0.0, patience_s=0.2)
     server.gate.clear()
@@ -161,18 +162,20 @@ def test_a_call_that_hangs_holds_a_caller_up_for_the_patience_and_no_longer():
     assert steps(server.calls)[-10:] == list(range(190, 200))
 
 
-def test_a_slow_tracker_that_answers_loses_nothing():
-    calls = []
-
-    def slow(entries):
-        time.sleep(0.01)
-        calls.append(entries)
-
-    sender = make(slow, max_values=8, max_per_call=4, patience_s=60.0)
+def test_what_does_not_fit_into_memory_waits_on_the_disk_in_order(tmp_path):
+    server = Server()
+    spool = Spool(tmp_path, "tracker", {})
+    sender = make(server.send, max_values=8, max_per_call=4, linger_s=0.0, spool=spool)
+    server.gate.clear()
     for step in range(60):
         sender.put(entry(step))
+    assert sender.num_kept == 60
+    server.gate.set()
+    sender.flush()
+    for step in range(60, 70):
+        sender.put(entry(step))
     sender.close()
-    assert steps(calls) == list(range(60))
+    assert steps(server.calls) == list(range(70))
 
 
 def test_a_refusal_is_raised_once_and_its_metrics_are_dropped():
@@ -223,7 +226,8 @@ def test_close_leaves_a_call_that_hangs_behind():
 def test_metrics_are_still_sent_while_the_interpreter_exits():
     code = (
         "import atexit, time\n"
-        "from mcore.observe.sinks.sender import MetricSender, StepMetrics\n"
+        "from mcore.observe.sinks.sender import MetricSender\n"
+        "from mcore.observe.sinks.spool import StepMetrics\n"
         "sent = []\n"
         "send = lambda entries: (time.sleep(0.05), sent.extend(entries))\n"
         "sender = MetricSender('t', send, is_away=lambda e: False, max_per_call=5)\n"

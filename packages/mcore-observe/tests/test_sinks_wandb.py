@@ -3,7 +3,7 @@
 import importlib.util
 import json
 import math
-import struct
+import os
 
 import pytest
 import torch
@@ -24,6 +24,7 @@ pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reaso
 def train(folder):
     import wandb
 
+    os.chdir(folder)
     logger = LoggerConfig(
         log_interval=100,
         tensorboard_log_interval=2,
@@ -48,25 +49,6 @@ def train(folder):
     wandb.teardown()
 
 
-def records_of(path, header=7, block=32768):
-    """Yield the records of a W&B file, which has the format of LevelDB's log."""
-    from wandb.proto.wandb_internal_pb2 import Record
-
-    data = path.read_bytes()
-    assert data[:4] == b":W&B"
-    at, parts = header, b""
-    while at < len(data):
-        if block - at % block < header:
-            at += block - at % block
-            continue
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        parts += data[at + header : at + header + size]
-        at += header + size
-        if kind in (1, 4):  # a whole record, or the last part of one
-            yield Record.FromString(parts)
-            parts = b""
-
-
 def environment(folder):
     nowhere = "http://127.0.0.1:9"
     places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
@@ -84,10 +66,10 @@ def environment(folder):
     }
 
 
-def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path):
+def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path, wandb_records):
     run_ranks(train, 1, tmp_path, init=None, env=environment(tmp_path), timeout_s=120)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
-    records = list(records_of(path))
+    records = list(wandb_records(path))
     (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")
     assert (run.project, run.display_name) == ("pretraining", "first")
     settings = {item.key: json.loads(item.value_json) for item in run.config.update}

@@ -49,7 +49,8 @@ def test_what_was_decided_stays_until_a_restart(tmp_path):
     assert state.tensorboard_logger is None
     state.reset_for_restart()
     assert state.tensorboard_logger is state.tensorboard_logger
-    assert [path.name[:6] for path in tmp_path.iterdir()] == ["events"]
+    state.tensorboard_logger.open()
+    assert [path.name[:6] for path in tmp_path.glob("events*")] == ["events"]
     state.close()
 
 
@@ -141,17 +142,28 @@ def test_restart_forgets_progress_and_measurements_but_keeps_sinks():
 def test_weights_and_biases_is_opened_with_masked_settings(monkeypatch):
     calls = []
     wandb = types.ModuleType("wandb")
-    wandb.init = lambda **options: calls.append(options) or types.SimpleNamespace()
+    wandb.init = lambda **options: (
+        calls.append(options) or types.SimpleNamespace(finish=lambda: calls.append("finished"))
+    )
+    wandb.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     state = configured(
         wandb_project="p", wandb_exp_name="e", wandb_save_dir="d", comet_api_key="secret"
     )
     assert state.wandb_logger is state.wandb_logger
+    state.wandb_logger.open()
     (options,) = calls
     config = options.pop("config")
+    assert options.pop("id") == state.wandb_logger.run_id != ""
     assert options == {"project": "p", "name": "e", "dir": "d", "entity": None}
     assert config["logger.comet_api_key"] == "***"
+    first = state.wandb_logger
+    state.reset_for_restart()
+    state.wandb_logger.open()
+    assert calls[1] == "finished"
+    assert calls[2]["id"] == state.wandb_logger.run_id != first.run_id
+    state.close()
 
 
 def test_comet_is_opened_with_the_key_from_the_environment(monkeypatch):
@@ -170,13 +182,17 @@ def test_comet_is_opened_with_the_key_from_the_environment(monkeypatch):
         def log_parameters(self, parameters):
             made.append(("parameters", parameters["logger.comet_project"]))
 
+        def end(self):
+            pass
+
     comet = types.ModuleType("comet_ml")
     comet.Experiment = Experiment
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
     monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     monkeypatch.setenv("COMET_API_KEY", "  key from outside\n")
     state = configured(comet_project="p", comet_experiment_name="e", comet_tags=["a"])
-    assert isinstance(state.comet_logger, Experiment)
+    assert isinstance(state.comet_logger.open(), Experiment)
+    state.close()
     assert made == [
         {
             "api_key": "key from outside",

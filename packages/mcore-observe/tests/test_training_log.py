@@ -101,11 +101,6 @@ def test_every_kind_of_number_is_accepted(make_state, log_step, printed_line):
     )
 
 
-def test_a_loss_with_several_elements(make_state, log_step):
-    with pytest.raises(ValueError, match=r"'lm loss' has shape \(2,\)"):
-        log_step(make_state(), {"lm loss": torch.ones(2)})
-
-
 def test_an_interval_below_one(make_state, log_step):
     with pytest.raises(ValueError, match="logging interval is 0"):
         log_step(make_state(log_interval=0))

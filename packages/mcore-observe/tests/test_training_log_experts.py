@@ -92,7 +92,7 @@ def test_a_foreign_tracker_is_asked_at_every_step(make_state, log_step):
     class Foreign:
         def report(self, *, writer, total_loss_dict, iteration, loss_scale, **options):
             writer.add_scalar("z_loss", 0.5, iteration)
-            asked.append((iteration, loss_scale, total_loss_dict is None))
+            asked.append((iteration, loss_scale, total_loss_dict == {}))
             return " routed: 1.00 |"
 
     sink = MemorySink()

@@ -58,7 +58,7 @@ class Run:
         config = ConfigContainer(
             # The sizes at the end of the ramp.
             train=TrainingConfig(micro_batch_size=2, global_batch_size=64, train_iters=1000),
-            logger=LoggerConfig(**settings | logger),
+            logger=LoggerConfig(**settings | {"console_format": "megatron"} | logger),
             data_parallel_size=4,
         )
         self.sink = MemorySink()

@@ -193,7 +193,11 @@ def test_operations_count_from_an_anchor_that_the_caller_has_set(tflops_of):
     assert tflops_of(110, 5.0, loaded=100) == 0  # the run went back
 
 
-@pytest.mark.parametrize("so_far", [None, "many", 0])
+@pytest.mark.parametrize("so_far", [None, "many"])
 def test_operations_that_nobody_counts(so_far, tflops_of):
     assert tflops_of(5, so_far) is None
     assert tflops_of.state._flops_at_last_log is None
+
+
+def test_a_count_of_exactly_zero_is_a_number(tflops_of):
+    assert tflops_of(5, 0) == 0.0

@@ -46,7 +46,10 @@ def counted_collectives():
 
 def make_state(**logger):
     config = ConfigContainer(
-        logger=LoggerConfig(**{"log_interval": 1, "tensorboard_log_interval": 1} | logger),
+        logger=LoggerConfig(
+            **{"log_interval": 1, "tensorboard_log_interval": 1, "console_format": "megatron"}
+            | logger
+        ),
         train=TrainingConfig(micro_batch_size=1, train_iters=10),
     )
     is_last = dist.get_rank() == dist.get_world_size() - 1

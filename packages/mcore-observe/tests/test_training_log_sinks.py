@@ -246,12 +246,13 @@ def test_mlflow_holds_every_metric_after_close(make_state, log_step, tmp_path):
         mlflow_experiment="observe",
         mlflow_run_name="one",
         mlflow_tracking_uri=uri,
+        closing_s=120.0,
         comet_api_key="very secret",
     )
     for step in (1, 2):
         state.train_state.step = step
         log_step(state, {"lm loss": torch.tensor(2.0 * step), "acc@1": torch.tensor(math.nan)})
-    run_id = state.mlflow_logger.run_id
+    run_id = state.mlflow_logger.open().run_id
     state.close()
     client = tracking.MlflowClient(uri)
     run = client.get_run(run_id)

@@ -56,6 +56,7 @@ def _mlflow(folder: Path, num_losses: int, steps: int, peer_steps: int) -> Itera
     losses = {f"loss {index}": torch.tensor(index + 0.5) for index in range(num_losses)}
     state = _state(folder, f"ours {num_losses}")
     run = state.mlflow_logger
+    run.open()
     (sink,) = state.sinks()
     with _timed_calls(run.client, "log_batch") as sent, _timed_calls(sink, "log") as handed:
         caller_s = [_log_and_train(state, losses, step) for step in range(1, steps + 1)]

@@ -22,8 +22,7 @@ from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank, write_settings
 from pretrain.usage import UsageError
-from pretrain.watch.earlier_logs import forget_later_logs
-from pretrain.watch.logs import is_writer, observe_run
+from pretrain.watch.logs import observe_run
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import training_flops
 from pretrain.watch.straggler import StepRanges, StragglerWatch
@@ -60,8 +59,6 @@ def train(
     slow = SlowRank.parse(settings.slow_rank, settings.world_size)
     ranges = StepRanges(watch.detector, slow, device)
     steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
-    if is_writer():
-        forget_later_logs(folder, progress)
     observed = observe_run(settings, folder, progress, config, mlflow)
     Loop(settings, folder, groups, steps, state, observed, watch, mlflow).run()
 

@@ -13,7 +13,6 @@ from mcore.observe import (
     ConfigContainer,
     DatasetConfig,
     GlobalState,
-    JsonlSink,
     LoggerConfig,
     TrainingConfig,
     TrainState,
@@ -40,6 +39,8 @@ def observe_run(
             log_runtime_to_tensorboard=True,
             runtime_time_unit="seconds",
             tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,
+            run_dir=str(folder.path),
+            resume_step=train_state.step or None,
         ),
         train=TrainingConfig(
             micro_batch_size=settings.rows_per_forward,
@@ -52,8 +53,7 @@ def observe_run(
         dataset=DatasetConfig(seq_length=settings.seq_length),
         data_parallel_size=settings.dp,
     )
-    sinks = [JsonlSink(folder.metrics)] if is_writer() else []
-    state = GlobalState(cfg=container, train_state=train_state, extra_sinks=sinks)
+    state = GlobalState(cfg=container, train_state=train_state)
     if mlflow is not None:
         state.mlflow_logger = mlflow.logger
     return state

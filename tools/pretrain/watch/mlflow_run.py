@@ -20,10 +20,10 @@ from mcore.observe.sinks import (
     TrackingServer,
     mlflow_metric_name,
     open_mlflow,
+    records_of,
 )
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.watch.earlier_logs import records_up_to
 from pretrain.watch.mlflow_target import MlflowTarget, read_facts
 
 _EXPERIMENT = "pretrain"
@@ -162,8 +162,8 @@ def _earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> str | 
 def _send_earlier(run: MlflowRun, folder: RunFolder, step: int, at_s: float) -> None:
     """Send what earlier starts logged up to a step and MLflow has not taken; ends the object."""
     taken = min(run.open().last_steps.values(), default=0)
-    for record in records_up_to(folder.metrics, step) if folder.metrics.exists() else ():
-        if record["step"] <= taken:
+    for record in records_of(folder.metrics) if folder.metrics.exists() else ():
+        if not taken < record["step"] <= step:
             continue
         values = {mlflow_metric_name(n): math.nan if v is None else v for n, v in record.items()}
         del values["step"]

@@ -49,6 +49,7 @@ from mcore.observe.rank_logging import (
     safe_get_rank,
     safe_get_world_size,
 )
+from mcore.observe.runs.run_log import RunLog
 from mcore.observe.secrets import config_params, mask_secrets
 from mcore.observe.sinks import (
     CometSink,
@@ -89,6 +90,7 @@ __all__ = [
     "MoEMetricsTracker",
     "Outlier",
     "ProfilingConfig",
+    "RunLog",
     "SectionStats",
     "StragglerDetector",
     "StragglerFoundError",

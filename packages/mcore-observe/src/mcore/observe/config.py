@@ -10,6 +10,8 @@ from mcore.observe.progress import SECONDS_PER_UNIT
 from mcore.observe.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
+CONSOLE_FORMATS = ("readable", "megatron")
+
 
 @dataclass
 class LoggerConfig:
@@ -43,16 +45,27 @@ class LoggerConfig:
         log_world_size_to_tensorboard: Log the number of ranks.
         log_energy: Measure energy where the device can.
         skip_train_metrics_log: Log no training metrics at all.
+        console_format: ``"readable"``, or ``"megatron"`` for the exact line of Megatron-LM, which
+            settings without this attribute get.
+        run_dir: Folder of the run: ``metrics.jsonl``, the trackers' run ids, and what they have
+            not taken yet. None writes no such file, and keeps the rest in ``mcore-spool`` in the
+            current folder while it is needed.
+        resume_step: The step of the checkpoint that the run continues from: trackers continue
+            their runs, and what was logged for later steps is dropped or overwritten. None starts
+            new runs.
+        closing_s: Seconds that the end of the run waits for a tracker that is away.
         wandb_project: Weights & Biases project; None uses none.
         wandb_exp_name: Name of the run there.
         wandb_save_dir: Folder for its files.
         wandb_entity: Owner of the project.
+        wandb_run_id: A run to continue; None takes that of ``run_dir`` when resuming.
         mlflow_experiment: MLflow experiment; None uses none.
         mlflow_run_name: Name of the run there.
         mlflow_tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite. Its
             user and password are never shown.
         mlflow_tags: Tags of the run.
         mlflow_description: Note shown with the run.
+        mlflow_run_id: A run to continue; None takes that of ``run_dir`` when resuming.
         comet_project: Comet project; None uses none.
         comet_experiment_name: Name of the experiment there.
         comet_workspace: Comet workspace.
@@ -88,15 +101,21 @@ class LoggerConfig:
     log_world_size_to_tensorboard: bool = False
     log_energy: bool = False
     skip_train_metrics_log: bool = False
+    console_format: str = "readable"
+    run_dir: str | None = None
+    resume_step: int | None = None
+    closing_s: float = 10.0
     wandb_project: str | None = None
     wandb_exp_name: str | None = None
     wandb_save_dir: str | None = None
     wandb_entity: str | None = None
+    wandb_run_id: str | None = None
     mlflow_experiment: str | None = None
     mlflow_run_name: str | None = None
     mlflow_tracking_uri: str | None = None
     mlflow_tags: dict[str, str] | None = None
     mlflow_description: str | None = None
+    mlflow_run_id: str | None = None
     comet_project: str | None = None
     comet_experiment_name: str | None = None
     comet_workspace: str | None = None
@@ -141,6 +160,12 @@ class LoggerConfig:
             raise ValueError(
                 f"timing_log_option is {self.timing_log_option!r}; give 'max', 'minmax' or 'all'"
             )
+        if self.console_format not in CONSOLE_FORMATS:
+            raise ValueError(
+                f"console_format is {self.console_format!r}; give one of {list(CONSOLE_FORMATS)}"
+            )
+        if self.closing_s < 0:
+            raise ValueError(f"closing_s is {self.closing_s}; give 0 seconds or more")
         if self.runtime_time_unit not in SECONDS_PER_UNIT:
             raise ValueError(
                 f"runtime_time_unit is {self.runtime_time_unit!r}; "

@@ -12,6 +12,7 @@ _DISTRIBUTIONS = {
     "comet": ("comet-ml",),
     "nvml": ("nvidia-ml-py",),
     "nvtx": ("nvtx",),
+    "charts": ("matplotlib",),
 }
 
 

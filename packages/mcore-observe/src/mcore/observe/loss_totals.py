@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.scalars import read_scalars
+from mcore.observe.scalars import read_scalars, widest_float
 
 ADVANCED = "advanced iterations"
 SKIPPED = "skipped iterations"
@@ -21,7 +21,7 @@ def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped
 
     Only the losses of a skipped step are copied to the host, to see whether they were finite.
     """
-    checked = {key: _one_element(key, loss) for key, loss in losses.items()}
+    checked = {key: _as_tensor(loss) for key, loss in losses.items()}
     is_nan = skipped and not all(math.isfinite(loss) for loss in read_scalars(checked).values())
     for counter, increment in ((ADVANCED, not skipped), (SKIPPED, skipped), (NAN, is_nan)):
         totals[counter] = totals.get(counter, 0) + int(increment)
@@ -52,9 +52,18 @@ def count_iterations(totals: Mapping[str, Any]) -> int:
 
 
 def loss_averages(totals: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the averages of the losses over the steps not skipped, on their devices."""
-    steps = max(1, totals.get(ADVANCED, 0))
-    return {key: total / steps for key, total in totals.items() if key not in _COUNTERS}
+    """Return the averages of the losses over the steps not skipped, on their devices.
+
+    There are none where every step was skipped. The sums are float32, the division is not.
+    """
+    steps = totals.get(ADVANCED, 0)
+    if not steps:
+        return {}
+    return {key: _wide(total) / steps for key, total in totals.items() if key not in _COUNTERS}
+
+
+def _wide(total: Any) -> Any:
+    return total.to(widest_float(total.device)) if isinstance(total, torch.Tensor) else total
 
 
 def reset_totals(totals: dict[str, Any]) -> None:
@@ -65,14 +74,8 @@ def reset_totals(totals: dict[str, Any]) -> None:
     totals.update(dict.fromkeys(_COUNTERS, 0))
 
 
-def _one_element(key: str, loss: Any) -> torch.Tensor:
-    tensor: torch.Tensor = loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
-    if tensor.numel() != 1:
-        raise ValueError(
-            f"the loss {key!r} has shape {tuple(tensor.shape)}; give one element, the loss that "
-            "the step reports"
-        )
-    return tensor
+def _as_tensor(loss: Any) -> torch.Tensor:
+    return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
 
 
 def _as_sum(total: Any, term: torch.Tensor) -> torch.Tensor:

@@ -11,12 +11,13 @@ import threading
 import traceback
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import NoReturn
 
 from mcore.observe.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
-_EXIT_CODE_AFTER_SIGTERM = 128 + signal.SIGTERM
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 def status_of(error: BaseException | None) -> str:
@@ -27,7 +28,7 @@ def status_of(error: BaseException | None) -> str:
 
     Returns:
         ``"FINISHED"`` for None and for SystemExit with code 0 or None, ``"KILLED"`` for
-        KeyboardInterrupt and for the SystemExit that SIGTERM causes, else ``"FAILED"``.
+        KeyboardInterrupt and for the SystemExit that SIGTERM or SIGHUP causes, else ``"FAILED"``.
 
     Example:
         >>> status_of(None), status_of(SystemExit(1)), status_of(SystemExit(0))
@@ -38,14 +39,15 @@ def status_of(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "FINISHED"
-        return "KILLED" if error.code == _EXIT_CODE_AFTER_SIGTERM else "FAILED"
+        return "KILLED" if error.code in {128 + number for number in _SIGNALS} else "FAILED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
 def on_process_end(callback: Callable[[str], None]) -> Callable[[], None]:
     """Call a function with the status when the interpreter exits; return what cancels that.
 
-    ``os._exit`` and SIGKILL call nothing, and ``sys.exit`` with an error code looks finished here.
+    It is called before what others have registered with :mod:`atexit` by then. ``os._exit`` and
+    SIGKILL call nothing; ``raise SystemExit(1)`` without a ``with`` block looks finished here.
     """
     _WATCH.install()
     _WATCH.callbacks.append(callback)
@@ -66,16 +68,23 @@ class _ProcessWatch:
         self._installed_in: int | None = None
 
     def install(self) -> None:
-        """Link into ``sys.excepthook``, and have SIGTERM, unless it has a handler, exit cleanly."""
+        """Link into ``sys.excepthook`` and ``sys.exit``, and have signals exit cleanly.
+
+        SIGTERM and SIGHUP are left alone where they have a handler or are ignored.
+        """
+        atexit.unregister(self._run_callbacks)  # whatever was registered meanwhile comes later
+        atexit.register(self._run_callbacks)
         if self._installed_in is not None:
             return
         self._installed_in = os.getpid()
-        atexit.register(self._run_callbacks)
         self._previous_hook = sys.excepthook
         sys.excepthook = self._note_exception
-        is_main = threading.current_thread() is threading.main_thread()
-        if is_main and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-            signal.signal(signal.SIGTERM, self._note_sigterm)
+        self._previous_exit: Callable[..., NoReturn] = sys.exit
+        sys.exit = self._note_exit
+        if threading.current_thread() is threading.main_thread():
+            for number in _SIGNALS:
+                if signal.getsignal(number) is signal.SIG_DFL:
+                    signal.signal(number, self._note_signal)
 
     def _note_exception(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
@@ -83,12 +92,17 @@ class _ProcessWatch:
         self._status = status_of(error)
         self._previous_hook(kind, error, traceback)
 
-    def _note_sigterm(self, signum: int, frame: FrameType | None) -> None:
+    def _note_exit(self, status: str | int | None = None, /) -> NoReturn:
+        if threading.current_thread() is threading.main_thread():
+            self._status = status_of(SystemExit(status))
+        self._previous_exit(status)
+
+    def _note_signal(self, signum: int, frame: FrameType | None) -> None:
         if os.getpid() != self._installed_in:  # a forked child: die as it would have without us
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         self._status = "KILLED"
-        raise SystemExit(_EXIT_CODE_AFTER_SIGTERM)
+        raise SystemExit(128 + signum)
 
     def _run_callbacks(self) -> None:
         if os.getpid() != self._installed_in:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
 
 import torch
+
+logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
 
@@ -19,6 +23,33 @@ def as_number(value: object) -> float | int | None:
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
     return int(value) if hasattr(value, "__index__") else float(value)
+
+
+def is_one_number(value: object) -> bool:
+    """Return whether a value is a number or a real tensor of one element."""
+    if isinstance(value, torch.Tensor):
+        return value.numel() == 1 and not value.is_complex()
+    return isinstance(value, bool) or as_number(value) is not None
+
+
+def one_number(name: str, value: Any, *, warns: bool = True) -> Any:
+    """Return a number as it is, and None, with one WARNING for each name, for anything else."""
+    if value is None or is_one_number(value):
+        return value
+    if warns:
+        _warn_left_out(name, type(value).__name__)
+    return None
+
+
+def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
+    """Return the values that are one number each; others are left out as by :func:`one_number`."""
+    checked = {name: one_number(name, value, warns=warns) for name, value in values.items()}
+    return {name: value for name, value in checked.items() if value is not None}
+
+
+@functools.lru_cache(maxsize=1024)
+def _warn_left_out(name: str, kind: str) -> None:
+    logger.warning("%r is not a number but a %s and is not logged; give one number", name, kind)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
@@ -89,8 +120,8 @@ class Scalars:
         self.batches: list[dict[str, Scalar]] = []
 
     def add(self, name: str, value: Any, *, versus_samples: bool = False) -> None:
-        """Collect one value; None is left out."""
-        if value is None:
+        """Collect one value; None and what is not one number are left out."""
+        if one_number(name, value) is None:
             return
         if not self.batches or name in self.batches[-1]:
             self.batches.append({})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
@@ -13,14 +14,17 @@ import torch
 
 from mcore.observe.config import ConfigContainer, LoggerConfig
 from mcore.observe.energy import EnergyMonitor
-from mcore.observe.extras import require_extra
-from mcore.observe.process_end import status_of
+from mcore.observe.process_end import on_process_end, status_of
 from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.scalars import Scalars
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
+from mcore.observe.sinks.background import BackgroundRun, close_together
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
-from mcore.observe.sinks.trackers import TRACKERS, emit
+from mcore.observe.sinks.jsonl import JsonlSink
+from mcore.observe.sinks.run_folder import run_folder_of
+from mcore.observe.sinks.trackers import TRACKERS, emit, open_tracker
 from mcore.observe.timers import Timers
+from mcore.observe.training_log.counted import CountedSteps
 from mcore.observe.training_log.log import LOG_STATE, log_state_of
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
@@ -88,6 +92,10 @@ class TrainState:
             setattr(self, field.name, plain)
 
 
+def _do_nothing() -> None:
+    pass
+
+
 class _Lazy:
     """An attribute that is built when it is first read, None included; it may be assigned too."""
 
@@ -121,10 +129,15 @@ def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
     settings = _logger_of(state)
     if not tracker.is_wanted(settings) or not is_last_rank():
         return None
-    require_extra(tracker.extra, tracker.asked_by)
-    client = tracker.open(settings, state.cfg, state._run_ids.get(tracker.attribute))
-    state._run_ids[tracker.attribute] = getattr(client, "run_id", None)
-    return client
+    return open_tracker(tracker, settings, state.cfg, state._run_ids.pop(tracker.attribute, None))
+
+
+def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
+    settings = _logger_of(state)
+    folder = run_folder_of(settings)
+    if folder is None or not is_last_rank():
+        return None
+    return JsonlSink(folder.metrics, resume_step=getattr(settings, "resume_step", None))
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
@@ -139,16 +152,17 @@ def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
 class GlobalState:
     """State of a training process, and the trackers that it writes to.
 
-    Trackers are opened when they are first read, on the last rank only; elsewhere, and where the
-    configuration names none, they are None. It is a context manager that closes the trackers
-    with the right status.
+    Trackers start to be opened when they are first read, in the background and on the last rank
+    only; elsewhere, and where the configuration names none, they are None. Whoever logs to them
+    waits neither for that nor for a server that is away. It is a context manager that closes the
+    trackers with the right status.
 
     Args:
         cfg: The configuration, :class:`mcore.observe.ConfigContainer` or an object like it. It
             may be assigned later, before the first tracker is read.
         train_state: Progress; None starts at 0.
-        extra_sinks: Additional sinks that get every scalar the trackers get, on each rank that
-            has any: pass them on the last rank. :meth:`close` closes them.
+        extra_sinks: Additional sinks that get every scalar the trackers get, on the last rank;
+            those of other ranks get nothing. :meth:`close` closes them.
 
     Attributes:
         cfg: The configuration.
@@ -159,16 +173,17 @@ class GlobalState:
         moe_metrics: The tracker of router metrics, or None for that of the process.
         mtp_metrics: The tracker of multi-token prediction, likewise.
         timers: The timers, with level and option of the configuration.
-        tensorboard_logger: A ``SummaryWriter`` or None.
-        wandb_logger: A W&B run or None.
-        mlflow_logger: An MLflow run or None.
-        comet_logger: A Comet experiment or None.
+        tensorboard_logger: A ``SummaryWriter`` or None. Its ``add_scalar`` works in the
+            background; other attributes wait until it is open, as those of the next ones.
+        wandb_logger: A W&B run or None; ``log`` works in the background.
+        mlflow_logger: An MLflow run or None; ``log_metrics`` works in the background.
+        comet_logger: A Comet experiment or None; ``log_metrics`` works in the background.
+        metrics_file: The :class:`mcore.observe.JsonlSink` in the run's folder, or None.
         energy_monitor: An energy monitor or None; on all ranks or on none. It counts from when
             it is first read.
 
     Raises:
         ValueError: When a tracker is read whose run has no name.
-        ModuleNotFoundError: When a tracker is read that is not installed; names the extra.
 
     Example:
         >>> from mcore.observe import MemorySink
@@ -182,6 +197,7 @@ class GlobalState:
     wandb_logger: Any = _Lazy(functools.partial(_open_tracker, wandb.TRACKER))
     mlflow_logger: Any = _Lazy(functools.partial(_open_tracker, mlflow.TRACKER))
     comet_logger: Any = _Lazy(functools.partial(_open_tracker, comet.TRACKER))
+    metrics_file: Any = _Lazy(_open_metrics_file)
     energy_monitor: Any = _Lazy(_build_energy_monitor)
 
     def __init__(
@@ -201,6 +217,22 @@ class GlobalState:
         self._flops_at_last_log: float | None = None
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
+        self._counted = CountedSteps()
+        self._stop_watching: Callable[[], None] = _do_nothing
+        if self.extra_sinks:
+            self._watch()
+
+    def _watch(self) -> None:
+        """Have the state closed when the process ends, unless it is gone by then."""
+        state = weakref.ref(self)
+
+        def close(status: str) -> None:
+            living = state()
+            if living is not None:
+                living.close(status)
+
+        self._stop_watching()
+        self._stop_watching = on_process_end(close)
 
     def __enter__(self) -> GlobalState:
         return self
@@ -253,10 +285,62 @@ class GlobalState:
         batches, _ = scalars.read({})
         emit(sinks, batches, self.train_state.step, self.train_state.consumed_train_samples)
 
+    def log_step(
+        self,
+        losses: Mapping[str, Any] | Any,
+        *,
+        lr: Any = None,
+        grad_norm: Any = None,
+        samples: int | None = None,
+        tokens: int | None = None,
+        skipped: bool = False,
+        model: Any = None,
+        pg_collection: Any = None,
+        **scalars: Any,
+    ) -> None:
+        """Count a step and log it; all ranks call it after every step.
+
+        It does what :func:`mcore.observe.training_log` does, with the same collectives and the
+        same waits for the device, and keeps the counters, the sums and the time stamps itself.
+
+        Args:
+            losses: Losses of the step by name, or one loss, which is called ``loss``.
+            lr: Learning rate.
+            grad_norm: L2 norm of the gradients.
+            samples: Samples of the step over all ranks; None takes the configured batch.
+            tokens: Tokens of the step over all ranks; None takes samples times ``seq_length``.
+            skipped: The optimizer skipped the step.
+            model: The model, where its norms are logged or it has the groups.
+            pg_collection: The process groups; None as in :func:`mcore.observe.training_log`.
+            scalars: Further values for the trackers, by name.
+
+        Example:
+            >>> from mcore.observe import MemorySink
+            >>> kept = MemorySink()
+            >>> state = GlobalState(ConfigContainer(), extra_sinks=[kept])
+            >>> state.log_step(torch.tensor(2.5), lr=1e-4, accuracy=0.5)
+            >>> state.train_state.step, kept.steps[1]["loss"], kept.steps[1]["accuracy"]
+            (1, 2.5, 0.5)
+        """
+        config = self.cfg if self.cfg is not None else ConfigContainer()
+        self._counted.log(
+            config,
+            self,
+            losses if isinstance(losses, Mapping) else {"loss": losses},
+            {"learning_rate": lr, "grad_norm": grad_norm, "loss_scale": 1.0},
+            samples=samples,
+            tokens=tokens,
+            skipped=skipped,
+            model=model,
+            pg_collection=pg_collection,
+            scalars=scalars,
+        )
+
     def reset_for_restart(self) -> None:
         """Forget what belongs to this start of training, before it restarts in this process.
 
-        The TensorBoard writer is closed; MLflow continues the same run. Trackers, timers and the
+        The TensorBoard writer is closed and the W&B run finished; MLflow continues the same run,
+        W&B and Comet get new ones. Trackers, timers and the
         energy monitor are made again when next read. Progress starts at 0, until a checkpoint
         is loaded; the configuration and the extra sinks stay.
 
@@ -270,11 +354,16 @@ class GlobalState:
             client = self._built.get(tracker.attribute)
             if client is not None:
                 tracker.restart(client)
+                if tracker.continues_at_restart:
+                    self._run_ids[tracker.attribute] = getattr(client, "run_id", None) or None
+        if self._built.get("metrics_file") is not None:
+            self._built["metrics_file"].close()
         if self._built.get("energy_monitor") is not None:
             self._built["energy_monitor"].shutdown()
         if hasattr(self.mtp_metrics, "reset"):
             self.mtp_metrics.reset()
         self._built.clear()
+        self._counted = CountedSteps()
         self.__dict__.pop(LOG_STATE, None)
         self.train_state = TrainState()
         self.start_time = time.time()
@@ -284,19 +373,28 @@ class GlobalState:
         """Flush and close the trackers and the extra sinks; closing twice is fine.
 
         Those that were never read are not opened. A failure is a warning, and the others are
-        still closed.
+        still closed. Trackers that are away are waited for at the same time, ``closing_s`` of the
+        logger's settings in all; what they have not taken then is on the disk, and
+        ``python -m mcore.observe replay`` sends it. A process that ends closes the state itself.
 
         Args:
-            status: How MLflow shows the run: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
+            status: How the run ended: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
 
         Example:
             >>> GlobalState().close()
         """
+        self._stop_watching()
         for tracker in TRACKERS:  # do not open now what was never read
-            tracker.end_as(self._built.setdefault(tracker.attribute, None), status)
-        for sink in self.sinks():
-            sink.close()
+            self._built.setdefault(tracker.attribute, None)
+        self._built.setdefault("metrics_file", None)
+        clients = [self._built[tracker.attribute] for tracker in TRACKERS]
+        close_together([run for run in clients if isinstance(run, BackgroundRun)], status)
+        for sink in log_state_of(self).sinks.of(self):
+            sink[1].close(status)
         self._built.update(dict.fromkeys((t.attribute for t in TRACKERS), None))
+        self._built["metrics_file"] = None
+        for further in () if is_last_rank() else self.extra_sinks:
+            GuardedSink(type(further).__name__, further).close(status)
         self.extra_sinks = ()
         if self._built.get("energy_monitor") is not None:
             self._built["energy_monitor"].shutdown()

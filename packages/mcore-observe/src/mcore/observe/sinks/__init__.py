@@ -2,7 +2,7 @@
 
 from mcore.observe.sinks.base import GuardedSink, MemorySink, MetricSink
 from mcore.observe.sinks.comet import CometSink
-from mcore.observe.sinks.jsonl import JsonlSink
+from mcore.observe.sinks.jsonl import JsonlSink, records_of
 from mcore.observe.sinks.mlflow import MlflowSink, open_mlflow
 from mcore.observe.sinks.mlflow_http import TrackingServer
 from mcore.observe.sinks.mlflow_run import (
@@ -28,5 +28,6 @@ __all__ = [
     "WandbSink",
     "mlflow_metric_name",
     "open_mlflow",
+    "records_of",
     "sanitize_metric_name",
 ]

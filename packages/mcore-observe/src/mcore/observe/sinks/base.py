@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import functools
+import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-
-from mcore.observe.scalars import as_number, read_scalars
+from mcore.observe.scalars import as_number, only_numbers, read_scalars
 from mcore.observe.secrets import mask_secrets
+from mcore.observe.sinks.spool import EarlierSpools, Spool
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +28,7 @@ class MetricSink(Protocol):
         ...
         ...     def flush(self): ...
         ...
-        ...     def close(self): ...
+        ...     def close(self, status="FINISHED"): ...
         >>> isinstance(Printer(), MetricSink)
         True
     """
@@ -47,8 +46,13 @@ class MetricSink(Protocol):
         """Deliver everything taken so far to where it is kept."""
         ...
 
-    def close(self) -> None:
-        """Flush and take nothing more; closing twice is fine."""
+    def close(self, status: str = "FINISHED") -> None:
+        """Flush and take nothing more; closing twice is fine.
+
+        Args:
+            status: How the run ended: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``. A ``close``
+                without this parameter is called without it.
+        """
         ...
 
 
@@ -66,6 +70,34 @@ def _do_nothing(client: Any, *args: Any) -> None:
 
 
 @dataclass(frozen=True)
+class Opening:
+    """What a run of a tracker is opened from."""
+
+    settings: Any  # of the logger
+    config: Any = None  # the whole configuration, whose texts the tracker may show
+    run_id: str | None = None  # of a run to continue
+    resume_step: int | None = None  # the last step of that run that counts
+    spool: Spool | None = None
+    earlier: EarlierSpools | None = None
+    on_open: Callable[[str], None] | None = None
+
+    @property
+    def closing_s(self) -> float:
+        """Seconds that the end of the run waits for the tracker."""
+        seconds = as_number(getattr(self.settings, "closing_s", None))
+        return 10.0 if seconds is None else float(seconds)
+
+    def options(self) -> dict[str, Any]:
+        """Return what every background run is made with."""
+        return {
+            "spool": self.spool,
+            "closing_s": self.closing_s,
+            "earlier": self.earlier,
+            "on_open": self.on_open,
+        }
+
+
+@dataclass(frozen=True)
 class Tracker:
     """A product that runs can be logged to: the settings that ask for it, and how it is used."""
 
@@ -74,13 +106,17 @@ class Tracker:
     extra: str  # what to install
     asked_by: str  # the setting that asks for it
     named_by: str | None  # the setting that then has to name the run
-    # From the logger settings, the whole configuration, and the run that an earlier start of
-    # training in this process opened.
-    open: Callable[[Any, Any, str | None], Any]
+    settings: tuple[str, ...]  # that a replay needs
+    open: Callable[[Opening], Any]  # never waits
     adapt: Callable[[Any], MetricSink]
     rules: ScalarRules = ScalarRules()
     restart: Callable[[Any], None] = _do_nothing  # before training starts again in this process
-    end_as: Callable[[Any, str], None] = _do_nothing  # tells how the run will have ended
+    continues_at_restart: bool = False  # the same run
+
+    @property
+    def short_name(self) -> str:
+        """The name in files."""
+        return self.extra
 
     def is_wanted(self, settings: Any) -> bool:
         """Return whether logger settings ask for it; a ValueError if its run has no name."""
@@ -134,9 +170,9 @@ class GuardedSink:
         if self.is_on:
             self._attempt("flush", self.sink.flush)
 
-    def close(self) -> None:
-        """Close the sink, switched off or not."""
-        self._attempt("close", self.sink.close)
+    def close(self, status: str = "FINISHED") -> None:
+        """Close the sink with the status of the run, switched off or not."""
+        self._attempt("close", lambda: _close(self.sink, status))
 
     def _attempt(self, action: str, call: Callable[[], None]) -> None:
         try:
@@ -189,8 +225,24 @@ class MemorySink:
     def flush(self) -> None:
         """Do nothing."""
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         """Do nothing."""
+
+
+def accepts(function: Any, parameter: str) -> bool:
+    """Return whether a function takes a parameter of this name."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return False
+    return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+
+
+def _close(sink: MetricSink, status: str) -> None:
+    if accepts(sink.close, "status"):
+        sink.close(status=status)
+    else:
+        sink.close()
 
 
 def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
@@ -200,21 +252,4 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
     """
     if all(type(value) in (float, int) for value in metrics.values()):
         return dict(metrics)
-    readable = {}
-    for name, value in metrics.items():
-        if _is_readable(value):
-            readable[name] = value
-        elif value is not None:
-            _warn_left_out(name, type(value).__name__)
-    return read_scalars(readable)
-
-
-def _is_readable(value: Any) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
-    return isinstance(value, bool) or as_number(value) is not None
-
-
-@functools.lru_cache(maxsize=1024)
-def _warn_left_out(name: str, kind: str) -> None:
-    logger.warning("%r is not a number but a %s and is not logged; give one number", name, kind)
+    return read_scalars(only_numbers(metrics))

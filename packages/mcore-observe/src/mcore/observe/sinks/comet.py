@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from mcore.observe.extras import require_extra
 from mcore.observe.secrets import config_params, without_secrets
-from mcore.observe.sinks.base import Tracker, plain_numbers
+from mcore.observe.sinks.background import BackgroundRun, ClientRun
+from mcore.observe.sinks.base import Opening, Tracker, plain_numbers
+from mcore.observe.sinks.spool import StepMetrics
 
 
 class CometSink:
@@ -30,18 +33,63 @@ class CometSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics in one call."""
-        self._experiment.log_metrics(plain_numbers(metrics), step=step)
+        if isinstance(self._experiment, BackgroundRun):
+            self._experiment.log_metrics(metrics, step)
+        else:
+            self._experiment.log_metrics(plain_numbers(metrics), step=step)
 
     def flush(self) -> None:
         """Wait until the metrics are sent."""
         self._experiment.flush()
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
+        """End the experiment; another status than ``"FINISHED"`` is logged with it."""
+        if isinstance(self._experiment, BackgroundRun):
+            self._experiment.close(status)
+        else:
+            _end(self._experiment, status)
+
+
+class CometRun(ClientRun[Any]):
+    """A Comet experiment that is opened in the background; metrics wait for it."""
+
+    def end(self) -> None:
         """End the experiment."""
-        self._experiment.end()
+        self.close()
+
+    def _id_of(self, connection: Any) -> str:
+        return str(connection.get_key()) if hasattr(connection, "get_key") else ""
+
+    def _write(self, connection: Any, entries: Sequence[StepMetrics]) -> None:
+        for entry in entries:
+            connection.log_metrics(dict(entry.metrics), step=entry.step)
+
+    def _end(self, connection: Any, status: str) -> None:
+        _end(connection, status)
 
 
-def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
+def _end(experiment: Any, status: str) -> None:
+    if status != "FINISHED":
+        experiment.log_other("status", status)
+    experiment.end()
+
+
+def _open(opening: Opening) -> CometRun:
+    params = config_params(opening.config)
+
+    def connect() -> Any:
+        require_extra("comet", "comet_project")
+        with run.preparing():
+            import comet_ml  # noqa: F401
+
+        return _connect(opening.settings, params)
+
+    run = CometRun(connect, name="Comet", **opening.options())
+    run.open_in_background()
+    return run
+
+
+def _connect(settings: Any, params: Mapping[str, str]) -> Any:
     """Open an experiment that records only the metrics and settings it is given.
 
     Without a key it is written to Comet's own COMET_OFFLINE_DIRECTORY where that is set.
@@ -67,9 +115,8 @@ def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
         experiment.set_name(settings.comet_experiment_name)
         if settings.comet_tags:
             experiment.add_tags(list(settings.comet_tags))
-        params = config_params(config)
         if params:
-            experiment.log_parameters(params)
+            experiment.log_parameters(dict(params))
     return experiment
 
 
@@ -79,6 +126,7 @@ TRACKER = Tracker(
     extra="comet",
     asked_by="comet_project",
     named_by="comet_experiment_name",
+    settings=("comet_project", "comet_experiment_name", "comet_workspace", "comet_tags"),
     open=_open,
     adapt=CometSink,
 )

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import logging
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from mcore.observe.sinks.base import plain_numbers
+
+logger = logging.getLogger(__name__)
 
 _TAIL_BLOCK_BYTES = 64 * 1024
 
@@ -18,14 +22,17 @@ class JsonlSink:
     """Appends ``{"step": ..., "<metric>": ...}`` lines to a file.
 
     Each line goes to the operating system before :meth:`log` returns, so that a killed process
-    keeps what it logged. An existing file is continued; a last line that a crash left without its
-    end is completed if it is whole JSON, else removed. A run that goes back to a checkpoint
-    logs some steps again: the later line of a step is the valid one.
+    keeps what it logged. An existing file is continued by the first line; a last line that a crash
+    left without its end is completed if it is whole JSON, else removed. A run that goes back to a
+    checkpoint logs some steps again: the later line of a step is the valid one, unless
+    ``resume_step`` has the earlier ones removed.
 
-    One process writes one file: make the sink on one rank, or give each rank its own path.
+    One process writes one file. A :class:`mcore.observe.GlobalState` uses the sinks of the last
+    rank only, so that all ranks may make one; elsewhere give each rank its own path.
 
     Args:
         path: The file; missing folders are made.
+        resume_step: The first line removes the lines of later steps; None keeps them.
 
     Raises:
         OSError: The file cannot be opened.
@@ -40,12 +47,13 @@ class JsonlSink:
         >>> sink.close()
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        with self.path.open("ab+") as file:
-            _repair_last_line(file)
-        self._file = self.path.open("ab")
+        self.path.open("ab").close()
+        self._resume_step = resume_step
+        self._file: BinaryIO | None = None
+        self._is_closed = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Append one line; NaN and infinities become null.
@@ -55,25 +63,75 @@ class JsonlSink:
             step: The step.
 
         Raises:
-            ValueError: A metric is called ``step``, or the sink is closed.
+            ValueError: The sink is closed.
             OSError: The line cannot be written.
         """
-        if "step" in metrics:
-            raise ValueError("a metric is called 'step', which names the step; rename it")
+        file = self._opened()
         numbers = plain_numbers(metrics)
-        record = {"step": int(step)} | {name: _as_json(v) for name, v in numbers.items()}
-        self._file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
-        self._file.flush()
+        if "step" in numbers:
+            _warn_of_the_name()
+        record = {name: _as_json(v) for name, v in numbers.items()}
+        line = json.dumps({"step": int(step)} | record | {"step": int(step)}, allow_nan=False)
+        file.write(line.encode() + b"\n")
+        file.flush()
 
     def flush(self) -> None:
         """Write the lines to the disk, so that they survive a crash of the machine too."""
-        if not self._file.closed:
+        if self._file is not None:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         """Close the file; closing twice is fine."""
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+        self._file, self._is_closed = None, True
+
+    def _opened(self) -> BinaryIO:
+        if self._is_closed:
+            raise ValueError(f"the sink of {self.path} is closed; make another one to log")
+        if self._file is None:
+            if self._resume_step is not None:
+                _forget_later_steps(self.path, self._resume_step)
+            with self.path.open("ab+") as file:
+                _repair_last_line(file)
+            self._file = self.path.open("ab")
+        return self._file
+
+
+def records_of(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file that a :class:`mcore.observe.JsonlSink` writes.
+
+    Args:
+        path: The file, which may grow meanwhile; a last line without its end is left out.
+
+    Yields:
+        A dict for each line, with its ``step``.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
+        >>> JsonlSink(path).log({"lm loss": 2.5}, 1)
+        >>> list(records_of(path))
+        [{'step': 1, 'lm loss': 2.5}]
+    """
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):  # a killed process leaves the last one cut off
+                yield json.loads(line)
+
+
+def _forget_later_steps(path: Path, step: int) -> None:
+    partial = path.with_name(path.name + ".partial")
+    with partial.open("w") as file:
+        kept = (record for record in records_of(path) if record["step"] <= step)
+        file.writelines(json.dumps(record) + "\n" for record in kept)
+    partial.replace(path)
+
+
+@functools.cache
+def _warn_of_the_name() -> None:
+    logger.warning("a metric is called 'step', which names the step, and is not written; rename it")
 
 
 def _as_json(value: float) -> float | int | None:

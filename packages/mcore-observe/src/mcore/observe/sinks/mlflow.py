@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from mcore.observe.extras import require_extra
 from mcore.observe.secrets import config_params, mask_secrets, without_secrets
-from mcore.observe.sinks.base import ScalarRules, Tracker, plain_numbers
+from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, accepts, plain_numbers
 from mcore.observe.sinks.mlflow_http import TrackingServer, is_tracking_server
 from mcore.observe.sinks.mlflow_run import (
     RENAMED,
     MlflowConnection,
     MlflowRun,
     sanitize_metric_name,
+    send_params,
 )
+
+logger = logging.getLogger(__name__)
 
 _DEFAULT_URI = "sqlite:///mlflow.db"
 
@@ -47,10 +52,13 @@ class MlflowSink:
         flush = getattr(self._client, "flush", None) or self._client.flush_async_logging
         flush()
 
-    def close(self) -> None:
-        """Close the client: its ``close``, else MLflow's ``end_run``."""
+    def close(self, status: str = "FINISHED") -> None:
+        """Close the client with the run's status: its ``close``, else MLflow's ``end_run``."""
         close = getattr(self._client, "close", None) or self._client.end_run
-        close()
+        if status != "FINISHED" and accepts(close, "status"):
+            close(status=status)
+        else:
+            close()
 
 
 def open_mlflow(
@@ -91,25 +99,61 @@ def open_mlflow(
         >>> run.log_metrics({"lm loss": 2.5}, 1)  # doctest: +SKIP
         >>> run.close()  # doctest: +SKIP
     """
-    require_extra("mlflow", "mlflow_experiment")
-    from mlflow.tracking import MlflowClient
-
-    uri = _checked_uri(tracking_uri)
-    with without_secrets("MLflow"):
-        client = MlflowClient(uri)
-        if run_id is None:
-            run_id = _create_run(client, experiment, run_name, tags, description)
-        connection = MlflowConnection(
-            client,
-            run_id,
-            server=TrackingServer(uri) if is_tracking_server(uri) else None,
-            last_steps=_last_steps(client, run_id) if only_new_steps else {},
-        )
-        run = MlflowRun(lambda: connection)
-        run.open()
-        if params:
-            run.log_params(params)
+    connect = _Connect(
+        experiment,
+        run_name,
+        uri=_checked_uri(tracking_uri),
+        tags=tags,
+        description=description,
+        params=params,
+        run_id=run_id,
+        only_new_steps=only_new_steps,
+    )
+    run = MlflowRun(connect)
+    run.open()
     return run
+
+
+@dataclass
+class _Connect:
+    """Opens a run; what succeeded once is not repeated when it is called again."""
+
+    experiment: str
+    run_name: str
+    _: KW_ONLY
+    uri: str
+    tags: Mapping[str, str] | None = None
+    description: str | None = None
+    params: Mapping[str, str] | None = None
+    run_id: str | None = None
+    only_new_steps: bool = False
+    resume_step: int | None = None
+
+    def __post_init__(self) -> None:
+        self._is_new = self.run_id is None
+
+    def __call__(self) -> MlflowConnection:
+        require_extra("mlflow", "mlflow_experiment")
+        from mlflow.tracking import MlflowClient
+
+        server = TrackingServer(self.uri) if is_tracking_server(self.uri) else None
+        with without_secrets("MLflow"):
+            client = MlflowClient(self.uri)
+            if self._is_new and self.run_id is None:
+                self.run_id = _create_run(
+                    client, self.experiment, self.run_name, self.tags, self.description
+                )
+            run_id = str(self.run_id)
+            connection = MlflowConnection(
+                client,
+                run_id,
+                server=server,
+                last_steps=_last_steps(client, run_id) if self.only_new_steps else {},
+                known={} if self.resume_step is None else _known(client, run_id, self.resume_step),
+            )
+            if self.params:
+                send_params(connection, self.params)
+        return connection
 
 
 def _checked_uri(tracking_uri: str | None) -> str:
@@ -156,26 +200,73 @@ def _batches_of_unique_names(metrics: Mapping[str, float]) -> Iterator[dict[str,
         yield batch
 
 
-def _open(settings: Any, config: Any, earlier_run_id: str | None) -> MlflowRun:
-    return open_mlflow(
+def _known(client: Any, run_id: str, step: int) -> dict[str, dict[int, float]]:
+    """Return what a run has after a step, by name and step; the latest value of each."""
+    known: dict[str, dict[int, float]] = {}
+    for name, last in _last_steps(client, run_id).items():
+        if last > step:
+            history = sorted(client.get_metric_history(run_id, name), key=lambda m: m.timestamp)
+            known[name] = {metric.step: metric.value for metric in history if metric.step > step}
+    return known
+
+
+def _exists(client: Any, run_id: str) -> bool:
+    from mlflow.exceptions import MlflowException
+
+    try:
+        stage: str = client.get_run(run_id).info.lifecycle_stage
+    except MlflowException as error:
+        if error.error_code == "RESOURCE_DOES_NOT_EXIST":
+            return False
+        raise
+    return stage == "active"
+
+
+def _open(opening: Opening) -> MlflowRun:
+    settings = opening.settings
+    params = config_params(opening.config)
+    continued = opening.run_id or getattr(settings, "mlflow_run_id", None)
+    uri = _checked_uri(settings.mlflow_tracking_uri)
+
+    def connect() -> MlflowConnection:
+        nonlocal continued
+        require_extra("mlflow", "mlflow_experiment")
+        with run.preparing():
+            from mlflow.tracking import MlflowClient
+
+            if uri.startswith("sqlite:"):
+                MlflowClient(uri).search_experiments(max_results=1)  # makes a new database
+        if is_tracking_server(uri):
+            with without_secrets("MLflow"):
+                TrackingServer(uri).check()
+        if continued is not None:
+            with without_secrets("MLflow"):
+                client = MlflowClient(uri)
+                if _exists(client, continued):
+                    client.update_run(continued, status="RUNNING")
+                else:
+                    logger.warning("MLflow has no run %s any more: a new one is opened", continued)
+                    continued = None
+        opener.run_id = opener.run_id or continued
+        opener.params = None if continued else params
+        opener.resume_step = opening.resume_step if continued else None
+        return opener()
+
+    opener = _Connect(
         settings.mlflow_experiment,
         settings.mlflow_run_name,
-        tracking_uri=settings.mlflow_tracking_uri,
+        uri=uri,
         tags=settings.mlflow_tags,
         description=settings.mlflow_description,
-        params=None if earlier_run_id else config_params(config),
-        run_id=earlier_run_id,
     )
+    run = MlflowRun(connect, **opening.options())
+    run.open_in_background()
+    return run
 
 
 def _release(client: Any) -> None:
     if isinstance(client, MlflowRun):
         client.release()
-
-
-def _end_as(client: Any, status: str) -> None:
-    if isinstance(client, MlflowRun):
-        client.status = status
 
 
 TRACKER = Tracker(
@@ -184,9 +275,16 @@ TRACKER = Tracker(
     extra="mlflow",
     asked_by="mlflow_experiment",
     named_by="mlflow_run_name",
+    settings=(
+        "mlflow_experiment",
+        "mlflow_run_name",
+        "mlflow_tracking_uri",
+        "mlflow_tags",
+        "mlflow_description",
+    ),
     open=_open,
     adapt=MlflowSink,
     rules=ScalarRules(renamed=RENAMED),
     restart=_release,
-    end_as=_end_as,
+    continues_at_restart=True,
 )

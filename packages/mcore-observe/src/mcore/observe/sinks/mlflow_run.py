@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import functools
-import logging
+import math
 import re
-import threading
-import time
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore.observe.process_end import on_process_end
-from mcore.observe.secrets import mask_secrets
-from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.sinks.sender import MetricSender, StepMetrics
-
-logger = logging.getLogger(__name__)
+from mcore.observe.sinks.background import BackgroundRun
+from mcore.observe.sinks.spool import EarlierSpools, Spool, StepMetrics
 
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100
@@ -36,6 +31,8 @@ class MlflowConnection:
             :class:`mcore.observe.sinks.TrackingServer`.
         last_steps: The last step that the run already has of each metric, by sanitized name; what
             is logged again up to there is left out.
+        known: Values that the run already has, by sanitized name and step: the same one is not
+            sent again, another one is, and counts as it is the later one.
 
     Example:
         >>> MlflowConnection(None, "r1", last_steps={"lm loss": 10}).last_steps
@@ -46,6 +43,27 @@ class MlflowConnection:
     run_id: str
     server: Any = None
     last_steps: Mapping[str, int] = field(default_factory=dict)
+    known: Mapping[str, Mapping[int, float]] = field(default_factory=dict)
+
+    def lacks(self, name: str, step: int, value: float) -> bool:
+        """Return whether a value is to be sent.
+
+        Args:
+            name: The metric, by its sanitized name.
+            step: The step.
+            value: The value.
+
+        Returns:
+            Whether it is after the last step and differs from the one that is known.
+
+        Example:
+            >>> MlflowConnection(None, "r1", known={"lm loss": {3: 2.5}}).lacks("lm loss", 3, 2.5)
+            False
+        """
+        if step <= self.last_steps.get(name, step - 1):
+            return False
+        known = self.known.get(name, {}).get(step)
+        return known is None or _as_kept(known) != _as_kept(value)
 
     @property
     def writer(self) -> Any:
@@ -53,26 +71,30 @@ class MlflowConnection:
         return self.client if self.server is None else self.server
 
 
-class MlflowRun:
+class MlflowRun(BackgroundRun[MlflowConnection]):
     """One run of an MLflow experiment, which may be logged to before it is open.
 
-    Metrics are sent in the background, those of a second in one call, and a training step does
-    not wait for them. While the server or the database is away, the last 100000 values are kept,
-    the oldest being dropped first, and sent when it is back; that is one WARNING. Only where
-    100000 values wait for a tracker that still answers does the caller wait for room.
+    Metrics are sent in the background, those of a second in one call, and a training step never
+    waits for them. While the server or the database is away, values are kept and sent when it is
+    back, after one WARNING: all of them where there is a spool, else the last 100000.
 
     The run is opened by :meth:`open`, or in the background, where metrics wait for it in their
     order: a run that cannot be opened is one WARNING, and is retried until it can, unless
     MLflow is not installed or the arguments are wrong.
 
     It ends when the process does, if not before: ``FINISHED``, ``FAILED`` after an uncaught
-    exception, ``KILLED`` after SIGTERM. The first run of a process gives SIGTERM a handler, unless
-    it has one, so that the process can clean up.
+    exception or ``sys.exit`` with an error code, ``KILLED`` after SIGTERM or SIGHUP. The first run
+    of a process gives these signals a handler, unless they have one, so that the process can
+    clean up.
 
     Args:
         connect: Opens the run: called when it is first needed, and again after it failed. It may
             hand on the connection of another object that was released.
         name: What messages call the tracker.
+        spool: A file that keeps what has not arrived, or None.
+        closing_s: Seconds that :meth:`close` waits for a tracker that is away.
+        earlier: What earlier starts of the run could not send; it is sent first.
+        on_open: Called with the run's id once it is open.
 
     Attributes:
         status: The status that :meth:`close` gives the run when given none.
@@ -90,67 +112,30 @@ class MlflowRun:
         r1 FINISHED
     """
 
-    def __init__(self, connect: Callable[[], MlflowConnection], *, name: str = "MLflow") -> None:
-        self.status = "FINISHED"
-        self.closing_s = 30.0
-        self.num_logged = 0
-        self._num_settled = 0
-        self._name = name
-        self._connect = connect
-        self._connection: MlflowConnection | None = None
-        self._connecting = threading.Lock()
-        self._first_attempt: threading.Thread | None = None
-        self._first_error: Exception | None = None
-        self._sender = MetricSender(
-            name, self._send, is_away=self._is_away, max_per_call=_METRICS_PER_BATCH
+    def __init__(
+        self,
+        connect: Callable[[], MlflowConnection],
+        *,
+        name: str = "MLflow",
+        spool: Spool | None = None,
+        closing_s: float = 10.0,
+        earlier: EarlierSpools | None = None,
+        on_open: Callable[[str], None] | None = None,
+    ) -> None:
+        super().__init__(
+            connect,
+            name=name,
+            spool=spool,
+            closing_s=closing_s,
+            max_per_call=_METRICS_PER_BATCH,
+            earlier=earlier,
+            on_open=on_open,
         )
-        self._ended = False
-        self._ending = threading.RLock()
-        self._stop_watching = on_process_end(self.close)
-
-    @property
-    def is_open(self) -> bool:
-        """Whether the run has been opened."""
-        return self._connection is not None
-
-    @property
-    def run_id(self) -> str:
-        """The run; empty until it is open."""
-        return "" if self._connection is None else self._connection.run_id
 
     @property
     def client(self) -> Any:
         """The ``mlflow.tracking.MlflowClient``; None until the run is open."""
         return None if self._connection is None else self._connection.client
-
-    @property
-    def num_missing(self) -> int:
-        """Values that were logged and that MLflow has not taken, or not yet."""
-        return self.num_logged - self._num_settled
-
-    def open(self) -> MlflowConnection:
-        """Open the run unless it is open.
-
-        Returns:
-            The connection.
-
-        Raises:
-            Exception: Whatever prevents that.
-        """
-        with self._connecting:
-            error, self._first_error = self._first_error, None
-            if error is not None:
-                raise error
-            if self._connection is None:
-                self._connection = self._connect()
-            return self._connection
-
-    def open_in_background(self) -> None:
-        """Start opening the run, so that nobody waits for the import of MLflow or for a server."""
-        self._first_attempt = threading.Thread(
-            target=self._try_to_open, name=f"mcore.observe opens {self._name}", daemon=True
-        )
-        self._first_attempt.start()
 
     def log_metrics(
         self,
@@ -170,12 +155,8 @@ class MlflowRun:
             RuntimeError: The run was closed.
             Exception: What MLflow raised for metrics sent earlier.
         """
-        if self._ended:
-            raise RuntimeError(f"the MLflow run {self.run_id} was closed; open it again to log")
-        named = {sanitize_metric_name(n): value for n, value in plain_numbers(metrics).items()}
-        self.num_logged += len(named)
-        at_s = time.time() if time_s is None else time_s
-        self._sender.put(StepMetrics(named, int(step or 0), int(at_s * 1000)))
+        named = {sanitize_metric_name(name): value for name, value in metrics.items()}
+        self._put(named, step, time_s)
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Send settings, waiting for them; values beyond 6000 characters are cut.
@@ -187,94 +168,45 @@ class MlflowRun:
             Exception: What opening the run raised, or what MLflow raised, for example for a
                 setting that already has another value.
         """
-        from mlflow.entities import Param
+        send_params(self.open(), params)
 
-        connection = self.open()
-        entities = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
-        for start in range(0, len(entities), _PARAMS_PER_BATCH):
-            chunk = entities[start : start + _PARAMS_PER_BATCH]
-            connection.client.log_batch(connection.run_id, params=chunk)
+    def _id_of(self, connection: MlflowConnection) -> str:
+        return connection.run_id
 
-    def flush(self) -> None:
-        """Wait until all metrics have arrived, or until MLflow is found to be away.
-
-        It does not wait for the run to be opened.
-
-        Raises:
-            Exception: The first error of a batch, after waiting for all.
-        """
-        if self.is_open:
-            self._sender.flush()
-
-    def release(self) -> None:
-        """Flush and release the run without ending it; another object may continue it."""
-        self._ended = True
-        self._stop_watching()
-        self._sender.close(self.closing_s)
-
-    def close(self, status: str | None = None) -> None:
-        """Flush and end the run; closing twice is fine, and the first status stays.
-
-        A tracker that is away is waited for, and so is a run that is being opened,
-        :attr:`closing_s` at most.
-
-        Args:
-            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``; None is :attr:`status`.
-
-        Raises:
-            Exception: A batch that did not arrive, or why the run could not be opened; the run is
-                still ended.
-        """
-        with self._ending:
-            if self._ended:
-                return
-            deadline_s = time.monotonic() + self.closing_s
-            if self._first_attempt is not None:
-                self._first_attempt.join(self.closing_s)
-            self._ended = True
-            self._stop_watching()
-            try:
-                self._sender.close(max(0.0, deadline_s - time.monotonic()))
-            finally:
-                self._end(status or self.status)
-
-    def _try_to_open(self) -> None:
-        try:
-            self.open()
-        except Exception as error:
-            self._first_error = error  # the sender's thread raises it, and its caller is warned
-
-    def _send(self, entries: Sequence[StepMetrics]) -> None:
-        connection = self.open()
+    def _write(self, connection: MlflowConnection, entries: Sequence[StepMetrics]) -> None:
         from mlflow.entities import Metric
 
         metrics = [
             Metric(name, float(value), entry.time_ms, entry.step)
             for entry in entries
             for name, value in entry.metrics.items()
-            if entry.step > connection.last_steps.get(name, entry.step - 1)
+            if connection.lacks(name, entry.step, float(value))
         ]
         if metrics:
             connection.writer.log_batch(connection.run_id, metrics=metrics)
-        self._num_settled += sum(len(entry.metrics) for entry in entries)
+
+    def _end(self, connection: MlflowConnection, status: str) -> None:
+        connection.writer.set_terminated(connection.run_id, status)
 
     def _is_away(self, error: Exception) -> bool:
         return is_away(error) if self.is_open else not isinstance(error, (ImportError, ValueError))
 
-    def _end(self, status: str) -> None:
-        if self._connection is None:
-            return
-        try:
-            self._connection.writer.set_terminated(self.run_id, status)
-        except Exception as error:
-            if not is_away(error):
-                raise
-            logger.error(
-                "%s is away and shows the run %s as running: %s",
-                self._name,
-                self.run_id,
-                mask_secrets(str(error)),
-            )
+
+def send_params(connection: MlflowConnection, params: Mapping[str, str]) -> None:
+    """Send settings to a run, waiting for them."""
+    from mlflow.entities import Param
+
+    entities = [Param(key, value[:_MAX_PARAM_LENGTH]) for key, value in params.items()]
+    for start in range(0, len(entities), _PARAMS_PER_BATCH):
+        chunk = entities[start : start + _PARAMS_PER_BATCH]
+        connection.client.log_batch(connection.run_id, params=chunk)
+
+
+def _as_kept(value: float) -> float | str:
+    """Return a value in the form in which MLflow keeps it, NaN as something equal to itself."""
+    if math.isnan(value):
+        return "nan"
+    return max(-sys.float_info.max, min(sys.float_info.max, value))
 
 
 def is_away(error: Exception) -> bool:

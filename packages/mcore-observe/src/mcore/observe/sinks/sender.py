@@ -6,68 +6,80 @@ import collections
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 
 from mcore.observe.secrets import mask_secrets
+from mcore.observe.sinks.spool import Spool, StepMetrics, read_spool
 
 logger = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True)
-class StepMetrics:
-    """Metrics of one step; the time is that of logging, in milliseconds since 1970."""
-
-    metrics: Mapping[str, float]
-    step: int
-    time_ms: int
-
-
 @dataclass(eq=False)
 class MetricSender:
-    """Sends metrics in order, in a thread that the first ones start.
+    """Sends metrics in order, in a thread that the first ones start; nobody waits for it.
 
     A call that fails because the tracker is away is repeated until it succeeds, so the tracker must
-    accept the same metrics twice. What is logged once the tracker is back is never lost.
+    accept the same metrics twice. With a spool, what does not fit into memory waits on the disk,
+    and so does what has not arrived at the end; without one, the oldest values are dropped.
     """
 
     name: str
     send: Callable[[Sequence[StepMetrics]], object]
     _: KW_ONLY
     is_away: Callable[[Exception], bool]
-    max_values: int = 100_000  # kept at most; the oldest are dropped first
+    spool: Spool | None = None
+    is_preparing: Callable[[], bool] = lambda: False  # work of its own, such as an import
+    max_values: int = 100_000  # in memory
     max_per_call: int = 1000
     linger_s: float = 1.0  # how long values wait for further ones
     first_retry_s: float = 0.5  # doubled by each further failure in a row
     longest_retry_s: float = 10.0
-    patience_s: float = 2.0  # with one call, after which a caller no longer waits for room
+    patience_s: float = 2.0  # with one call, after which the tracker counts as hanging
 
     def __post_init__(self) -> None:
         self.num_dropped = 0
         self._changed = threading.Condition()
         self._waiting: collections.deque[StepMetrics] = collections.deque()
         self._num_waiting = 0
+        self._num_spilled = 0  # on the disk only
+        self._last_number = 0
+        self._last_in_memory = 0
         self._in_flight: list[StepMetrics] = []
-        self._call_started_s = 0.0
+        self._call_started_s: float | None = None
         self._failures_in_a_row = 0
+        self._opening = False  # an empty call is due
         self._hurry = False
         self._closing = False
+        self._is_done = True
+        self._last_call: Callable[[], object] | None = None
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
     @property
     def num_kept(self) -> int:
         """Values that have not arrived yet."""
-        return self._num_waiting + _count(self._in_flight)
+        return self._num_waiting + _count(self._in_flight) + self._num_spilled
+
+    @property
+    def has_thread(self) -> bool:
+        """Whether the thread is running."""
+        return self._thread is not None and self._thread.is_alive()
+
+    def start(self) -> None:
+        """Start the thread with an empty call, which is repeated like any other."""
+        with self._changed:
+            self._opening = True
+            self._start()
+            self._changed.notify_all()
 
     def put(self, entry: StepMetrics) -> None:
         """Have metrics sent; raise what an earlier call raised, once, and send them anyway."""
         with self._changed:
             self._start()
             for part in _parts(entry, self.max_per_call):
-                self._make_room(len(part.metrics))
-                self._waiting.append(part)
-                self._num_waiting += len(part.metrics)
+                self._last_number += 1
+                self._keep(replace(part, number=self._last_number))
             if self._num_waiting >= self.max_per_call or len(self._waiting) == 1:
                 self._changed.notify_all()
         self._raise_error()
@@ -76,7 +88,7 @@ class MetricSender:
         """Wait until all metrics have arrived or the tracker is found to be away; raise as put."""
         with self._changed:
             failures = self._failures_in_a_row
-            while self.num_kept and self._failures_in_a_row <= failures and self._is_running():
+            while self.num_kept and self._failures_in_a_row <= failures and self.has_thread:
                 self._hurry = True
                 self._changed.notify_all()
                 self._changed.wait(1.0)
@@ -84,86 +96,142 @@ class MetricSender:
             self._hurry = False
         self._raise_error()
 
-    def close(self, timeout_s: float = 30.0) -> None:
-        """Send what is left and end the thread; a later :meth:`put` starts another one.
+    def begin_close(self, last_call: Callable[[], object] | None = None) -> None:
+        """Have the thread send what is left, make a last call and end, without waiting for it."""
+        with self._changed:
+            if not self._closing:
+                self._closing = True
+                self._last_call = last_call
+            self._changed.notify_all()
 
-        A tracker that is away is waited for; what has not arrived then is given up, with one ERROR.
+    def close(self, timeout_s: float = 30.0, *, at_once: bool = False) -> bool:
+        """Send what is left and end the thread; return whether everything was done.
+
+        A later :meth:`put` starts another thread. A tracker that is away is waited for; one that
+        answers has more time unless it has to be ``at_once``. What has not arrived then is given
+        up, with one ERROR.
         """
+        self.begin_close()
         thread = self._thread
+        is_done = True
         if thread is not None:
             with self._changed:
-                self._closing = True
-                self._changed.notify_all()
                 deadline_s = time.monotonic() + timeout_s
-                while self.num_kept and (self._is_answering() or time.monotonic() < deadline_s):
-                    self._changed.wait(0.2)
-                self._give_up()
-            thread.join(self.patience_s)
+                while not self._is_done:
+                    if self.is_preparing() and not at_once:
+                        deadline_s = time.monotonic() + timeout_s
+                    left_s = deadline_s - time.monotonic()
+                    if left_s <= 0 and (at_once or not self._is_progressing()):
+                        break
+                    self._changed.wait(0.2 if left_s <= 0 else min(left_s, 0.2))
+                is_done = self._is_done
+                if not is_done:
+                    self._give_up()
+            thread.join(1.0 if is_done else 0.05)
             with self._changed:  # a call that hangs still ends with the process
                 self._thread = None
                 self._in_flight = []
         self._raise_error()
+        return is_done
 
     def _start(self) -> None:
-        if not self._is_running():
+        if not self.has_thread:
             self._closing = False
+            self._last_call = None
+            self._is_done = False
             self._thread = threading.Thread(
                 target=self._run, name=f"mcore.observe sender to {self.name}", daemon=True
             )
             self._thread.start()
 
-    def _is_running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def _is_answering(self) -> bool:
+    def _is_progressing(self) -> bool:
         """Return whether the last call succeeded and the present one is not overdue."""
+        if self.is_preparing():
+            return True
         if self._failures_in_a_row:
             return False
-        waited_s = time.monotonic() - self._call_started_s
-        return not self._in_flight or waited_s < self.patience_s
+        started_s = self._call_started_s
+        return started_s is None or time.monotonic() - started_s < self.patience_s
 
-    def _make_room(self, num_values: int) -> None:
-        while self._num_waiting + num_values > self.max_values and self._waiting:
-            if self._is_answering():
-                self._changed.notify_all()
-                self._changed.wait(self.patience_s / 10)
-            else:
-                oldest = self._waiting.popleft()
-                self._num_waiting -= len(oldest.metrics)
-                self.num_dropped += len(oldest.metrics)
+    def _keep(self, part: StepMetrics) -> None:
+        count = len(part.metrics)
+        is_full = self._num_waiting + count > self.max_values
+        if self.spool is not None:
+            self.spool.append(part)
+            if self._num_spilled or (is_full and self._waiting):
+                self._num_spilled += count
+                return
+        while self._num_waiting + count > self.max_values and self._waiting:
+            oldest = self._waiting.popleft()
+            self._num_waiting -= len(oldest.metrics)
+            self.num_dropped += len(oldest.metrics)
+        self._waiting.append(part)
+        self._num_waiting += count
+        self._last_in_memory = part.number
 
     def _give_up(self) -> None:
         if self.num_kept:
             entries = [*self._in_flight, *self._waiting]
+            where = ""
+            if self.spool is not None and self.spool.leave():
+                folder = self.spool.run_folder
+                command = f"python -m mcore.observe replay {folder}"
+                where = f"; they are in {folder}, and {command} sends them"
             logger.error(
-                "%s is away: %d values of steps %d to %d did not reach it",
+                "%s is away: %d values of steps %d to %d did not reach it%s",
                 self.name,
                 self.num_kept,
-                min(entry.step for entry in entries),
-                max(entry.step for entry in entries),
+                min((entry.step for entry in entries), default=0),
+                max((entry.step for entry in entries), default=0),
+                where,
             )
         self._waiting.clear()
-        self._num_waiting = 0
+        self._num_waiting = self._num_spilled = 0
+        self._opening = False
         self._changed.notify_all()
 
     def _run(self) -> None:
-        while True:
+        while self._wait_for_work():
             with self._changed:
-                if not self._wait_for_work():
-                    return
                 taken = self._take()
             error = self._attempt(taken)
             with self._changed:
                 if threading.current_thread() is not self._thread:
                     return  # given up while the call hung
                 self._settle(taken, error)
+        self._end()
+
+    def _end(self) -> None:
+        with self._changed:
+            if threading.current_thread() is not self._thread:
+                return
+            last_call = None if self._failures_in_a_row else self._last_call
+            self._call_started_s = time.monotonic()
+        try:
+            if last_call is not None:
+                last_call()
+        except Exception as error:
+            self._error = self._error or error
+        with self._changed:
+            self._call_started_s = None
+            self._is_done = True
+            self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
         """Wait until a call is due, or return False when there will be none."""
-        while not self._waiting:
-            if self._closing:
-                return False
-            self._changed.wait()
+        while True:
+            with self._changed:
+                while not (self._waiting or self._opening or self._num_spilled):
+                    if self._closing:
+                        return False
+                    self._changed.wait()
+                if self._waiting or self._opening:
+                    self._pause()
+                    if self._waiting or self._opening:
+                        return True
+            self._read_spilled()
+
+    def _pause(self) -> None:
         started_s = time.monotonic()
         while not self._is_urgent():
             left_s = started_s + self._pause_s() - time.monotonic()
@@ -171,12 +239,13 @@ class MetricSender:
                 break
             self._changed.wait(left_s)
         self._hurry = False
-        return bool(self._waiting) or not self._closing
 
     def _is_urgent(self) -> bool:
         if self._failures_in_a_row:
-            return self._hurry or not self._waiting
-        return self._hurry or self._closing or self._num_waiting >= self.max_per_call
+            return self._hurry or not (self._waiting or self._opening)
+        return (
+            self._hurry or self._closing or self._opening or self._num_waiting >= self.max_per_call
+        )
 
     def _pause_s(self) -> float:
         if not self._failures_in_a_row:
@@ -197,7 +266,7 @@ class MetricSender:
 
     def _attempt(self, taken: Sequence[StepMetrics]) -> Exception | None:
         try:
-            if taken:
+            if taken or self._opening:
                 self.send(taken)
         except Exception as error:
             return error
@@ -205,23 +274,45 @@ class MetricSender:
 
     def _settle(self, taken: Sequence[StepMetrics], error: Exception | None) -> None:
         self._in_flight = []
+        self._call_started_s = None
         if error is not None and self.is_away(error):
             self._waiting.extendleft(reversed(taken))
             self._num_waiting += _count(taken)
             self._note_away(error)
-        elif taken:
+        else:
             self._error = self._error or error
+            self._opening = False
             self._note_answer()
         self._changed.notify_all()
+
+    def _read_spilled(self) -> None:
+        """Bring what is only on the disk back into memory, as much as fits."""
+        if self.spool is None or not self.spool.sync(60.0):
+            entries = []
+        else:
+            known = read_spool(self.spool.path).entries.values()
+            entries = [entry for entry in known if entry.number > self._last_in_memory]
+        with self._changed:
+            if not entries:
+                self.num_dropped += self._num_spilled
+                self._num_spilled = 0
+            for entry in entries:
+                if self._num_waiting and self._num_waiting + len(entry.metrics) > self.max_values:
+                    break
+                self._waiting.append(entry)
+                self._last_in_memory = entry.number
+                self._num_waiting += len(entry.metrics)
+                self._num_spilled -= len(entry.metrics)
 
     def _note_away(self, error: Exception) -> None:
         self._failures_in_a_row += 1
         if self._failures_in_a_row == 1:
+            kept = "all" if self.spool is not None else f"the last {self.max_values}"
             logger.warning(
-                "%s is away, training continues: the last %d values are kept and sent when it is "
+                "%s is away, training continues: %s values are kept and sent when it is "
                 "back: %s: %s",
                 self.name,
-                self.max_values,
+                kept,
                 type(error).__name__,
                 mask_secrets(str(error)),
             )
@@ -248,6 +339,6 @@ def _parts(entry: StepMetrics, size: int) -> list[StepMetrics]:
         return [entry] if entry.metrics else []
     items = list(entry.metrics.items())
     return [
-        StepMetrics(dict(items[start : start + size]), entry.step, entry.time_ms)
+        replace(entry, metrics=dict(items[start : start + size]))
         for start in range(0, len(items), size)
     ]

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from mcore.observe.sinks.base import ScalarRules, Tracker, plain_numbers
+from mcore.observe.extras import require_extra
+from mcore.observe.sinks.background import BackgroundRun, ClientRun
+from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, plain_numbers
+from mcore.observe.sinks.spool import StepMetrics
+
+_OVER_SAMPLES = " vs samples"
 
 
 class TensorBoardSink:
@@ -28,6 +37,9 @@ class TensorBoardSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add one scalar for each metric."""
+        if isinstance(self._writer, BackgroundRun):
+            self._writer.log_metrics(metrics, step)
+            return
         for name, value in plain_numbers(metrics).items():
             self._writer.add_scalar(name, value, step)
 
@@ -35,16 +47,131 @@ class TensorBoardSink:
         """Flush the writer."""
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, status: str = "FINISHED") -> None:
         """Close the writer."""
-        self._writer.close()
+        if isinstance(self._writer, BackgroundRun):
+            self._writer.close(status)
+        else:
+            self._writer.close()
 
 
-def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
-    from torch.utils.tensorboard import SummaryWriter
+class TensorBoardRun(ClientRun[Any]):
+    """A ``SummaryWriter`` that is opened in the background; scalars wait for it."""
 
-    folder = os.fspath(settings.tensorboard_dir)
-    return SummaryWriter(log_dir=folder, max_queue=settings.tensorboard_queue_size)
+    def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
+        """Write one scalar in the background.
+
+        Args:
+            tag: Its name.
+            scalar_value: A number, or a tensor of one element.
+            global_step: The step.
+        """
+        self.log_metrics({tag: scalar_value}, global_step)
+
+    def _write(self, connection: Any, entries: Sequence[StepMetrics]) -> None:
+        for entry in entries:
+            for name, value in entry.metrics.items():
+                connection.add_scalar(name, value, entry.step, walltime=entry.time_ms / 1000)
+        connection.flush()
+
+    def _without_known(
+        self, connection: Any, entries: Sequence[StepMetrics]
+    ) -> Sequence[StepMetrics]:
+        known = set(_points(Path(connection.log_dir)))
+        return [
+            replace(
+                entry,
+                metrics={n: v for n, v in entry.metrics.items() if (n, entry.step) not in known},
+            )
+            for entry in entries
+        ]
+
+    def _end(self, connection: Any, status: str) -> None:
+        connection.close()
+
+
+def forget_later_events(folder: Path, step: int) -> None:
+    """Drop the scalars of event files after a step, also those plotted over samples.
+
+    A writer's ``purge_step`` would take samples for steps. A scalar over samples belongs to the
+    step of its twin, the equally old one of the same name.
+    """
+    for path in sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []:
+        _rewrite(path, step)
+
+
+def _rewrite(path: Path, step: int) -> None:
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    events = list(_events(path))
+    steps: dict[str, list[int]] = collections.defaultdict(list)
+    for event in events:
+        for value in event.summary.value:
+            steps[value.tag].append(event.step)
+    if not any(at > step for tag in steps for at in steps[tag] if not tag.endswith(_OVER_SAMPLES)):
+        return
+    seen: collections.Counter[str] = collections.Counter()
+    partial = path.with_name("partial-" + path.name)
+    with partial.open("wb") as file:
+        writer = RecordWriter(file)
+        for event in events:
+            had_values = bool(event.summary.value)
+            kept = []
+            for value in event.summary.value:
+                twins = steps.get(value.tag.removesuffix(_OVER_SAMPLES), [])
+                index = seen[value.tag]
+                seen[value.tag] += 1
+                if value.tag.endswith(_OVER_SAMPLES) and twins:
+                    at = twins[min(index, len(twins) - 1)]
+                else:
+                    at = event.step
+                if at <= step:
+                    kept.append(value)
+            if had_values:
+                if not kept:
+                    continue
+                del event.summary.value[:]
+                event.summary.value.extend(kept)
+            writer.write(event.SerializeToString())
+        writer.flush()
+    partial.replace(path)
+
+
+def _points(folder: Path) -> Iterator[tuple[str, int]]:
+    for path in sorted(folder.glob("events.out.tfevents.*")):
+        for event in _events(path):
+            for value in event.summary.value:
+                yield value.tag, event.step
+
+
+def _events(path: Path) -> Iterator[Any]:
+    """Yield the complete records; a killed process leaves the last one cut off."""
+    from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    for record in RawEventFileLoader(str(path)).Load():
+        yield Event.FromString(record)
+
+
+def _open(opening: Opening) -> TensorBoardRun:
+    folder = Path(os.fspath(opening.settings.tensorboard_dir))
+
+    def connect() -> Any:
+        require_extra("tensorboard", "tensorboard_dir")
+        with run.preparing():
+            from torch.utils.tensorboard import SummaryWriter
+
+        if opening.resume_step is not None:
+            forget_later_events(folder, opening.resume_step)
+        return SummaryWriter(log_dir=str(folder), max_queue=opening.settings.tensorboard_queue_size)
+
+    with contextlib.suppress(ImportError):
+        # Here, not in the thread: it imports parts of torch, which the training thread may be
+        # importing too, and two such imports can wait for each other for ever.
+        import torch.utils.tensorboard  # noqa: F401
+    run = TensorBoardRun(connect, name="TensorBoard", **opening.options())
+    run.open_in_background()
+    return run
 
 
 TRACKER = Tracker(
@@ -53,6 +180,7 @@ TRACKER = Tracker(
     extra="tensorboard",
     asked_by="tensorboard_dir",
     named_by=None,
+    settings=("tensorboard_dir", "tensorboard_queue_size"),
     open=_open,
     adapt=TensorBoardSink,
     rules=ScalarRules(left_out=frozenset({"samples vs steps"}), versus_samples=True),

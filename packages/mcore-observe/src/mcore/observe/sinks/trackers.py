@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import functools
+import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mcore.observe.secrets import config_secrets
+from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.secrets import config_params, config_secrets, mask_secrets
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
-from mcore.observe.sinks.base import GuardedSink, MetricSink, ScalarRules
+from mcore.observe.sinks.base import GuardedSink, MetricSink, Opening, ScalarRules, Tracker
+from mcore.observe.sinks.jsonl import JsonlSink
+from mcore.observe.sinks.run_folder import RunFolder, run_folder_of, spool_folder_of
+from mcore.observe.sinks.spool import EarlierSpools, Spool
 
 TRACKERS = (tensorboard.TRACKER, wandb.TRACKER, mlflow.TRACKER, comet.TRACKER)
 _ALL_SCALARS = ScalarRules()
@@ -21,6 +27,52 @@ class _Scalar(Protocol):
 
     @property
     def versus_samples(self) -> bool: ...
+
+
+def open_tracker(
+    tracker: Tracker, settings: Any, config: Any, earlier_run_id: str | None = None
+) -> Any:
+    """Start opening a run of a tracker; what it cannot take waits on the disk."""
+    folder = run_folder_of(settings)
+    resume_step = getattr(settings, "resume_step", None)
+    spools = spool_folder_of(settings)
+    run_id = earlier_run_id
+    if run_id is None and resume_step is not None and folder is not None:
+        run_id = folder.run_id(tracker.short_name)
+    earlier = None
+    if resume_step is not None and earlier_run_id is None:
+        earlier = EarlierSpools(spools, tracker.short_name, resume_step)
+    return tracker.open(
+        Opening(
+            settings=settings,
+            config=config,
+            run_id=run_id,
+            resume_step=None if earlier is None else resume_step,
+            spool=Spool(spools, tracker.short_name, _facts(tracker, settings, config)),
+            earlier=earlier,
+            on_open=None
+            if folder is None
+            else functools.partial(_note, folder, tracker.short_name),
+        )
+    )
+
+
+def _note(folder: RunFolder, tracker: str, run_id: str) -> None:
+    if run_id:
+        folder.note(tracker, {"run_id": run_id})
+
+
+def _facts(tracker: Tracker, settings: Any, config: Any) -> dict[str, Any]:
+    """Return what a replay needs to know about a run, without secrets."""
+    given = {name: getattr(settings, name, None) for name in tracker.settings}
+    known = config_secrets(config)
+    shown = {
+        name: mask_secrets(os.fspath(value), known)
+        if isinstance(value, (str, os.PathLike))
+        else value
+        for name, value in given.items()
+    }
+    return {"tracker": tracker.short_name, "settings": shown, "params": config_params(config)}
 
 
 class SinkTable:
@@ -38,7 +90,7 @@ class SinkTable:
             if client is not None:
                 guard = self._guard(client, tracker.label, tracker.adapt, config)
                 pairs.append((tracker.rules, guard))
-        for sink in _extra_sinks(global_state):
+        for sink in _extra_sinks(global_state) if is_last_rank() else ():
             guard = self._guard(sink, type(sink).__name__, lambda sink: sink, config)
             pairs.append((_ALL_SCALARS, guard))
         return pairs
@@ -70,5 +122,7 @@ def emit(
 
 
 def _extra_sinks(global_state: Any) -> Sequence[MetricSink]:
-    sinks = getattr(global_state, "extra_sinks", ())
-    return sinks if isinstance(sinks, (list, tuple)) else ()
+    given = getattr(global_state, "extra_sinks", ())
+    sinks = list(given) if isinstance(given, (list, tuple)) else []
+    own = getattr(global_state, "metrics_file", None)
+    return [own, *sinks] if isinstance(own, JsonlSink) else sinks

@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import collections
+import json
+import os
+import struct
+import urllib.error
+import urllib.request
+import uuid
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from mcore.observe.extras import require_extra
 from mcore.observe.secrets import config_params, without_secrets
-from mcore.observe.sinks.base import Tracker, plain_numbers
+from mcore.observe.sinks.background import BackgroundRun, ClientRun
+from mcore.observe.sinks.base import Opening, Tracker, accepts, plain_numbers
+from mcore.observe.sinks.spool import StepMetrics
+
+_EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 143}
+_PROBE_S = 5.0
+# W&B's own process writes its file block by block: what it took last is lost when it is killed
+# with the training process, so the spool keeps that much.
+_KEPT_BACK_BYTES = 256 << 10
+_BLOCK_BYTES = 32 << 10
+_HEADER_BYTES = 7
+_PARTS = (1, 2, 3, 4)  # a whole record, its first part, a middle one, its last one
+_LAST_PARTS = (1, 4)
 
 
 class WandbSink:
@@ -32,24 +55,193 @@ class WandbSink:
         self._run.log(named, step)
 
     def flush(self) -> None:
-        """Do nothing: the client sends in the background."""
+        """Wait until a run that is opened in the background has them; others send by themselves."""
+        if isinstance(self._run, BackgroundRun):
+            self._run.flush()
 
-    def close(self) -> None:
-        """Finish the run."""
-        self._run.finish()
+    def close(self, status: str = "FINISHED") -> None:
+        """Finish the run, with an exit code unless it is ``"FINISHED"``."""
+        if isinstance(self._run, BackgroundRun):
+            self._run.close(status)
+        else:
+            _finish(self._run, status)
 
 
-def _open(settings: Any, config: Any, earlier_run_id: str | None) -> Any:
+def _finish(run: Any, status: str) -> None:
+    if status != "FINISHED" and accepts(run.finish, "exit_code"):
+        run.finish(exit_code=_EXIT_CODES.get(status, 1))
+    else:
+        run.finish()
+
+
+@dataclass(frozen=True)
+class _Connection:
+    """A W&B run, and the last step that it had when it was continued."""
+
+    run: Any
+    run_id: str
+    last_step: int = -1
+
+
+class WandbRun(ClientRun[_Connection]):
+    """A W&B run that is opened in the background; metrics wait for it."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._held: collections.deque[tuple[StepMetrics, int]] = collections.deque()
+        self._held_bytes = 0
+
+    def log(self, data: Mapping[str, Any], step: int | None = None) -> None:
+        """Log metrics of one step in the background.
+
+        Args:
+            data: Numbers by name.
+            step: The step, never smaller than before.
+        """
+        self.log_metrics(data, step)
+
+    def finish(self, exit_code: int | None = None) -> None:
+        """Finish the run.
+
+        Args:
+            exit_code: That of the process; None is that of the run's status.
+        """
+        self.close(None if exit_code is None else "FAILED" if exit_code else "FINISHED")
+
+    def _client_of(self, connection: _Connection) -> Any:
+        return connection.run
+
+    def _id_of(self, connection: _Connection) -> str:
+        return connection.run_id
+
+    def _write(self, connection: _Connection, entries: Sequence[StepMetrics]) -> None:
+        for entry in entries:
+            if entry.step > connection.last_step:
+                connection.run.log(dict(entry.metrics), entry.step)
+
+    def _settle(self, entries: Iterable[StepMetrics]) -> None:
+        for entry in entries:
+            size = sum(len(name) + 24 for name in entry.metrics)
+            self._held.append((entry, size))
+            self._held_bytes += size
+        arrived = []
+        while self._held_bytes > _KEPT_BACK_BYTES:
+            entry, size = self._held.popleft()
+            self._held_bytes -= size
+            arrived.append(entry)
+        super()._settle(arrived)
+
+    def _without_known(
+        self, connection: _Connection, entries: Sequence[StepMetrics]
+    ) -> Sequence[StepMetrics]:
+        return [entry for entry in entries if entry.step > connection.last_step]
+
+    def _end(self, connection: _Connection, status: str) -> None:
+        _finish(connection.run, status)
+        super()._settle([entry for entry, _ in self._held])
+        self._held.clear()
+
+
+def _open(opening: Opening) -> WandbRun:
+    params = config_params(opening.config)
+    run_id = opening.run_id or getattr(opening.settings, "wandb_run_id", None)
+    is_new = run_id is None
+    run_id = run_id or uuid.uuid4().hex[:8]
+    if opening.spool is not None:
+        opening.spool.note({"run_id": run_id})
+
+    def connect() -> _Connection:
+        require_extra("wandb", "wandb_project")
+        with run.preparing():
+            import wandb
+
+            known = wandb.setup().settings
+        mode = known.mode
+        if mode in ("online", "shared"):
+            _probe(known.base_url)
+        with without_secrets("Weights & Biases"):
+            return _connect(opening, params, run_id, is_new=is_new, is_online=mode == "online")
+
+    run = WandbRun(connect, name="Weights & Biases", **opening.options())
+    run.open_in_background()
+    return run
+
+
+def _probe(base_url: str) -> None:
+    """Raise within seconds where no server answers: ``wandb.init`` would wait for minutes.
+
+    At the end of a process even its library would wait for that call.
+    """
+    try:
+        urllib.request.urlopen(base_url, timeout=_PROBE_S).close()
+    except urllib.error.HTTPError:  # it answers
+        return
+
+
+def _connect(
+    opening: Opening, params: Mapping[str, str], run_id: str, *, is_new: bool, is_online: bool
+) -> _Connection:
     import wandb
 
-    with without_secrets("Weights & Biases"):
-        return wandb.init(
-            project=settings.wandb_project,
-            name=settings.wandb_exp_name,
-            dir=settings.wandb_save_dir,
-            entity=settings.wandb_entity,
-            config=config_params(config),
-        )
+    settings = opening.settings
+    options: dict[str, Any] = {
+        "project": settings.wandb_project,
+        "name": settings.wandb_exp_name,
+        "dir": settings.wandb_save_dir,
+        "entity": settings.wandb_entity,
+        "config": dict(params),
+    }
+    if is_new:
+        return _Connection(wandb.init(**options, id=run_id), run_id)
+    if is_online and opening.resume_step is not None:
+        try:  # drops the later steps, where the server can
+            source = f"{run_id}?_step={opening.resume_step}"
+            return _Connection(wandb.init(**options, resume_from=source), run_id)
+        except Exception:
+            wandb.teardown()
+    run = wandb.init(**options, id=run_id, resume="allow")
+    last_step = int(run.step) - 1 if is_online else _last_offline_step(settings, run_id)
+    return _Connection(run, run_id, last_step)
+
+
+def _last_offline_step(settings: Any, run_id: str) -> int:
+    """Return the last step in the files of a run that was written offline, else -1."""
+    folder = Path(settings.wandb_save_dir or os.environ.get("WANDB_DIR") or ".") / "wandb"
+    files = folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
+    return max((step for path in files for step in _offline_steps(path)), default=-1)
+
+
+def _offline_steps(path: Path) -> Iterator[int]:
+    messages: Any = import_module("wandb.proto.wandb_internal_pb2")
+    for data in _offline_records(path.read_bytes()):
+        record = messages.Record.FromString(data)
+        if record.WhichOneof("record_type") == "history":
+            yield _step_of(record.history)
+
+
+def _offline_records(data: bytes) -> Iterator[bytes]:
+    """Yield the complete records of a W&B file, which has the format of LevelDB's log."""
+    at, record = _HEADER_BYTES, b""
+    while at + _HEADER_BYTES <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _HEADER_BYTES:
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        at += _HEADER_BYTES + size
+        if kind not in _PARTS or at > len(data):  # a killed process leaves the end cut off
+            return
+        record += data[at - size : at]
+        if kind in _LAST_PARTS:
+            yield record
+            record = b""
+
+
+def _step_of(history: Any) -> int:
+    for item in history.item:
+        if item.key == "_step":
+            return int(json.loads(item.value_json))
+    return int(history.step.num)
 
 
 TRACKER = Tracker(
@@ -58,6 +250,8 @@ TRACKER = Tracker(
     extra="wandb",
     asked_by="wandb_project",
     named_by="wandb_exp_name",
+    settings=("wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
     open=_open,
     adapt=WandbSink,
+    restart=lambda run: run.finish(),
 )

@@ -23,6 +23,7 @@ from mcore.observe.training_log.console import Field
 from mcore.observe.training_log.step import LogStep, is_on
 
 _MEGATRON_MOE = "megatron.core.transformer.moe.moe_utils"
+_MEGATRON_MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"
 _MEGATRON_MTP = "megatron.core.transformer.multi_token_prediction"
 
 _NAMES = (
@@ -52,22 +53,39 @@ class ExpertReport:
 
     def __init__(self) -> None:
         self._num_steps = 0  # whose metrics wait for the next report
+        self._foreign = {"moe": _Kept(), "mtp": _Kept()}
 
     def end_step(self, step: LogStep) -> None:
         """Keep the step's metrics, or drop them if it was skipped. No communication, no wait."""
         if not step.skipped:
             self._num_steps += 1
-        for source in _sources(step):
+        for source in self._sources(step):
             source.end_step(step)
 
     def collect(self, step: LogStep, scalars: Scalars, totals: dict[str, Any]) -> list[Field | str]:
         """Reduce the metrics over the ranks; what is added stays on the device."""
         fields: list[Field | str] = []
-        for source in _sources(step):
+        for source in self._sources(step):
             fields += source.report(step, self._num_steps, scalars, totals)
         if step.logs:
             self._num_steps = 0
         return fields
+
+    def _sources(self, step: LogStep) -> Iterator[ExpertSource]:
+        if as_number(getattr(step.model_config, "num_moe_experts", None)) is not None:
+            tracker = _moe_tracker(step.global_state)
+            if isinstance(tracker, MoEMetricsTracker):
+                yield _OurExperts(tracker)
+            else:
+                per_layer = is_on(step.model_config, "moe_per_layer_logging")
+                options = _moe_options(step) | {"per_layer_logging": per_layer}
+                yield _Foreign(tracker.report, self._foreign["moe"], options)
+        if as_number(getattr(step.model_config, "mtp_num_layers", None)) is not None:
+            tracker = _mtp_tracker(step.global_state)
+            if isinstance(tracker, MTPMetricsTracker):
+                yield _OurPrediction(tracker)
+            else:
+                yield _Foreign(tracker.report, self._foreign["mtp"])
 
 
 @dataclass(frozen=True)
@@ -110,11 +128,35 @@ class _OurPrediction:
         return []
 
 
+class _Kept:
+    """What a tracker of another library reported at the steps since the last report."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, Any] = {}
+        self._counts: dict[str, int] = {}
+        self.text = ""
+
+    def add(self, reported: Scalars, text: Any) -> None:
+        """Keep what one step reported, on its device."""
+        for batch in reported.batches:
+            for name, scalar in batch.items():
+                self._sums[name] = self._sums.get(name, 0) + scalar.value
+                self._counts[name] = self._counts.get(name, 0) + 1
+        self.text = text if isinstance(text, str) else ""
+
+    def take_means(self) -> dict[str, Any]:
+        """Return the means and start again."""
+        means = {name: total / self._counts[name] for name, total in self._sums.items()}
+        self._sums, self._counts = {}, {}
+        return means
+
+
 @dataclass(frozen=True)
 class _Foreign:
     """A tracker of another library, which expects to be called at every step."""
 
     ask: Callable[..., Any]
+    kept: _Kept
     options: dict[str, Any] = field(default_factory=dict)
 
     def end_step(self, step: LogStep) -> None:
@@ -123,41 +165,37 @@ class _Foreign:
     def report(
         self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
     ) -> list[Field | str]:
+        reported = Scalars()
         text = self.ask(
             loss_scale=1 / step.num_microbatches,
             iteration=step.iteration,
-            writer=scalars,
+            writer=reported,
             wandb_writer=None,
-            total_loss_dict=None if step.skipped else totals,
+            total_loss_dict={} if step.skipped else totals,
             **self.options,
         )
-        return [text] if isinstance(text, str) else []
-
-
-def _sources(step: LogStep) -> Iterator[ExpertSource]:
-    if as_number(getattr(step.model_config, "num_moe_experts", None)) is not None:
-        tracker = _moe_tracker(step.global_state)
-        if isinstance(tracker, MoEMetricsTracker):
-            yield _OurExperts(tracker)
-        else:
-            per_layer = is_on(step.model_config, "moe_per_layer_logging")
-            yield _Foreign(tracker.report, _moe_options(step) | {"per_layer_logging": per_layer})
-    if as_number(getattr(step.model_config, "mtp_num_layers", None)) is not None:
-        tracker = _mtp_tracker(step.global_state)
-        if isinstance(tracker, MTPMetricsTracker):
-            yield _OurPrediction(tracker)
-        else:
-            yield _Foreign(tracker.report)
+        if not step.skipped:
+            self.kept.add(reported, text)
+        if not step.logs:
+            return []
+        scalars.add_all(self.kept.take_means())
+        if not step.ends_console_interval:
+            return []
+        shown, self.kept.text = self.kept.text, ""
+        return [shown] if shown else []
 
 
 def _moe_tracker(global_state: Any) -> Any:
     given = getattr(global_state, "moe_metrics", None)
     if given is not None:
         return given
+    if has_moe_metrics_tracker():
+        return get_moe_metrics_tracker()
+    newer = getattr(sys.modules.get(_MEGATRON_MOE_LOGGING), "get_moe_metrics_tracker", None)
+    if newer is not None:
+        return _MegatronTracker(newer().report)
     function = getattr(sys.modules.get(_MEGATRON_MOE), "track_moe_metrics", None)
-    if function is not None and not has_moe_metrics_tracker():
-        return _MegatronTracker(function)
-    return get_moe_metrics_tracker()
+    return get_moe_metrics_tracker() if function is None else _MegatronTracker(function)
 
 
 def _mtp_tracker(global_state: Any) -> Any:

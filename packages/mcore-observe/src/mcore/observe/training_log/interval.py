@@ -125,5 +125,4 @@ def _timed_seconds(timers: Any) -> float | None:
 
 
 def _flops_so_far(global_state: Any) -> float | None:
-    count = as_number(getattr(global_state.train_state, "floating_point_operations_so_far", None))
-    return count or None
+    return as_number(getattr(global_state.train_state, "floating_point_operations_so_far", None))

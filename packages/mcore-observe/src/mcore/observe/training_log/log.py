@@ -12,19 +12,23 @@ import torch
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
 from mcore.observe.memory import save_snapshot_at_profile_end
 from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.scalars import Scalars, as_number
+from mcore.observe.scalars import Scalars, as_number, one_number, only_numbers
 from mcore.observe.secrets import mask_secrets
 from mcore.observe.sinks.trackers import SinkTable, emit
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.console import (
     Field,
-    line_fields,
+    is_megatron_line,
+    megatron_fields,
     print_line,
     print_memory,
     print_step_time,
+    readable_fields,
 )
 from mcore.observe.training_log.expert_report import ExpertReport
+from mcore.observe.training_log.figures import DataClock, measure_figures
 from mcore.observe.training_log.interval import (
+    Interval,
     IntervalClock,
     IntervalFlops,
     measure_interval,
@@ -54,6 +58,8 @@ class LogState:
     clock: IntervalClock = field(default_factory=IntervalClock)
     flops: IntervalFlops = field(default_factory=IntervalFlops)
     experts: ExpertReport = field(default_factory=ExpertReport)
+    data: DataClock = field(default_factory=DataClock)
+    tokens: float | None = None  # since the last line, where they are counted
     has_warned_of_timers: bool = False
 
 
@@ -81,6 +87,7 @@ def training_log(
     global_state: Any,
     history_wct: list[float] | None,
     model: list[torch.nn.Module] | None,
+    *,
     pg_collection: Any = None,
     log_max_attention_logit: float | None = None,
     loaded_iteration: int = 0,
@@ -92,14 +99,15 @@ def training_log(
     which neither ``tensorboard_log_interval`` nor ``log_interval`` ends, it runs no collective
     and waits for no device. On the others the collectives are: a maximum of the learning rate
     over ``mp``, one all-gather of timers and a barrier over the world, a maximum of memory over
-    ``pp``, the sums of MoE metrics and energy; each only where it is requested and its group has
-    more than one rank.
+    ``pp``, the sums of MoE metrics and energy, and for the readable line one maximum over the
+    world; each only where it is requested and its group has more than one rank.
 
     Trackers are those that ``global_state`` holds on this rank, usually the last one; that rank
     copies all device values to the host at once. A failing tracker is a warning. The console
     line comes from the last rank, or the only one.
 
-    Every number may be a Python or NumPy number or a tensor with one element.
+    Every number may be a Python or NumPy number or a tensor with one element. Anything else is
+    left out, with one warning that names it on the rank that writes.
 
     Args:
         loss_dict: Losses of the step, one element each.
@@ -127,8 +135,7 @@ def training_log(
         The new ``report_memory_flag``: False from the second step of the process on.
 
     Raises:
-        ValueError: A loss with more than one element, a logging interval below 1, or gradient
-            norms are asked for without a model.
+        ValueError: A logging interval below 1, or gradient norms are asked for without a model.
 
     Example:
         >>> from mcore.observe import ConfigContainer, GlobalState, LoggerConfig
@@ -143,6 +150,49 @@ def training_log(
         >>> totals["lm loss"]
         tensor([2.5000])
     """
+    values = {
+        "learning_rate": learning_rate,
+        "decoupled_learning_rate": decoupled_learning_rate,
+        "loss_scale": loss_scale,
+        "grad_norm": grad_norm,
+        "params_norm": params_norm,
+        "num_zeros_in_grad": num_zeros_in_grad,
+        "log_max_attention_logit": log_max_attention_logit,
+    }
+    return log_training_step(
+        loss_dict,
+        total_loss_dict,
+        values,
+        config,
+        global_state,
+        report_memory_flag=report_memory_flag,
+        skipped_iter=skipped_iter,
+        history_wct=history_wct,
+        model=model,
+        pg_collection=pg_collection,
+        loaded_iteration=loaded_iteration,
+        seq_length=seq_length,
+    )
+
+
+def log_training_step(
+    loss_dict: Mapping[str, Any],
+    total_loss_dict: dict[str, Any],
+    values_by_name: Mapping[str, Any],
+    config: Any,
+    global_state: Any,
+    *,
+    report_memory_flag: bool = False,
+    skipped_iter: int = 0,
+    history_wct: Sequence[float] | None = None,
+    model: Any = None,
+    pg_collection: Any = None,
+    loaded_iteration: int = 0,
+    seq_length: int | None = None,
+    further: Mapping[str, Any] | None = None,
+    tokens: float | None = None,
+) -> bool:
+    """Do what :func:`training_log` does, with further scalars and the tokens of the step."""
     if is_on(config.logger, "skip_train_metrics_log"):
         return report_memory_flag
     step = LogStep.of(
@@ -155,26 +205,20 @@ def training_log(
         seq_length=seq_length,
     )
     state = log_state_of(global_state)
-    _note_step(state, step, loss_dict, total_loss_dict)
+    losses = only_numbers(loss_dict, warns=is_last_rank())
+    _note_step(state, step, losses, total_loss_dict)
+    if tokens is not None:
+        state.tokens = (state.tokens or 0) + tokens
     scalars = Scalars()
     if not step.logs:
         state.experts.collect(step, scalars, total_loss_dict)
         return report_memory_flag
-    values = StepValues(
-        losses=loss_dict,
-        learning_rate=_largest_learning_rate(learning_rate, step),
-        decoupled_learning_rate=decoupled_learning_rate,
-        loss_scale=loss_scale,
-        grad_norm=grad_norm,
-        params_norm=params_norm,
-        num_zeros=num_zeros_in_grad,
-        max_attention_logit=log_max_attention_logit,
-        batch_size=samples_per_step(config, step.num_microbatches),
-    )
+    values = _step_values(step, losses, values_by_name)
     iterations = count_iterations(total_loss_dict)
     times = _read_timers(state, step, iterations)
     if step.ends_sink_interval:
         add_step_scalars(scalars, values, step, model, history_wct)
+        scalars.add_all(only_numbers(further or {}, warns=is_last_rank()))
     expert_fields = state.experts.collect(step, scalars, total_loss_dict)
     line: list[Field | str] = []
     if step.ends_console_interval:
@@ -186,9 +230,9 @@ def training_log(
             world_size=step.world_size,
         )
         add_interval_scalars(scalars, interval, config)
-        print_step_time(interval)
+        fields = _line_fields(state, step, values, total_loss_dict, interval)
         if is_last_rank():
-            line = [*line_fields(step, values, total_loss_dict, interval), *expert_fields]
+            line = [*fields, *expert_fields]
     _send(state, step, scalars, times, line)
     if not step.ends_console_interval:
         return report_memory_flag
@@ -198,6 +242,49 @@ def training_log(
         report_memory_flag = step.iteration <= loaded_iteration + 1
     _log_timers(step, times, iterations)
     return report_memory_flag
+
+
+def _step_values(step: LogStep, losses: Mapping[str, Any], given: Mapping[str, Any]) -> StepValues:
+    """Return the values of a step that are numbers, with one warning for each other on the writer.
+
+    All ranks call it: the learning rate is the largest over ``mp``.
+    """
+    numbers = {name: one_number(name, v, warns=is_last_rank()) for name, v in given.items()}
+    return StepValues(
+        losses=losses,
+        learning_rate=_largest_learning_rate(numbers.get("learning_rate"), step),
+        decoupled_learning_rate=numbers.get("decoupled_learning_rate"),
+        loss_scale=numbers.get("loss_scale"),
+        grad_norm=numbers.get("grad_norm"),
+        params_norm=numbers.get("params_norm"),
+        num_zeros=numbers.get("num_zeros_in_grad"),
+        max_attention_logit=numbers.get("log_max_attention_logit"),
+        batch_size=samples_per_step(step.config, step.num_microbatches, step.pg_collection),
+    )
+
+
+def _line_fields(
+    state: LogState,
+    step: LogStep,
+    values: StepValues,
+    totals: Mapping[str, Any],
+    interval: Interval,
+) -> list[Field]:
+    """Return the fields of the line; all ranks call it, and all measure what the line shows."""
+    if is_megatron_line(step.config.logger):
+        print_step_time(interval)
+        return megatron_fields(step, values, totals, interval)
+    figures = measure_figures(
+        step,
+        values,
+        totals,
+        interval,
+        iterations=count_iterations(totals),
+        waited_s=state.data.take_seconds(getattr(step.global_state, "timers", None)),
+        tokens=state.tokens,
+    )
+    state.tokens = None
+    return readable_fields(step, values, totals, interval, figures)
 
 
 def _note_step(
@@ -262,7 +349,11 @@ def _send(
         scalars = Scalars()
     elif times is not None:
         scalars.add_all(times.longest())
-    shown = {index: part.value for index, part in enumerate(line) if isinstance(part, Field)}
+    shown = {
+        index: one_number(part.name, part.value)
+        for index, part in enumerate(line)
+        if isinstance(part, Field)
+    }
     batches, numbers = scalars.read(shown)
     emit(sinks, batches, step.iteration, step.global_state.train_state.consumed_train_samples)
     if line:

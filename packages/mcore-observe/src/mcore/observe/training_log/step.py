@@ -10,6 +10,7 @@ from typing import Any
 from mcore.observe.model_groups import find_process_groups
 from mcore.observe.scalars import as_number
 from mcore.parallel.groups import get_pg_size, world_size
+from mcore.versioning.process_rank import process_world_size
 
 _CALCULATOR = "megatron.core.num_microbatches_calculator"
 
@@ -44,6 +45,7 @@ class LogStep:
     ) -> LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
+        groups = find_process_groups(pg_collection, model)
         if seq_length is None:
             seq_length = getattr(getattr(config, "dataset", None), "seq_length", None)
         length = as_number(seq_length)
@@ -52,14 +54,14 @@ class LogStep:
             config=config,
             global_state=global_state,
             iteration=iteration,
-            num_microbatches=find_num_microbatches(config, global_state),
+            num_microbatches=find_num_microbatches(config, global_state, groups),
             skipped=bool(skipped_iter),
             ends_sink_interval=_ends(sink_interval, iteration),
             ends_console_interval=_ends(config.logger.log_interval, iteration),
             loaded_iteration=loaded_iteration,
             world_size=world_size(),
             seq_length=None if length is None else int(length),
-            pg_collection=find_process_groups(pg_collection, model),
+            pg_collection=groups,
         )
 
     @property
@@ -109,7 +111,7 @@ def is_on(settings: Any, name: str) -> bool:
     return isinstance(value, int) and bool(value)
 
 
-def find_num_microbatches(config: Any, global_state: Any = None) -> int:
+def find_num_microbatches(config: Any, global_state: Any = None, pg_collection: Any = None) -> int:
     """Return the number of forward passes of one step on one data-parallel rank, at least 1.
 
     It comes from the state, else the configuration, else Megatron-LM's calculator if it is loaded.
@@ -126,13 +128,13 @@ def find_num_microbatches(config: Any, global_state: Any = None) -> int:
     micro = as_number(getattr(train, "micro_batch_size", None))
     if not total or not micro:
         return 1
-    return max(int(total // (micro * _data_parallel_size(config))), 1)
+    return max(int(total // (micro * data_parallel_size(config, pg_collection))), 1)
 
 
-def samples_per_step(config: Any, num_microbatches: int) -> int:
+def samples_per_step(config: Any, num_microbatches: int, pg_collection: Any = None) -> int:
     """Return micro batch size times data-parallel ranks times microbatches."""
     micro_batch_size = int(config.train.micro_batch_size)
-    return micro_batch_size * _data_parallel_size(config) * num_microbatches
+    return micro_batch_size * data_parallel_size(config, pg_collection) * num_microbatches
 
 
 def _ends(interval: Any, iteration: int) -> bool:
@@ -142,12 +144,18 @@ def _ends(interval: Any, iteration: int) -> bool:
     return iteration % int(every) == 0
 
 
-def _data_parallel_size(config: Any) -> int:
+def data_parallel_size(config: Any, pg_collection: Any = None) -> int:
+    """Return the number of data-parallel ranks: as configured, else the size of ``dp``.
+
+    Without groups every rank of the job counts.
+    """
     for holder in (config, getattr(config, "train", None)):
         size = as_number(getattr(holder, "data_parallel_size", None))
         if size:
             return int(size)
-    return 1
+    if pg_collection is None:
+        return process_world_size()
+    return get_pg_size(getattr(pg_collection, "dp", None))
 
 
 def _called(holder: Any) -> float | int | None:

@@ -1,0 +1,78 @@
+"""The command line: what a run has logged, two runs side by side, and what is left to send."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from mcore.observe.runs import Run, compare, draw_page, draw_picture, show
+from mcore.observe.sinks.replay import replay
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command and return its exit code."""
+    parser = argparse.ArgumentParser(prog="python -m mcore.observe", description=__doc__)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    one = _command(commands, "show", "what a run has logged", _show)
+    one.add_argument("run", help="folder of a run, or its metrics.jsonl")
+    two = _command(commands, "compare", "the metrics of two runs", _compare)
+    two.add_argument("run", nargs=2, help="folder of a run, or its metrics.jsonl")
+    for command in (one, two):
+        command.add_argument("--metric", action="append", default=[], help="only this one; repeats")
+        command.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
+        command.add_argument("--html", metavar="FILE", help="draw one page that works offline")
+    sending = _command(commands, "replay", "send what trackers have not taken", _replay)
+    sending.add_argument("run", help="folder of the run")
+    sending.add_argument("--mlflow-uri", help="MLflow's server, if its address has a password")
+    options = parser.parse_args(arguments)
+    try:
+        for line in options.call(options):
+            print(line, flush=True)  # noqa: T201
+    except Exception as error:
+        text = error.args[0] if isinstance(error, KeyError) else error
+        print(f"{parser.prog}: error: {text}", file=sys.stderr)  # noqa: T201
+        return 1
+    return 0
+
+
+def _command(
+    commands: Any, name: str, text: str, call: Callable[[argparse.Namespace], Iterator[str]]
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)
+    parser.set_defaults(call=call)
+    return parser
+
+
+def _show(options: argparse.Namespace) -> Iterator[str]:
+    run = Run.read(options.run)
+    yield from show(run, options.metric)
+    yield from _draw([run], options)
+
+
+def _compare(options: argparse.Namespace) -> Iterator[str]:
+    first, second = map(Run.read, options.run)
+    yield from compare(first, second, options.metric)
+    yield from _draw([first, second], options)
+
+
+def _draw(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[str]:
+    if options.metric:
+        runs = [
+            Run(run.name, {n: c for n, c in run.curves.items() if n in options.metric})
+            for run in runs
+        ]
+    for path, draw in ((options.png, draw_picture), (options.html, draw_page)):
+        if path is not None:
+            draw(runs, path)
+            yield f"wrote {path}"
+
+
+def _replay(options: argparse.Namespace) -> Iterator[str]:
+    lines = list(replay(options.run, mlflow_uri=options.mlflow_uri))
+    yield from lines or [f"nothing is left to send in {options.run}"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Metrics on their way to a tracker, kept on the disk so that a killed process loses none."""
+
+from __future__ import annotations
+
+import collections
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+logger = logging.getLogger(__name__)
+
+_SUFFIX = ".spool.jsonl"
+_PAUSE_S = 0.05  # between two writes, so that the steps of that time go in one
+_LARGE_BYTES = 8 << 20  # a file that has grown so much is rewritten without what has arrived
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Metrics of one step; the time is that of logging, in milliseconds since 1970.
+
+    The number counts what one sender was given, from 1.
+    """
+
+    metrics: Mapping[str, float]
+    step: int
+    time_ms: int
+    number: int = 0
+
+
+@dataclass
+class SpoolContents:
+    """What a spool file says: who it is for, what has not arrived, how the run ended."""
+
+    facts: dict[str, Any] = field(default_factory=dict)
+    entries: dict[int, StepMetrics] = field(default_factory=dict)
+    last_number: int = 0
+
+    def take(self, record: Mapping[str, Any]) -> None:
+        """Apply one line of the file."""
+        if "facts" in record:
+            self.facts.update(record["facts"])
+        for first, last in record.get("arrived", ()):
+            for number in range(first, last + 1):
+                self.entries.pop(number, None)
+        if "metrics" in record:
+            number = record["number"]
+            self.entries[number] = StepMetrics(
+                record["metrics"], record["step"], record["time_ms"], number
+            )
+            self.last_number = max(self.last_number, number)
+
+
+class Spool:
+    """An append-only file of metrics and of what has arrived, written by a thread of its own.
+
+    A line is with the operating system a tenth of a second after it was handed over, so that it
+    outlives the process. The file is locked while the process lives, and removed once everything
+    has arrived. A file that cannot be written is one WARNING, and nothing is kept.
+    """
+
+    def __init__(self, folder: Path, tracker: str, facts: Mapping[str, Any]) -> None:
+        name = f"{tracker}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}-{os.urandom(3).hex()}"
+        self.path = folder / f"{name}{_SUFFIX}"
+        self.num_left = 0
+        self._changed = threading.Condition()
+        self._lines: collections.deque[dict[str, Any]] = collections.deque([{"facts": dict(facts)}])
+        self._file: int | None = None
+        self._size = 0
+        self._large_bytes = _LARGE_BYTES
+        self._thread: threading.Thread | None = None
+        self._is_writing = False
+        self._failed = False
+
+    @property
+    def run_folder(self) -> Path:
+        """The folder that a replay is given."""
+        return self.path.parent.parent if self.path.parent.name == "spool" else self.path.parent
+
+    def append(self, entry: StepMetrics) -> None:
+        """Keep an entry; never waits for the disk."""
+        self.num_left += 1
+        self._put(
+            {
+                "number": entry.number,
+                "step": entry.step,
+                "time_ms": entry.time_ms,
+                "metrics": entry.metrics,
+            }
+        )
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts, such as the run's id once it is known."""
+        self._put({"facts": dict(facts)})
+
+    def settle(self, entries: Iterable[StepMetrics]) -> None:
+        """Note that entries have arrived, or were refused for good."""
+        numbers = [entry.number for entry in entries]
+        if numbers:
+            self.num_left -= len(numbers)
+            self._put({"arrived": list(_ranges(numbers))})
+
+    def sync(self, timeout_s: float = 2.0) -> bool:
+        """Wait until everything is with the operating system; return whether it is."""
+        deadline_s = time.monotonic() + timeout_s
+        with self._changed:
+            while (self._lines or self._is_writing) and not self._failed:
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0 or self._thread is None or not self._thread.is_alive():
+                    break
+                self._changed.wait(min(left_s, 0.2))
+            if self._lines and not self._is_writing:  # no thread: the interpreter is ending
+                self._write_waiting()
+            return not self._lines and not self._failed
+
+    def remove(self) -> None:
+        """Forget everything: it has arrived."""
+        with self._changed:
+            self._failed = True
+            self._lines.clear()
+            while self._is_writing:
+                self._changed.wait(0.2)
+            self._close()
+            self.path.unlink(missing_ok=True)
+            _remove_if_empty(self.path.parent)
+
+    def leave(self) -> bool:
+        """Write what waits and leave the file to a replay; return whether it is on the disk."""
+        is_kept = self.sync()
+        with self._changed:
+            self._failed = True
+            if not self._is_writing:
+                self._close()
+        return is_kept
+
+    def _put(self, line: dict[str, Any]) -> None:
+        with self._changed:
+            if self._failed:
+                return
+            self._lines.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._run, name=f"mcore.observe spool {self.path.name}", daemon=True
+                )
+                self._thread.start()
+            elif len(self._lines) == 1:
+                self._changed.notify_all()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._lines:
+                    if self._failed:
+                        return
+                    self._changed.wait()
+                lines = self._take()
+            self._write(lines)
+            with self._changed:
+                self._is_writing = False
+                self._changed.notify_all()
+                if self._failed:
+                    self._close()
+                    return
+            time.sleep(_PAUSE_S)
+
+    def _take(self) -> list[dict[str, Any]]:
+        lines = list(self._lines)
+        self._lines.clear()
+        self._is_writing = True
+        return lines
+
+    def _write_waiting(self) -> None:
+        self._write(self._take())
+        self._is_writing = False
+
+    def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
+        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        try:
+            if self._file is None:
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                self._file = _open_locked(self.path)
+            _write_all(self._file, data)
+            self._size += len(data)
+            if self._size > self._large_bytes:
+                self._rewrite()
+        except OSError as error:
+            self._failed = True
+            logger.warning(
+                "%s cannot be written, what a tracker has not taken when this process is killed "
+                "is lost: %s",
+                self.path,
+                error,
+            )
+
+    def _rewrite(self) -> None:
+        """Write the file again without what has arrived."""
+        contents = read_spool(self.path)
+        partial = self.path.with_suffix(".partial")
+        file = _open_locked(partial)
+        lines = [json.dumps({"facts": contents.facts}), *map(_as_line, contents.entries.values())]
+        data = "".join(line + "\n" for line in lines).encode()
+        _write_all(file, data)
+        os.replace(partial, self.path)
+        self._close()
+        self._file, self._size = file, len(data)
+        self._large_bytes = max(_LARGE_BYTES, 2 * len(data))
+
+    def _close(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+
+def spool_files(folder: Path, tracker: str = "") -> list[Path]:
+    """Return the spool files of a folder, the oldest first."""
+    return sorted(folder.glob(f"{tracker}*{_SUFFIX}")) if folder.is_dir() else []
+
+
+def read_spool(path: Path) -> SpoolContents:
+    """Read a spool file; a last line that a crash cut off is left out."""
+    contents = SpoolContents()
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                contents.take(json.loads(line))
+    return contents
+
+
+class SpoolOwner:
+    """The right to send what a dead process left in a spool file, held until it is removed.
+
+    Raises:
+        BlockingIOError: A living process owns the file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._file = os.open(path, os.O_RDWR | os.O_APPEND)
+        try:
+            _lock(self._file)
+        except BlockingIOError:
+            os.close(self._file)
+            raise
+        self.contents = read_spool(path)
+
+    def settle(self, entries: Iterable[StepMetrics]) -> None:
+        """Note that entries have arrived."""
+        ranges = list(_ranges(entry.number for entry in entries))
+        _write_all(self._file, json.dumps({"arrived": ranges}).encode() + b"\n")
+
+    def note(self, facts: Mapping[str, Any]) -> None:
+        """Add facts."""
+        self.contents.facts.update(facts)
+        _write_all(self._file, json.dumps({"facts": dict(facts)}).encode() + b"\n")
+
+    def remove(self) -> None:
+        """Remove the file: everything has arrived."""
+        self.path.unlink(missing_ok=True)
+        self.close()
+        _remove_if_empty(self.path.parent)
+
+    def close(self) -> None:
+        """Give the file up, for another replay."""
+        os.close(self._file)
+
+
+@dataclass(frozen=True)
+class EarlierSpools:
+    """Spool files of earlier starts of a run, of which steps after the resumed one are dropped."""
+
+    folder: Path
+    tracker: str
+    up_to: int | None
+
+    def of_run(self, run_id: str) -> Iterator[SpoolOwner]:
+        """Yield the files for this run, or for one that was never opened, that nobody owns."""
+        for path in spool_files(self.folder, self.tracker):
+            try:
+                owner = SpoolOwner(path)
+            except (BlockingIOError, FileNotFoundError):
+                continue
+            if owner.contents.facts.get("run_id") in (None, "", run_id):
+                yield owner
+            else:
+                owner.close()
+
+
+def _as_line(entry: StepMetrics) -> str:
+    return json.dumps(
+        {
+            "number": entry.number,
+            "step": entry.step,
+            "time_ms": entry.time_ms,
+            "metrics": dict(entry.metrics),
+        }
+    )
+
+
+def _ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
+    first = last = 0
+    for number in numbers:
+        if first and number == last + 1:
+            last = number
+            continue
+        if first:
+            yield [first, last]
+        first = last = number
+    if first:
+        yield [first, last]
+
+
+def _open_locked(path: Path) -> int:
+    file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
+    _lock(file)
+    return file
+
+
+def _lock(file: int) -> None:
+    """Lock a file while this process lives, where the system and the file system can."""
+    try:
+        import fcntl
+    except ImportError:
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return
+
+
+def _write_all(file: int, data: bytes) -> None:
+    while data:
+        data = data[os.write(file, data) :]
+
+
+def _remove_if_empty(folder: Path) -> None:
+    try:
+        folder.rmdir()
+    except OSError:  # other trackers' files are there
+        return

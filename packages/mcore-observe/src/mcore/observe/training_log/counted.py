@@ -1,0 +1,67 @@
+"""Steps that the log counts itself: counters, sums and time stamps between two lines."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from mcore.observe.model_groups import find_process_groups
+from mcore.observe.scalars import as_number
+from mcore.observe.training_log.log import log_training_step
+from mcore.observe.training_log.step import find_num_microbatches, samples_per_step
+
+
+class CountedSteps:
+    """What a training loop keeps for :func:`mcore.observe.training_log`, kept for it."""
+
+    def __init__(self) -> None:
+        self._totals: dict[str, Any] = {}
+        self._first_step: int | None = None
+        self._finished: collections.deque[float] = collections.deque()
+
+    def log(
+        self,
+        config: Any,
+        global_state: Any,
+        losses: Mapping[str, Any],
+        values: Mapping[str, Any],
+        *,
+        samples: int | None,
+        tokens: int | None,
+        skipped: bool,
+        model: Any,
+        pg_collection: Any,
+        scalars: Mapping[str, Any],
+    ) -> None:
+        """Advance the counters by a step and log it; all ranks call it."""
+        progress = global_state.train_state
+        if self._first_step is None:
+            self._first_step = progress.step
+        if samples is None:
+            groups = find_process_groups(pg_collection, model)
+            microbatches = find_num_microbatches(config, global_state, groups)
+            samples = samples_per_step(config, microbatches, groups)
+        progress.step += 1
+        progress.consumed_train_samples += int(samples)
+        if skipped:
+            progress.skipped_train_samples += int(samples)
+        window = as_number(getattr(config.logger, "throughput_window_size", None)) or 100
+        self._finished.append(time.time())
+        while len(self._finished) > window + 1:
+            self._finished.popleft()
+        log_training_step(
+            losses,
+            self._totals,
+            values,
+            config,
+            global_state,
+            skipped_iter=int(skipped),
+            history_wct=list(self._finished) if len(self._finished) > window else None,
+            model=model,
+            pg_collection=pg_collection,
+            loaded_iteration=self._first_step,
+            further=scalars,
+            tokens=tokens,
+        )

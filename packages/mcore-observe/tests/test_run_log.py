@@ -1,0 +1,100 @@
+"""The log of a run in one object: its counters, its files, and a run that goes on."""
+
+import io
+import json
+import re
+import sys
+
+import pytest
+import torch
+
+from mcore.observe import GlobalState, JsonlSink, MemorySink, RunLog
+
+
+def lines_of(folder):
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_counters_totals_and_scalars_are_kept(tmp_path, capsys):
+    kept = MemorySink()
+    with RunLog(tmp_path, batch_size=4, seq_length=10, log_every=2, sinks=[kept]) as log:
+        for step in range(1, 7):
+            log.log_step(torch.tensor(float(step)), lr=0.5, accuracy=step / 10, bad="abc")
+        log.log_step({"loss": torch.tensor(9.0)}, samples=100, skipped=True)
+        assert log.train_state.step == 7
+        assert log.train_state.consumed_train_samples == 124
+        assert log.train_state.skipped_train_samples == 100
+    averages = re.findall(r" \| loss: (\S+) \|", capsys.readouterr().out)
+    assert list(map(float, averages)) == [1.5, 3.5, 5.5]
+    assert list(kept.steps) == [2, 4, 6]
+    assert kept.steps[4]["accuracy"] == 0.4
+    assert [line["accuracy"] for line in lines_of(tmp_path)] == [0.2, 0.4, 0.6]
+
+
+def test_a_run_that_goes_on_after_a_checkpoint(tmp_path):
+    with RunLog(tmp_path, batch_size=4, log_every=1) as log:
+        for step in range(1, 6):
+            log.log_step({"loss": float(step)})
+            if step == 3:
+                checkpoint = log.state_dict()
+    with RunLog(tmp_path, batch_size=4, log_every=1) as log:
+        log.load_state_dict(checkpoint)
+        for _ in range(3):
+            log.log_step({"loss": 10.0})
+    names = ("step", "loss", "samples vs steps")
+    assert [tuple(line[name] for name in names) for line in lines_of(tmp_path)] == [
+        (1, 1.0, 4), (2, 2.0, 8), (3, 3.0, 12), (4, 10.0, 16), (5, 10.0, 20), (6, 10.0, 24),
+    ]  # fmt: skip
+
+
+def test_tokens_and_the_wait_for_data_are_shown(tmp_path, capsys):
+    with RunLog(tmp_path, batch_size=4, seq_length=10, log_every=2) as log:
+        for _ in range(2):
+            with log.data():
+                pass
+            log.log_step({"loss": 1.0}, tokens=1_000_000_000)
+    found = re.search(
+        r"step ms: ([\d.]+) \| tokens/s: ([\d,]+) \| data %: [\d.]+ \|", capsys.readouterr().out
+    )
+    assert found
+    assert int(found[2].replace(",", "")) > 1_000_000_000  # two steps in less than two seconds
+
+
+def test_a_state_of_another_configuration_counts_too():
+    kept = MemorySink()
+    state = GlobalState(extra_sinks=[kept])
+    state.log_step({"loss": torch.tensor(1.0)}, grad_norm=torch.tensor(2.0))
+    assert kept.steps[1]["grad-norm"] == 2.0
+
+
+def test_a_setting_that_is_wrong_is_refused_on_every_rank(tmp_path):
+    with pytest.raises(ValueError, match="console_format is 'pretty'"):
+        RunLog(tmp_path, console_format="pretty")
+    with pytest.raises(TypeError, match="no_such_setting"):
+        RunLog(tmp_path, no_such_setting=1)
+
+
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
+
+
+def test_a_terminal_has_colours_and_the_line_keeps_above_a_bar(tmp_path, monkeypatch):
+    tqdm = pytest.importorskip("tqdm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    with tqdm.tqdm(total=2, file=terminal) as bar, RunLog(tmp_path, log_every=1) as log:
+        log.log_step({"loss": float("nan")})
+        bar.update()
+    text = terminal.getvalue()
+    assert re.search(r"\r +\r \033\[2m\[", text), repr(text)  # the bar is wiped first
+    assert "loss: \033[31mNAN\033[0m |" in text
+
+
+def test_a_file_of_ones_own_is_not_needed(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    with GlobalState(extra_sinks=[sink]) as state:
+        state.log_step({"loss": 1.0})
+    assert len(lines_of(tmp_path)) == 1

@@ -1,0 +1,85 @@
+"""Runs as tables and charts, from files of real sinks."""
+
+import math
+import re
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from mcore.observe import JsonlSink
+from mcore.observe.__main__ import main
+from mcore.observe.runs.tables import sparkline
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, factor in (("first", 1.0), ("second", 0.5)):
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        for step in range(1, 101):
+            loss = math.nan if step == 50 else factor * 100 / step
+            sink.log({"lm loss": loss, "<odd> & name": factor}, step)
+        if name == "first":
+            sink.log({"only here": 1.0, "lm loss": 7.0}, 100)
+        sink.close()
+    return tmp_path / "first", tmp_path / "second"
+
+
+def test_a_table_has_the_ends_and_extremes_of_every_metric(folders, capsys):
+    assert main(["show", str(folders[0])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["metric", "steps", "first", "last", "least", "largest"]
+    assert re.split(r"  +", lines[1])[:6] == ["lm loss", "1-100", "100", "7", "1.01", "100"]
+    assert re.split(r"  +", lines[1])[6][0] == "█"
+    assert lines[3].startswith("only here")
+
+
+def test_two_runs_are_compared_at_the_last_step_of_both(folders, capsys):
+    assert main(["compare", *map(str, folders), "--metric", "lm loss"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", lines[1])[:5] == ["lm loss", "100", "7", "0.5", "-92.9%"]
+    assert len(lines) == 2
+
+
+def test_the_page_needs_nothing_else_and_has_every_point(folders, tmp_path, capsys):
+    page = tmp_path / "page.html"
+    assert main(["compare", *map(str, folders), "--html", str(page)]) == 0
+    text = page.read_text()
+    assert not re.search(r"https?:|<script|<link|src=", text)
+    assert "&lt;odd&gt; &amp; name" in text
+    charts = [ET.fromstring(svg) for svg in re.findall(r"<svg.*?</svg>", text, re.DOTALL)]
+    assert len(charts) == 3
+    lines = [line.attrib for line in charts[0].iter("polyline")]
+    assert [len(line["points"].split()) for line in lines] == [49, 50, 49, 50]  # NaN is a gap
+    for line in lines:
+        for point in line["points"].split():
+            x, y = map(float, point.split(","))
+            assert 0 <= x <= 420
+            assert 0 <= y <= 180
+
+
+def test_a_picture(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.png"
+    assert main(["show", str(folders[0]), "--png", str(picture)]) == 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "nothing"], "nothing has no metrics"),
+        (["show", "{first}", "--metric", "x"], "first has no metric 'x'; it has ['<odd> & name'"),
+        (["replay", "nothing"], "there is no folder nothing"),
+    ],
+)
+def test_what_is_not_there_is_an_error_that_says_so(folders, capsys, words, message):
+    assert main([word.format(first=folders[0]) for word in words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_sparklines():
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0]) == "▅▅"
+    assert sparkline([0.0, math.nan, 1.0]) == "▁x█"
+    assert sparkline([]) == ""
+    assert len(sparkline(range(1000))) == 32
