@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.groups import GroupLike, as_process_group, group_ranks
+from mcore.parallel.groups import GroupLike, as_process_group, group_ranks, reject_destroyed
 from mcore.parallel.mesh import get_mesh_names, resolve_submesh
 from mcore.parallel.shortened import ranks_text
 from mcore.parallel.torch_compat import flatten_mesh, is_distributed, root_mesh
@@ -442,6 +442,7 @@ def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _check_mesh(argument: str, mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{argument} must be a DeviceMesh, got {type(mesh).__name__}")
+    reject_destroyed(mesh)
 
 
 def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -> None:
