@@ -235,6 +235,38 @@ def test_a_rank_that_asks_for_other_groups_is_an_error_on_all_ranks(arguments, t
         assert re.search(text, message), message
 
 
+def disagree_about_experts() -> Any:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=HYBRID)
+    experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "ep", "dp_outer"))
+    dense, expert = dist.group.WORLD, dist.new_group([0, 2, 1, 3], sort_ranks=False)
+
+    def index(shard: str = "dp_shard", given: Any = None) -> list[int]:
+        made = FSDPDistributedIndex(
+            *(mesh, shard, "dp_outer", None, dense, False, experts),
+            hybrid_fsdp_expt_group=given,
+        )
+        return dist.get_process_group_ranks(made.get_dp_group(is_expert_parallel=True))
+
+    return {
+        "one gives a group": outcome(lambda: index(given=expert if rank == VICTIM else None)),
+        "one names another": outcome(lambda: index("ep" if rank == VICTIM else "dp_shard")),
+        "all give it": outcome(lambda: index(given=expert)),
+    }
+
+
+def test_ranks_whose_expert_meshes_would_create_other_groups_all_raise() -> None:
+    for rank, found in enumerate(run_ranks(disagree_about_experts, 4)):
+        kind, text = found["one gives a group"]
+        assert kind == "ValueError"
+        own = "given" if rank == VICTIM else "None"
+        assert f"different arguments: hybrid_fsdp_expt_group ({own} here)" in text
+        kind, text = found["one names another"]
+        assert kind == "ValueError"
+        assert "dp_shard_dim 'ep' is not a dimension of device_mesh" in text
+        assert found["all give it"] == [0, 2, 1, 3]
+
+
 def disagree_about_the_submesh() -> float:
     mesh = init_device_mesh("cpu", (1, 3), mesh_dim_names=HYBRID)
     hybrid = dist.get_rank() != VICTIM

@@ -22,7 +22,9 @@ so has a part of the gradient; slice r where all ranks compute the same from it
 - Without a group (the argument, else ``tp`` of the default ``ProcessGroups``), in a group of one
   rank and without torch.distributed the input itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
-  same order, and must run the backward pass alike. Unequal shapes are not detected.
+  same order, and must run the backward pass alike. With ``MCORE_DEBUG_COLLECTIVES=1`` in the
+  environment one more small all-reduce before each collective finds ranks that do not, and raises
+  ValueError on all of them; otherwise gloo ends the process and NCCL hangs or mixes values.
 - The input is never modified. Only ``copy_to_tensor_model_parallel_region`` returns an alias of its
   input, on which autograd refuses in-place changes.
 - Any strides and any dtype that the group's backend reduces work, and so do gradients of gradients.
@@ -38,6 +40,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore.parallel.agreement import check_tensors
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.torch_compat import all_gather_single, reduce_scatter_single
@@ -324,6 +327,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 def _all_reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    check_tensors("all-reduce", input_, group)
     output = input_.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, group=group)
     return output
@@ -336,6 +340,7 @@ def _own_slice(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
+    check_tensors("all-gather", input_, group)
     _check_has_dims(input_)
     num_ranks = group.size()
     output = input_.new_empty((num_ranks * input_.shape[0], *input_.shape[1:]))
@@ -346,6 +351,7 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int) -> Tensor:
 
 
 def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    check_tensors("reduce-scatter", input_, group)
     length = _length_per_rank(input_, group, SEQUENCE_DIM)
     output = input_.new_empty((length, *input_.shape[1:]))
     reduce_scatter_single(output, input_.contiguous(), group)

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, group_ranks
+from mcore.parallel.process_groups.creation import GroupSettings, SharedGroup
 from mcore.parallel.process_groups.from_mesh import MeshPlan, groups_from_mesh, plan_mesh
 from mcore.parallel.process_groups.from_sizes import (
     GroupPlan,
@@ -28,7 +29,6 @@ from mcore.parallel.process_groups.layout import (
     hierarchical_lists,
     layouts_of_sizes,
 )
-from mcore.parallel.process_groups.shared import GroupSettings, SharedGroup
 from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_distributed
 
 _NEEDS_INIT = (

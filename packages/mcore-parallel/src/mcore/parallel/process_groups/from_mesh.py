@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from mcore.parallel.process_groups.creation import GroupMaker, GroupSettings, SharedGroup, agreed
 from mcore.parallel.process_groups.layout import (
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -19,7 +20,6 @@ from mcore.parallel.process_groups.layout import (
     require_equal_pipelines,
 )
 from mcore.parallel.process_groups.mesh_axes import Dims, View, views_of
-from mcore.parallel.process_groups.shared import GroupMaker, GroupSettings, SharedGroup, agreed
 from mcore.parallel.torch_compat import (
     flatten_mesh,
     flattened_meshes,

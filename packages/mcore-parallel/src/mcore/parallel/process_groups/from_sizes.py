@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.groups import reject_destroyed
+from mcore.parallel.process_groups.creation import GroupMaker, GroupSettings, SharedGroup, agreed
 from mcore.parallel.process_groups.layout import (
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -21,7 +22,6 @@ from mcore.parallel.process_groups.layout import (
     hierarchical_lists,
     layouts_of_sizes,
 )
-from mcore.parallel.process_groups.shared import GroupMaker, GroupSettings, SharedGroup, agreed
 from mcore.tensor.device import available_accelerator
 
 
