@@ -157,6 +157,25 @@ def test_embedding_ranks_of_a_mesh_can_be_chosen(fake_world) -> None:
     assert (pgs.ranks("embd"), pgs.ranks("pos_embd")) == ([2, 4], [2])
 
 
+def reduce_beside_a_dimension_that_moves_nothing() -> list[object]:
+    world = mesh_of(world=8)
+    dense = world._unflatten(0, (2, 2, 2), ("dp_replicate", "cp", "tp"))
+    expert = world._unflatten(
+        0, (2, 4, 1), ("dp_replicate", "efsdp", "ep"), backend_override={"efsdp": "fake"}
+    )
+    pgs = ProcessGroups.from_mesh(dense, expert)
+    found: list[object] = []
+    for group in (pgs.tp_cp, pgs.expt_dp):
+        total = torch.ones(())
+        dist.all_reduce(total, group=group)
+        found.append(total.item())
+    return found
+
+
+def test_groups_that_a_mesh_has_only_for_show_are_not_used() -> None:
+    assert run_ranks(reduce_beside_a_dimension_that_moves_nothing, 8) == [[4.0, 8.0]] * 8
+
+
 def outcome(call: Any) -> Any:
     try:
         return call()

@@ -155,7 +155,15 @@ def _adopt(view: View, maker: GroupMaker) -> None:
         if inside:
             flat = flattened.get(name) if name not in view.layout.axes else None
             group = view.mesh.get_group(name) if flat is None else flat.get_group()
-        maker.adopt(view.layout.lists(dims), group)
+        if not _is_disabled(group):
+            maker.adopt(view.layout.lists(dims), group)
+
+
+def _is_disabled(group: dist.ProcessGroup | None) -> bool:
+    """Return whether a group of several ranks moves nothing: torchtitan's for unused dimensions."""
+    if group is None or group.size() == 1 or dist.get_backend() == "fake":
+        return False
+    return dist.get_backend(group) == "fake"
 
 
 def _group(
