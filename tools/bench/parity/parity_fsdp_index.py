@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import permutations, product
@@ -9,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from megatron_fsdp.utils import FSDPDistributedIndex as Peer
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from mcore.parallel import FSDPDistributedIndex
 
+Peer: Any = importlib.import_module("megatron_fsdp.utils").FSDPDistributedIndex
 WORLD = 8
 HYBRID = ("dp_outer", "dp_shard")
 
@@ -68,11 +69,11 @@ def facts(index: Any, case: Case, *, is_expert: bool) -> dict[str, Any]:
         groups["outer"] = index.get_outer_fsdp_group()
         if case.is_full:
             found["logical rank"] = index.get_logical_hybrid_fsdp_rank()
-    names = [("dp_shard",), *([HYBRID] if is_hybrid else [])]
+    names: list[tuple[str, ...]] = [("dp_shard",), *([HYBRID] if is_hybrid else [])]
     names += [("tp",), *[(*name, "tp") for name in names]] if case.has_tp else []
-    for name in names:
-        mesh = index.get_submesh(name, is_expert_parallel=is_expert)
-        found[" ".join(name)] = (mesh.mesh_dim_names, mesh.mesh.tolist())
+    for dims in names:
+        mesh = index.get_submesh(dims, is_expert_parallel=is_expert)
+        found[" ".join(dims)] = (mesh.mesh_dim_names, mesh.mesh.tolist())
     root = index.get_root_mesh(is_expert_parallel=is_expert)
     found["root"] = root.mesh_dim_names
     for name, group in groups.items():
