@@ -109,11 +109,11 @@ def test_reports_of_all_failing_ranks_reach_all_in_small_messages() -> None:
         assert raised == (("no",) if rank == 1 else ("rank 1 of the process group failed: no",))
         assert differences == [1, 1]
         assert messages == [
-            ("all_reduce", 8),
-            *[("all_reduce", 8), ("all_gather_single", 3 * 4096)] * 2,
-            ("all_reduce", 16),
-            ("all_reduce", 16),
-            *[("all_reduce", 16), ("broadcast", 2048)],
+            ("all_reduce", 512),
+            *[("all_reduce", 512), ("all_gather_single", 3 * 4096)] * 2,
+            ("all_reduce", 512),
+            ("all_reduce", 512),
+            *[("all_reduce", 512), ("broadcast", 2048)],
             ("all_reduce", 2 * 12),
             ("all_reduce", 2 * 4),
         ]

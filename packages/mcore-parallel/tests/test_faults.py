@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 import pytest
@@ -180,7 +181,7 @@ def disagree_softly(folder: str) -> dict[str, Any]:
     size = 4 + (rank == VICTIM)
     keys = {str(number): 1.0 for number in range(size)}
     calls: dict[str, Callable[[], Any]] = {
-        "memory": lambda: reduce_max_memory_across_pp_group(keys, world, strict=True),
+        "memory": lambda: reduce_max_memory_across_pp_group(keys, world),
         "hashes": lambda: check_param_hashes_across_dp_replicas(linear(size), True, dp_group=world),
         "integrity": lambda: validate_sharding_integrity(weight(1.0, size)),
         "save": lambda: save_sharded_state_dict(weight(1.0, size), folder),
@@ -215,10 +216,14 @@ def build_with(arguments: list[dict[str, Any]]) -> Any:
 @pytest.mark.parametrize(
     ("arguments", "text"),
     [
-        ([{"tp": 2}, {"tp": 4}, {"tp": 2}, {"tp": 2}], "tp is 2 to 4"),
-        ([{"tp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2}], "tp is 1 to 2 .*pp is 1 to 2"),
-        ([{}, {"groups": ("tp",)}, {}, {}], "order, groups, .* differ"),
-        ([{}, {"order": "dp-tp-cp-ep-pp"}, {}, {}], "order, groups, .* differ"),
+        ([{"tp": 2}, {"tp": 4}, {"tp": 2}, {"tp": 2}], r"tp \(\d here\)"),
+        ([{"tp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2}], r"tp \(\d here\), pp \(\d here\)"),
+        ([{}, {"groups": ("tp",)}, {}, {}], r"arguments: groups \(tp"),
+        ([{}, {"order": "dp-tp-cp-ep-pp"}, {}, {}], r"arguments: order \("),
+        ([{}, {"device_type": "meta"}, {}, {}], r"arguments: device_type \((cpu|meta) here\)"),
+        ([{}, {"hcp_sizes": [1]}, {}, {}], r"arguments: hcp_sizes \("),
+        ([{}, {"timeout": timedelta(seconds=9)}, {}, {}], r"arguments: timeout \("),
+        ([{}, {"backend": "gloo"}, {}, {}], r"arguments: backend \("),
         ([{"tp": 2}, {"tp": 3}, {"tp": 2}, {"tp": 2}], "4 is not divisible by .*= 3"),
         ([{}, {"cp": 0}, {}, {}], "cp must be at least 1, got 0"),
     ],
@@ -228,6 +233,38 @@ def test_a_rank_that_asks_for_other_groups_is_an_error_on_all_ranks(arguments, t
     for (kind, message), total in run_ranks(build_with, 4, arguments):
         assert (kind, total) == ("ValueError", 4.0)
         assert re.search(text, message), message
+
+
+def disagree_about_experts() -> Any:
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=HYBRID)
+    experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "ep", "dp_outer"))
+    dense, expert = dist.group.WORLD, dist.new_group([0, 2, 1, 3], sort_ranks=False)
+
+    def index(shard: str = "dp_shard", given: Any = None) -> list[int]:
+        made = FSDPDistributedIndex(
+            *(mesh, shard, "dp_outer", None, dense, False, experts),
+            hybrid_fsdp_expt_group=given,
+        )
+        return dist.get_process_group_ranks(made.get_dp_group(is_expert_parallel=True))
+
+    return {
+        "one gives a group": outcome(lambda: index(given=expert if rank == VICTIM else None)),
+        "one names another": outcome(lambda: index("ep" if rank == VICTIM else "dp_shard")),
+        "all give it": outcome(lambda: index(given=expert)),
+    }
+
+
+def test_ranks_whose_expert_meshes_would_create_other_groups_all_raise() -> None:
+    for rank, found in enumerate(run_ranks(disagree_about_experts, 4)):
+        kind, text = found["one gives a group"]
+        assert kind == "ValueError"
+        own = "given" if rank == VICTIM else "None"
+        assert f"different arguments: hybrid_fsdp_expt_group ({own} here)" in text
+        kind, text = found["one names another"]
+        assert kind == "ValueError"
+        assert "dp_shard_dim 'ep' is not a dimension of device_mesh" in text
+        assert found["all give it"] == [0, 2, 1, 3]
 
 
 def disagree_about_the_submesh() -> float:

@@ -105,13 +105,13 @@ def test_meshes_are_made_of_the_groups_that_exist(fake_world, monkeypatch) -> No
 def test_only_the_wanted_groups_are_created(fake_world, monkeypatch) -> None:
     fake_world(3, 8)
     created = []
-    new_groups = dist.new_subgroups_by_enumeration
+    new_group = dist.new_group
 
-    def record(lists, **kwargs):  # type: ignore[no-untyped-def]
-        created.extend(lists)
-        return new_groups(lists, **kwargs)
+    def record(ranks, **kwargs):  # type: ignore[no-untyped-def]
+        created.append(ranks)
+        return new_group(ranks, **kwargs)
 
-    monkeypatch.setattr(dist, "new_subgroups_by_enumeration", record)
+    monkeypatch.setattr(dist, "new_group", record)
     pgs = ProcessGroups.from_sizes(tp=2, cp=2, groups=("cp", "tp"))
     assert created == [[0, 1], [2, 3], [4, 5], [6, 7], [0, 2], [1, 3], [4, 6], [5, 7]]
     assert repr(pgs) == "ProcessGroups(tp=2, cp=2)"
@@ -425,10 +425,15 @@ def test_missing_dimensions_stay_none(fake_world) -> None:
 def test_dimensions_under_other_names(fake_world) -> None:
     fake_world(5, 8)
     mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tp"))
-    pgs = ProcessGroups.from_mesh(mesh, names={"dp": "shard"}, groups=("dp", "tp_dp_cp"))
-    assert repr(pgs) == "ProcessGroups(dp=2, tp_dp_cp=4, dense_mesh=(2, 2, 2))"
-    assert pgs.ranks("dp") == [5, 7]
-    assert pgs.ranks("tp_dp_cp") == [4, 5, 6, 7]
+    names = {"dp": ("replicate", "shard"), "intra_dp_cp": "shard", "inter_dist_opt": "replicate"}
+    wanted = ("dp", "tp_dp_cp", "intra_dp_cp")
+    pgs = ProcessGroups.from_mesh(mesh, names=names, groups=wanted)
+    assert repr(pgs) == (
+        "ProcessGroups(dp=4, tp_dp_cp=8, intra_dp_cp=2, inter_dist_opt=2, dense_mesh=(2, 2, 2))"
+    )
+    assert pgs.ranks("dp") == [1, 3, 5, 7]
+    assert pgs.ranks("tp_dp_cp") == list(range(8))
+    assert (pgs.ranks("intra_dp_cp"), pgs.ranks("inter_dist_opt")) == ([5, 7], [1, 5])
 
 
 def test_experts_in_the_one_mesh(fake_world) -> None:
@@ -473,14 +478,16 @@ def part_of_the_world() -> list[object]:
         return [str(error)]
     total = torch.tensor(2.0 ** dist.get_rank())
     dist.all_reduce(total, group=pgs.tp_dp_cp)
-    return [pgs.ranks("tp_dp_cp"), pgs.ranks("tp"), total.item()]
+    backends = [g._get_backend(torch.device("cpu")) for g in (pgs.tp_dp_cp, dist.group.WORLD)]
+    timeout, of_the_job = [backend.options._timeout for backend in backends]
+    return [pgs.ranks("tp_dp_cp"), pgs.ranks("tp"), total.item(), timeout == of_the_job]
 
 
 def test_rank_outside_the_mesh_takes_part_and_then_raises() -> None:
     *members, outside = run_ranks(part_of_the_world, 5)
     for rank, found in enumerate(members):
         pair = rank - rank % 2
-        assert found == [[0, 1, 2, 3], [pair, pair + 1], 15.0]
+        assert found == [[0, 1, 2, 3], [pair, pair + 1], 15.0, True]
     assert "rank 4 is not in the mesh" in outside[0]
 
 
@@ -488,15 +495,19 @@ def test_refused_meshes(fake_world) -> None:
     fake_world(5, 16)
     dense, expert = example_meshes()
     other = init_device_mesh("cpu", (4, 4), mesh_dim_names=("pp", "ep"))
+    mixed = init_device_mesh("cpu", (4, 2, 2), mesh_dim_names=("pp", "dp", "ep"))
     for arguments, text in (
         (
             {"mesh": dense, "expert_mesh": other},
             r"different pp groups \(from the meshes\): \[0, 8\] and \[0, 4, 8, 12\]",
         ),
-        ({"mesh": dense, "names": {"mp": "tp"}}, "unknown field 'mp'"),
-        ({"mesh": dense, "names": {"dp": "data"}}, r"dp to 'data', which no mesh has"),
+        ({"mesh": dense, "names": {"mb": "tp"}}, "unknown field 'mb'"),
+        ({"mesh": dense, "names": {"dp": "data"}}, r"dp to 'data', which mesh does not have"),
+        ({"mesh": dense, "names": {"dp": "tp"}}, "'tp' of mesh stands for tp and for dp"),
+        ({"mesh": dense, "names": {"dp": ("dp", "dp")}}, "in which a dimension appears twice"),
+        ({"mesh": mixed}, r"'ep' \(2 ranks\) of mesh .* names=\{'dp': \('dp', 'ep'\)\}"),
         ({"mesh": DeviceMesh("cpu", list(range(16)))}, "no dimension names"),
-        ({"mesh": dense, "groups": ("hcp",)}, "gives no hcp"),
+        ({"mesh": dense, "groups": ("hcp",)}, "levels are not known"),
         ({"mesh": dense, "groups": ("xp",)}, "'xp'"),
     ):
         with pytest.raises(ValueError, match=text):

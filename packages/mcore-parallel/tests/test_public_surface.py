@@ -129,7 +129,7 @@ def test_a_torch_without_distributed_gets_the_answers_of_one_process() -> None:
 def test_readme_examples_print_what_the_readme_says() -> None:
     found = re.findall(r"```(\w+)\n(.*?)```", README.read_text(), flags=re.DOTALL)
     languages, blocks = [language for language, _ in found], [text for _, text in found]
-    assert languages == ["python", "text"] * 3
+    assert languages == ["python", "text"] * (len(found) // 2)
     assert all(len(list(filter(None, code.splitlines()))) <= 10 for code in blocks[::2])
     assert run_python("\n".join(blocks[::2])) == "".join(blocks[1::2])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from mcore.parallel import (
     scatter_to_tensor_model_parallel_region,
     use_process_groups,
 )
+from mcore.parallel.reductions import sum_over_group
 from rank_testing import run_ranks
 
 
@@ -412,3 +414,46 @@ def cuda_values() -> list[bool]:
 def test_nccl_ranks_compute_the_same_as_the_reference() -> None:
     """Checks on two GPUs that the collectives accept NCCL groups and bfloat16 CUDA tensors."""
     assert run_ranks(cuda_values, 2, init="cuda") == [[True] * len(FUNCTIONS)] * 2
+
+
+def regions_with_other_tensors() -> list[str]:
+    """Every collective with a rank whose tensor, dtype or function is another."""
+    rank, world = dist.get_rank(), dist.group.WORLD
+    long, other = torch.ones(4 + rank, 2), torch.ones(4, 2, dtype=[torch.float, torch.half][rank])
+    tall = torch.ones(4, 2, requires_grad=True)
+    gathered = gather_from_sequence_parallel_region(tall, group=world)
+    calls: list[Callable[[], object]] = [
+        lambda: reduce_from_tensor_model_parallel_region(long, world),
+        lambda: gather_from_tensor_model_parallel_region(other, world),
+        lambda: gather_from_sequence_parallel_region(long, group=world),
+        lambda: reduce_scatter_to_sequence_parallel_region(long, world),
+        lambda: (
+            reduce_from_tensor_model_parallel_region(long, world)
+            if rank
+            else gather_from_sequence_parallel_region(long, group=world)
+        ),
+        lambda: sum_over_group([long.flatten()], world),
+        lambda: gathered.sum().backward(),
+    ]
+    return [outcome_of(call) for call in calls]
+
+
+def outcome_of(call: Callable[[], object]) -> str:
+    try:
+        call()
+    except ValueError as error:
+        return str(error)
+    return "done"
+
+
+def test_the_debug_switch_finds_ranks_that_disagree() -> None:
+    first, second = run_ranks(regions_with_other_tensors, 2, env={"MCORE_DEBUG_COLLECTIVES": "1"})
+    for here, there in zip(first, second, strict=True):
+        assert (here == "done") == (there == "done")
+    assert [text == "done" for text in second] == [*[False] * 6, True]
+    assert "has all-reduce of torch.float32 (5, 2) on cpu; the first rank has" in second[0]
+    assert "all-reduce of torch.float32 (4, 2) on cpu. Call with the same" in second[0]
+    assert "has all-gather of torch.float16 (4, 2)" in second[1]
+    assert "has reduce-scatter of torch.float32 (4, 2) on cpu; others have" in first[3]
+    assert "has all-gather of" in first[4]
+    assert "has sum of torch.float32 (10,)" in second[5]

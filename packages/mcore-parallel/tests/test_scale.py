@@ -299,7 +299,6 @@ def messages(world: int, fake_world: Callable[[int, int], None], watch: Any) -> 
         "stat": lambda: reduce_max_stat_across_model_parallel_group(1.0, group),
         "and": lambda: logical_and_across_model_parallel_group(True, group),
         "memory": lambda: reduce_max_memory_across_pp_group(report, group),
-        "strict memory": lambda: reduce_max_memory_across_pp_group(report, group, strict=True),
         "step stats": lambda: reduce_step_stats(dict(report), {"ok": True}, group),
         "hashes": lambda: check_param_hashes_across_dp_replicas(model, dp_group=group),
         "cross hashes": lambda: check_param_hashes_across_dp_replicas(model, True, dp_group=group),
@@ -347,8 +346,7 @@ def bytes_sent(monkeypatch) -> list[int]:
 def test_no_message_grows_with_the_world(fake_world, bytes_sent) -> None:
     small = messages(8, fake_world, bytes_sent)
     assert min(small.values()) > 0
-    assert small["stat"] == 16
-    assert small["memory"] == 8 * (1 + 2 + 2 * 12)
+    assert small["stat"] == small["memory"] == 512
     for world in WORLDS:
         assert messages(world, fake_world, bytes_sent) == small
 

@@ -1,11 +1,14 @@
-"""Agreement among the ranks of a group: equal numbers, and one rank's errors raised by all.
+"""Agreement among the ranks of a group: equal arguments, and one rank's errors raised by all.
 
-A small all-reduce says whether a rank failed; only then texts of a fixed size follow.
+The first message has 512 bytes whatever the arguments are, since gloo ends the process where the
+ranks' messages differ in size; only after a failure do texts of a fixed size follow.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import os
 from typing import TYPE_CHECKING
 
 import torch
@@ -16,38 +19,53 @@ from mcore.parallel.tensor_memory import memory_of
 from mcore.parallel.torch_compat import all_gather_single
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+_BLOCK = 64  # int64 in the first message
 _ERROR_BYTES = 2048
 _REPORT_BYTES = 4096
+_FACT_BYTES = 512
 _KINDS: dict[str, type[Exception]] = {
     kind.__name__: kind for kind in (OverflowError, RuntimeError, TypeError, ValueError)
 }
 
 
-def highest(numbers: Sequence[int | torch.Tensor], group: dist.ProcessGroup) -> list[int]:
-    """Return the largest of all ranks' numbers, place by place, after one all-reduce of int64.
+def highest(
+    numbers: Sequence[int | torch.Tensor], group: dist.ProcessGroup, facts: str = ""
+) -> list[int]:
+    """Return the largest of all ranks' numbers, place by place, as :func:`max_or_raise` does.
 
-    No tensor is waited for before it. A number that is sent with its negative can be compared.
+    No tensor is waited for before the all-reduce. A number sent with its negative can be compared.
     """
-    message = _message(numbers, comm_device(group))
-    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
-    return [int(number) for number in message.tolist()]
+    return max_or_raise(numbers, None, group, facts)
 
 
 def max_or_raise(
-    numbers: Sequence[int | torch.Tensor], error: Exception | None, group: dist.ProcessGroup
+    numbers: Sequence[int | torch.Tensor],
+    error: Exception | None,
+    group: dist.ProcessGroup,
+    facts: str = "",
 ) -> list[int]:
-    """Return :func:`highest`; a rank's error is raised there, its kind and text on the others.
+    """Return the ranks' largest numbers; a rank's error is raised there, its kind and text on all.
 
-    The all-reduce has one more number; only after an error does a broadcast of 2048 bytes follow.
+    One all-reduce (MAX of 64 int64), and one more of what does not fit. ``facts`` and how many
+    numbers there are must be equal on all ranks that have no error, else all raise ValueError.
     """
-    size = group.size()
+    size, device = group.size(), comm_device(group)
     place = 0 if error is None else size - group.rank()  # the first rank's is the largest
-    first_failed, *maxima = highest([place, *numbers], group)
-    if not first_failed:
-        return maxima
-    failed = size - first_failed
+    digest = text_digest(f"{len(numbers)} {facts}") if error is None else 0
+    block = [place, digest, -digest, *([] if error else numbers)][:_BLOCK]
+    block += [0] * (_BLOCK - len(block))
+    first_failed, largest, minus_smallest, *maxima = _reduced(block, device, group)
+    if first_failed:
+        _raise_error(error, size - first_failed, group)
+    if largest != -minus_smallest:
+        _raise_difference(facts or f"{len(numbers)} numbers to compare", group)
+    rest = numbers[len(maxima) :]
+    return maxima[: len(numbers)] + (_reduced(rest, device, group) if rest else [])
+
+
+def _raise_error(error: Exception | None, failed: int, group: dist.ProcessGroup) -> None:
     kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
     message = _encoded(f"{kind}\n{error}", _ERROR_BYTES, group)
     dist.broadcast(message, group=group, group_src=failed)
@@ -57,6 +75,58 @@ def max_or_raise(
     kind, _, text = received.partition("\n")
     rank = dist.get_global_rank(group, failed)
     raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
+
+
+def _raise_difference(own: str, group: dist.ProcessGroup) -> None:
+    message = _encoded(own, _FACT_BYTES, group)
+    mine = _decoded(message, _FACT_BYTES)
+    dist.broadcast(message, group=group, group_src=0)
+    first = _decoded(message, _FACT_BYTES)
+    others = "others have something else" if mine == first else f"the first rank has {first[0]}"
+    raise ValueError(
+        f"the ranks of the process group disagree: this rank (global rank {dist.get_rank()}) has "
+        f"{mine[0]}; {others}. Call with the same arguments on every rank of the group"
+    )
+
+
+def require_equal(
+    arguments: Mapping[str, object],
+    error: Exception | None,
+    group: dist.ProcessGroup,
+    state: object = "",
+) -> bool:
+    """Raise ValueError on all ranks where the text of an argument differs, or a rank's error on
+    all; return whether ``state`` is equal on all ranks too.
+    """
+    digests = [text_digest(str(value)) for value in (state, *arguments.values())]
+    numbers = [number for digest in digests for number in (digest, -digest)]
+    facts = f"the arguments {', '.join(arguments)}"
+    reduced = iter(max_or_raise(numbers, error, group, facts))
+    is_equal = [
+        largest == -minus_smallest for largest, minus_smallest in zip(reduced, reduced, strict=True)
+    ]
+    pairs = zip(arguments.items(), is_equal[1:], strict=True)
+    different = [f"{name} ({value} here)" for (name, value), same in pairs if not same]
+    if different:
+        raise ValueError(
+            f"the ranks were given different arguments: {', '.join(different)}; "
+            "call with the same ones on every rank"
+        )
+    return is_equal[0]
+
+
+@functools.cache
+def _checks_tensors() -> bool:
+    return os.environ.get("MCORE_DEBUG_COLLECTIVES", "0") not in ("", "0")
+
+
+def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+    """Raise ValueError on all ranks whose tensors differ, with ``MCORE_DEBUG_COLLECTIVES=1`` only.
+    One all-reduce (MAX of 64 int64) then; the variable is read at the first call.
+    """
+    if _checks_tensors():
+        facts = f"{operation} of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
+        max_or_raise((), None, group, facts)
 
 
 def reports_of_failures(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
@@ -94,8 +164,10 @@ def text_digest(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _message(numbers: Sequence[int | torch.Tensor], device: torch.device) -> torch.Tensor:
-    """Put the numbers on the device of a group's collectives, without waiting for a device."""
+def _reduced(
+    numbers: Sequence[int | torch.Tensor], device: torch.device, group: dist.ProcessGroup
+) -> list[int]:
+    """Return the maxima over a group, without waiting for a device before the all-reduce."""
     to_accelerator = device.type != "cpu"  # the other way the copy must have arrived
     plain = [0 if isinstance(number, torch.Tensor) else number for number in numbers]
     message = torch.tensor(plain, dtype=torch.int64, device="cpu").to(
@@ -104,7 +176,8 @@ def _message(numbers: Sequence[int | torch.Tensor], device: torch.device) -> tor
     for index, number in enumerate(numbers):
         if isinstance(number, torch.Tensor):
             message[index] = number.to(device, non_blocking=to_accelerator)
-    return message
+    dist.all_reduce(message, op=dist.ReduceOp.MAX, group=group)
+    return [int(number) for number in message.tolist()]
 
 
 def _encoded(text: str, num_bytes: int, group: dist.ProcessGroup) -> torch.Tensor:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.groups import GroupLike, as_process_group, group_ranks
+from mcore.parallel.agreement import require_equal
+from mcore.parallel.groups import GroupLike, as_process_group, group_ranks, reject_destroyed
 from mcore.parallel.mesh import get_mesh_names, resolve_submesh
 from mcore.parallel.shortened import ranks_text
 from mcore.parallel.torch_compat import flatten_mesh, is_distributed, root_mesh
@@ -29,9 +31,10 @@ class FSDPDistributedIndex:
     of ``dp_shard_dim`` shards, that of ``(dp_outer_dim, dp_shard_dim)`` replicates and shards.
 
     Construction checks that names, meshes and groups belong together. It does no communication,
-    with one exception: where an expert mesh has both data-parallel dimensions, but no
-    ``hybrid_fsdp_expt_group`` is given and the dense one has other ranks, the group is made, which
-    is collective on the world group. All ranks pass the same arguments.
+    with one exception: where an expert mesh of the whole world has both data-parallel dimensions,
+    the ranks compare their arguments (one all-reduce, MAX of 64 int64, over the world group), and
+    the group of both is made if no ``hybrid_fsdp_expt_group`` is given and the dense one has other
+    ranks. All ranks pass the same arguments.
 
     Args:
         device_mesh: The mesh of the dense parameters, with dimension names. May be sliced or
@@ -117,18 +120,37 @@ class FSDPDistributedIndex:
                 "FSDPDistributedIndex needs torch.distributed, which is not initialised; "
                 "call torch.distributed.init_process_group and make a DeviceMesh first"
             )
-        dims = dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
-        if hsdp_outer_dp_shard and dp_outer_dim is None:
-            raise ValueError("hsdp_outer_dp_shard shards over dp_outer_dim, which is None: pass it")
-        dense = dense_view(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
-        expert = None
-        if expt_device_mesh is not None:
-            expert = expert_view(
-                expt_device_mesh, dims, dense, hybrid_fsdp_expt_group, expt_fsdp_group_ag
+
+        def views() -> tuple[FSDPView, FSDPView | None]:
+            dims = dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
+            if hsdp_outer_dp_shard and dp_outer_dim is None:
+                raise ValueError("hsdp_outer_dp_shard needs dp_outer_dim, which is None: pass it")
+            dense = dense_view(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
+            groups = hybrid_fsdp_expt_group, expt_fsdp_group_ag
+            if expt_device_mesh is None:
+                return dense, None
+            return dense, expert_view(expt_device_mesh, dims, dense, *groups)
+
+        if may_create_group(expt_device_mesh, dp_outer_dim):
+            arguments = {
+                "dp_shard_dim": dp_shard_dim,
+                "dp_outer_dim": dp_outer_dim,
+                "tp_dim": tp_dim,
+                "hsdp_outer_dp_shard": hsdp_outer_dp_shard,
+                "hybrid_fsdp_expt_group": "None" if hybrid_fsdp_expt_group is None else "given",
+            }
+            hybrid = cast("tuple[str, str]", (dp_outer_dim, dp_shard_dim))
+            dense, expert = agreed_views(views, arguments, hybrid)
+        else:
+            dense, expert = views()
+        if expert is not None and expert.lacks_hybrid_group:
+            raise ValueError(
+                f"cannot make a group of (dp_outer_dim, dp_shard_dim) of {expert.mesh}, which is "
+                "not of the whole world: pass hybrid_fsdp_expt_group"
             )
         self._dense, self._expert = dense, expert
         self.device_mesh = device_mesh
-        self.dp_shard_dim = dims.shard
+        self.dp_shard_dim = cast("str", dp_shard_dim)
         self.dp_outer_dim = dp_outer_dim
         self.tp_dim = tp_dim
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
@@ -325,6 +347,44 @@ class FSDPView:
     hybrid_group: dist.ProcessGroup | None
     gather_group: dist.ProcessGroup | None
 
+    @property
+    def lacks_hybrid_group(self) -> bool:
+        """Whether there are both data-parallel dimensions, but no group of both."""
+        return self.outer_group is not None and self.hybrid_group is None
+
+
+def may_create_group(expert_mesh: object, outer: str | None) -> bool:
+    """Return whether a group of the expert mesh may have to be created, by the whole world."""
+    # Ranks outside the mesh cannot flatten it, and would count their later groups differently.
+    return (
+        isinstance(expert_mesh, DeviceMesh)
+        and outer in get_mesh_names(expert_mesh)
+        and root_mesh(expert_mesh).size() == dist.get_world_size()
+    )
+
+
+def agreed_views(
+    make: Callable[[], tuple[FSDPView, FSDPView | None]],
+    arguments: Mapping[str, object],
+    hybrid: tuple[str, str],
+) -> tuple[FSDPView, FSDPView | None]:
+    """Make the views, and the expert hybrid group where a rank lacks it; raise on all ranks alike.
+    Collective on the world group: one all-reduce (MAX of 64 int64), and a creation if need be.
+    """
+    error, views = None, None
+    try:
+        views = make()
+    except Exception as own_error:
+        error = own_error
+    is_lacking = views is not None and views[1] is not None and views[1].lacks_hybrid_group
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    all_alike = require_equal(arguments, error, world, is_lacking)
+    dense, expert = cast("tuple[FSDPView, FSDPView]", views)
+    if all_alike and not is_lacking:
+        return dense, expert
+    made = created_hybrid_group(expert.submeshes[hybrid])
+    return dense, replace(expert, hybrid_group=expert.hybrid_group or made)
+
 
 def dense_view(
     mesh: DeviceMesh, dims: FSDPDims, hybrid_group: GroupLike | None, gather_group: GroupLike | None
@@ -349,9 +409,7 @@ def expert_view(
     hybrid_group: GroupLike | None,
     gather_group: GroupLike | None,
 ) -> FSDPView:
-    """Slice the expert mesh and check the given groups against it.
-    Collective on the world group where a hybrid group is missing and no group has its ranks.
-    """
+    """Slice the expert mesh and check the given groups against it; no communication."""
     dims = expert_dims(mesh, dense_dims)
     submeshes = register_submeshes(mesh, dims)
     shard_group = submeshes[(dims.shard,)].get_group()
@@ -361,7 +419,11 @@ def expert_view(
     outer_group = None
     if dims.hybrid is not None:
         outer_group = submeshes[dims.hybrid].get_group(0)
-        hybrid = expert_hybrid_group(hybrid, submeshes[dims.hybrid], dense.hybrid_group)
+        ranks = submeshes[dims.hybrid].mesh.flatten().tolist()
+        if hybrid is not None:
+            check_hybrid_group("hybrid_fsdp_expt_group", hybrid, submeshes[dims.hybrid])
+        elif dense.hybrid_group is not None and group_ranks(dense.hybrid_group) == ranks:
+            hybrid = dense.hybrid_group
     elif dense_dims.hybrid is not None:
         check_rows_of_hybrid_group(hybrid, shard_group)
     return FSDPView(mesh, submeshes, shard_group, outer_group, hybrid, second)
@@ -442,6 +504,7 @@ def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
 def _check_mesh(argument: str, mesh: object) -> None:
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"{argument} must be a DeviceMesh, got {type(mesh).__name__}")
+    reject_destroyed(mesh)
 
 
 def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -> None:
@@ -524,23 +587,14 @@ def check_all_gather_group(
         )
 
 
-def expert_hybrid_group(
-    given: dist.ProcessGroup | None, hybrid: DeviceMesh, dense: dist.ProcessGroup | None
-) -> dist.ProcessGroup:
-    """Return a group over ``(outer, shard)`` of the expert mesh: given, of the dense mesh, or new.
-    Collective on the world group when a new one is needed for the first time.
+def created_hybrid_group(hybrid: DeviceMesh) -> dist.ProcessGroup:
+    """Return a new group over ``(outer, shard)`` of the expert mesh, the same at every call.
+    Collective on the world group the first time.
     """
-    argument = "hybrid_fsdp_expt_group"
-    if given is not None:
-        check_hybrid_group(argument, given, hybrid)
-        return given
     ranks = hybrid.mesh.flatten().tolist()
-    if dense is not None and group_ranks(dense) == ranks:
-        return dense
-    # Ranks outside the mesh cannot flatten it, and would count their later groups differently.
-    covers_world = root_mesh(hybrid).size() == dist.get_world_size()
-    name = "_".join(("expert", *(hybrid.mesh_dim_names or ())))
-    flat = flatten_mesh(hybrid, name) if covers_world else None
+    flat = flatten_mesh(hybrid, "_".join(("expert", *(hybrid.mesh_dim_names or ()))))
     if flat is None or group_ranks(flat.get_group()) != ranks:
-        raise ValueError(f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass {argument}")
+        raise ValueError(
+            f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass hybrid_fsdp_expt_group"
+        )
     return flat.get_group()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.torch_compat import is_distributed
+from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_distributed
 from mcore.tensor.device import available_accelerator
 
 
@@ -24,7 +24,10 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | SizedGroup"
 
 def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     """Return a group, or a 1-D mesh's, that this rank is in; None where no other rank is."""
-    if group is None or not is_distributed():
+    if group is None:
+        return None
+    reject_destroyed(group)
+    if not is_distributed():
         return None
     if isinstance(group, dist.ProcessGroup):
         return group
@@ -37,6 +40,20 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
             "DeviceMesh, None, or an object with size() and rank()"
         )
     return cast("dist.ProcessGroup", group)
+
+
+def reject_destroyed(group: object) -> None:
+    """Raise ValueError for a group or a mesh whose torch.distributed world no longer exists."""
+    if is_destroyed(group):
+        what = "process group was"
+    elif isinstance(group, DeviceMesh) and has_destroyed_groups(group):
+        what = f"groups of {group} were"
+    else:
+        return
+    raise ValueError(
+        f"the {what} destroyed, alone or with the torch.distributed world; make groups and "
+        "meshes again after init_process_group, such as with ProcessGroups.from_sizes(...)"
+    )
 
 
 def reject_non_member(group: object) -> None:
@@ -154,9 +171,9 @@ def comm_device(group: GroupLike | None = None) -> torch.device:
     """Return the device of small tensors for a collective over ``group``; None is the world.
     The group's backends decide: the CPU where one supports it, which saves a wait for the device.
     """
+    member = as_process_group(group)
     if not is_distributed():
         return torch.device("cpu")
-    member = as_process_group(group)
     if member is not None and not isinstance(member, dist.ProcessGroup):
         return torch.device("cpu")
     kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(member).split(",")]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from mcore.parallel.groups import reject_destroyed
 from mcore.parallel.torch_compat import flattened_meshes, join_meshes, root_mesh
 
 
@@ -96,7 +97,8 @@ def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> Devi
 
     Raises:
         ValueError: No name, an unknown one, one that stands for two dimensions, dimensions that
-            overlap, a rank outside the mesh, or a torch that cannot join these dimensions.
+            overlap, a rank outside the mesh, a mesh of a destroyed world, or a torch that cannot
+            join these dimensions.
 
     Example:
         >>> import torch.distributed as dist
@@ -108,6 +110,7 @@ def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> Devi
         >>> dist.destroy_process_group()
     """
     wanted = _as_names(names)
+    reject_destroyed(device_mesh)
     _check_names(device_mesh, wanted)
     if device_mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not in {device_mesh}; only its members can slice it")

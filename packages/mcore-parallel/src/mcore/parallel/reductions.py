@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import max_or_raise, text_digest
+from mcore.parallel.agreement import check_tensors, max_or_raise
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
 from mcore.parallel.process_groups.default import group_of_several
 
@@ -29,7 +29,7 @@ def reduce_max_stat_across_model_parallel_group(
 ) -> float | None:
     """Return the largest value of a statistic over a group, such as the gradient norm.
 
-    One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
+    One all-reduce (MAX of 64 int64) over ``mp_group``; every rank of it calls this and gets the
     same result in full double precision. A tensor on the device of the group's collectives is not
     waited for before them.
 
@@ -53,8 +53,8 @@ def reduce_max_stat_across_model_parallel_group(
     group = group_of_several(mp_group, "mp")
     if group is None:
         return _own_stat(stat)
-    codes, error = _attempt(lambda: [_stat_code(stat)], 1)
-    return decode_double(max_or_raise(codes, error, group)[0])
+    codes, error = _attempt(lambda: [_stat_code(stat)])
+    return decode_double(max_or_raise(codes, error, group, "a statistic")[0])
 
 
 def logical_and_across_model_parallel_group(
@@ -62,7 +62,7 @@ def logical_and_across_model_parallel_group(
 ) -> bool:
     """Return whether a condition holds on every rank of a group.
 
-    One all-reduce (MAX of two int64) over ``mp_group``; every rank of it calls this and gets the
+    One all-reduce (MAX of 64 int64) over ``mp_group``; every rank of it calls this and gets the
     same answer. A tensor on the device of the group's collectives is not waited for before them.
 
     Args:
@@ -86,34 +86,29 @@ def logical_and_across_model_parallel_group(
     group = group_of_several(mp_group, "mp")
     if group is None:
         return not _untruth(input)
-    codes, error = _attempt(lambda: [_untruth(input)], 1)
-    return not max_or_raise(codes, error, group)[0]
+    codes, error = _attempt(lambda: [_untruth(input)])
+    return not max_or_raise(codes, error, group, "a condition")[0]
 
 
 def reduce_max_memory_across_pp_group(
     memory_report: Mapping[str, int | float],
     pp_group: GroupLike | None,
-    *,
-    strict: bool = False,
 ) -> dict[str, int | float]:
     """Return the maximum of every entry of a memory report over the pipeline stages.
 
-    One all-reduce (MAX of int64, two for each entry and three more) over ``pp_group``; every rank
-    of it calls this with the same keys, in any order, and gets the same values. ``strict`` adds
-    one of three int64.
+    One all-reduce (MAX of 64 int64, of which an entry takes two) over ``pp_group``, and one more
+    for what is beyond 30 entries; every rank of it calls this with the same keys, in any order,
+    and gets the same values.
 
     Args:
         memory_report: The value of each metric: ints of up to 64 bits, floats, bools. Entries that
             are int on some ranks and float on others are compared as floats.
         pp_group: The group; None means ``pp`` of the default ProcessGroups.
-        strict: Compare the keys before anything else. Without it different keys are found only
-            when every rank has as many.
 
     Returns:
         A new dict with the caller's order of keys. Ints stay ints and exact, bools stay bools
-        (true when any is), NaN on any rank gives NaN. An empty report gives an empty dict without
-        a reduction: then it must be empty on all ranks. Without torch.distributed, without a
-        group and in a group of one rank: a copy, without communication.
+        (true when any is), NaN on any rank gives NaN. Without torch.distributed, without a group
+        and in a group of one rank: a copy, without communication.
 
     Raises:
         ValueError: This rank is not a member of the group, or the keys differ between the ranks
@@ -129,18 +124,11 @@ def reduce_max_memory_across_pp_group(
     if group is None:
         return dict(memory_report)
     names = sorted(memory_report, key=str)
-    digest = _digest(names)
-    if strict:
-        _require_equal_keys(max_or_raise([digest, -digest], None, group), names)
-    if not names:
-        return {}
     codes, error = _attempt(
-        lambda: [code for name in names for code in _memory_codes(name, memory_report[name])],
-        2 * len(names),
+        lambda: [code for name in names for code in _memory_codes(name, memory_report[name])]
     )
-    reduced = max_or_raise([digest, -digest, *codes], error, group)
-    _require_equal_keys(reduced[:2], names)
-    pairs = zip(reduced[2::2], reduced[3::2], strict=True)
+    reduced = max_or_raise(codes, error, group, _keys(names))
+    pairs = zip(reduced[::2], reduced[1::2], strict=True)
     largest = {
         name: _memory_value(whole, double, memory_report[name])
         for name, (whole, double) in zip(names, pairs, strict=True)
@@ -155,9 +143,9 @@ def reduce_step_stats(
 ) -> tuple[dict[str, float | None], dict[str, bool]]:
     """Reduce all statistics and conditions of one training step in a single collective.
 
-    One all-reduce (MAX of int64, one for each entry and three more) over ``group``; every rank of
-    it calls this with the same keys, in any order, and gets the same result. One wait for the
-    device instead of one for each entry.
+    One all-reduce (MAX of 64 int64) over ``group``, and one more for what is beyond 61 entries;
+    every rank of it calls this with the same keys, in any order, and gets the same result. One
+    wait for the device instead of one for each entry.
 
     Args:
         stats: What :func:`reduce_max_stat_across_model_parallel_group` takes, by name.
@@ -170,8 +158,8 @@ def reduce_step_stats(
         rank: this rank's own values, without communication.
 
     Raises:
-        ValueError: This rank is not a member of the group, or the keys differ between the ranks,
-            which is found when every rank has as many (on all ranks of the group).
+        ValueError: This rank is not a member of the group, or the keys differ between the ranks
+            (on all ranks of the group).
         TypeError: A rank has a value that cannot be reduced (on all ranks of the group).
 
     Example:
@@ -183,19 +171,16 @@ def reduce_step_stats(
         alone = {name: _own_stat(stat) for name, stat in stats.items()}
         return alone, {name: not _untruth(flag) for name, flag in flags.items()}
     stat_names, flag_names = sorted(stats, key=str), sorted(flags, key=str)
-    keys = [*stat_names, "", *flag_names]
-    digest = _digest(keys)
     codes, error = _attempt(
         lambda: [
             *(_stat_code(stats[name]) for name in stat_names),
             *(_untruth(flags[name]) for name in flag_names),
-        ],
-        len(stats) + len(flags),
+        ]
     )
-    reduced = max_or_raise([digest, -digest, *codes], error, member)
-    _require_equal_keys(reduced[:2], keys)
-    by_stat = dict(zip(stat_names, reduced[2:], strict=False))
-    by_flag = dict(zip(flag_names, reduced[2 + len(stats) :], strict=True))
+    facts = f"statistics with {_keys(stat_names)} and flags with {_keys(flag_names)}"
+    reduced = max_or_raise(codes, error, member, facts)
+    by_stat = dict(zip(stat_names, reduced, strict=False))
+    by_flag = dict(zip(flag_names, reduced[len(stats) :], strict=True))
     return (
         {name: decode_double(by_stat[name]) for name in stats},
         {name: not by_flag[name] for name in flags},
@@ -251,26 +236,17 @@ def _memory_value(whole: int, double: int, own: object) -> int | float:
 
 
 def _attempt(
-    encode: Callable[[], list[int | torch.Tensor]], count: int
+    encode: Callable[[], list[int | torch.Tensor]],
 ) -> tuple[Sequence[int | torch.Tensor], Exception | None]:
-    """Encode, or return ``count`` zeros and the error: the rank must reach the collective."""
+    """Encode, or return nothing and the error: the rank must reach the collective."""
     try:
         return encode(), None
     except Exception as error:
-        return [0] * count, error
+        return [], error
 
 
-def _digest(names: Iterable[str]) -> int:
-    return text_digest("\0".join(str(name) for name in names))
-
-
-def _require_equal_keys(extremes: Sequence[int], names: Sequence[str]) -> None:
-    highest, minus_lowest = extremes
-    if highest != -minus_lowest:
-        raise ValueError(
-            f"the keys differ between the ranks of the group; this rank (global rank "
-            f"{dist.get_rank()}) has {len(names)}: {', '.join(str(name) for name in names)}"
-        )
+def _keys(names: Sequence[str]) -> str:
+    return f"keys ({len(names)}): {', '.join(repr(str(name)) for name in names)}"
 
 
 def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> list[torch.Tensor]:
@@ -280,7 +256,9 @@ def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> 
     if not vectors or get_pg_size(group) == 1:
         return list(vectors)
     packed = torch.cat(list(vectors)).to(comm_device(group))
-    dist.all_reduce(packed, group=as_process_group(group))
+    member = cast("dist.ProcessGroup", as_process_group(group))
+    check_tensors("sum", packed, member)
+    dist.all_reduce(packed, group=member)
     back = packed.to(vectors[0].device)
     return list(torch.split(back, [vector.numel() for vector in vectors]))
 

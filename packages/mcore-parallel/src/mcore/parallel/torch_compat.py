@@ -22,6 +22,42 @@ def is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
+def is_destroyed(group: object) -> bool:
+    """Return whether torch made a group and has destroyed it since, alone or with its world."""
+    if not dist.is_available() or type(group) is not dist.ProcessGroup:
+        return False  # other types of groups need not be known to torch
+    return group not in dist.distributed_c10d._world.pg_map
+
+
+def has_destroyed_groups(mesh: DeviceMesh) -> bool:
+    """Return whether a mesh had groups that are destroyed; a new one may have their names."""
+    held = getattr(root_mesh(mesh), "_pg_registry", {})
+    names = getattr(mesh, "_dim_group_names", ())
+    if any(is_destroyed(held.get(name)) for name in names):
+        return True
+    known = set(dist.distributed_c10d._world.pg_names.values()) if names else set()
+    return any(name is not None and name not in known for name in names)
+
+
+def job_timeout() -> timedelta | None:
+    """Return the timeout that the world group was given; None where its backend has none."""
+    world = cast("Any", dist.group.WORLD)
+    devices = sorted(world._device_types, key=lambda device: device.type == "cpu")
+    for device in devices:  # an accelerator's backend first
+        options = getattr(world._get_backend(device), "options", None)
+        timeout: timedelta | None = getattr(options, "_timeout", None)
+        if timeout is not None:
+            return timeout
+    return None
+
+
+def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
+    """Change the timeout of a group's collectives, where the backend has one."""
+    if timeout is None or job_timeout() is None:
+        return
+    dist.distributed_c10d._set_pg_timeout(timeout, group)
+
+
 def all_gather_single(
     output: torch.Tensor,
     input: torch.Tensor,
@@ -81,6 +117,15 @@ def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
 def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
     """Return the flattened meshes that torch keeps with the root mesh, by name, oldest first."""
     return dict(getattr(root_mesh(mesh), "_flatten_mapping", None) or {})
+
+
+def rank_rows(mesh: DeviceMesh) -> list[list[int]]:
+    """List the ranks of a 1-D mesh and of all that are parallel to it in the root mesh."""
+    layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
+    if layout is None or rank_map is None:
+        return [mesh.mesh.tolist()]
+    rows: list[list[int]] = layout.remap_to_tensor(rank_map).tolist()
+    return rows
 
 
 def join_meshes(meshes: Sequence[DeviceMesh]) -> DeviceMesh:

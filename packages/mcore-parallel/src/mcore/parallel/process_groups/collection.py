@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import atexit
+import functools
+import weakref
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from contextlib import suppress
+from dataclasses import dataclass, field, fields, replace
+from datetime import timedelta
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, group_ranks
-from mcore.parallel.process_groups.from_mesh import groups_from_mesh
-from mcore.parallel.process_groups.from_sizes import agreed_plan, groups_of_plan, plan_groups
+from mcore.parallel.process_groups.creation import GroupSettings, SharedGroup
+from mcore.parallel.process_groups.from_mesh import MeshPlan, groups_from_mesh, plan_mesh
+from mcore.parallel.process_groups.from_sizes import (
+    GroupPlan,
+    LazyMesh,
+    groups_from_sizes,
+    plan_groups,
+)
 from mcore.parallel.process_groups.layout import (
     GROUP_FIELDS,
     ParallelSizes,
     hierarchical_lists,
     layouts_of_sizes,
 )
-from mcore.parallel.torch_compat import is_distributed
+from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_distributed
 
 _NEEDS_INIT = (
     "needs torch.distributed, which is not initialised; "
@@ -25,13 +37,34 @@ _NEEDS_INIT = (
 )
 
 
+@dataclass
+class _Owned:
+    """What a ProcessGroups created itself, and whether it has given that up."""
+
+    shared: list[SharedGroup] = field(default_factory=list)
+    lazy_meshes: dict[str, LazyMesh] = field(default_factory=dict)
+    is_destroyed: bool = False
+
+
+class _Owner:
+    """The part of a ProcessGroups that is no field."""
+
+    __slots__ = ("__weakref__", "_owned")
+
+    def _own(self, owned: _Owned) -> None:
+        self._owned = owned
+
+
 @dataclass(kw_only=True, slots=True, repr=False)
-class ProcessGroups:
+class ProcessGroups(_Owner):
     """The process groups that this rank belongs to; a field that is not set reads None.
 
     None means no parallelism of that kind: the size is 1 and the rank 0. An unknown name
     is an AttributeError, an unknown keyword a TypeError. The fields can be assigned.
     Making an object does no communication; :meth:`from_sizes` and :meth:`from_mesh` do.
+
+    ``copy.deepcopy`` of an object that holds it, such as a config, shares it; pickling one that
+    has groups is a TypeError, since another process cannot use them.
 
     Args:
         tp: Tensor parallel.
@@ -84,6 +117,11 @@ class ProcessGroups:
     dense_mesh: DeviceMesh | None = None
     expert_mesh: DeviceMesh | None = None
 
+    def __post_init__(self) -> None:
+        self._own(_Owned())
+        _drop_at_exit()
+        _living[id(self)] = self
+
     @classmethod
     def from_sizes(
         cls,
@@ -99,14 +137,18 @@ class ProcessGroups:
         embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
         position_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
         hcp_sizes: Sequence[int] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Mapping[str, Any] | None = None,
     ) -> ProcessGroups:
         """Create every group of this rank from the sizes of the parallelisms.
 
         Collective on the world group: every rank calls it with the same arguments, which one
-        all-reduce (MAX of 13 int64) checks before all groups are made, in one fixed order.
+        all-reduce (MAX of 64 int64) checks before all groups are made, in one fixed order.
         Data parallelism takes the ranks that are left: ``dp = world / (tp * cp * pp)`` and
-        ``expt_dp = world / (expt_tp * ep * pp)``. Fields with the same ranks share one group, and
-        the world group serves where all ranks take part.
+        ``expt_dp = world / (expt_tp * ep * pp)``. Fields with the same ranks share one group, in
+        one object and across calls, and the world group serves where all ranks take part;
+        :meth:`destroy` gives a group up.
 
         Args:
             tp: Tensor-parallel size.
@@ -124,6 +166,10 @@ class ProcessGroups:
                 None means the first and the last.
             position_embedding_ranks: The same for ``pos_embd``; None means the first.
             hcp_sizes: Factors of ``cp``, the fastest first; makes ``hcp``, one group each.
+            timeout: Of the groups' collectives; None means that of ``init_process_group``.
+            backend: Of the groups, such as ``"gloo"``; None means the world group's.
+            pg_options: The backend's options for a field, such as ``{"tp": options}``; such a
+                field has a group of its own.
 
         Returns:
             The groups of this rank. ``inter_dist_opt`` stays None, as there is one optimizer
@@ -131,8 +177,8 @@ class ProcessGroups:
 
         Raises:
             ValueError: A size below 1, a world that cannot be divided, a malformed ``order``, an
-                unknown name in ``groups``, or factors whose product is not ``cp``; or the ranks
-                were given different arguments. On every rank.
+                unknown name in ``groups`` or ``pg_options``, or factors whose product is not
+                ``cp``; or the ranks were given different arguments. On every rank.
             RuntimeError: torch.distributed is not initialised and a size is above 1.
 
         Example:
@@ -143,19 +189,22 @@ class ProcessGroups:
             >>> dist.destroy_process_group()
         """
 
-        def checked() -> tuple[ParallelSizes, tuple[str, ...]]:
-            sizes = ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
+        def sizes() -> ParallelSizes:
+            return ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
+
+        def plan() -> tuple[GroupPlan, GroupSettings]:
             wanted = _wanted(groups)
             if hcp_sizes is None and groups is not None and "hcp" in groups:
                 raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
-            return sizes, wanted
+            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+            planned = plan_groups(sizes(), wanted, order, choices, hcp_sizes, device_type)
+            return planned, _settings(timeout, backend, pg_options)
 
         if not is_distributed():
-            _require_one_process(checked()[0], order, hcp_sizes)
+            _wanted(groups)
+            _require_one_process(sizes(), order, hcp_sizes)
             return cls()
-        choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
-        plan = agreed_plan(lambda: plan_groups(*checked(), order, choices, hcp_sizes, device_type))
-        return cls(**groups_of_plan(plan))
+        return cls._of(*groups_from_sizes(plan))
 
     @classmethod
     def from_mesh(
@@ -163,31 +212,51 @@ class ProcessGroups:
         mesh: DeviceMesh,
         expert_mesh: DeviceMesh | None = None,
         *,
-        names: Mapping[str, str] | None = None,
+        names: Mapping[str, str | Sequence[str]] | None = None,
         groups: Collection[str] | None = None,
+        embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+        position_embedding_ranks: Callable[[list[int]], Sequence[int]] | None = None,
+        timeout: timedelta | None = None,
+        backend: str | None = None,
+        pg_options: Mapping[str, Any] | None = None,
     ) -> ProcessGroups:
         """Take the groups of named device meshes and create what is composed of them.
 
-        Collective on the world group: every rank calls it with the same arguments. A field is the
-        group of the dimension of the same name (``tp``, ``cp``, ``dp``, ``pp`` of ``mesh``;
-        ``ep``, ``expt_dp``, ``expt_tp`` of ``expert_mesh``, or of ``mesh`` when there is none). A
-        dimension that is missing has size 1, and its field stays None. Composites are flattened
-        in the mesh under the field's name; fields with the same ranks share one group.
+        Collective on the world group: every rank calls it with the same arguments, which one
+        all-reduce (MAX of 64 int64) checks first. A field is the group of the dimension of the
+        same name (``tp``, ``cp``, ``dp``, ``pp`` of ``mesh``; ``ep``, ``expt_dp``, ``expt_tp`` of
+        ``expert_mesh``, or of ``mesh`` when there is none), also of a flattened one. The meshes of
+        torchtitan need no names: ``dp`` is otherwise made of ``dp_replicate`` and ``dp_shard`` (or
+        ``fsdp``), ``expt_dp`` of ``dp_replicate`` and ``efsdp``, ``expt_tp`` is ``etp``, and in one
+        mesh with ``ep`` the experts' other groups are made of the remaining dimensions.
+        A parallelism without a dimension has size 1, and its field stays None. Composites are
+        flattened in the mesh under the field's name where torch can, and stay with the mesh;
+        fields with the same ranks share one group.
 
         Args:
             mesh: The dense mesh, with dimension names.
             expert_mesh: The expert mesh, with dimension names and the same pipelines.
-            names: The dimension that stands for a field, such as ``{"dp": "replicate"}``.
+            names: The dimension that stands for a field, or several, flattened ones included:
+                ``{"dp": ("dp_replicate", "dp_shard")}``. Composites may be named too, and ``hcp``,
+                whose dimensions are its levels, innermost first.
             groups: The names of the fields to fill; None means all that the meshes provide.
+            embedding_ranks: As in :meth:`from_sizes`.
+            position_embedding_ranks: As in :meth:`from_sizes`.
+            timeout: Of the groups that are created; None means that of ``init_process_group``.
+            backend: Of the groups that are created; None means the world group's.
+            pg_options: As in :meth:`from_sizes`.
 
         Returns:
-            The groups of this rank, with ``dense_mesh`` and ``expert_mesh`` as given.
+            The groups of this rank, with ``dense_mesh`` and ``expert_mesh`` as given. ``hcp`` is
+            None unless ``names`` has it.
 
         Raises:
             TypeError: Something other than a DeviceMesh was given.
-            ValueError: A mesh without dimension names, an unknown name, pipelines that differ,
-                a mesh over a part of the world where a new group would be needed, or (after all
-                groups are made) this rank is in no mesh.
+            ValueError: A mesh without dimension names, of a destroyed world, or with a dimension
+                of several ranks that stands for no parallelism; an unknown name, one dimension
+                under two names, pipelines that differ, a mesh over a part of the world where a new
+                group would be needed; the ranks were given different arguments (on every rank); or
+                (after all groups are made) this rank is in no mesh.
             RuntimeError: torch.distributed is not initialised.
 
         Example:
@@ -198,13 +267,95 @@ class ProcessGroups:
             ProcessGroups(tp=1, dp=1, dense_mesh=(1, 1))
             >>> dist.destroy_process_group()
         """
-        wanted = _wanted(groups)
-        if groups is not None and "hcp" in groups:
-            raise ValueError("a mesh gives no hcp; use from_sizes(hcp_sizes=...) or assign it")
+
+        def plan() -> tuple[MeshPlan, GroupSettings]:
+            wanted = _wanted(groups)
+            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+            planned = plan_mesh(mesh, expert_mesh, names or {}, wanted, groups is not None, choices)
+            return planned, _settings(timeout, backend, pg_options)
+
         if not is_distributed():
             raise RuntimeError(f"from_mesh {_NEEDS_INIT}")
-        choices = _embedding_choices(None, None)
-        return cls(**groups_from_mesh(mesh, expert_mesh, names, wanted, choices))
+        return cls._of(*groups_from_mesh(plan))
+
+    @classmethod
+    def _of(cls, made: Mapping[str, Any], shared: list[SharedGroup]) -> ProcessGroups:
+        """Return an object with what was made, whose meshes are made when they are asked for."""
+        lazy = {name: value for name, value in made.items() if isinstance(value, LazyMesh)}
+        pgs = cls(**{name: value for name, value in made.items() if name not in lazy})
+        pgs._own(_Owned(shared, lazy))
+        for name in lazy:
+            delattr(pgs, name)  # so that reading it comes to __getattr__
+        return pgs
+
+    def destroy(self) -> None:
+        """Give up the groups: those that :meth:`from_sizes` or :meth:`from_mesh` created, and that
+        no other ProcessGroups shares, are destroyed, with their threads and file descriptors.
+
+        Every rank calls it, in the same order as other collectives, when no collective is under
+        way. The world group, the groups of given meshes and those that were assigned stay. Reading
+        a field is a RuntimeError from then on; a second call does nothing.
+
+        Example:
+            >>> pgs = ProcessGroups.from_sizes()
+            >>> pgs.destroy()
+            >>> pgs
+            ProcessGroups(destroyed)
+        """
+        shared = self._owned.shared
+        self._drop()
+        for group in shared:
+            group.release()
+
+    def _drop(self) -> None:
+        self._own(_Owned(is_destroyed=True))
+        for name in _FIELD_NAMES:
+            with suppress(AttributeError):  # a mesh that was not made, or a second call
+                delattr(self, name)
+
+    def _value(self, name: str) -> Any:
+        """Return a field without making its mesh, and without an error."""
+        try:
+            return object.__getattribute__(self, name)
+        except AttributeError:
+            return self._owned.lazy_meshes.get(name)
+
+    def _holds_destroyed_groups(self) -> bool:
+        values = [self._value(name) for name in _FIELD_NAMES]
+        groups = [*values, *(self._value("hcp") or ())]
+        return any(
+            has_destroyed_groups(group) if isinstance(group, DeviceMesh) else is_destroyed(group)
+            for group in groups
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        """Make a mesh at its first use; called only for what is not set."""
+        if name not in _FIELD_NAMES:
+            raise AttributeError(
+                f"ProcessGroups has no field {name!r}; its fields are {', '.join(_FIELD_NAMES)}"
+            )
+        if self._owned.is_destroyed:
+            raise RuntimeError(
+                f"cannot read {name}: these ProcessGroups were destroyed; make new ones, such as "
+                "with ProcessGroups.from_sizes(...)"
+            )
+        mesh = self._owned.lazy_meshes[name].make()
+        setattr(self, name, mesh)
+        return mesh
+
+    def __copy__(self) -> ProcessGroups:
+        return replace(self)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessGroups:
+        return self
+
+    def __reduce__(self) -> tuple[type[ProcessGroups], tuple[()]]:
+        if not self._owned.is_destroyed and all(self._value(name) is None for name in _FIELD_NAMES):
+            return ProcessGroups, ()
+        raise TypeError(
+            f"cannot pickle {self!r}: process groups belong to this process; leave them out, and "
+            "make them again where they are needed, such as with ProcessGroups.from_sizes(...)"
+        )
 
     def size(self, name: str) -> int:
         """Return the number of ranks in the group of field ``name``, 1 where it is not set.
@@ -262,13 +413,29 @@ class ProcessGroups:
         return group
 
     def __repr__(self) -> str:
-        shown = ((name, getattr(self, name)) for name in _FIELD_NAMES)
+        if self._owned.is_destroyed:
+            return "ProcessGroups(destroyed)"
+        shown = ((name, self._value(name)) for name in _FIELD_NAMES)
         parts = [f"{name}={_shown(value)}" for name, value in shown if value is not None]
         return f"ProcessGroups({', '.join(parts) or 'empty'})"
 
 
 ProcessGroupCollection = ProcessGroups
-_FIELD_NAMES = tuple(field.name for field in fields(ProcessGroups))
+_FIELD_NAMES = tuple(each.name for each in fields(ProcessGroups))
+_living: weakref.WeakValueDictionary[int, ProcessGroups] = weakref.WeakValueDictionary()
+
+
+@functools.cache
+def _drop_at_exit() -> None:
+    """See to it that nothing here keeps the groups of a world that is gone when Python ends."""
+    atexit.register(_drop_destroyed)
+
+
+def _drop_destroyed() -> None:
+    # The threads of a group that outlives its world abort the exit of the interpreter.
+    for pgs in list(_living.values()):
+        if pgs._holds_destroyed_groups():
+            pgs._drop()
 
 
 def _shown(value: object) -> object:
@@ -293,6 +460,17 @@ def _wanted(groups: Collection[str] | None) -> tuple[str, ...]:
                 f"groups has {name!r}, which cannot be created; known: {', '.join(GROUP_FIELDS)}"
             )
     return tuple(name for name in GROUP_FIELDS if name in groups)
+
+
+def _settings(
+    timeout: timedelta | None, backend: str | None, options: Mapping[str, Any] | None
+) -> GroupSettings:
+    for name in options or {}:
+        if name not in GROUP_FIELDS:
+            raise ValueError(
+                f"pg_options has {name!r}, which is no group; known: {', '.join(GROUP_FIELDS)}"
+            )
+    return GroupSettings(timeout, backend, options or {})
 
 
 def _embedding_choices(

@@ -9,11 +9,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar, cast
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 import torch.distributed as dist
 
-from mcore.parallel.groups import GroupLike, as_process_group, reject_non_member
+from mcore.parallel.groups import GroupLike, as_process_group, reject_destroyed, reject_non_member
 from mcore.parallel.process_groups.collection import ProcessGroups
 from mcore.parallel.torch_compat import is_distributed
 
@@ -25,13 +25,15 @@ _warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDic
 
 @dataclass(frozen=True)
 class _Slot:
-    """A default with the world group it was set under."""
+    """A default with the world group it was set under, which it does not keep alive."""
 
     groups: ProcessGroups | None = None
-    world: dist.ProcessGroup | None = None
+    world: ref[dist.ProcessGroup] | None = None
 
     def is_stale(self) -> bool:
-        return self.groups is not None and self.world is not _current_world()
+        world = None if self.world is None else self.world()
+        is_gone = self.world is not None and world is None
+        return self.groups is not None and (is_gone or world is not _current_world())
 
 
 # A lock and a plain global, not a contextvar: autograd and data-loader threads must see the value.
@@ -41,6 +43,11 @@ _slot = _Slot()
 
 def _current_world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if is_distributed() else None
+
+
+def _slot_of(pgs: ProcessGroups | None) -> _Slot:
+    world = _current_world()
+    return _Slot() if pgs is None else _Slot(pgs, None if world is None else ref(world))
 
 
 def _swap(new: _Slot) -> _Slot:
@@ -78,7 +85,7 @@ def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | Non
         >>> set_default_process_groups(ProcessGroups.from_sizes())
         >>> clear_default_process_groups()
     """
-    old = _swap(_Slot() if pgs is None else _Slot(pgs, _current_world()))
+    old = _swap(_slot_of(pgs))
     return None if old.is_stale() else old.groups
 
 
@@ -137,7 +144,7 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
         >>> get_default_process_groups() is None
         True
     """
-    old = _swap(_Slot() if pgs is None else _Slot(pgs, _current_world()))
+    old = _swap(_slot_of(pgs))
     try:
         yield pgs
     finally:
@@ -173,13 +180,14 @@ def get_tensor_model_parallel_group_if_none(
         ``expt_tp``, with a DeprecationWarning once per call site, on global rank 0 only.
 
     Raises:
-        ValueError: This rank is not a member of ``tp_group``.
+        ValueError: This rank is not a member of ``tp_group``, or it was destroyed.
         RuntimeError: The default has no such group and ``check_initialized`` is True.
 
     Example:
         >>> get_tensor_model_parallel_group_if_none(None) is None
         True
     """
+    reject_destroyed(tp_group)
     if not is_distributed():
         return None
     reject_non_member(tp_group)

@@ -25,7 +25,9 @@ equally: those of the gathered output, or of the input that is split.
 - Without a group (the argument, else ``tp`` of the default ``ProcessGroups``), in a group of one
   rank and without torch.distributed the input itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
-  same order, and must run the backward pass alike. Unequal shapes are not detected.
+  same order, and must run the backward pass alike. With ``MCORE_DEBUG_COLLECTIVES=1`` in the
+  environment one more small all-reduce before each collective finds ranks that do not, and raises
+  ValueError on all of them; otherwise gloo ends the process and NCCL hangs or mixes values.
 - The input is never modified. Only ``copy_to_tensor_model_parallel_region`` returns an alias of its
   input, on which autograd refuses in-place changes.
 - Any strides and any dtype that the group's backend reduces work, and so do gradients of gradients.
@@ -42,6 +44,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore.parallel.agreement import check_tensors
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.regions.split_sizes import (
@@ -364,6 +367,7 @@ class ReduceScatter(torch.autograd.Function):
 
 
 def _all_reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+    check_tensors("all-reduce", input_, group)
     output = input_.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, group=group)
     return output
@@ -386,6 +390,7 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes
     sent = input_.contiguous()
     if sizes is not None:
         sent = filled_up(sent, longest)
+    check_tensors("all-gather", sent, group)
     all_gather_single(output, sent, group)
     if sizes is not None:
         parts = torch.split(output, longest) if longest else [output] * num_ranks
@@ -403,6 +408,7 @@ def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> T
         length, longest = sizes[group.rank()], max(sizes)
         sent = torch.cat([filled_up(part, longest) for part in torch.split(input_, list(sizes))])
     output = input_.new_empty((longest, *input_.shape[1:]))
+    check_tensors("reduce-scatter", sent, group)
     reduce_scatter_single(output, sent, group)
     return output if length == longest else output[:length]
 

@@ -61,7 +61,7 @@ def check_param_hashes_across_dp_replicas(
 
     Every rank of a group calls this. Parameters whose attribute ``allreduce`` is False (experts)
     are compared over ``expert_dp_group``, all others over ``dp_group``; the group of the experts
-    comes first. Over each group: one all-reduce (MAX of 42 int64) to see that the ranks have the
+    comes first. Over each group: one all-reduce (MAX of 64 int64) to see that the ranks have the
     same parameters, then with ``cross_check`` one all-reduce (MAX, 40 bytes for each parameter),
     else one broadcast from the group's first rank (20 bytes for each). Nothing grows with the size
     of the group, and no message is pickled.

@@ -1,0 +1,182 @@
+"""Groups that are made once for each set of ranks, shared, and destroyed with their last user."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any, TypeVar, cast
+
+import torch.distributed as dist
+
+from mcore.parallel.agreement import require_equal
+from mcore.parallel.torch_compat import is_destroyed, job_timeout
+
+Ranks = tuple[int, ...]
+Plan = TypeVar("Plan")
+_Key = tuple[Ranks, str, str]  # ranks, backend, timeout
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """How new groups are made."""
+
+    timeout: timedelta | None = None
+    backend: str | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)  # by the field that has them
+
+    def __post_init__(self) -> None:
+        if self.timeout is not None and not isinstance(self.timeout, timedelta):
+            raise TypeError(f"timeout must be a datetime.timedelta or None, got {self.timeout!r}")
+        if self.timeout is not None and self.timeout <= timedelta(0):
+            raise ValueError(f"timeout must be positive, got {self.timeout}")
+
+    def facts(self) -> dict[str, object]:
+        """Return what must be equal on all ranks, as texts."""
+        options = {name: type(value).__name__ for name, value in sorted(self.options.items())}
+        return {"timeout": self.timeout, "backend": self.backend, "pg_options": options}
+
+
+class SharedGroup:
+    """One group, if this rank is in it, and the number of ProcessGroups that use it."""
+
+    # Held weakly: torch keeps a group until it is destroyed, and whoever keeps it longer keeps
+    # threads that abort the interpreter's exit.
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None if group is None else weakref.ref(group)
+        self.users = 0
+
+    @property
+    def group(self) -> dist.ProcessGroup | None:
+        """The group, or None where this rank is in none or it no longer exists."""
+        return None if self._group is None else self._group()
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether nobody has destroyed the group; ranks outside cannot know."""
+        if self._group is None:
+            return True
+        group = self._group()
+        return group is not None and not is_destroyed(group)
+
+    def release(self) -> None:
+        """Give up one use, and destroy the group after the last."""
+        self.users -= 1
+        group = self.group
+        if self.users == 0 and group is not None and not is_destroyed(group):
+            dist.destroy_process_group(group)
+
+
+# What was made in each world: every rank knows of every group, whether it is a member or not.
+_made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, SharedGroup]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def _made_in_this_world() -> dict[_Key, SharedGroup]:
+    """Return the groups that can be shared, without those that were destroyed."""
+    made = _made.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
+    for key in [key for key, shared in made.items() if shared.users < 1 or not shared.is_usable]:
+        del made[key]
+    return made
+
+
+def agreed(make_plan: Callable[[], Plan], facts: Callable[[Plan], Mapping[str, object]]) -> Plan:
+    """Make this rank's plan, or raise on all ranks where one cannot, or where the facts differ.
+    Collective on the world group: one all-reduce (MAX of 64 int64); none in a world of one rank.
+    """
+    if dist.get_world_size() == 1:
+        return make_plan()
+    error, plan = None, None
+    own: Mapping[str, object] = {}
+    try:
+        plan = make_plan()
+        own = facts(plan)
+    except Exception as own_error:
+        error = own_error
+    made = _made_in_this_world()
+    world = cast("dist.ProcessGroup", dist.group.WORLD)
+    if not require_equal(own, error, world, sorted(made) if made else ""):
+        made.clear()  # some ranks have destroyed groups, and some have not: share none
+    return cast("Plan", plan)
+
+
+class GroupMaker:
+    """Creates a group for each set of ranks, once; all ranks make the same calls in order."""
+
+    # On an accelerator every communicator costs memory and start-up time, and many parallelisms of
+    # size 1 or of full size have the same ranks.
+
+    def __init__(self, settings: GroupSettings, *, share: bool = True) -> None:
+        self.used: dict[int, SharedGroup] = {}
+        self._settings = settings
+        self._rank = dist.get_rank()
+        self.timeout = settings.timeout or job_timeout()
+        self._shared = _made_in_this_world() if share else {}
+        self._own: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
+        is_like_world = self.timeout == job_timeout() and settings.backend in (
+            None,
+            dist.get_backend(),
+        )
+        if is_like_world:
+            self.adopt([range(dist.get_world_size())], dist.group.WORLD)
+
+    def adopt(self, rank_lists: Iterable[Sequence[int]], group: dist.ProcessGroup | None) -> None:
+        """Remember groups that exist; ``group`` is the one of this rank, if it is in any."""
+        for ranks in rank_lists:
+            self._own.setdefault((tuple(ranks), 0), group if self._rank in ranks else None)
+
+    def knows(self, rank_lists: Iterable[Sequence[int]], name: str) -> bool:
+        """Return whether every one of the lists has its group."""
+        return all(self._is_known(tuple(ranks), name) for ranks in rank_lists)
+
+    def group_of(self, rank_lists: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
+        """Return this rank's group among disjoint lists, creating those that do not exist."""
+        mine = None
+        for ranks in map(tuple, rank_lists):
+            if not self._is_known(ranks, name):
+                self._create(ranks, name)
+            group = self._group(ranks, name)
+            mine = group if self._rank in ranks else mine
+        return mine
+
+    def _key(self, ranks: Ranks) -> _Key:
+        return ranks, self._settings.backend or "", str(self.timeout)
+
+    def _options_id(self, name: str) -> int:
+        return id(self._settings.options[name]) if name in self._settings.options else 0
+
+    def _is_known(self, ranks: Ranks, name: str) -> bool:
+        options = self._options_id(name)
+        return (ranks, options) in self._own or (not options and self._key(ranks) in self._shared)
+
+    def _group(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
+        place = ranks, self._options_id(name)
+        if place not in self._own:
+            shared = self._shared[self._key(ranks)]
+            self._use(shared)
+            self._own[place] = shared.group
+        return self._own[place]
+
+    def _create(self, ranks: Ranks, name: str) -> None:
+        options = self._settings.options.get(name)
+        made = dist.new_group(
+            list(ranks),
+            timeout=self.timeout,
+            backend=self._settings.backend,
+            pg_options=options,
+            group_desc=f"mcore_{name}",
+        )
+        group = made if self._rank in ranks else None
+        shared = SharedGroup(group)
+        self._use(shared)
+        self._own[ranks, self._options_id(name)] = group
+        if options is None:
+            self._shared[self._key(ranks)] = shared
+
+    def _use(self, shared: SharedGroup) -> None:
+        if id(shared) not in self.used:
+            self.used[id(shared)] = shared
+            shared.users += 1
