@@ -1,0 +1,161 @@
+"""Runs read from their files, and their metrics as tables for a terminal."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from mcore.observe.sinks.jsonl import records_of
+from mcore.observe.sinks.run_folder import RunFolder
+
+_BARS = "".join(map(chr, range(0x2580, 0x2589)))  # of eight heights, after one that is unused
+_SPARK_WIDTH = 32
+
+
+@dataclass(frozen=True)
+class Run:
+    """The metrics of a run: values by step, by name, in the order in which they first came.
+
+    A step that was logged again has its last value; NaN stands for what is not finite.
+    """
+
+    name: str
+    curves: dict[str, dict[int, float]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Run:
+        """Read a run.
+
+        Args:
+            path: The run's folder, or a file that a :class:`mcore.observe.JsonlSink` wrote.
+
+        Returns:
+            The run, named after its folder.
+
+        Raises:
+            FileNotFoundError: It has no metrics.
+
+        Example:
+            >>> import tempfile
+            >>> from mcore.observe import JsonlSink
+            >>> folder = Path(tempfile.mkdtemp())
+            >>> JsonlSink(folder / "metrics.jsonl").log({"loss": 2.5}, 1)
+            >>> Run.read(folder).curves
+            {'loss': {1: 2.5}}
+        """
+        given = Path(path)
+        file = RunFolder(given).metrics if given.is_dir() else given
+        if not file.exists():
+            raise FileNotFoundError(f"{given} has no metrics: there is no {file}")
+        run = cls(given.absolute().name if given.is_dir() else given.absolute().parent.name)
+        for record in records_of(file):
+            step = record.pop("step")
+            for name, value in record.items():
+                curve = run.curves.setdefault(name, {})
+                curve[step] = math.nan if value is None else float(value)
+        return run
+
+    def points(self, name: str) -> list[tuple[int, float]]:
+        """Return steps and values of a metric in order; none for one that it has not."""
+        return sorted(self.curves.get(name, {}).items())
+
+
+def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table of a run's metrics, with a sparkline each.
+
+    Args:
+        run: The run.
+        names: The metrics; none means all.
+
+    Yields:
+        Lines.
+
+    Example:
+        >>> print("\\n".join(show(Run("r", {"loss": {1: 4.0, 2: 2.0}}))).encode("ascii", "replace"))
+        b'metric  steps  first  last  least  largest\\nloss       1-2      4     2      2        4  ??'
+    """
+    rows = [("metric", "steps", "first", "last", "least", "largest", "")]
+    for name in names or run.curves:
+        points = run.points(name)
+        values = [value for _, value in points if math.isfinite(value)]
+        if not points:
+            raise KeyError(f"{run.name} has no metric {name!r}; it has {sorted(run.curves)}")
+        rows.append(
+            (
+                name,
+                f"{points[0][0]}-{points[-1][0]}",
+                f"{points[0][1]:.4g}",
+                f"{points[-1][1]:.4g}",
+                f"{min(values, default=math.nan):.4g}",
+                f"{max(values, default=math.nan):.4g}",
+                sparkline([value for _, value in points]),
+            )
+        )
+    yield from _table(rows)
+
+
+def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table of the metrics of two runs at the last step that both have.
+
+    Args:
+        first: A run.
+        second: Another one.
+        names: The metrics; none means all that both have.
+
+    Yields:
+        Lines.
+
+    Example:
+        >>> for line in compare(Run("a", {"x": {1: 2.0, 2: 4.0}}), Run("b", {"x": {1: 3.0}})):
+        ...     print(line.encode("ascii", "replace").decode())
+        metric  step  a  b  change       a  b
+        x          1  2  3  +50.0%  ??  ?
+    """
+    rows = [("metric", "step", first.name, second.name, "change", f"{first.name}  {second.name}")]
+    for name in names or [name for name in first.curves if name in second.curves]:
+        one, other = dict(first.points(name)), dict(second.points(name))
+        common = max(one.keys() & other.keys(), default=None)
+        if common is None:
+            continue
+        before, after = one[common], other[common]
+        change = f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
+        lines = f"{sparkline(list(one.values()))}  {sparkline(list(other.values()))}"
+        rows.append((name, str(common), f"{before:.4g}", f"{after:.4g}", change, lines))
+    yield from _table(rows)
+
+
+def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
+    """Draw values as bars of eight heights; what is not finite is a cross."""
+    means = [_mean(part) for part in _parts(values, width)]
+    finite = [mean for mean in means if math.isfinite(mean)]
+    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    return "".join(_bar(mean, low, high) for mean in means)
+
+
+def _bar(value: float, low: float, high: float) -> str:
+    if not math.isfinite(value):
+        return "x"
+    height = 0.5 if high == low else (value - low) / (high - low)
+    return _BARS[1 + round(height * 7)]
+
+
+def _mean(part: Sequence[float]) -> float:
+    return sum(part) / len(part)
+
+
+def _parts(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
+    count = min(count, len(values))
+    for index in range(count):
+        yield values[index * len(values) // count : (index + 1) * len(values) // count]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    for first, *others, last in rows:
+        cells: Iterable[str] = (
+            cell.rjust(width) for cell, width in zip(others, widths[1:-1], strict=True)
+        )
+        yield "  ".join([first.ljust(widths[0]), *cells, last]).rstrip()
