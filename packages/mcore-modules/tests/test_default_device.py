@@ -20,7 +20,8 @@ from rank_testing import run_ranks
 WITHOUT_TENSORS = {
     "AttributeNotFoundError", "ConfigFieldError", "GraphInputMismatch", "GraphStateError",
     "ModelListError", "ModelType", "TransformerConfig", "__version__", "_BF16_TYPES",
-    "_FLOAT_TYPES", "_HALF_TYPES",
+    "_FLOAT_TYPES", "_HALF_TYPES", "from_megatron_sharded_state_dict",
+    "to_megatron_sharded_state_dict",
 }  # fmt: skip
 
 
@@ -76,6 +77,9 @@ def of_models():
     package._freeze_parameter_if_present(model.router, "weight")
     yield model.router.weight.requires_grad
     package.freeze_moe_router([model])
+    package.freeze_parameters(model, "output_layer.*")
+    package.untie_embeddings(model)
+    yield [weight.requires_grad for weight in model.parameters()]
     package.register_module_parallelism("ModelOfDefaultDevice", "replicated")
     package.register_model_wrapper(Holder, "held")
     yield package.get_module_parallelism(model)

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils.checkpoint
 from torch.distributed.device_mesh import init_device_mesh
 
 import mcore.parallel as package
@@ -55,6 +56,11 @@ def _of_regions() -> Iterator[object]:
         result = region(given * 2, group)
         result.square().sum().backward()
         yield result.detach(), given.grad
+    given = torch.arange(8.0, device="cpu").view(4, 2)
+    yield package.all_to_all(given, group)
+    yield package.all_to_all(given, group, input_split_sizes=[1, 3])
+    targets = torch.tensor([1, 3, 0, 2], device="cpu")
+    yield package.vocab_parallel_cross_entropy(given, targets, tp_group=group)
 
 
 def _of_sequences() -> Iterator[object]:
@@ -130,6 +136,18 @@ def _of_random_streams() -> Iterator[object]:
     with tracker.fork():
         yield torch.rand(3, device="cpu")
     yield isinstance(tracker, package.CudaRNGStatesTracker)
+    given = torch.ones(4, device="cpu", requires_grad=True)
+
+    def noisy(x: torch.Tensor) -> torch.Tensor:
+        with tracker.fork():
+            return x * torch.rand(4, device="cpu")
+
+    yield package.checkpoint_activations(noisy, True, given, tp_group=dist.group.WORLD)
+    again = package.replay_rng_streams(noisy)
+    yield again(given), again(given)
+    yield torch.utils.checkpoint.checkpoint(
+        noisy, given, use_reentrant=False, context_fn=package.checkpoint_context_fn
+    )
 
 
 def _of_checkpoints(folder: str) -> Iterator[object]:

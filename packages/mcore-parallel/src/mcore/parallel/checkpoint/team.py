@@ -127,7 +127,7 @@ class Team:
 
 def _as_tensor(payload: bytes) -> torch.Tensor:
     if not payload:
-        return torch.empty(0, dtype=torch.uint8)
+        return torch.empty(0, dtype=torch.uint8, device="cpu")
     return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
 
 
