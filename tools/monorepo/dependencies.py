@@ -119,6 +119,10 @@ def _judge(
         )
 
 
+# Namespaces of distributions that need not be installed here.
+_NAMESPACES = {"megatron": ["megatron-core"]}
+
+
 def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[set[str]]:
     """One set of alternatives for each distribution to declare for an imported name."""
     for sibling in workspace.distributions.values():
@@ -127,7 +131,7 @@ def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names:
         return []
-    found = _installed_providers().get(top) or [top]
+    found = _installed_providers().get(top) or _NAMESPACES.get(top) or [top]
     facades = [{library} for module, library in FACADES.items() if _is_within(name, module)]
     return [{canonicalize_name(one) for one in found}, *facades]
 
