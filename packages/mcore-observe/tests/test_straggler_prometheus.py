@@ -93,7 +93,7 @@ def test_state_before_and_after_a_report(report):
     ]
     assert found["mcore_straggler_enabled"].samples[0].value == 1
     state.applied(False, SimpleNamespace(unix_time=report.unix_time, report=report))
-    text = text_of(state, report)
+    text = text_of(state, None)
     found = families(text)
     assert found["mcore_straggler_enabled"].samples[0].value == 0
     [total] = found["mcore_straggler_reports"].samples

@@ -74,7 +74,7 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
         Lines.
 
     Example:
-        >>> lines = show(Run("r", {"loss": {1: 4.0, 2: 2.0}}))
+        >>> lines = list(show(Run("r", {"loss": {1: 4.0, 2: 2.0}})))
         >>> lines[1].split()[:6]
         ['loss', '1-2', '4', '2', '2', '4']
     """
@@ -112,7 +112,7 @@ def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]
     Example:
         >>> for line in compare(Run("a", {"x": {1: 2.0, 2: 4.0}}), Run("b", {"x": {1: 3.0}})):
         ...     print(line.encode("ascii", "replace").decode())
-        metric  step  a  b  change       a  b
+        metric  step  a  b  change  a  b
         x          1  2  3  +50.0%  ??  ?
     """
     rows = [("metric", "step", first.name, second.name, "change", f"{first.name}  {second.name}")]

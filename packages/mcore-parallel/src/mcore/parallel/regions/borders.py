@@ -383,6 +383,8 @@ def _own_slice(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes)
 
 
 def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+    if sizes is None:
+        check_tensors("all-gather", input_, group)
     check_has_dims(input_)
     longest = input_.shape[0] if sizes is None else max(sizes)
     num_ranks = group.size()
@@ -390,7 +392,7 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes
     sent = input_.contiguous()
     if sizes is not None:
         sent = filled_up(sent, longest)
-    check_tensors("all-gather", sent, group)
+        check_tensors("all-gather", sent, group)
     all_gather_single(output, sent, group)
     if sizes is not None:
         parts = torch.split(output, longest) if longest else [output] * num_ranks
@@ -402,13 +404,14 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes
 
 def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Tensor:
     if sizes is None:
+        check_tensors("reduce-scatter", input_, group)
         length = longest = _length_per_rank(input_, group, SEQUENCE_DIM)
         sent = input_.contiguous()
     else:
         length, longest = sizes[group.rank()], max(sizes)
         sent = torch.cat([filled_up(part, longest) for part in torch.split(input_, list(sizes))])
+        check_tensors("reduce-scatter", sent, group)
     output = input_.new_empty((longest, *input_.shape[1:]))
-    check_tensors("reduce-scatter", sent, group)
     reduce_scatter_single(output, sent, group)
     return output if length == longest else output[:length]
 
