@@ -24,6 +24,7 @@ from mcore.observe.__main__ import main
 from mcore.observe.sinks.background import BackgroundRun
 
 pytestmark = [
+    pytest.mark.xdist_group("sinks_away"),  # one worker makes the runs
     pytest.mark.slow,  # processes that import MLflow and W&B, and one server
     pytest.mark.skipif(
         not all(map(importlib.util.find_spec, ("mlflow", "tensorboard", "wandb"))),
