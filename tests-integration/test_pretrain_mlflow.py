@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 
 from pretrain.cli.command import main
-from pretrain.watch import mlflow_run
 from pretrain_runs import (
     PASSWORD,
     TINY,
@@ -45,16 +44,10 @@ def test_a_password_is_in_no_command_line_and_no_output(tmp_path: Path) -> None:
     assert_no_password(tmp_path, subprocess.CompletedProcess([], 0, output, errors))
 
 
-def impatient_main(arguments: list[str]) -> int:
-    """The command, which does not wait long for a server that stays away."""
-    mlflow_run._WAIT_AT_THE_END_S = 1.0
-    return main(arguments)
-
-
 def test_a_dead_server_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     uri = f"http://someone:{PASSWORD}@127.0.0.1:{free_port()}"
     done = pretrain(tmp_path, *TINY, "--train-iters", "3", "--run-dir", "run", "--no-tensorboard",
-                    entry=impatient_main, MLFLOW_TRACKING_URI=uri)  # fmt: skip
+                    entry=main, MLFLOW_TRACKING_URI=uri)  # fmt: skip
     assert done.returncode == 0, done.stderr
     (said,) = (line for line in done.stderr.splitlines() if "MLflow" in line)
     assert said.startswith("pretrain: MLflow at http://***@127.0.0.1:")

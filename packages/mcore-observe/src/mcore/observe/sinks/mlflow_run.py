@@ -98,7 +98,6 @@ class MlflowRun(BackgroundRun[MlflowConnection]):
 
     Attributes:
         status: The status that :meth:`close` gives the run when given none.
-        closing_s: Seconds that :meth:`close` waits for a tracker that is away.
         num_logged: Values that were logged.
 
     Example:
