@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe import SectionStats
+from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import ELAPSED, GatheredRows, encode_row
 from mcore.observe.straggler.outliers import OutlierRule
-from mcore.observe.straggler.report import Past, RankComparison
 from rank_testing import run_ranks
 
 _NAMES = ("compute", "data")

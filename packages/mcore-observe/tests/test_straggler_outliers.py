@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mcore.observe import SectionStats
+from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import GatheredRows, encode_row
 from mcore.observe.straggler.outliers import OutlierRule
-from mcore.observe.straggler.report import Past, RankComparison
 
 NAN = math.nan
 NAMES = ("compute", "data")

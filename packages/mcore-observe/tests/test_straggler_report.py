@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from mcore.observe import Outlier, SectionStats, StragglerReport, _StragglerData, _ValueWithRank
+from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import METRICS, GatheredRows, encode_row
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
-from mcore.observe.straggler.report import Past, RankComparison
 from mcore.observe.straggler.reporter import etpt_tf, report_lines
 from mcore.observe.straggler.sections import section_hash
 

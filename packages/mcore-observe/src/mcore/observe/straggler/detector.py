@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,6 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 
 import torch
 
+from mcore.observe.straggler.comparison import RankComparison
 from mcore.observe.straggler.events import make_ranges
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
@@ -25,10 +24,15 @@ from mcore.observe.straggler.ranges import (
     HostRanges,
     ThreadRanges,
 )
-from mcore.observe.straggler.report import RankComparison, StragglerReport, _StragglerData
+from mcore.observe.straggler.report import StragglerReport, _StragglerData
 from mcore.observe.straggler.reporter import Pace, Reporter
 from mcore.observe.straggler.routes import ControllerState
-from mcore.observe.straggler.sections import SectionTimers, checked_sections
+from mcore.observe.straggler.sections import (
+    SectionTimers,
+    checked_sections,
+    replace_callables,
+    timed_calls,
+)
 from mcore.observe.straggler.telemetry import guarded, telemetry_of
 from mcore.parallel.groups import GroupLike
 from mcore.tensor.device import current_device
@@ -406,15 +410,7 @@ class StragglerDetector:
             TypeError: ``fn`` is a coroutine function or a generator: ranges follow the calls of a
                 thread, which those leave before they end.
         """
-        if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
-            raise TypeError(f"wrap() got {fn!r}, which suspends; use section() around plain calls")
-
-        @functools.wraps(fn)
-        def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with self.section(name):
-                return fn(*args, **kwargs)
-
-        return timed
+        return timed_calls(self.section, fn, name)
 
     def wrap_callables(self, callables: Mapping[str, tuple[Any, str]]) -> Callable[[], None]:
         """Time calls of existing methods and functions as sections, where they are looked up.
@@ -436,33 +432,7 @@ class StragglerDetector:
             >>> _ = model(torch.ones(1, 2))
             >>> undo()
         """
-        replaced = []
-        for section, (owner, name) in callables.items():
-            plain = inspect.getattr_static(owner, name)
-            kind = type(plain) if isinstance(plain, (staticmethod, classmethod)) else None
-            if inspect.isclass(owner):
-                function = plain.__func__ if kind else plain
-            else:
-                function, kind = getattr(owner, name), None
-            if not callable(function):
-                raise TypeError(
-                    f"{name!r} of {owner!r} for the section {section!r} is not callable"
-                )
-            timed: Any = self.wrap(function, section)
-            has_own = name in vars(owner)
-            replaced.append((owner, name, kind(timed) if kind else timed, has_own, plain))
-        for owner, name, timed, _, _ in replaced:
-            setattr(owner, name, timed)
-
-        def undo() -> None:
-            while replaced:
-                owner, name, _, has_own, plain = replaced.pop()
-                if has_own:
-                    setattr(owner, name, plain)
-                else:
-                    delattr(owner, name)
-
-        return undo
+        return replace_callables(self.wrap, callables)
 
     def reset(self) -> None:
         """Drop all samples; their events go back to the pool. Does nothing while off."""

@@ -2,44 +2,30 @@
 
 from __future__ import annotations
 
-import functools
 import json
 import math
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import cached_property, partial
+from functools import partial
 from heapq import nlargest, nsmallest
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from mcore.observe.straggler.exchange import (
     METRICS,
-    SECTIONS_START,
-    STATS_PER_SECTION,
-    GatheredRows,
 )
 from mcore.observe.straggler.outliers import (
-    NUM_REPORTS,
-    Found,
-    Judged,
     Outlier,
-    OutlierRule,
-    find_outliers,
 )
 from mcore.observe.straggler.prometheus import family, labels
-from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
+from mcore.observe.straggler.ranges import SectionStats
 from mcore.observe.straggler.statistics import (
-    Extremes,
-    relative_scores,
     row_extremes,
     row_medians,
 )
 
-_MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
-_NUM_MEDIANS = 16
-_Ends = tuple[list[tuple[float, int]], list[tuple[float, int]]]
+ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int]]]
 
 # Metric -> name for Prometheus, factor to the base unit, help.
 _GAUGES = {
@@ -235,9 +221,7 @@ class StragglerReport:
         )
         return smallest, largest
 
-    def throughput_ends(
-        self, num_ranks: int
-    ) -> tuple[list[tuple[float, int]], list[tuple[float, int]]]:
+    def throughput_ends(self, num_ranks: int) -> ThroughputEnds:
         """Return the ranks with the lowest and with the highest estimated throughput.
 
         Args:
@@ -246,7 +230,7 @@ class StragglerReport:
         Returns:
             Two lists of TFLOP/s and rank, both ascending, equal values by rank.
         """
-        return _ends(self.metrics["etpt_tf"], self.ranks, num_ranks)
+        return throughput_ends(self.metrics["etpt_tf"], self.ranks, num_ranks)
 
     def identify_stragglers(
         self, relative: float = 0.75, individual: float = 0.75
@@ -317,153 +301,10 @@ class StragglerReport:
             yield family(name, "gauge", text, samples)
 
 
-class Past:
-    """What the last reports have found, for the next one."""
-
-    def __init__(self, names: Sequence[str]) -> None:
-        self.judged = Judged(names)
-        self._medians: deque[torch.Tensor] = deque(maxlen=_NUM_MEDIANS)
-
-    def best_medians(self, medians: torch.Tensor) -> torch.Tensor:
-        """Take in the medians of a report; return each rank's best of the last 16 reports."""
-        self._medians.append(medians)
-        return functools.reduce(torch.fmin, self._medians)
-
-
-class RankComparison:
-    """The rows of one exchange as a report; what nobody asks for is not computed.
-
-    ``names`` are those of all sections. ``history`` has what :meth:`Judged.add` returned for this
-    report, ``num_times`` of it times; ``best_medians`` include this report's.
-    """
-
-    def __init__(
-        self,
-        rows: GatheredRows,
-        *,
-        unix_time: float,
-        hosts: tuple[str, ...],
-        names: Sequence[str],
-        rule: OutlierRule,
-        past: Past,
-        local_sections: Mapping[str, SectionStats] | None = None,
-    ) -> None:
-        self.unix_time = unix_time
-        self.world_size = len(rows.ranks)
-        self.total_flops = rows.total_flops
-        self._rows = rows
-        self._hosts = hosts
-        self._names = names
-        self._rule = rule
-        self._local_sections = dict(local_sections or {})
-        self._metrics = rows.metrics()
-        medians = rows.matrix[:, _MEDIANS].t().contiguous()
-        self._medians = medians.where(medians > 0, torch.nan)
-        self._judged_names, self._num_times = past.judged.names, past.judged.num_times
-        self._history = past.judged.add(rows)
-        self._best_medians = past.best_medians(self._medians)
-
-    @cached_property
-    def report(self) -> StragglerReport:
-        """Everything."""
-        individual = self._best_medians / self._medians
-        return StragglerReport(
-            unix_time=self.unix_time,
-            world_size=self.world_size,
-            log_interval=self._rows.log_interval,
-            total_flops=self.total_flops,
-            hosts=self._hosts,
-            metrics=dict(zip(METRICS, map(tuple, self._metrics.tolist()), strict=True)),
-            sections=self._sections(),
-            relative_scores=self._by_section(relative_scores(self._medians)),
-            individual_scores=self._by_section(individual),
-            outliers=self.outliers,
-            local_sections=self._local_sections,
-            ranks=self._rows.ranks,
-            stragglers=self.stragglers,
-        )
-
-    @cached_property
-    def extremes(self) -> dict[str, Extremes]:
-        """The smallest and the largest value of each metric, with their ranks."""
-        order = self._rows.order
-        by_rank = self._metrics if order is None else self._metrics[:, order]
-        return dict(zip(METRICS, row_extremes(by_rank), strict=True))
-
-    @cached_property
-    def outliers(self) -> tuple[Outlier, ...]:
-        """The ranks that stand out in this report, the worst first."""
-        return self._named(1)
-
-    @cached_property
-    def stragglers(self) -> tuple[Outlier, ...]:
-        """The ranks that stand out in the last reports, the worst first."""
-        return self._named(NUM_REPORTS)
-
-    def _named(self, num_reports: int) -> tuple[Outlier, ...]:
-        found = find_outliers(self._history, self._num_times, self._rule, num_reports=num_reports)
-        return tuple(self._outlier(one) for one in found)
-
-    def _outlier(self, found: Found) -> Outlier:
-        name, index = self._judged_names[found.row], found.index
-        if name in METRICS:
-            values, section = self._metrics[list(METRICS).index(name)], COMPUTE_KIND
-        else:
-            section = self._names.index(name)
-            sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION * section + 1]
-            values = sums / max(self._rows.log_interval, 1)
-        relative = relative_scores(self._medians[section])[index].item()
-        individual = (self._best_medians[section, index] / self._medians[section, index]).item()
-        return Outlier(
-            name,
-            self._rows.ranks[index],
-            self._hosts[index],
-            values[index].item(),
-            row_medians(values.unsqueeze(0))[0],
-            found.z,
-            min(relative, individual),
-        )
-
-    def throughput_ends(self, num_ranks: int) -> _Ends:
-        """See :meth:`StragglerReport.throughput_ends`."""
-        return _ends(self._metrics[-1].tolist(), self._rows.ranks, num_ranks)
-
-    def data(self) -> _StragglerData:
-        """Return the extremes, and the throughput of the ranks that know theirs."""
-        ends: dict[str, _ValueWithRank] = {}
-        for name, metric in (
-            ("elapsed", "elapsed_ms"),
-            ("btime", "data_ms"),
-            ("temp", "temp_c"),
-            ("power", "power_w"),
-            ("util", "util_pct"),
-            ("clock", "clock_mhz"),
-        ):
-            for side, value in zip(("min", "max"), self.extremes[metric], strict=True):
-                ends[f"{side}_{name}"] = _ValueWithRank(*value, METRICS[metric])
-        by_rank = zip(self._metrics[-1].tolist(), self._rows.ranks, strict=True)
-        aflops = sorted((value, rank) for value, rank in by_rank if not math.isnan(value))
-        return _StragglerData(
-            **ends, aflops=[_ValueWithRank(value, rank, "TF") for value, rank in aflops]
-        )
-
-    def _sections(self) -> dict[str, tuple[SectionStats, ...]]:
-        numbers = self._rows.matrix[:, SECTIONS_START:]
-        numbers = numbers.reshape(self.world_size, len(self._names), STATS_PER_SECTION)
-        return {
-            name: tuple(SectionStats(int(count), *times) for count, *times in by_rank)
-            for name, by_rank in zip(self._names, numbers.transpose(0, 1).tolist(), strict=True)
-        }
-
-    def _by_section(self, scores: torch.Tensor) -> dict[str, tuple[float, ...]]:
-        return {
-            name: tuple(by_rank)
-            for kind, (name, by_rank) in enumerate(zip(self._names, scores.tolist(), strict=True))
-            if kind != DATA_KIND  # what prefetching hides slows nobody down
-        }
-
-
-def _ends(values: Sequence[float], ranks: Sequence[int], num_ranks: int) -> _Ends:
+def throughput_ends(
+    values: Sequence[float], ranks: Sequence[int], num_ranks: int
+) -> ThroughputEnds:
+    """Return the ``num_ranks`` ranks with the smallest values and those with the largest."""
     by_rank = zip(values, ranks, strict=True)
     known = [(value, rank) for value, rank in by_rank if math.isfinite(value)]
     return nsmallest(num_ranks, known), nlargest(num_ranks, known)[::-1]

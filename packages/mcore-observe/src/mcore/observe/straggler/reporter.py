@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import (
     ENABLED,
     METRICS,
@@ -17,7 +18,6 @@ from mcore.observe.straggler.exchange import (
 )
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
-from mcore.observe.straggler.report import Past, RankComparison
 from mcore.observe.straggler.sections import section_hash
 from mcore.observe.straggler.telemetry import Reading
 

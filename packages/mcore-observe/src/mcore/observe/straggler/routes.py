@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 
+from mcore.observe.straggler.comparison import RankComparison
 from mcore.observe.straggler.prometheus import family, labels
-from mcore.observe.straggler.report import RankComparison, StragglerReport
+from mcore.observe.straggler.report import StragglerReport
 
 _TEXT = "text/plain; charset=utf-8"
 _JSON = "application/json"

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from hashlib import blake2b
 from types import TracebackType
-from typing import Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from mcore.observe.straggler.ranges import SectionStats
 
 logger = logging.getLogger("mcore.observe.straggler")
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 _BUILT_IN = ("compute", "data")
 _MAX_SECTIONS = 64
@@ -130,3 +135,50 @@ class SectionTimers:
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
         raise ValueError(f"section {name!r} has no name; give a non-empty text")
+
+
+def timed_calls(
+    section: Callable[[str], AbstractContextManager[None]], fn: Callable[_P, _R], name: str
+) -> Callable[_P, _R]:
+    """See :meth:`StragglerDetector.wrap`."""
+    if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
+        raise TypeError(f"wrap() got {fn!r}, which suspends; use section() around plain calls")
+
+    @functools.wraps(fn)
+    def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with section(name):
+            return fn(*args, **kwargs)
+
+    return timed
+
+
+def replace_callables(
+    wrap: Callable[[Callable[..., Any], str], Callable[..., Any]],
+    callables: Mapping[str, tuple[Any, str]],
+) -> Callable[[], None]:
+    """See :meth:`StragglerDetector.wrap_callables`; all are wrapped before any is replaced."""
+    replaced = []
+    for section, (owner, name) in callables.items():
+        plain = inspect.getattr_static(owner, name)
+        kind = type(plain) if isinstance(plain, (staticmethod, classmethod)) else None
+        if inspect.isclass(owner):
+            function = plain.__func__ if kind else plain
+        else:
+            function, kind = getattr(owner, name), None
+        if not callable(function):
+            raise TypeError(f"{name!r} of {owner!r} for the section {section!r} is not callable")
+        timed: Any = wrap(function, section)
+        has_own = name in vars(owner)
+        replaced.append((owner, name, kind(timed) if kind else timed, has_own, plain))
+    for owner, name, timed, _, _ in replaced:
+        setattr(owner, name, timed)
+
+    def undo() -> None:
+        while replaced:
+            owner, name, _, has_own, plain = replaced.pop()
+            if has_own:
+                setattr(owner, name, plain)
+            else:
+                delattr(owner, name)
+
+    return undo
