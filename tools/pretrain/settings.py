@@ -6,7 +6,7 @@ import dataclasses
 import json
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -28,8 +28,9 @@ def _at_least(minimum: int) -> Limit:
     return Limit(f"at least {minimum}", lambda value: value >= minimum)
 
 
+_FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
-_DURATION = Limit("above 0", lambda value: value > 0)
+_DURATION = Limit("finite and above 0", lambda value: 0 < value < math.inf)
 _PORT = Limit("from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 
@@ -89,14 +90,12 @@ class Settings:
     micro_batch_size: int = _option(
         0, "sequences per rank and forward pass; 0: all at once", _at_least(0)
     )
-    lr: float = _option(3e-3, "peak learning rate", _at_least(0), fixed=True)
-    min_lr: float = _option(3e-4, "learning rate at the end", _at_least(0), fixed=True)
+    lr: float = _option(3e-3, "peak learning rate", _FINITE, fixed=True)
+    min_lr: float = _option(3e-4, "learning rate at the end", _FINITE, fixed=True)
     warmup_iters: int = _option(20, "steps of linear warm-up", _at_least(0), fixed=True)
-    weight_decay: float = _option(
-        0.1, "AdamW weight decay of the matrices", _at_least(0), fixed=True
-    )
+    weight_decay: float = _option(0.1, "AdamW weight decay of the matrices", _FINITE, fixed=True)
     clip_grad: float = _option(
-        1.0, "global gradient norm limit; 0: no clipping", _at_least(0), fixed=True
+        1.0, "global gradient norm limit; 0: no clipping", _FINITE, fixed=True
     )
     seed: int = _option(1234, "seed of weights, batches and dropout", _at_least(0), fixed=True)
 
@@ -113,6 +112,12 @@ class Settings:
     )
     exit_after: int = _option(
         0, "stop with a checkpoint after this many steps; 0: never", _at_least(0)
+    )
+    max_skipped: int = _option(
+        10, "stop after this many steps in a row without finite gradients; 0: never", _at_least(0)
+    )
+    grace_s: float = _option(
+        20.0, "seconds to save a checkpoint in after SIGTERM, SIGHUP or Ctrl-C", _FINITE
     )
     timeout_s: float = _option(
         300.0, "seconds after which a stuck collective ends the run", _DURATION
@@ -170,15 +175,26 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     if not path.is_file():
         raise UsageError(f"--resume {run_dir}: not a run folder (it has no config.json)")
     try:
-        stored = json.loads(path.read_text())["settings"]
-        known = {field.name for field in dataclasses.fields(Settings)}
-        if set(stored) != known:
-            raise KeyError(f"settings differ in {sorted(set(stored) ^ known)}")
+        return settings_from(json.loads(path.read_text())["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--resume {run_dir}: config.json is not from this job ({error})"
         ) from None
-    return dict(stored)
+
+
+def settings_from(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """All settings by name: the stored ones, and defaults for those that did not exist then.
+
+    Raises ValueError for names that do not exist and values of another type.
+    """
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    if unknown := sorted(set(stored) - set(fields)):
+        raise ValueError(f"unknown settings: {', '.join(unknown)}")
+    for name, value in stored.items():
+        wanted = type(fields[name].default)
+        if type(value) is not wanted and (wanted, type(value)) != (float, int):
+            raise ValueError(f"{name} is {value!r}, not of type {wanted.__name__}")
+    return {name: field.default for name, field in fields.items()} | dict(stored)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -19,6 +19,11 @@ def check(settings: Settings, available: int | None) -> None:
         )
     _check_shape(settings)
     _check_batch(settings)
+    if settings.min_lr > settings.lr:
+        raise UsageError(
+            f"--min-lr {settings.min_lr} is above --lr {settings.lr}: the learning rate ends at "
+            "--min-lr, so lower it too"
+        )
     if settings.sequence_parallel:
         _check_sequence_parallel(settings)
     if settings.cuda_graph != "none":

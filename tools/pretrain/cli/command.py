@@ -7,6 +7,7 @@ import os
 import sys
 import time
 
+from pretrain.cli.claim import check_unclaimed, claim
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_USAGE, UsageError
@@ -21,13 +22,15 @@ def main(argv: list[str]) -> int:
             return _be_a_rank(argv)
         return _start_ranks(argv)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each node may see other folders
             print(f"pretrain: error: {_shown(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 
 
 def _start_ranks(argv: list[str]) -> int:
     request = resolve(parse(argv), None)
+    if request.resume is not None:
+        check_unclaimed(request.resume)
     _check_tracking(request)
     _start_step(request)
     folder = _folder(request)
@@ -44,6 +47,7 @@ def _be_a_rank(argv: list[str]) -> int:
     _check_tracking(request)
     step = _start_step(request)
     if request.resume is not None and os.environ["RANK"] == "0":
+        request.claims.append(claim(request.resume))
         _set_damaged_aside(RunFolder(request.resume), step)
     from pretrain.cli.rank import run_rank
 

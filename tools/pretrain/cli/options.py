@@ -7,7 +7,7 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from pretrain.cli.checks import check
 from pretrain.settings import DEFAULT_RANKS, Settings, read_settings
@@ -27,6 +27,7 @@ class Request:
     runs_dir: Path
     stored_layout: str = ""  # of the run to resume, where this start has another one
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
+    claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
 
 class _Parser(argparse.ArgumentParser):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from pretrain.run.loop import Loop
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank, write_settings
+from pretrain.surroundings import surroundings
 from pretrain.usage import UsageError
 from pretrain.watch.logs import observe_run
 from pretrain.watch.mlflow_run import JobRun
@@ -35,11 +37,14 @@ def train(
     *,
     resume: Path | None,
     mlflow: JobRun | None = None,
+    signal: Callable[[], int] = lambda: 0,
 ) -> None:
     """Train as one rank of a process group that exists; all ranks call it together.
 
     ``folder`` exists; ``resume`` is the folder to continue or None for a new run; ``mlflow`` is
-    given on the rank that writes logs.
+    given on the rank that writes logs; ``signal`` returns the one that asked this rank to stop.
+
+    Raises StoppedBySignal or DivergedError where a run ends before its last step.
     """
     groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
     corpus = load_corpus()
@@ -53,14 +58,15 @@ def train(
     if resume is not None:
         state.load(folder.checkpoint(latest_step(folder)))
     if dist.get_rank() == 0:
-        write_settings(settings, folder.path, [("corpus_crc32", corpus.checksum)])
+        facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
+        write_settings(settings, folder.path, facts)
     watch = StragglerWatch(settings, folder, device, training_flops(settings))
     configure_nvtx_profiling(settings.nvtx)
     slow = SlowRank.parse(settings.slow_rank, settings.world_size)
     ranges = StepRanges(watch.detector, slow, device)
     steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
     observed = observe_run(settings, folder, progress, config, mlflow)
-    Loop(settings, folder, groups, steps, state, observed, watch, mlflow).run()
+    Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal).run()
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
