@@ -5,14 +5,21 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 import re
+import socket
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.usage import UsageError
 
 DEFAULT_RANKS = 2
+# Whose versions config.json notes.
+_DISTRIBUTIONS = ("torch", "numpy", "mlflow", "tensorboard")
+_PARTS = ("versioning", "tensor", "parallel", "modules", "observe")
 _SLOW_RANK = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
 
 
@@ -195,6 +202,41 @@ def settings_from(stored: Mapping[str, Any]) -> dict[str, Any]:
         if type(value) is not wanted and (wanted, type(value)) != (float, int):
             raise ValueError(f"{name} is {value!r}, not of type {wanted.__name__}")
     return {name: field.default for name, field in fields.items()} | dict(stored)
+
+
+def surroundings() -> dict[str, str | None]:
+    """Versions of Python, torch and the packages, the host and the commit; None where unknown."""
+    names = (*_DISTRIBUTIONS, *(f"mcore-{part}" for part in _PARTS))
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in names},
+        "host": socket.gethostname(),
+        "commit": _commit(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this code, with a plus where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 @dataclasses.dataclass(frozen=True)

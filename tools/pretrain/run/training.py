@@ -21,8 +21,7 @@ from pretrain.run.checkpoints import CheckpointedState, latest_step
 from pretrain.run.loop import Loop
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, SlowRank, write_settings
-from pretrain.surroundings import surroundings
+from pretrain.settings import Settings, SlowRank, surroundings, write_settings
 from pretrain.usage import UsageError
 from pretrain.watch.logs import observe_run
 from pretrain.watch.mlflow_run import JobRun
