@@ -9,12 +9,18 @@ import platform
 import re
 import socket
 import subprocess
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.usage import UsageError
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 DEFAULT_RANKS = 2
 # Whose versions config.json notes.
@@ -130,6 +136,7 @@ class Settings:
         300.0, "seconds after which a stuck collective ends the run", _DURATION
     )
 
+    quiet: bool = _option(False, "print warnings and the closing lines only", kept=False)
     tensorboard: bool = _option(True, "write TensorBoard events")
     mlflow: bool = _option(True, "log to MLflow, in the background")
     straggler: bool = _option(True, "compare the ranks' times and name those that are slow")
@@ -181,19 +188,37 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.json"
     if not path.is_file():
         raise UsageError(f"--resume {run_dir}: not a run folder (it has no config.json)")
+    fields = dataclasses.fields(Settings)
     try:
-        return settings_from(json.loads(path.read_text())["settings"])
+        stored = _checked(json.loads(path.read_text())["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--resume {run_dir}: config.json is not from this job ({error})"
         ) from None
+    return {field.name: field.default for field in fields} | stored  # it may be of an older job
 
 
-def settings_from(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings by name: the stored ones, and defaults for those that did not exist then.
+def read_config(path: Path) -> dict[str, Any]:
+    """Read settings from TOML or from a run's ``config.json``; UsageError says what is wrong."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            return kept_settings(_checked(json.loads(text)["settings"]))
+        return _checked({name.replace("-", "_"): v for name, v in tomllib.loads(text).items()})
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--config {path}: {error}") from None
 
-    Raises ValueError for names that do not exist and values of another type.
-    """
+
+def kept_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run which goes on, or another one, takes over."""
+    kept = {field.name for field in dataclasses.fields(Settings) if field.metadata["kept"]}
+    return {name: value for name, value in stored.items() if name in kept}
+
+
+def _checked(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the right names and types, else ValueError."""
     fields = {field.name: field for field in dataclasses.fields(Settings)}
     if unknown := sorted(set(stored) - set(fields)):
         raise ValueError(f"unknown settings: {', '.join(unknown)}")
@@ -201,7 +226,7 @@ def settings_from(stored: Mapping[str, Any]) -> dict[str, Any]:
         wanted = type(fields[name].default)
         if type(value) is not wanted and (wanted, type(value)) != (float, int):
             raise ValueError(f"{name} is {value!r}, not of type {wanted.__name__}")
-    return {name: field.default for name, field in fields.items()} | dict(stored)
+    return dict(stored)
 
 
 def surroundings() -> dict[str, str | None]:

@@ -59,7 +59,7 @@ class Loop:
         self.finished = [time.time()]
 
     def run(self) -> None:
-        """Train to the last step; print where everything is.
+        """Train to the last step.
 
         Raises StoppedBySignal after a checkpoint, DivergedError without one.
         """
@@ -74,6 +74,9 @@ class Loop:
             draw_losses(self.folder.metrics, self.folder.loss_picture, self.steps.objective)
         self.observed.close()
         self.watch.close()
+
+    def print_summary(self) -> None:
+        """Print what was reached and where everything is, on the rank that writes logs."""
         if self.settings.cuda_graph != "none":
             self.summary.graphs = describe_graphs(self.steps.model)
         if is_writer():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -23,10 +25,11 @@ from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank, surroundings, write_settings
 from pretrain.usage import UsageError
-from pretrain.watch.logs import observe_run
+from pretrain.watch.logs import is_writer, observe_run
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import training_flops
 from pretrain.watch.straggler import StepRanges, StragglerWatch
+from pretrain.watch.summary import opening_lines
 
 
 def train(
@@ -45,6 +48,23 @@ def train(
 
     Raises StoppedBySignal or DivergedError where a run ends before its last step.
     """
+    with open(os.devnull, "w") as nowhere:
+        quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
+        with quiet:
+            loop = _build(settings, folder, device, resume, mlflow, signal)
+            loop.run()
+    loop.print_summary()
+
+
+def _build(
+    settings: Settings,
+    folder: RunFolder,
+    device: torch.device,
+    resume: Path | None,
+    mlflow: JobRun | None,
+    signal: Callable[[], int],
+) -> Loop:
+    """What ``train`` runs, loaded and ready."""
     groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
     corpus = load_corpus()
     _check_corpus(corpus, device)
@@ -65,7 +85,9 @@ def train(
     ranges = StepRanges(watch.detector, slow, device)
     steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
     observed = observe_run(settings, folder, progress, config, mlflow)
-    Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal).run()
+    if is_writer():
+        print("\n".join(opening_lines(settings, model, corpus, device, folder)), flush=True)
+    return Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal)
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
