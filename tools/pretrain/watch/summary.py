@@ -37,8 +37,8 @@ def opening_lines(
         f"{settings.num_layers} layers of {settings.hidden_size}, "
         f"{settings.num_attention_heads} heads",
         f"layout           {settings.layout} on {settings.world_size} ranks, a global batch of "
-        f"{settings.global_batch_size} x {settings.seq_length} in "
-        f"{settings.num_microbatches} forward passes a rank",
+        f"{settings.global_batch_size} x {settings.seq_length}, "
+        f"{settings.rows_per_forward} sequences a rank at once",
         f"data             {len(corpus.train) / 1e6:.1f} MB to train on, "
         f"{len(corpus.validation) / 1e6:.1f} MB to validate",
         f"device           {device.type} on {socket.gethostname()}; run folder {folder.path}",
