@@ -13,6 +13,8 @@ from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from mcore.parallel.checkpoint import CheckpointingException
 from mcore.tensor import current_device
@@ -48,10 +50,7 @@ def _run(request: Request) -> int:
     _write_whole_lines()
     device = _device()
     torch.set_num_threads(_threads())
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        timeout=datetime.timedelta(seconds=request.settings.timeout_s),
-    )
+    _join(device, datetime.timedelta(seconds=request.settings.timeout_s))
     _report_another_layout(request)
     try:
         folder = _agree_on_folder(request, device)
@@ -77,6 +76,22 @@ def _run(request: Request) -> int:
         _leave_after(error)
     dist.destroy_process_group()
     return 0
+
+
+def _join(device: torch.device, timeout: datetime.timedelta) -> None:
+    """Make the process group of all ranks.
+
+    torchrun restarts ranks beside the store of those before, with their addresses still in it.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        store=PrefixStore(f"start-{start}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def _report_another_layout(request: Request) -> None:
