@@ -81,6 +81,9 @@ class Settings:
     sequence_parallel: bool = _option(
         False, "with --tp: cut what lies between the split matrices along the sequence"
     )
+    recompute: bool = _option(
+        False, "keep no activations of layers: compute them again in backward"
+    )
     cuda_graph: Literal["none", "local"] = _option(
         "none",
         "local: run each layer from a captured graph; on a CPU eagerly under the rules of graphs",

@@ -92,6 +92,11 @@ def _check_graphs(settings: Settings) -> None:
             f"--cuda-graph {settings.cuda_graph} cannot work with --fsdp, which gathers a layer's "
             "weights in hooks that a graph leaves out: leave one of them out"
         )
+    if settings.recompute:
+        raise UsageError(
+            f"--cuda-graph {settings.cuda_graph} keeps the activations of its layers, which "
+            "--recompute does not: leave one of them out"
+        )
 
 
 def _check_divisible(name: str, value: int, by_name: str, by: int) -> None:

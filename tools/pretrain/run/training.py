@@ -110,7 +110,14 @@ def build_model(
 ) -> MegatronModule:
     """The GPT on ``device``, in bfloat16 if requested; collective on the tp group."""
     init = ParameterInit(settings.seed, device, groups.tp)
-    model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
+    model = GPT(
+        config,
+        init,
+        groups,
+        untied=settings.untied,
+        dropout=settings.dropout,
+        recompute=settings.recompute,
+    )
     if settings.value_head:
         put_value_head(model, config, init)
     # FSDP casts by itself, from fp32 shards.
