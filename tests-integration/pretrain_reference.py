@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import torch
@@ -117,6 +118,11 @@ class PlainGPT(torch.nn.Module):
 
 def plain_losses(settings: Settings) -> list[float]:
     """Train the plain model and return the loss of each step."""
+    return plain_run(settings)[0]
+
+
+def plain_run(settings: Settings) -> tuple[list[float], float]:
+    """Train the plain model; return the loss of each step and the validation loss at the end."""
     torch.manual_seed(0)
     text = load_corpus().train
     model = PlainGPT(settings)
@@ -144,7 +150,13 @@ def plain_losses(settings: Settings) -> list[float]:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    return losses
+    unseen = dataclasses.replace(settings, seed=settings.seed + 1)
+    with torch.no_grad():
+        batches = [
+            _batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
+        ]
+        validation = [model.loss(batch).item() for batch in batches]
+    return losses, sum(validation) / len(validation)
 
 
 def _batch(settings: Settings, text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:

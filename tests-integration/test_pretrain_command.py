@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from pretrain.settings import Settings, write_settings
-from pretrain_runs import command, environment, pretrain
+from pretrain_runs import command, pretrain
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -68,7 +66,8 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
 
     tail = done.stdout.splitlines()[-8:]
-    assert any(f"{losses[1]:.3f} at step 1, {losses[12]:.3f} at step 12" in line for line in tail)
+    mean = sum(losses[step] for step in range(9, 13)) / 4
+    assert any(f"{losses[1]:.3f} at step 1, {mean:.3f} over the last 4" in line for line in tail)
     assert any(f"hatch run tensorboard --logdir runs/{run.name}/tensorboard" in x for x in tail)
     assert any(re.search(r"\d tokens per second", line) for line in tail)
     (printed,) = (line.split("  ")[-1].strip() for line in tail if line.startswith("continue "))
@@ -76,18 +75,6 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     again = pretrain(tmp_path, *shlex.split(printed)[3:])
     assert again.returncode == 0, again.stderr
     assert (run / "checkpoints" / "step_00000024").is_dir()
-
-
-def test_the_same_program_runs_under_torchrun(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
-         "-m", "pretrain", *TINY, "--cp", "2", "--train-iters", "3"],
-        cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (run,) = (tmp_path / "runs").iterdir()
-    assert run.name.endswith("tp1-cp2-dp1")
-    assert (run / "checkpoints" / "step_00000003").is_dir()
 
 
 REFUSED = {

@@ -131,8 +131,8 @@ def test_a_run_says_that_it_trains_a_value_head(tmp_path: Path) -> None:
     assert curve_of(tmp_path, "lm loss") == {}
     assert (
         "objective        value head: the column of each byte in its line, 1 for 80 and more\n"
-        f"loss             {losses[0]:.5f} at step 1, {losses[-1]:.5f} at step 40 "
-        "(mean squared error)\n"
+        f"loss             {losses[0]:.5f} at step 1, {sum(losses[-10:]) / 10:.5f} over the last "
+        "10 steps (mean squared error)\n"
         f"validation loss  {validation:.5f} mean squared error\n"
     ) in printed
     assert f" validation loss at iteration 40 | value loss value: {validation:.6E} |\n" in printed

@@ -5,14 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import platform
 import re
-from collections.abc import Callable, Iterable
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import Any, Literal
 
 from pretrain.usage import UsageError
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 DEFAULT_RANKS = 2
+# Whose versions config.json notes.
+_DISTRIBUTIONS = ("torch", "numpy", "mlflow", "tensorboard")
+_PARTS = ("versioning", "tensor", "parallel", "modules", "observe")
 _SLOW_RANK = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
 
 
@@ -28,8 +41,9 @@ def _at_least(minimum: int) -> Limit:
     return Limit(f"at least {minimum}", lambda value: value >= minimum)
 
 
+_FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
-_DURATION = Limit("above 0", lambda value: value > 0)
+_DURATION = Limit("finite and above 0", lambda value: 0 < value < math.inf)
 _PORT = Limit("from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 
@@ -67,6 +81,9 @@ class Settings:
     sequence_parallel: bool = _option(
         False, "with --tp: cut what lies between the split matrices along the sequence"
     )
+    recompute: bool = _option(
+        False, "keep no activations of layers: compute them again in backward"
+    )
     cuda_graph: Literal["none", "local"] = _option(
         "none",
         "local: run each layer from a captured graph; on a CPU eagerly under the rules of graphs",
@@ -89,14 +106,12 @@ class Settings:
     micro_batch_size: int = _option(
         0, "sequences per rank and forward pass; 0: all at once", _at_least(0)
     )
-    lr: float = _option(3e-3, "peak learning rate", _at_least(0), fixed=True)
-    min_lr: float = _option(3e-4, "learning rate at the end", _at_least(0), fixed=True)
+    lr: float = _option(3e-3, "peak learning rate", _FINITE, fixed=True)
+    min_lr: float = _option(3e-4, "learning rate at the end", _FINITE, fixed=True)
     warmup_iters: int = _option(20, "steps of linear warm-up", _at_least(0), fixed=True)
-    weight_decay: float = _option(
-        0.1, "AdamW weight decay of the matrices", _at_least(0), fixed=True
-    )
+    weight_decay: float = _option(0.1, "AdamW weight decay of the matrices", _FINITE, fixed=True)
     clip_grad: float = _option(
-        1.0, "global gradient norm limit; 0: no clipping", _at_least(0), fixed=True
+        1.0, "global gradient norm limit; 0: no clipping", _FINITE, fixed=True
     )
     seed: int = _option(1234, "seed of weights, batches and dropout", _at_least(0), fixed=True)
 
@@ -114,10 +129,17 @@ class Settings:
     exit_after: int = _option(
         0, "stop with a checkpoint after this many steps; 0: never", _at_least(0)
     )
+    max_skipped: int = _option(
+        10, "stop after this many steps in a row without finite gradients; 0: never", _at_least(0)
+    )
+    grace_s: float = _option(
+        20.0, "seconds to save a checkpoint in after SIGTERM, SIGHUP or Ctrl-C", _FINITE
+    )
     timeout_s: float = _option(
         300.0, "seconds after which a stuck collective ends the run", _DURATION
     )
 
+    quiet: bool = _option(False, "print warnings and the closing lines only", kept=False)
     tensorboard: bool = _option(True, "write TensorBoard events")
     mlflow: bool = _option(True, "log to MLflow, in the background")
     straggler: bool = _option(True, "compare the ranks' times and name those that are slow")
@@ -169,16 +191,80 @@ def read_settings(run_dir: Path) -> dict[str, Any]:
     path = run_dir / "config.json"
     if not path.is_file():
         raise UsageError(f"--resume {run_dir}: not a run folder (it has no config.json)")
+    fields = dataclasses.fields(Settings)
     try:
-        stored = json.loads(path.read_text())["settings"]
-        known = {field.name for field in dataclasses.fields(Settings)}
-        if set(stored) != known:
-            raise KeyError(f"settings differ in {sorted(set(stored) ^ known)}")
+        stored = _checked(json.loads(path.read_text())["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
             f"--resume {run_dir}: config.json is not from this job ({error})"
         ) from None
+    return {field.name: field.default for field in fields} | stored  # it may be of an older job
+
+
+def read_config(path: Path) -> dict[str, Any]:
+    """Read settings from TOML or from a run's ``config.json``; UsageError says what is wrong."""
+    try:
+        text = path.read_text()
+        if path.suffix == ".json":
+            return kept_settings(_checked(json.loads(text)["settings"]))
+        return _checked({name.replace("-", "_"): v for name, v in tomllib.loads(text).items()})
+    except OSError as error:
+        raise UsageError(f"--config {path}: {error.strerror}") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UsageError(f"--config {path}: {error}") from None
+
+
+def kept_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that a run which goes on, or another one, takes over."""
+    kept = {field.name for field in dataclasses.fields(Settings) if field.metadata["kept"]}
+    return {name: value for name, value in stored.items() if name in kept}
+
+
+def _checked(stored: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of the right names and types, else ValueError."""
+    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    if unknown := sorted(set(stored) - set(fields)):
+        raise ValueError(f"unknown settings: {', '.join(unknown)}")
+    for name, value in stored.items():
+        wanted = type(fields[name].default)
+        if type(value) is not wanted and (wanted, type(value)) != (float, int):
+            raise ValueError(f"{name} is {value!r}, not of type {wanted.__name__}")
     return dict(stored)
+
+
+def surroundings() -> dict[str, str | None]:
+    """Versions of Python, torch and the packages, the host and the commit; None where unknown."""
+    names = (*_DISTRIBUTIONS, *(f"mcore-{part}" for part in _PARTS))
+    return {
+        "python": platform.python_version(),
+        **{name: _version(name) for name in names},
+        "host": socket.gethostname(),
+        "commit": _commit(),
+    }
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    """The commit of this code, with a plus where files differ from it."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
+    try:
+        done = subprocess.run(
+            command,
+            cwd=Path(__file__).parent,
+            capture_output=True,
+            text=True,
+            timeout=5,
+            check=True,
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,6 +1,7 @@
-"""The one error that ends the job with a single line and exit code 2."""
+"""Exit codes, and the one error that ends the job with a single line and exit code 2."""
 
 EXIT_USAGE = 2
+EXIT_DIVERGED = 4
 
 
 class UsageError(Exception):

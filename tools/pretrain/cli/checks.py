@@ -19,6 +19,11 @@ def check(settings: Settings, available: int | None) -> None:
         )
     _check_shape(settings)
     _check_batch(settings)
+    if settings.min_lr > settings.lr:
+        raise UsageError(
+            f"--min-lr {settings.min_lr} is above --lr {settings.lr}: the learning rate ends at "
+            "--min-lr, so lower it too"
+        )
     if settings.sequence_parallel:
         _check_sequence_parallel(settings)
     if settings.cuda_graph != "none":
@@ -86,6 +91,11 @@ def _check_graphs(settings: Settings) -> None:
         raise UsageError(
             f"--cuda-graph {settings.cuda_graph} cannot work with --fsdp, which gathers a layer's "
             "weights in hooks that a graph leaves out: leave one of them out"
+        )
+    if settings.recompute:
+        raise UsageError(
+            f"--cuda-graph {settings.cuda_graph} keeps the activations of its layers, which "
+            "--recompute does not: leave one of them out"
         )
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import os
 import sys
 import time
+from pathlib import Path
 
+from pretrain.cli.claim import check_unclaimed, claim
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_USAGE, UsageError
@@ -21,13 +24,15 @@ def main(argv: list[str]) -> int:
             return _be_a_rank(argv)
         return _start_ranks(argv)
     except UsageError as error:
-        if os.environ.get("RANK", "0") == "0":
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each node may see other folders
             print(f"pretrain: error: {_shown(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 
 
 def _start_ranks(argv: list[str]) -> int:
     request = resolve(parse(argv), None)
+    if request.resume is not None:
+        check_unclaimed(request.resume)
     _check_tracking(request)
     _start_step(request)
     folder = _folder(request)
@@ -37,17 +42,38 @@ def _start_ranks(argv: list[str]) -> int:
 
 
 def _be_a_rank(argv: list[str]) -> int:
-    request = resolve(parse(argv), int(os.environ["WORLD_SIZE"]))
+    given = parse(argv)
+    _go_on_after_a_restart(given)
+    request = resolve(given, int(os.environ["WORLD_SIZE"]))
     handed = os.environ.pop(_URI_FOR_RANKS, None)  # processes that this one starts lack it
     if handed is not None:
         request = dataclasses.replace(request, mlflow_uri=handed)
     _check_tracking(request)
     step = _start_step(request)
     if request.resume is not None and os.environ["RANK"] == "0":
+        request.claims.append(claim(request.resume))
         _set_damaged_aside(RunFolder(request.resume), step)
     from pretrain.cli.rank import run_rank
 
     return run_rank(request)
+
+
+def _go_on_after_a_restart(given: argparse.Namespace) -> None:
+    """Resume what torchrun has started before with ``--max-restarts``.
+
+    Where that has saved nothing, its folder is set aside and the run begins again.
+    """
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if restarts == "0" or "run_dir" not in given:
+        return
+    from pretrain.run.checkpoints import has_checkpoint
+
+    path: Path = given.run_dir
+    if has_checkpoint(RunFolder(path)):
+        given.resume = path
+        del given.run_dir
+    elif os.environ["RANK"] == "0" and path.exists():
+        path.rename(path.with_name(f"{path.name}.start-{restarts}"))
 
 
 def _hand_over(argv: list[str], uri: str | None) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import signal
 import sys
@@ -15,49 +16,54 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run_folder import RunFolder
-from pretrain.usage import EXIT_USAGE
+from pretrain.settings import Settings
+from pretrain.usage import EXIT_DIVERGED, EXIT_USAGE
 
-EXIT_INTERRUPTED = 130
+_GRACE_AFTER_S = 5.0  # for the last call of a rank that could not save in time
 
 
 def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     """Run this program once per rank through ``torch.distributed.run`` and wait for all of them.
 
-    Returns the exit code: 0, 2 for a refused request, 130 after Ctrl-C, else 1.
+    Returns the exit code: 0, 2 for a refused request, 4 for a run that diverges, 128 + a signal
+    that stopped it, else 1.
     """
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    for name in ("", ".agent.server.api"):  # which has a level of its own
+        logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     arguments = list(argv)
     if request.resume is None and request.run_dir is None:
         arguments += ["--run-dir", str(folder.path)]
-    ranks = elastic_launch(_launch_config(request.settings.world_size), sys.executable)
+    ranks = elastic_launch(_launch_config(request.settings), sys.executable)
     try:
         ranks("-m", "pretrain", *arguments)
     except ChildFailedError as failed:
         # Once a rank has ended, the launcher may kill the others before they end by themselves.
-        if any(failure.exitcode == EXIT_USAGE for failure in failed.failures.values()):
-            return EXIT_USAGE
+        codes = {failure.exitcode for failure in failed.failures.values()}
+        for told in (EXIT_USAGE, EXIT_DIVERGED):
+            if told in codes:
+                return told
         rank, failure = _culprit(failed)
         _say(f"rank {rank} {_how(_exit_code(failure))}; all ranks ended.", folder)
         return 1
     except (SignalException, KeyboardInterrupt) as stopped:
-        name = getattr(getattr(stopped, "sigval", signal.SIGINT), "name", "SIGINT")
-        _say(f"interrupted by {name}; all ranks ended.", folder)
-        return EXIT_INTERRUPTED
+        number: signal.Signals = getattr(stopped, "sigval", signal.SIGINT)
+        _say(f"interrupted by {number.name}; all ranks ended.", folder)
+        return 128 + number
     return 0
 
 
-def _launch_config(num_ranks: int) -> LaunchConfig:
+def _launch_config(settings: Settings) -> LaunchConfig:
     return LaunchConfig(
         min_nodes=1,
         max_nodes=1,
-        nproc_per_node=num_ranks,
+        nproc_per_node=settings.world_size,
         run_id=uuid.uuid4().hex,
         rdzv_backend="c10d",
         rdzv_endpoint="127.0.0.1:0",
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=3,
+        shutdown_timeout=math.ceil(settings.grace_s + _GRACE_AFTER_S),
     )
 
 

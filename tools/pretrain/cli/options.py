@@ -7,14 +7,28 @@ import dataclasses
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import IO, Any, NoReturn
 
 from pretrain.cli.checks import check
-from pretrain.settings import DEFAULT_RANKS, Settings, read_settings
+from pretrain.settings import DEFAULT_RANKS, Settings, kept_settings, read_config, read_settings
 from pretrain.usage import UsageError
 
 MLFLOW_URI = "--mlflow-uri"
 _SIZES = ("tp", "cp", "dp")
+# The first setting of each group of options in --help.
+_GROUPS = {
+    "tp": "layout",
+    "num_layers": "model",
+    "train_iters": "training",
+    "log_interval": "reports and checkpoints",
+    "timeout_s": "trackers and what is watched",
+}
+_EXAMPLES = """examples:
+  pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
+  pretrain --fsdp --bf16 --train-iters 600   parameters cut over the ranks
+  pretrain --resume runs/RUN                 go on from the last complete checkpoint
+  pretrain --config runs/RUN/config.json     a new run with the settings of another
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -27,6 +41,7 @@ class Request:
     runs_dir: Path
     stored_layout: str = ""  # of the run to resume, where this start has another one
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
+    claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
 
 class _Parser(argparse.ArgumentParser):
@@ -40,7 +55,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; options that were not given are absent from the result."""
     parser = _Parser(
         prog="pretrain",
+        usage="pretrain [options]",
         description="Train a small byte-level GPT on the text of Python's standard library.",
+        epilog=_EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
@@ -54,12 +72,21 @@ def parse(argv: list[str]) -> argparse.Namespace:
         help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
         "folder); a password is safer in MLFLOW_TRACKING_PASSWORD",
     )
+    parser.add_argument(
+        "--config",
+        type=Path,
+        metavar="FILE",
+        help="settings from a TOML file or a run's config.json; options override them",
+    )
+    group = parser.add_argument_group()
     for field in dataclasses.fields(Settings):
-        _add_option(parser, field)
+        if field.name in _GROUPS:
+            group = parser.add_argument_group(_GROUPS[field.name])
+        _add_option(group, field)
     return parser.parse_args(argv)
 
 
-def _add_option(parser: argparse.ArgumentParser, field: dataclasses.Field[Any]) -> None:
+def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     flag = "--" + field.name.replace("_", "-")
     text = f"{field.metadata['help']} (default: {field.default})"
     if isinstance(field.default, bool):
@@ -82,9 +109,12 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     mlflow_uri = options.pop("mlflow_uri", None)
     if resume is not None and run_dir is not None:
         raise UsageError("--resume continues in its own folder: leave --run-dir out")
+    if (config := options.pop("config", None)) is not None:
+        options = {**read_config(config), **options}
+        given = argparse.Namespace(**options)
     base: Mapping[str, Any] = {} if resume is None else read_settings(resume)
     _refuse_changes(base, options)
-    options = {**_kept(base), **options, **_layout(vars(given), base, ranks, world_size)}
+    options = {**kept_settings(base), **options, **_layout(vars(given), base, ranks, world_size)}
     settings = Settings(**options)
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
@@ -129,12 +159,6 @@ def _layout(
 
 def _stored_layout(base: Mapping[str, Any]) -> dict[str, int]:
     return {name: base[name] for name in _SIZES if name in base}
-
-
-def _kept(base: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a resumed run keeps."""
-    fields = dataclasses.fields(Settings) if base else ()
-    return {field.name: base[field.name] for field in fields if field.metadata["kept"]}
 
 
 def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None:

@@ -5,35 +5,34 @@ from __future__ import annotations
 import contextlib
 import datetime
 import io
-import logging
 import os
-import signal
 import sys
-import threading
 import time
 import traceback
-from collections.abc import Callable
-from types import FrameType
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from mcore.parallel.checkpoint import CheckpointingException
 from mcore.tensor import current_device
+from pretrain.cli.claim import check_seen_by_all, claim
+from pretrain.cli.ending import Ending
 from pretrain.cli.options import Request
-from pretrain.run.checkpoints import latest_step
+from pretrain.run.checkpoints import describe_latest, latest_step
 from pretrain.run.saving import ReplicasDifferError
+from pretrain.run.stopping import DivergedError, StoppedBySignal
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
-from pretrain.usage import EXIT_USAGE, UsageError
+from pretrain.usage import EXIT_DIVERGED, EXIT_USAGE, UsageError
 from pretrain.watch.logs import is_writer
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.mlflow_target import choose_target
 
 _EXIT_FAILED = 1
 _WAIT_FOR_CULPRIT_S = 2.0
-_LAST_CALL_S = 2.5  # the launcher ends ranks for good after 3 s
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe")
 
 
@@ -47,21 +46,28 @@ def run_rank(request: Request) -> NoReturn:
 
 
 def _run(request: Request) -> int:
-    # The launcher ends the ranks. Python's own handlers would wait for a collective to return.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    ending = Ending(request.settings.grace_s)
     _write_whole_lines()
     device = _device()
     torch.set_num_threads(_threads())
-    dist.init_process_group(
-        dist.get_default_backend_for_device(device),
-        timeout=datetime.timedelta(seconds=request.settings.timeout_s),
-    )
+    _join(device, datetime.timedelta(seconds=request.settings.timeout_s))
     _report_another_layout(request)
     try:
         folder = _agree_on_folder(request, device)
-        mlflow = _open_mlflow(request, folder)
+        mlflow = _open_mlflow(request, folder, ending)
         with mlflow or contextlib.nullcontext():
-            train(request.settings, folder, device, resume=request.resume, mlflow=mlflow)
+            train(
+                request.settings,
+                folder,
+                device,
+                resume=request.resume,
+                mlflow=mlflow,
+                signal=lambda: ending.requested,
+            )
+    except StoppedBySignal as stopped:
+        return int(str(stopped.code))
+    except DivergedError as error:
+        return _refuse(DivergedError(f"{error}. {describe_latest(folder)}"), EXIT_DIVERGED)
     except UsageError as error:
         return _refuse(error, EXIT_USAGE)
     except (CheckpointingException, ReplicasDifferError) as error:
@@ -70,6 +76,22 @@ def _run(request: Request) -> int:
         _leave_after(error)
     dist.destroy_process_group()
     return 0
+
+
+def _join(device: torch.device, timeout: datetime.timedelta) -> None:
+    """Make the process group of all ranks.
+
+    torchrun restarts ranks beside the store of those before, with their addresses still in it.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        store=PrefixStore(f"start-{start}", store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
 
 
 def _report_another_layout(request: Request) -> None:
@@ -81,7 +103,7 @@ def _report_another_layout(request: Request) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _open_mlflow(request: Request, folder: RunFolder) -> JobRun | None:
+def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun | None:
     """On the rank that writes logs, start opening the MLflow run, which takes seconds."""
     if not (request.settings.mlflow and is_writer()):
         return None
@@ -89,7 +111,7 @@ def _open_mlflow(request: Request, folder: RunFolder) -> JobRun | None:
     job = JobRun(
         request.settings, folder, target, latest_step(folder) if request.resume is not None else 0
     )
-    _call_before_a_signal_ends_us(lambda: job.end("KILLED"))
+    ending.last_call = lambda: job.end("KILLED")
     return job
 
 
@@ -144,6 +166,7 @@ def _threads() -> int:
 def _agree_on_folder(request: Request, device: torch.device) -> RunFolder:
     """The run's folder, equal on all ranks; rank 0 names and makes it unless it exists already."""
     if request.resume is not None:
+        check_seen_by_all(request.resume, device)
         return RunFolder(request.resume)
     layout = request.settings.run_kind
     facts = torch.zeros(3, dtype=torch.int64, device=device)
@@ -152,7 +175,8 @@ def _agree_on_folder(request: Request, device: torch.device) -> RunFolder:
         started = int(time.time())
         number = free_number(request.runs_dir, layout, started)
         try:
-            make_run_folder(request.run_dir or name_run(request.runs_dir, layout, started, number))
+            named = request.run_dir or name_run(request.runs_dir, layout, started, number)
+            request.claims.append(claim(make_run_folder(named).path))
         except UsageError as error:
             problem = error
         facts.copy_(torch.tensor([started, number, int(problem is not None)]))
@@ -161,30 +185,5 @@ def _agree_on_folder(request: Request, device: torch.device) -> RunFolder:
     path = request.run_dir or name_run(request.runs_dir, layout, started, number)
     if failed:
         raise problem or UsageError(f"rank 0 could not make the run folder {path}")
+    check_seen_by_all(path, device)
     return RunFolder(path)
-
-
-def _call_before_a_signal_ends_us(action: Callable[[], None]) -> None:
-    """Have SIGINT and SIGTERM end this process with 128 + signal, after an action of seconds.
-
-    Python's own handlers would wait for the main thread, which may be in a collective.
-    """
-    reading, writing = os.pipe()
-    os.set_blocking(writing, False)
-    signal.set_wakeup_fd(writing)
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, _leave_it_to_the_thread)
-    threading.Thread(target=_end, args=(reading, action), name="last call", daemon=True).start()
-
-
-def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: because there is a handler, Python writes the number to the pipe."""
-
-
-def _end(reading: int, action: Callable[[], None]) -> None:
-    number = os.read(reading, 1)[0]
-    logging.disable()  # what fails from here on fails because the process ends
-    worker = threading.Thread(target=action, daemon=True)
-    worker.start()
-    worker.join(_LAST_CALL_S)
-    os._exit(128 + number)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
@@ -14,7 +16,7 @@ from mcore.modules import (
     TransformerConfig,
     make_value_model,
 )
-from mcore.parallel import ProcessGroups
+from mcore.parallel import ProcessGroups, checkpoint_activations
 from mcore.tensor import make_viewless_tensor
 from pretrain.corpus import VOCABULARY_SIZE
 from pretrain.model.attention import SelfAttention, causal_mask, rotary_table
@@ -130,9 +132,11 @@ class GPT(MegatronModule):
         *,
         untied: bool,
         dropout: float,
+        recompute: bool = False,
     ) -> None:
         super().__init__(config)
         self.pg_collection = groups
+        self.recompute = recompute
         self.tp_group = groups.tp
         self.cp_group = groups.cp
         self.head_size = config.hidden_size // config.num_attention_heads
@@ -155,7 +159,8 @@ class GPT(MegatronModule):
         mask = causal_mask(positions, self.cp_group)
         hidden = self.embedding(tokens.transpose(0, 1))
         for layer in self.layers:
-            hidden = layer(hidden, rotary=rotary, attention_mask=mask)
+            run = functools.partial(layer, rotary=rotary, attention_mask=mask)
+            hidden = self._recomputed(run, hidden) if self.recompute else run(hidden)
         hidden = self.final_norm(hidden)
         if isinstance(self.output_layer, LinearForLastLayer):
             values: torch.Tensor = self.output_layer(hidden)[0]
@@ -165,6 +170,13 @@ class GPT(MegatronModule):
             hidden, self.tp_group, sequence_parallel=self.config.sequence_parallel
         )
         return F.linear(hidden, owner.weight)
+
+    def _recomputed(
+        self, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        # What sequence parallelism has not cut already is kept in parts.
+        distribute = not self.config.sequence_parallel
+        return checkpoint_activations(run, distribute, hidden, tp_group=self.tp_group)
 
 
 def put_value_head(model: GPT, config: TransformerConfig, init: ParameterInit) -> None:

@@ -38,6 +38,14 @@ def latest_step(folder: RunFolder) -> int:
     return step
 
 
+def has_checkpoint(folder: RunFolder) -> bool:
+    """Whether a run has saved a complete checkpoint."""
+    try:
+        return latest_step(folder) >= 0
+    except UsageError:
+        return False
+
+
 def _step_of(checkpoint: Path) -> int:
     """The step in a checkpoint's name; -1 where it is not named as this job names them."""
     match = _NAME.fullmatch(checkpoint.name)

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from typing import Any
 
-from mcore.observe import GlobalState, TrainState, training_log
+from mcore.observe import GlobalState, TrainState, status_of, training_log
 from mcore.parallel import ProcessGroups
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run.saving import Saver, check_replicas
 from pretrain.run.steps import Steps
+from pretrain.run.stopping import DivergedError, StopAgreement, StoppedBySignal
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
@@ -33,6 +35,7 @@ class Loop:
         observed: GlobalState,
         watch: StragglerWatch,
         mlflow: JobRun | None,
+        signal: Callable[[], int],
     ) -> None:
         self.settings = settings
         self.folder = folder
@@ -44,6 +47,9 @@ class Loop:
         self.observed = observed
         self.watch = watch
         self.mlflow = mlflow
+        self.signal = signal
+        self.stop = StopAgreement(steps.device)
+        self.skipped_in_a_row = 0
         self.progress: TrainState = observed.train_state
         self.first_step = self.progress.step
         self.summary = Summary(folder, settings, first_step=self.first_step)
@@ -53,7 +59,30 @@ class Loop:
         self.finished = [time.time()]
 
     def run(self) -> None:
-        """Train to the last step; print where everything is."""
+        """Train to the last step.
+
+        Raises StoppedBySignal after a checkpoint, DivergedError without one.
+        """
+        try:
+            self._train()
+        except (StoppedBySignal, DivergedError) as ended:
+            self.saver.wait()
+            self.observed.close(status_of(ended))
+            self.watch.close()
+            raise
+        if is_writer():
+            draw_losses(self.folder.metrics, self.folder.loss_picture, self.steps.objective)
+        self.observed.close()
+        self.watch.close()
+
+    def print_summary(self) -> None:
+        """Print what was reached and where everything is, on the rank that writes logs."""
+        if self.settings.cuda_graph != "none":
+            self.summary.graphs = describe_graphs(self.steps.model)
+        if is_writer():
+            print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
+
+    def _train(self) -> None:
         last = self._last_step()
         self.observed.timers("interval-time", log_level=0).start()
         with progress_bar(self.settings, self.first_step) as bar:
@@ -66,18 +95,26 @@ class Loop:
                     check_replicas(self.steps.model, self.groups, step)
                 if step == last or _due(step, self.settings.eval_interval):
                     self._validate()
-                if step == last or _due(step, self.settings.save_interval):
-                    self._flush()
-                    self.saver.save(step)
+                signal = self.stop.agreed(self.signal()) if step < last else 0
+                if signal or step == last or _due(step, self.settings.save_interval):
+                    self._save(step)
+                if signal:
+                    raise StoppedBySignal(128 + signal)
         self.saver.wait()
-        if is_writer():
-            draw_losses(self.folder.metrics, self.folder.loss_picture, self.steps.objective)
-        self.observed.close()
-        self.watch.close()
-        if self.settings.cuda_graph != "none":
-            self.summary.graphs = describe_graphs(self.steps.model)
-        if is_writer():
-            print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
+
+    def _save(self, step: int) -> None:
+        """Save a checkpoint, unless the weights of the last steps gave no finite gradients."""
+        if not self.skipped_in_a_row:
+            self._flush()
+            self.saver.save(step)
+
+    def _count_skipped(self, skipped: bool) -> None:
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        if skipped and self.skipped_in_a_row == self.settings.max_skipped:
+            raise DivergedError(
+                f"the gradients of {self.settings.max_skipped} steps in a row, to step "
+                f"{self.progress.step}, were not finite: try a lower --lr or --clip-grad"
+            )
 
     def _flush(self) -> None:
         """Write out the logs up to a checkpoint, so that a killed process does not lose them."""
@@ -122,6 +159,7 @@ class Loop:
                 seq_length=self.settings.seq_length,
             )
         self._log_own()
+        self._count_skipped(skipped)
 
     def _log_own(self) -> None:
         """Log this job's own metrics, apart from the training log."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
@@ -20,12 +23,13 @@ from pretrain.run.checkpoints import CheckpointedState, latest_step
 from pretrain.run.loop import Loop
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, SlowRank, write_settings
+from pretrain.settings import Settings, SlowRank, surroundings, write_settings
 from pretrain.usage import UsageError
-from pretrain.watch.logs import observe_run
+from pretrain.watch.logs import is_writer, observe_run
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import training_flops
 from pretrain.watch.straggler import StepRanges, StragglerWatch
+from pretrain.watch.summary import opening_lines
 
 
 def train(
@@ -35,12 +39,32 @@ def train(
     *,
     resume: Path | None,
     mlflow: JobRun | None = None,
+    signal: Callable[[], int] = lambda: 0,
 ) -> None:
     """Train as one rank of a process group that exists; all ranks call it together.
 
     ``folder`` exists; ``resume`` is the folder to continue or None for a new run; ``mlflow`` is
-    given on the rank that writes logs.
+    given on the rank that writes logs; ``signal`` returns the one that asked this rank to stop.
+
+    Raises StoppedBySignal or DivergedError where a run ends before its last step.
     """
+    with open(os.devnull, "w") as nowhere:
+        quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
+        with quiet:
+            loop = _build(settings, folder, device, resume, mlflow, signal)
+            loop.run()
+    loop.print_summary()
+
+
+def _build(
+    settings: Settings,
+    folder: RunFolder,
+    device: torch.device,
+    resume: Path | None,
+    mlflow: JobRun | None,
+    signal: Callable[[], int],
+) -> Loop:
+    """What ``train`` runs, loaded and ready."""
     groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
     corpus = load_corpus()
     _check_corpus(corpus, device)
@@ -53,14 +77,17 @@ def train(
     if resume is not None:
         state.load(folder.checkpoint(latest_step(folder)))
     if dist.get_rank() == 0:
-        write_settings(settings, folder.path, [("corpus_crc32", corpus.checksum)])
+        facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
+        write_settings(settings, folder.path, facts)
     watch = StragglerWatch(settings, folder, device, training_flops(settings))
     configure_nvtx_profiling(settings.nvtx)
     slow = SlowRank.parse(settings.slow_rank, settings.world_size)
     ranges = StepRanges(watch.detector, slow, device)
     steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
     observed = observe_run(settings, folder, progress, config, mlflow)
-    Loop(settings, folder, groups, steps, state, observed, watch, mlflow).run()
+    if is_writer():
+        print("\n".join(opening_lines(settings, model, corpus, device, folder)), flush=True)
+    return Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal)
 
 
 def transformer_config(settings: Settings) -> TransformerConfig:
@@ -83,7 +110,14 @@ def build_model(
 ) -> MegatronModule:
     """The GPT on ``device``, in bfloat16 if requested; collective on the tp group."""
     init = ParameterInit(settings.seed, device, groups.tp)
-    model = GPT(config, init, groups, untied=settings.untied, dropout=settings.dropout)
+    model = GPT(
+        config,
+        init,
+        groups,
+        untied=settings.untied,
+        dropout=settings.dropout,
+        recompute=settings.recompute,
+    )
     if settings.value_head:
         put_value_head(model, config, init)
     # FSDP casts by itself, from fp32 shards.

@@ -71,7 +71,7 @@ def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
         initial=done,
         unit="step",
         dynamic_ncols=True,
-        disable=not (is_writer() and sys.stderr.isatty()),
+        disable=settings.quiet or not (is_writer() and sys.stderr.isatty()),
     )
 
 

@@ -11,11 +11,12 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 
-from mcore.observe import StragglerDetector, nvtx_range
+from mcore.observe import Outlier, StragglerDetector, StragglerReport, nvtx_range
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank
 
 SECTIONS = ("forward", "backward", "optimizer")
+_WORTH_A_LINE = 1.25  # times as long as the fastest rank
 logger = logging.getLogger("mcore.observe.straggler")
 
 
@@ -86,6 +87,12 @@ class StepRanges:
         return time.perf_counter()
 
 
+def times_the_fastest(found: StragglerReport, one: Outlier) -> float:
+    """A rank's time in its section over that of the fastest rank, in the last report."""
+    sums = [of_rank.sum_ms for of_rank in found.sections[one.metric]]
+    return sums[found.ranks.index(one.rank)] / min(sums) if min(sums) > 0 else 1.0
+
+
 class StragglerWatch:
     """The detector of a run; all ranks make it and call ``report`` together."""
 
@@ -150,13 +157,17 @@ class StragglerWatch:
         if found is None or found is before:  # it is switched off
             return {}
         self.reports += 1
-        slow = [one for one in found.stragglers if one.metric in SECTIONS]
-        self.named.update({one.rank for one in slow})
+        slow = {
+            (one.rank, one.metric): times_the_fastest(found, one)
+            for one in found.stragglers
+            if one.metric in SECTIONS and times_the_fastest(found, one) >= _WORTH_A_LINE
+        }
+        self.named.update({rank for rank, _ in slow})
         if dist.get_rank() == 0:
-            for one in slow:
+            for (rank, section), times in slow.items():
                 print(
-                    f"straggler: rank {one.rank} takes {1 / one.score:.1f} times as long as the "
-                    f"fastest rank for its {one.metric}",
+                    f"straggler: rank {rank} takes {times:.1f} times as long as the fastest rank "
+                    f"for its {section}",
                     flush=True,
                 )
         columns = {

@@ -4,19 +4,45 @@ from __future__ import annotations
 
 import json
 import shlex
+import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import fmean, median
 
 import torch
 
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
+from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.straggler import StragglerWatch
+
+
+def opening_lines(
+    settings: Settings,
+    model: torch.nn.Module,
+    corpus: Corpus,
+    device: torch.device,
+    folder: RunFolder,
+) -> list[str]:
+    """What is trained, in which layout, on what, and where."""
+    parameters = settings.tp * sum(param.numel() for param in model.parameters())
+    kind = "bf16" if settings.bf16 else "fp32"
+    return [
+        f"model            about {parameters / 1e6:.2f} M parameters, {kind}: "
+        f"{settings.num_layers} layers of {settings.hidden_size}, "
+        f"{settings.num_attention_heads} heads",
+        f"layout           {settings.layout} on {settings.world_size} ranks, a global batch of "
+        f"{settings.global_batch_size} x {settings.seq_length}, "
+        f"{settings.rows_per_forward} sequences a rank at once",
+        f"data             {len(corpus.train) / 1e6:.1f} MB to train on, "
+        f"{len(corpus.validation) / 1e6:.1f} MB to validate",
+        f"device           {device.type} on {socket.gethostname()}; run folder {folder.path}",
+    ]
 
 
 class Summary:
@@ -26,8 +52,7 @@ class Summary:
         self.folder = folder
         self.settings = settings
         self.first_step = first_step
-        self.steps = 0
-        self.train_s = 0.0
+        self.seconds: list[float] = []  # of each step
         self.validation: float | None = None
         self.graphs: str | None = None
         self._step_began = 0.0
@@ -38,31 +63,36 @@ class Summary:
 
     def end_step(self) -> None:
         """Call after each optimizer step; logs, validation and checkpoints do not count."""
-        self.train_s += time.perf_counter() - self._step_began
-        self.steps += 1
+        self.seconds.append(time.perf_counter() - self._step_began)
 
     def lines(self, mlflow: JobRun | None, watch: StragglerWatch) -> list[str]:
         """The closing lines."""
         objective = objective_of(self.settings)
         digits, unit = objective.digits, objective.unit
         curve = read_curve(self.folder.metrics, objective.loss_name)
-        tokens = self.steps * self.settings.global_batch_size * self.settings.seq_length
+        last = [value for _, value in curve[-self.settings.log_interval :]]
         path = self.folder.path
         more = ""
-        if self.first_step + self.steps >= self.settings.train_iters:
+        if self.first_step + len(self.seconds) >= self.settings.train_iters:
             more = f" --train-iters {2 * self.settings.train_iters}"
         return [
             f"run folder       {path}",
             *self._special(),
             f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
-            f"{curve[-1][1]:.{digits}f} at step {curve[-1][0]} ({unit})",
+            f"{fmean(last):.{digits}f} over the last {len(last)} steps ({unit})",
             f"validation loss  {self.validation:.{digits}f} {unit}",
-            f"speed            {tokens / max(self.train_s, 1e-9):,.0f} tokens per second",
+            f"speed            {self._speed()}",
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
             *self._pages(mlflow),
             f"continue         {self.folder.resume_command}{more}",
         ]
+
+    def _speed(self) -> str:
+        """Of the step in the middle, which leaves out how the run started."""
+        second = median(self.seconds)
+        tokens = self.settings.global_batch_size * self.settings.seq_length
+        return f"{tokens / second:,.0f} tokens per second ({1e3 * second:.1f} ms a step)"
 
     def _special(self) -> Iterator[str]:
         if self.settings.value_head:

@@ -1,0 +1,92 @@
+"""Where the main job's settings come from, and whether what it prints of a run is true."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+from pretrain.watch.summary import Summary
+from pretrain_reference import plain_run
+from pretrain_runs import SMALL, curve_of, last_value, losses_of, pretrain, train_on_ranks
+
+LABELS = ["run folder", "loss", "validation loss", "speed", "slow ranks", "loss curve", "continue"]
+
+
+def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:
+    (tmp_path / "tiny.toml").write_text(
+        "num-layers = 1\nhidden_size = 32\nseq-length = 32\nglobal-batch-size = 8\nlr = 1\n"
+        "train-iters = 9\ntp = 2\nmlflow = false\ntensorboard = false\nquiet = true\n"
+    )
+    done = pretrain(tmp_path, "--config", "tiny.toml", "--train-iters", "3", "--run-dir", "one")
+    assert done.returncode == 0, done.stderr
+    assert [line[:17].strip() for line in done.stdout.strip().splitlines()] == LABELS
+    stored = json.loads((tmp_path / "one" / "config.json").read_text())
+    settings = Settings(**stored["settings"])
+    assert (settings.tp, settings.dp, settings.hidden_size, settings.train_iters) == (2, 1, 32, 3)
+    assert (settings.lr, settings.tensorboard) == (1.0, False)
+    assert stored["started_with"]["torch"].startswith("2.")
+    assert re.fullmatch(r"[0-9a-f]{40}\+?", stored["started_with"]["commit"])
+
+    again = pretrain(tmp_path, "--config", "one/config.json", "--run-dir", "two")
+    assert again.returncode == 0, again.stderr
+    assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
+    opening = {label: last_value(again.stdout, label) for label in ("model", "layout", "data")}
+    assert opening["model"].endswith("fp32: 1 layers of 32, 4 heads")
+    assert opening["layout"].startswith("tp2-cp1-dp1 on 2 ranks")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("hiden-size = 3", "unknown settings: hiden_size"),
+        ("tp = 2.5", "tp is 2.5, not of type int"),
+        ("tp = = 2", "--config x.toml: Invalid value"),
+        ("tp = 3", "--num-attention-heads 4 is not divisible by --tp 3"),
+        (None, "--config x.toml: No such file"),
+    ],
+)
+def test_a_settings_file_that_cannot_be_used(
+    text: str | None, message: str, tmp_path: Path
+) -> None:
+    if text is not None:
+        (tmp_path / "x.toml").write_text(text)
+    done = pretrain(tmp_path, "--config", "x.toml")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_validation_is_of_the_text_that_is_not_trained_on(tmp_path: Path) -> None:
+    settings = Settings(dp=1, **SMALL | {"lr": 1e-2, "eval_batches": 3})
+    train_on_ranks(settings, tmp_path)
+    losses, validation = plain_run(settings)
+    assert losses_of(tmp_path) == pytest.approx(losses, rel=2e-5)
+    [measured] = curve_of(tmp_path, "lm loss validation").values()
+    assert measured == pytest.approx(validation, rel=2e-5)
+    assert abs(measured - losses[-1]) > 1e-3
+
+
+def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> None:
+    folder, settings = RunFolder(tmp_path), Settings(log_interval=2)  # 16 x 128 tokens a step
+    losses = (9.0, 4.0, 3.0, 2.0)
+    folder.metrics.write_text(
+        "".join(f'{{"step": {step}, "lm loss": {x}}}\n' for step, x in enumerate(losses, 1))
+    )
+    summary = Summary(folder, settings, first_step=0)
+    summary.seconds, summary.validation = [30.0, 0.5, 0.5, 0.25, 0.5], 2.25
+
+    class Unwatched:
+        """No detector ran."""
+
+        def summary(self) -> None:
+            """Nothing was found."""
+
+    text = "\n".join(summary.lines(None, Unwatched()))  # type: ignore[arg-type]
+    assert last_value(text, "speed") == "4,096 tokens per second (500.0 ms a step)"
+    assert last_value(text, "loss") == (
+        "9.000 at step 1, 2.500 over the last 2 steps (nats per byte)"
+    )

@@ -1,0 +1,177 @@
+"""Runs of the main job that stop early, and who may go on with them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
+from pretrain.run.checkpoints import latest_step
+from pretrain.run.stopping import StopAgreement
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, read_settings, write_settings
+from pretrain.usage import UsageError
+from pretrain_runs import TINY, curve_of, losses_of, pretrain, ranks_below, start, wait_until
+from rank_testing import run_ranks
+
+ENDLESS = (*TINY, "--no-mlflow", "--train-iters", "100000", "--save-interval", "0")
+
+
+def start_endless(folder: RunFolder) -> subprocess.Popen[str]:
+    """A run in a folder that has done some steps and saved none."""
+    job = start(
+        folder.path.parent, *ENDLESS, "--run-dir", folder.path.name, stdout=subprocess.DEVNULL
+    )
+    try:
+        wait_until(lambda: folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5)
+    except BaseException:
+        job.kill()
+        raise
+    return job
+
+
+def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    job = start_endless(folder)
+    try:
+        refused = pretrain(tmp_path, "--resume", "run", "--train-iters", "200000")
+        job.send_signal(signal.SIGTERM)
+        _, errors = job.communicate(timeout=120)
+    finally:
+        job.kill()
+    assert refused.returncode == 2
+    rank_0 = refused.stderr.split("process ")[1].rstrip(")\n")
+    assert refused.stderr == (
+        "pretrain: error: run belongs to a job that runs "
+        f"(host {socket.gethostname()}, process {rank_0})\n"
+    )
+    assert job.returncode == 128 + signal.SIGTERM
+    last = latest_step(folder)
+    assert list(curve_of(folder.path, "lm loss")) == list(range(1, last + 1))
+    assert errors.splitlines() == [
+        "pretrain: interrupted by SIGTERM; all ranks ended. The last complete checkpoint is "
+        f"run/checkpoints/step_{last:08d}; continue with: hatch run pretrain --resume run"
+    ]
+    done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 2))
+    assert done.returncode == 0, done.stderr
+    assert len(losses_of(folder.path)) == last + 2
+
+
+def test_ranks_end_when_their_launcher_was_killed(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    job = start_endless(folder)
+    ranks = ranks_below(job.pid)
+    job.kill()
+    assert len(ranks) == 2
+    wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
+    check_unclaimed(folder.path)
+
+
+def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TINY, "--no-mlflow", "--train-iters", "40", "--run-dir", "run", "--lr", "1e30",
+        "--min-lr", "1", "--warmup-iters", "0", "--save-interval", "1", "--max-skipped", "3",
+    )  # fmt: skip
+    assert done.returncode == 4
+    folder = RunFolder(tmp_path / "run")
+    assert latest_step(folder) == 1
+    assert done.stderr == (
+        "pretrain: error: the gradients of 3 steps in a row, to step 4, were not finite: try a "
+        "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001; "
+        "continue with: hatch run pretrain --resume run\n"
+    )
+    assert "loss value: 0" not in done.stdout
+    assert curve_of(folder.path, "skipped-train-samples")[4] == 3 * 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("--lr inf", "--lr must be finite and at least 0, got inf"),
+        ("--weight-decay nan", "--weight-decay must be finite and at least 0, got nan"),
+        ("--lr 1e-4 --min-lr 1e-3", "--min-lr 0.001 is above --lr 0.0001"),
+    ],
+)
+def test_options_that_cannot_work_together(arguments: str, message: str, tmp_path: Path) -> None:
+    done = pretrain(tmp_path, *arguments.split())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert message in done.stderr
+
+
+def test_a_run_of_an_older_version_takes_defaults_and_wrong_types_are_named(tmp_path: Path) -> None:
+    write_settings(Settings(tp=2), tmp_path, [])
+    path = tmp_path / "config.json"
+    stored = json.loads(path.read_text())
+    del stored["settings"]["max_skipped"]
+    path.write_text(json.dumps(stored))
+    assert Settings(**read_settings(tmp_path)) == Settings(tp=2)
+
+    for name, value in (("tp", "two"), ("fsdp", 1), ("lr", None), ("no_such_option", 3)):
+        path.write_text(json.dumps({"settings": stored["settings"] | {name: value}}))
+        with pytest.raises(UsageError, match=name):
+            read_settings(tmp_path)
+
+
+def see_folder(folders: list[str]) -> str:
+    path = Path(folders[dist.get_rank()])
+    claims = [claim(path)] if dist.get_rank() == 0 else []
+    try:
+        check_seen_by_all(path, torch.device("cpu"))
+    except UsageError as error:
+        return str(error)
+    finally:
+        for file in claims:
+            file.close()
+    return "seen"
+
+
+def stop_together(asked_at: int) -> tuple[int, int]:
+    agreement = StopAgreement(torch.device("cpu"))
+    for step in range(100_000):
+        asked = step >= asked_at and dist.get_rank() == 1
+        if found := agreement.agreed(signal.SIGHUP if asked else 0):
+            return found, step
+    return 0, -1
+
+
+def test_ranks_agree_on_what_they_see_and_on_when_to_stop(tmp_path: Path) -> None:
+    for name in ("shared", "other"):
+        (tmp_path / name).mkdir()
+    shared, other = str(tmp_path / "shared"), str(tmp_path / "other")
+    assert both([shared, shared]) == ["seen", "seen"]
+    assert both([shared, other]) == 2 * [
+        f"rank 1 on {socket.gethostname()} does not see the run folder {other}: name a folder "
+        "that all nodes share with --run-dir or --runs-dir"
+    ]
+    stopped = run_ranks(stop_together, 2, 37)
+    assert stopped[0] == stopped[1]
+    found, step = stopped[0]
+    assert found == signal.SIGHUP
+    assert step >= 37
+
+
+def both(folders: list[str]) -> list[Any]:
+    return run_ranks(see_folder, 2, folders)
+
+
+def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
+    pid = os.fork()
+    if pid == 0:
+        claim(tmp_path)
+        os._exit(0)
+    os.waitpid(pid, 0)
+    with claim(tmp_path):
+        with pytest.raises(UsageError, match=f"process {os.getpid()}"):
+            claim(tmp_path)
+        with pytest.raises(UsageError, match="belongs to a job"):
+            check_unclaimed(tmp_path)
+    check_unclaimed(tmp_path)

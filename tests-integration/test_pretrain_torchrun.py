@@ -1,0 +1,47 @@
+"""The main job under torchrun: the README's line on two nodes, and a restart after a lost rank."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+from pathlib import Path
+
+from pretrain.run.checkpoints import has_checkpoint
+from pretrain.run_folder import RunFolder
+from pretrain_runs import TINY, TOOLS, environment, losses_of, ranks_below, wait_until
+from rank_testing.ports import free_port
+
+README = TOOLS / "pretrain" / "README.md"
+
+
+def readme_line(port: int) -> list[str]:
+    """The words of the README's torchrun command, for this host and a free port."""
+    [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", README.read_text(), re.MULTILINE)
+    return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
+
+
+def start(cwd: Path, words: list[str]) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        words, cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip
+
+
+def test_the_readme_s_line_on_two_nodes_and_again_after_a_lost_rank(tmp_path: Path) -> None:
+    words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
+    folder = RunFolder(tmp_path / "runs" / "first")
+    nodes = [start(tmp_path, [*words, "--train-iters", "300"]) for _ in range(2)]
+    try:
+        wait_until(lambda: has_checkpoint(folder) or nodes[0].poll() is not None)
+        for pid in list(ranks_below(nodes[1].pid).values())[:1]:
+            os.kill(pid, signal.SIGKILL)
+        printed = [node.communicate(timeout=300)[0] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    assert [node.returncode for node in nodes] == [0, 0], printed
+    assert len(losses_of(folder.path)) == 300
+    assert "failed (exitcode: -9)" in "".join(printed)

@@ -1,0 +1,87 @@
+"""One job at a time in a run folder, which every rank must see."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import IO
+
+import torch
+import torch.distributed as dist
+
+from pretrain.usage import UsageError
+
+_LOCK = "job.lock"
+_SEEN_WITHIN_S = 10.0  # network file systems show a new file late
+_NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
+
+
+def claim(folder: Path) -> IO[str]:
+    """Lock a run folder for as long as the returned file is open, or this process lives.
+
+    UsageError names host and process of the job that has it. Where the file system has no locks,
+    nothing is locked.
+    """
+    path = folder / _LOCK
+    try:
+        file = path.open("a+")
+    except OSError as error:
+        raise UsageError(f"cannot write {path}: {error.strerror}") from None
+    _lock(file, fcntl.LOCK_EX, folder)
+    file.truncate(0)
+    file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
+    file.flush()
+    return file
+
+
+def check_unclaimed(folder: Path) -> None:
+    """Raise UsageError where a job has claimed the folder; leaves nothing."""
+    path = folder / _LOCK
+    if path.exists():
+        with path.open() as file:
+            _lock(file, fcntl.LOCK_SH, folder)
+
+
+def _lock(file: IO[str], kind: int, folder: Path) -> None:
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return
+        file.seek(0)
+        owner = file.read()
+        file.close()
+        raise UsageError(f"{folder} belongs to a job that runs ({_shown(owner)})") from None
+
+
+def check_seen_by_all(folder: Path, device: torch.device) -> None:
+    """Raise UsageError on all ranks where some do not see the folder that rank 0 has claimed."""
+    path = folder / _LOCK
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    rank = dist.get_rank()
+    lowest = torch.tensor(dist.get_world_size() if path.exists() else rank, device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    blind = int(lowest.item())
+    if blind == dist.get_world_size():
+        return
+    place = [socket.gethostname(), str(folder.absolute())]
+    dist.broadcast_object_list(place, src=blind, device=device)
+    raise UsageError(
+        f"rank {blind} on {place[0]} does not see the run folder {place[1]}: name a folder that "
+        "all nodes share with --run-dir or --runs-dir"
+    )
+
+
+def _shown(owner: str) -> str:
+    try:
+        facts = json.loads(owner)
+        return f"host {facts['host']}, process {facts['pid']}"
+    except (ValueError, KeyError, TypeError):
+        return "it has not said which"
