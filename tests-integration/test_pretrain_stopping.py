@@ -175,3 +175,16 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="belongs to a job"):
             check_unclaimed(tmp_path)
     check_unclaimed(tmp_path)
+
+
+def test_auto_resume_begins_sets_aside_and_goes_on(tmp_path: Path) -> None:
+    words = (*TINY, "--no-mlflow", "--run-dir", "run", "--auto-resume", "--save-interval", "0")
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    (folder.path / "metrics.jsonl").write_text('{"step": 1, "lm loss": 9.0}\n')
+    for last in (3, 5):  # a checkpoint at its end only
+        done = pretrain(tmp_path, *words, "--train-iters", str(last))
+        assert done.returncode == 0, done.stderr
+        assert latest_step(folder) == last
+        assert len(losses_of(folder.path)) == last
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.unsaved"]

@@ -9,6 +9,9 @@ import signal
 import subprocess
 from pathlib import Path
 
+from ruamel.yaml import YAML
+
+from pretrain.cli.options import parse
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run_folder import RunFolder
 from pretrain_runs import TINY, TOOLS, environment, losses_of, ranks_below, wait_until
@@ -45,3 +48,18 @@ def test_the_readme_s_line_on_two_nodes_and_again_after_a_lost_rank(tmp_path: Pa
     assert [node.returncode for node in nodes] == [0, 0], printed
     assert len(losses_of(folder.path)) == 300
     assert "failed (exitcode: -9)" in "".join(printed)
+
+
+def test_the_cluster_files_give_options_that_exist() -> None:
+    folder = TOOLS / "pretrain" / "cluster"
+    job = YAML(typ="safe").load(folder / "kubernetes.yaml")
+    pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
+    [container] = pod["containers"]
+    assert container["command"] == ["hatch", "run", "torchrun", "-m", "pretrain"]
+    words = container["args"]
+    batch = (folder / "slurm.sbatch").read_text()
+    assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
+    assert re.findall(r"--run-dir|--auto-resume", batch) == ["--run-dir", "--auto-resume"]
+    given = parse(words)
+    assert (given.auto_resume, given.tp, given.run_dir) == (True, 2, Path("/runs/first"))
+    assert pod["terminationGracePeriodSeconds"] > given.grace_s

@@ -30,7 +30,9 @@ def main(argv: list[str]) -> int:
 
 
 def _start_ranks(argv: list[str]) -> int:
-    request = resolve(parse(argv), None)
+    given = parse(argv)
+    _resume_by_itself(given)
+    request = resolve(given, None)
     if request.resume is not None:
         check_unclaimed(request.resume)
     _check_tracking(request)
@@ -43,7 +45,7 @@ def _start_ranks(argv: list[str]) -> int:
 
 def _be_a_rank(argv: list[str]) -> int:
     given = parse(argv)
-    _go_on_after_a_restart(given)
+    _resume_by_itself(given)
     request = resolve(given, int(os.environ["WORLD_SIZE"]))
     handed = os.environ.pop(_URI_FOR_RANKS, None)  # processes that this one starts lack it
     if handed is not None:
@@ -58,22 +60,23 @@ def _be_a_rank(argv: list[str]) -> int:
     return run_rank(request)
 
 
-def _go_on_after_a_restart(given: argparse.Namespace) -> None:
-    """Resume what torchrun has started before with ``--max-restarts``.
+def _resume_by_itself(given: argparse.Namespace) -> None:
+    """Resume a started ``--run-dir`` where that was asked for or torchrun starts the ranks again.
 
-    Where that has saved nothing, its folder is set aside and the run begins again.
+    If it has saved nothing, the folder is set aside and the run begins again.
     """
-    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if restarts == "0" or "run_dir" not in given:
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    if not (vars(given).pop("auto_resume", False) or restarted) or "run_dir" not in given:
         return
-    from pretrain.run.checkpoints import has_checkpoint
+    from pretrain.run.checkpoints import has_checkpoint, set_aside
 
     path: Path = given.run_dir
     if has_checkpoint(RunFolder(path)):
         given.resume = path
         del given.run_dir
-    elif os.environ["RANK"] == "0" and path.exists():
-        path.rename(path.with_name(f"{path.name}.start-{restarts}"))
+    elif os.environ.get("RANK", "0") == "0" and path.is_dir() and any(path.iterdir()):
+        check_unclaimed(path)
+        set_aside(path, "unsaved")
 
 
 def _hand_over(argv: list[str], uri: str | None) -> list[str]:
@@ -146,7 +149,7 @@ def _set_damaged_aside(folder: RunFolder, step: int) -> None:
     from pretrain.run.checkpoints import damaged_after, set_aside
 
     told = [
-        f"{path} ({problem}), now {set_aside(path).name}"
+        f"{path} ({problem}), now {set_aside(path, 'damaged').name}"
         for path, problem in damaged_after(folder, step).items()
     ]
     if told:

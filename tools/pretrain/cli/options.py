@@ -67,6 +67,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
     parser.add_argument(
+        "--auto-resume", action="store_true", help="continue --run-dir if it has a checkpoint"
+    )
+    parser.add_argument(
         MLFLOW_URI,
         metavar="URI",
         help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
@@ -105,6 +108,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     ranks = options.pop("ranks", None)
     resume = options.pop("resume", None)
     run_dir = options.pop("run_dir", None)
+    options.pop("auto_resume", None)
     runs_dir = options.pop("runs_dir", Path("runs"))
     mlflow_uri = options.pop("mlflow_uri", None)
     if resume is not None and run_dir is not None:

@@ -161,16 +161,16 @@ def damaged_after(folder: RunFolder, step: int) -> dict[Path, str]:
     }
 
 
-def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that a new one of its step can be saved."""
-    number, aside = 1, checkpoint.with_name(f"{checkpoint.name}.damaged")
+def set_aside(folder: Path, why: str) -> Path:
+    """Rename the folder of a checkpoint or run, so that a new one can take its name."""
+    number, aside = 1, folder.with_name(f"{folder.name}.{why}")
     while aside.exists():
         number += 1
-        aside = checkpoint.with_name(f"{checkpoint.name}.damaged-{number}")
+        aside = folder.with_name(f"{folder.name}.{why}-{number}")
     try:
-        return checkpoint.rename(aside)
+        return folder.rename(aside)
     except OSError as error:
-        raise UsageError(f"cannot rename the damaged {checkpoint}: {error.strerror}") from None
+        raise UsageError(f"cannot rename the {why} {folder}: {error.strerror}") from None
 
 
 def _damage(checkpoint: Path) -> str:
