@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mcore.modules import GraphableMegatronModule, GraphStateError
 from mcore.modules.graphs import (
@@ -353,6 +354,27 @@ def train(model, schedule, seed=0):
         inputs.append(torch.randn(2, 4, requires_grad=True))
         in_flight.append(model(inputs[-1]))
     return [x.grad for x in inputs] + [parameter.grad.clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_recomputation_runs_as_its_forward_did(checked_runner, use_reentrant, in_flight):
+    torch.manual_seed(0)
+    layer, plain = Residual(checked_runner), Residual(None)
+    plain.load_state_dict(layer.state_dict())
+    object.__setattr__(plain, "cudagraph_manager", lambda m, args, kwargs: m.forward(*args))
+    for _ in range(4):
+        x = torch.randn(2, 4, requires_grad=True)
+        for model in (layer, plain):
+            options = {"use_reentrant": use_reentrant}
+            outputs = [
+                checkpoint(lambda x, run=model: run(x).sin(), x, **options)
+                for _ in range(in_flight)
+            ]
+            for out in outputs:
+                out.square().sum().backward()
+    torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
+    assert graphs_of(layer)
 
 
 @pytest.mark.parametrize("schedule", ["FBFBFB", "FFBFBB", "FFFBBB"])
