@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -198,6 +199,21 @@ def test_the_state_dict_of_a_child_is_the_one_it_defines():
     root = MegatronModule(None)
     root.child = Renaming(2, 1)
     assert set(root.sharded_state_dict("p.")) == {"p.child.kernel"}
+
+
+def test_children_with_a_method_of_their_own_are_asked():
+    class Wraps(MegatronModule):
+        @functools.wraps(MegatronModule.sharded_state_dict)
+        def sharded_state_dict(self, *args, **kwargs):
+            return {f"{kwargs['prefix']}own": self}
+
+    root = MegatronModule(None)
+    root.plain, root.wraps, root.patched = MegatronModule(None), Wraps(None), MegatronModule(None)
+    root.plain.inner = MegatronModule(None)
+    root.plain.inner.linear = torch.nn.Linear(2, 1)
+    root.patched.sharded_state_dict = lambda prefix, **_: {f"{prefix}patch": 1}
+    keys = ["plain.inner.linear.weight", "plain.inner.linear.bias", "wraps.own", "patched.patch"]
+    assert list(root.sharded_state_dict("p.")) == [f"p.{key}" for key in keys]
 
 
 def test_neighbours_with_one_key_are_refused():

@@ -31,6 +31,10 @@ from mcore.modules.mamba import (
     MambaInferenceStateConfig,
     get_mamba_inference_state_config_from_model,
 )
+from mcore.modules.megatron_entries import (
+    from_megatron_sharded_state_dict,
+    to_megatron_sharded_state_dict,
+)
 from mcore.modules.module import MegatronModule
 from mcore.modules.precision import (
     _BF16_TYPES,
@@ -40,11 +44,7 @@ from mcore.modules.precision import (
     float16_to_fp32,
     fp32_to_float16,
 )
-from mcore.modules.sharding import (
-    from_megatron_sharded_state_dict,
-    sharded_state_dict_of,
-    to_megatron_sharded_state_dict,
-)
+from mcore.modules.sharding import sharded_state_dict_of
 from mcore.modules.value_head import (
     _register_linear_for_last_layer_mapping,
     create_value_head_hook,
