@@ -200,6 +200,38 @@ def test_embeddings_are_untied_on_every_stage():
         untie_embeddings(torch.nn.DataParallel(tied(on_last_stage=True)))
 
 
+class Tying(torch.nn.Module):
+    """Ties its layers whenever it is asked to, while its configuration says so, as transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=True)
+        self.wte, self.lm_head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+        self.tie_weights()
+
+    def get_input_embeddings(self):
+        return self.wte
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def tie_weights(self):
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.wte.weight
+
+
+def test_models_that_tie_by_their_configuration_stay_untied():
+    model = Tying()
+    create_value_head_hook(4, False, output_layer_path="lm_head")(Anything(model))
+    model.tie_weights()
+    assert (model.lm_head.weight.shape, model.wte.weight.shape) == ((1, 4), (10, 4))
+    model = Tying()
+    untie_embeddings(model)
+    model.tie_weights()
+    assert model.lm_head.weight is not model.wte.weight
+    assert torch.equal(model.lm_head.weight, model.wte.weight)
+
+
 class TiedStage(MegatronModule):
     """Saves its output layer as the embedding's replica while both are tied, as Megatron does."""
 
