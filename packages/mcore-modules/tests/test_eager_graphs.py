@@ -162,3 +162,26 @@ def test_a_graph_that_was_reset_is_gone():
     graph.reset()
     with pytest.raises(GraphStateError, match="reset"):
         graph(sample(2))
+
+
+def test_outputs_of_inference_are_spoilt_too():
+    graph = graph_of(double, sample(2))
+    with torch.inference_mode():
+        first = graph(torch.ones(2))
+    for _ in range(2):
+        graph(sample(2)).sum().backward()
+    assert first.isnan().all()
+
+
+def test_a_graph_runs_under_the_autocast_of_its_capture(checked_runner):
+    layer, x = torch.nn.Linear(2, 2), torch.ones(1, 2)
+    spec = GraphSpec(layer, layer.forward, (x.clone(),))
+    [plain] = checked_runner.capture([spec])
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        [cast] = checked_runner.capture([spec])
+        assert cast(x).dtype is torch.bfloat16
+        with pytest.raises(GraphInputMismatch, match=r"autocast is torch.bfloat16, .* with None"):
+            plain(x)
+    with pytest.raises(GraphInputMismatch, match=r"autocast is None, .* torch.bfloat16"):
+        cast(x)
+    assert plain(x).dtype is torch.float32

@@ -5,7 +5,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
     get_state_dict,
+    set_model_state_dict,
     set_state_dict,
 )
 from torch.distributed.fsdp import fully_shard
@@ -14,7 +16,7 @@ from mcore.modules import (
     Float16Module,
     MegatronModule,
 )
-from mcore.modules.float16 import add_wrapper_to_keys, without_wrapper_in_keys
+from mcore.modules.wrapped_keys import add_wrapper_to_keys, without_wrapper_in_keys
 from rank_testing import run_ranks
 
 BF16 = SimpleNamespace(bf16=True)
@@ -131,11 +133,6 @@ def test_copies_in_a_parent_load_into_themselves():
 @pytest.mark.parametrize("make", [lambda: torch.nn.Linear(2, 2), batch_norm, Owner])
 @pytest.mark.parametrize("place", [lambda m: m, lambda m: torch.nn.ModuleDict({"child": m})])
 def test_distributed_checkpoint_sees_the_keys_of_the_wrapped_module(make, place):
-    from torch.distributed.checkpoint.state_dict import (
-        get_model_state_dict,
-        set_model_state_dict,
-    )
-
     model, other = (place(Float16Module(BF16, make())) for _ in range(2))
     state = get_model_state_dict(model)
     assert state.keys() == model.state_dict().keys()
@@ -253,6 +250,16 @@ def test_state_of_an_optimizer_can_be_set_back_by_torch(flat):
     assert is_same
     assert names[:2] == ["0.weight", "0.bias"]
     assert ("state.0.weight" in keys) is flat
+
+
+@pytest.mark.parametrize("wrap", [torch.compile, lambda m: torch.nn.ModuleDict({"child": m})])
+def test_state_of_an_optimizer_that_could_not_be_set_back_is_not_given(wrap):
+    model, optimizer = wrapped_with_optimizer(False)
+    outer = wrap(model)
+    assert set_model_state_dict(outer, get_model_state_dict(outer)).missing_keys == []
+    with pytest.raises(RuntimeError, match=r"get_state_dict\(model.module, optimizer\)"):
+        get_state_dict(outer, optimizer)
+    assert get_state_dict(model, optimizer)[1]["state"]
 
 
 def set_back_on_ranks():

@@ -102,6 +102,17 @@ def test_what_has_no_router_is_passed_over_where_another_part_has_one():
     assert not model.decoder.layers[2].mlp.router.weight.requires_grad
 
 
+def test_gates_beside_experts_are_routers():
+    block = torch.nn.ModuleDict(
+        {name: torch.nn.Linear(4, 4) for name in ("gate", "shared_expert_gate", "experts")}
+    )
+    dense = torch.nn.ModuleDict({"gate": torch.nn.Linear(4, 4)})
+    freeze(Model(block, dense))
+    names = ("gate.weight", "gate.bias", "shared_expert_gate.weight", "shared_expert_gate.bias")
+    assert frozen(block) == set(names)
+    assert frozen(dense) == set()
+
+
 @pytest.mark.parametrize("model", [SimpleNamespace(decoder=None), Model(Dense()), []])
 def test_freezing_nothing_is_an_error(model):
     with pytest.raises(ValueError, match="no module has a router"):

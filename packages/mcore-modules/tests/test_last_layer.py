@@ -191,23 +191,6 @@ def gather_and_train(how, dtype):
     return y.flatten().tolist(), weight_grad, x.grad
 
 
-@pytest.mark.parametrize("how", ["argument", "default"])
-def test_outputs_and_gradients_of_two_ranks_are_those_of_one_process(how):
-    outputs, weight_grad, input_grad = reference()
-    assert outputs == [8.0, 26.0, 44.0, 62.0]
-    assert weight_grad.tolist() == [[9630.0, 10741.0, 11852.0]]
-    for rank, result in enumerate(run_ranks(gather_and_train, 2, how, torch.float32)):
-        assert result[0] == outputs
-        assert torch.equal(result[1], weight_grad)
-        assert torch.equal(result[2], input_grad[2 * rank : 2 * rank + 2])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_sixteen_bit_heads_gather_too(dtype):
-    for result in run_ranks(gather_and_train, 2, "argument", dtype):
-        assert result[0] == [8.0, 26.0, 44.0, 62.0]
-
-
 def forward_without_a_group():
     head = LinearForLastLayer(3, 1, True)
     try:
@@ -215,11 +198,6 @@ def forward_without_a_group():
     except ValueError as error:
         return str(error)
     return None
-
-
-def test_a_missing_group_is_refused_in_forward():
-    texts = run_ranks(forward_without_a_group, 2)
-    assert all("tp_group" in text for text in texts)
 
 
 def gather_unequal_lengths():
@@ -231,22 +209,12 @@ def gather_unequal_lengths():
     return None
 
 
-def test_unequal_lengths_are_refused_on_all_ranks():
-    for rank, text in enumerate(run_ranks(gather_unequal_lengths, 2)):
-        assert f"length {2 + rank}" in text
-        assert "from 2 to 3" in text
-
-
 def gather_nothing():
     head = LinearForLastLayer(3, 1, False, tp_group=dist.group.WORLD)
     if dist.get_rank() == 0:
         # A collective would wait for the other rank.
         return tuple(head(torch.empty(4, 1, 3))[0].shape)
     return None
-
-
-def test_without_sequence_parallelism_there_is_no_collective():
-    assert run_ranks(gather_nothing, 2) == [(4, 1, 1), None]
 
 
 def gather_empty():
@@ -308,9 +276,56 @@ def shard_and_train():
     return [*marks, marked(head)]
 
 
-def test_the_mark_stays_through_fully_shard_and_training():
-    assert run_ranks(shard_and_train, 2) == [[True] * 4] * 2
+DTYPES = (torch.float16, torch.bfloat16)
 
 
-def test_empty_slices_are_gathered():
-    assert run_ranks(gather_empty, 2) == [(0, 1, 1)] * 2
+def all_forwards():
+    found = {
+        "argument": gather_and_train("argument", torch.float32),
+        "default": gather_and_train("default", torch.float32),
+        "16 bits": [gather_and_train("argument", dtype)[0] for dtype in DTYPES],
+        "no group": forward_without_a_group(),
+        "unequal": gather_unequal_lengths(),
+        "empty": gather_empty(),
+        "marks": shard_and_train(),
+    }
+    # Last: a collective of one rank would wait, not meet the next.
+    return {**found, "nothing": gather_nothing()}
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What heads did on each of two ranks."""
+    return run_ranks(all_forwards, 2)
+
+
+@pytest.mark.parametrize("how", ["argument", "default"])
+def test_outputs_and_gradients_of_two_ranks_are_those_of_one_process(how, two_ranks):
+    outputs, weight_grad, input_grad = reference()
+    assert outputs == [8.0, 26.0, 44.0, 62.0]
+    assert weight_grad.tolist() == [[9630.0, 10741.0, 11852.0]]
+    for rank, found in enumerate(two_ranks):
+        assert found[how][0] == outputs
+        assert torch.equal(found[how][1], weight_grad)
+        assert torch.equal(found[how][2], input_grad[2 * rank : 2 * rank + 2])
+
+
+def test_sixteen_bit_heads_and_empty_slices_are_gathered_too(two_ranks):
+    for found in two_ranks:
+        assert found["16 bits"] == [[8.0, 26.0, 44.0, 62.0]] * 2
+        assert found["empty"] == (0, 1, 1)
+
+
+def test_a_missing_group_and_unequal_lengths_are_refused_on_all_ranks(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        assert "tp_group" in found["no group"]
+        assert f"length {2 + rank}" in found["unequal"]
+        assert "from 2 to 3" in found["unequal"]
+
+
+def test_without_sequence_parallelism_there_is_no_collective(two_ranks):
+    assert [found["nothing"] for found in two_ranks] == [(4, 1, 1), None]
+
+
+def test_the_mark_stays_through_fully_shard_and_training(two_ranks):
+    assert [found["marks"] for found in two_ranks] == [[True] * 4] * 2

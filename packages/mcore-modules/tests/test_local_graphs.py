@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from mcore.modules import GraphableMegatronModule, GraphStateError
 from mcore.modules.graphs import (
@@ -353,6 +354,43 @@ def train(model, schedule, seed=0):
         inputs.append(torch.randn(2, 4, requires_grad=True))
         in_flight.append(model(inputs[-1]))
     return [x.grad for x in inputs] + [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def recomputed(runner, use_reentrant, in_flight, device):
+    """A layer and a plain one with its weights after steps in which both were recomputed."""
+    torch.manual_seed(0)
+    layer, plain = Residual(runner).to(device), Residual(None).to(device)
+    plain.load_state_dict(layer.state_dict())
+    object.__setattr__(plain, "cudagraph_manager", lambda m, args, kwargs: m.forward(*args))
+    options = {"use_reentrant": use_reentrant}
+    for _ in range(4):
+        x = torch.randn(2, 4, requires_grad=True, device=device)
+        for model in (layer, plain):
+            outputs = [
+                checkpoint(lambda x, run=model: run(x).sin(), x, **options)
+                for _ in range(in_flight)
+            ]
+            for out in outputs:
+                out.square().sum().backward()
+    return layer, plain
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("in_flight", [1, 3])
+def test_a_recomputation_runs_as_its_forward_did(checked_runner, use_reentrant, in_flight):
+    layer, plain = recomputed(checked_runner, use_reentrant, in_flight, "cpu")
+    torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
+    assert graphs_of(layer)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_a_gpu_a_recomputation_runs_as_its_forward_did():
+    """Real captures inside checkpoints of both kinds: gradients of eager layers."""
+    for use_reentrant in (False, True):
+        layer, plain = recomputed(TorchGraphRunner(), use_reentrant, 3, "cuda")
+        torch.testing.assert_close(layer.linear.weight.grad, plain.linear.weight.grad)
+        assert graphs_of(layer)
 
 
 @pytest.mark.parametrize("schedule", ["FBFBFB", "FFBFBB", "FFFBBB"])

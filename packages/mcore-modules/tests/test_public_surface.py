@@ -54,10 +54,13 @@ def test_param_is_not_shared_is_that_of_mcore_tensor():
     assert mcore.modules.param_is_not_shared is mcore.tensor.param_is_not_shared
 
 
-def test_import_initialises_nothing():
+def test_import_initialises_nothing_and_unwrapping_imports_nothing():
     script = (
-        "import sys, threading, torch\n"
+        "import sys, threading, torch, types\n"
         "import mcore.modules\n"
+        "before = set(sys.modules)\n"
+        "mcore.modules.unwrap_model(types.SimpleNamespace())\n"
+        "assert set(sys.modules) == before, set(sys.modules) - before\n"
         "assert not torch.cuda.is_initialized()\n"
         "assert not torch.distributed.is_initialized()\n"
         "assert threading.active_count() == 1\n"

@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -200,6 +201,21 @@ def test_the_state_dict_of_a_child_is_the_one_it_defines():
     assert set(root.sharded_state_dict("p.")) == {"p.child.kernel"}
 
 
+def test_children_with_a_method_of_their_own_are_asked():
+    class Wraps(MegatronModule):
+        @functools.wraps(MegatronModule.sharded_state_dict)
+        def sharded_state_dict(self, *args, **kwargs):
+            return {f"{kwargs['prefix']}own": self}
+
+    root = MegatronModule(None)
+    root.plain, root.wraps, root.patched = MegatronModule(None), Wraps(None), MegatronModule(None)
+    root.plain.inner = MegatronModule(None)
+    root.plain.inner.linear = torch.nn.Linear(2, 1)
+    root.patched.sharded_state_dict = lambda prefix, **_: {f"{prefix}patch": 1}
+    keys = ["plain.inner.linear.weight", "plain.inner.linear.bias", "wraps.own", "patched.patch"]
+    assert list(root.sharded_state_dict("p.")) == [f"p.{key}" for key in keys]
+
+
 def test_neighbours_with_one_key_are_refused():
     root = MegatronModule(None)
     root.child = torch.nn.Linear(1, 1)
@@ -257,29 +273,8 @@ def describe_tensor_parallel(offsets):
     return places(model(dist.group.WORLD).sharded_state_dict("m.", offsets))
 
 
-def test_two_tensor_parallel_ranks():
-    for rank, entries in enumerate(run_ranks(describe_tensor_parallel, 2, ())):
-        assert entries == {
-            "m.own": ((5,), (0,), (0, rank, 0)),
-            "m.layers.0.weight": ((4, 3), (2 * rank, 0), (0, 0, 0)),
-            "m.layers.0.bias": ((4,), (0,), (0, rank, 0)),
-            "m.plain.weight": ((1, 1), (0, 0), (0, rank, 0)),
-        }
-
-
-def test_two_tensor_parallel_ranks_with_a_leading_axis():
-    for rank, entries in enumerate(run_ranks(describe_tensor_parallel, 2, ((0, 1, 4),))):
-        assert entries["m.layers.0.weight"] == ((4, 4, 3), (1, 2 * rank, 0), (0, 0, 0))
-        assert entries["m.layers.0.bias"] == ((4, 4), (1, 0), (0, rank, 0))
-
-
 def describe_data_parallel():
     return places(model().sharded_state_dict())
-
-
-def test_two_data_parallel_ranks_without_groups_have_one_writer():
-    for rank, entries in enumerate(run_ranks(describe_data_parallel, 2)):
-        assert {replica for _, _, replica in entries.values()} == {(0, 0, rank)}
 
 
 def save_and_load_without_groups(folder):
@@ -292,10 +287,6 @@ def save_and_load_without_groups(folder):
     return loaded.own.tolist()
 
 
-def test_a_job_of_replicas_saves_and_loads_without_groups(tmp_path):
-    assert run_ranks(save_and_load_without_groups, 2, str(tmp_path / "saved")) == [[1.0] * 5] * 2
-
-
 def describe_split_by_configuration(**sizes):
     root = MegatronModule(SimpleNamespace(**sizes))
     root.own = torch.nn.Parameter(torch.zeros(5))
@@ -305,21 +296,47 @@ def describe_split_by_configuration(**sizes):
         return str(error)
 
 
-def describe_split_by_configurations():
-    return [
-        describe_split_by_configuration(tensor_model_parallel_size=2),
-        describe_split_by_configuration(pipeline_model_parallel_size=2),
-        describe_split_by_configuration(tensor_model_parallel_size=1),
-    ]
+def describe_all_two(folder):
+    return {
+        "tp": describe_tensor_parallel(()),
+        "layers": describe_tensor_parallel(((0, 1, 4),)),
+        "dp": describe_data_parallel(),
+        "loaded": save_and_load_without_groups(folder),
+        "tp 2": describe_split_by_configuration(tensor_model_parallel_size=2),
+        "pp 2": describe_split_by_configuration(pipeline_model_parallel_size=2),
+        "tp 1": describe_split_by_configuration(tensor_model_parallel_size=1),
+    }
 
 
-def test_a_configuration_that_splits_the_model_needs_the_group():
-    for rank, (tensor, pipeline, unsplit) in enumerate(
-        run_ranks(describe_split_by_configurations, 2)
-    ):
-        assert "tp_group is not given" in tensor
-        assert pipeline == {"own": ((5,), (0,), (0, 0, 0))}  # a stage on each rank
-        assert unsplit == {"own": ((5,), (0,), (0, 0, rank))}
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """What each of two ranks found."""
+    return run_ranks(describe_all_two, 2, str(tmp_path_factory.mktemp("sharding") / "saved"))
+
+
+def test_two_tensor_parallel_ranks(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        assert found["tp"] == {
+            "m.own": ((5,), (0,), (0, rank, 0)),
+            "m.layers.0.weight": ((4, 3), (2 * rank, 0), (0, 0, 0)),
+            "m.layers.0.bias": ((4,), (0,), (0, rank, 0)),
+            "m.plain.weight": ((1, 1), (0, 0), (0, rank, 0)),
+        }
+        assert found["layers"]["m.layers.0.weight"] == ((4, 4, 3), (1, 2 * rank, 0), (0, 0, 0))
+        assert found["layers"]["m.layers.0.bias"] == ((4, 4), (1, 0), (0, rank, 0))
+
+
+def test_two_data_parallel_ranks_without_groups_have_one_writer(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        assert {replica for _, _, replica in found["dp"].values()} == {(0, 0, rank)}
+        assert found["loaded"] == [1.0] * 5
+
+
+def test_a_configuration_that_splits_the_model_needs_the_group(two_ranks):
+    for rank, found in enumerate(two_ranks):
+        assert "tp_group is not given" in found["tp 2"]
+        assert found["pp 2"] == {"own": ((5,), (0,), (0, 0, 0))}  # a stage on each rank
+        assert found["tp 1"] == {"own": ((5,), (0,), (0, 0, rank))}
 
 
 def describe_four(how):
@@ -346,19 +363,6 @@ def describe_four(how):
     return entries
 
 
-@pytest.mark.parametrize("how", ["collection", "metadata", "argument", "default"])
-def test_four_ranks_two_by_two_however_the_groups_are_given(how):
-    for rank, entries in enumerate(run_ranks(describe_four, 4, how)):
-        tp_rank, dp_rank = rank % 2, rank // 2
-        assert entries["layers.0.weight"] == ((4, 3), (2 * tp_rank, 0), (0, 0, dp_rank))
-        assert entries["own"] == ((5,), (0,), (0, tp_rank, dp_rank))
-
-
-def test_an_unknown_data_parallel_group_is_refused_on_all_ranks():
-    texts = run_ranks(describe_four, 4, "unknown")
-    assert all("metadata['dp_cp_group']" in text for text in texts)
-
-
 def describe_child_with_a_group_of_its_own():
     groups = ProcessGroups.from_sizes(tp=2)
     root = model(groups.tp)
@@ -368,10 +372,36 @@ def describe_child_with_a_group_of_its_own():
     return places(root.sharded_state_dict())
 
 
-def test_a_child_with_a_group_of_its_own_keeps_it():
-    for rank, entries in enumerate(run_ranks(describe_child_with_a_group_of_its_own, 4)):
-        assert entries["layers.0.weight"][0] == (4, 3)
-        assert entries["layers.1.weight"] == ((2, 3), (0, 0), (0, 0, rank // 2))
+HOWS = ("collection", "metadata", "argument", "default")
+
+
+def describe_all_four():
+    found = {how: describe_four(how) for how in (*HOWS, "unknown")}
+    return {**found, "child": describe_child_with_a_group_of_its_own()}
+
+
+@pytest.fixture(scope="module")
+def four_ranks():
+    """What each of four ranks found, two by two."""
+    return run_ranks(describe_all_four, 4)
+
+
+@pytest.mark.parametrize("how", HOWS)
+def test_four_ranks_two_by_two_however_the_groups_are_given(how, four_ranks):
+    for rank, found in enumerate(four_ranks):
+        tp_rank, dp_rank = rank % 2, rank // 2
+        assert found[how]["layers.0.weight"] == ((4, 3), (2 * tp_rank, 0), (0, 0, dp_rank))
+        assert found[how]["own"] == ((5,), (0,), (0, tp_rank, dp_rank))
+
+
+def test_an_unknown_data_parallel_group_is_refused_on_all_ranks(four_ranks):
+    assert all("metadata['dp_cp_group']" in found["unknown"] for found in four_ranks)
+
+
+def test_a_child_with_a_group_of_its_own_keeps_it(four_ranks):
+    for rank, found in enumerate(four_ranks):
+        assert found["child"]["layers.0.weight"][0] == (4, 3)
+        assert found["child"]["layers.1.weight"] == ((2, 3), (0, 0), (0, 0, rank // 2))
 
 
 def test_entries_are_sharded_tensors():

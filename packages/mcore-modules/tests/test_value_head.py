@@ -200,6 +200,38 @@ def test_embeddings_are_untied_on_every_stage():
         untie_embeddings(torch.nn.DataParallel(tied(on_last_stage=True)))
 
 
+class Tying(torch.nn.Module):
+    """Ties its layers whenever it is asked to, while its configuration says so, as transformers."""
+
+    def __init__(self):
+        super().__init__()
+        self.config = SimpleNamespace(tie_word_embeddings=True)
+        self.wte, self.lm_head = torch.nn.Embedding(10, 4), torch.nn.Linear(4, 10, bias=False)
+        self.tie_weights()
+
+    def get_input_embeddings(self):
+        return self.wte
+
+    def get_output_embeddings(self):
+        return self.lm_head
+
+    def tie_weights(self):
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.wte.weight
+
+
+def test_models_that_tie_by_their_configuration_stay_untied():
+    model = Tying()
+    create_value_head_hook(4, False, output_layer_path="lm_head")(Anything(model))
+    model.tie_weights()
+    assert (model.lm_head.weight.shape, model.wte.weight.shape) == ((1, 4), (10, 4))
+    model = Tying()
+    untie_embeddings(model)
+    model.tie_weights()
+    assert model.lm_head.weight is not model.wte.weight
+    assert torch.equal(model.lm_head.weight, model.wte.weight)
+
+
 class TiedStage(MegatronModule):
     """Saves its output layer as the embedding's replica while both are tied, as Megatron does."""
 
@@ -244,11 +276,14 @@ def save_and_load(folder, how):
     return same, {key: tuple(value.shape) for key, value in saved.items()}
 
 
-@pytest.mark.parametrize("how", ["default", "chunk"])
-def test_a_tied_model_of_two_stages_becomes_a_value_model_that_saves_its_head(how, tmp_path):
-    assert run_ranks(save_and_load, 2, str(tmp_path / "saved"), how) == [
-        (True, {"embedding.weight": (10, 4)}),
-        (True, {"output_layer.weight": (1, 4)}),
+def save_and_load_both(folder):
+    return [save_and_load(f"{folder}/{how}", how) for how in ("default", "chunk")]
+
+
+def test_a_tied_model_of_two_stages_becomes_a_value_model_that_saves_its_head(tmp_path):
+    assert run_ranks(save_and_load_both, 2, str(tmp_path)) == [
+        [(True, {"embedding.weight": (10, 4)})] * 2,
+        [(True, {"output_layer.weight": (1, 4)})] * 2,
     ]
 
 
@@ -323,15 +358,6 @@ def heads(how, vp_size):
     return [hasattr(chunk, "output_layer") for chunk in chunks]
 
 
-@pytest.mark.parametrize("how", ["argument", "collection", "chunk"])
-def test_only_the_last_pipeline_rank_gets_a_head(how):
-    assert run_ranks(heads, 2, how, None) == [[False], [True]]
-
-
-def test_only_the_last_chunk_of_the_last_rank_gets_a_head():
-    assert run_ranks(heads, 2, "argument", 2) == [[False, False], [False, True]]
-
-
 def wrong_number_of_chunks():
     hook = create_value_head_hook(4, False, pp_group=dist.group.WORLD, vp_size=2)
     try:
@@ -339,11 +365,6 @@ def wrong_number_of_chunks():
     except ValueError as error:
         return str(error)
     return None
-
-
-def test_a_wrong_number_of_virtual_chunks_is_refused():
-    for text in run_ranks(wrong_number_of_chunks, 2):
-        assert text.startswith("Model list length is 1, but 2")
 
 
 def head_weights(broadcast, how):
@@ -359,17 +380,6 @@ def head_weights(broadcast, how):
     return model.output_layer.weight.detach()
 
 
-@pytest.mark.parametrize("how", ["argument", "collection", "chunk"])
-def test_ranks_with_different_seeds_get_one_head(how):
-    first, second = run_ranks(head_weights, 2, True, how)
-    assert torch.equal(first, second)
-
-
-def test_without_the_broadcast_heads_differ():
-    first, second = run_ranks(head_weights, 2, False, "argument")
-    assert not torch.equal(first, second)
-
-
 def meta_head(broadcast):
     model = Model().to("meta")
     hook = create_value_head_hook(4, True, tp_group=dist.group.WORLD, broadcast_init=broadcast)
@@ -379,9 +389,45 @@ def meta_head(broadcast):
         return str(error)
 
 
-def test_a_build_on_the_meta_device_must_not_broadcast():
-    assert run_ranks(meta_head, 2, False) == [True, True]
-    assert all("broadcast_init=False" in text for text in run_ranks(meta_head, 2, True))
+HOWS = ("argument", "collection", "chunk")
+
+
+def all_hooks():
+    return {
+        "stages": [heads(how, None) for how in HOWS],
+        "chunks": heads("argument", 2),
+        "too few": wrong_number_of_chunks(),
+        "equal": [head_weights(True, how) for how in HOWS],
+        "unequal": head_weights(False, "argument"),
+        "meta": [meta_head(broadcast) for broadcast in (False, True)],
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    """What the hooks did on each of two ranks."""
+    return run_ranks(all_hooks, 2)
+
+
+def test_only_the_last_chunk_of_the_last_pipeline_rank_gets_a_head(two_ranks):
+    assert [rank["stages"] for rank in two_ranks] == [[[False]] * 3, [[True]] * 3]
+    assert [rank["chunks"] for rank in two_ranks] == [[False, False], [False, True]]
+    for rank in two_ranks:
+        assert rank["too few"].startswith("Model list length is 1, but 2")
+
+
+def test_ranks_with_different_seeds_get_one_head(two_ranks):
+    first, second = two_ranks
+    for ours, theirs in zip(first["equal"], second["equal"], strict=True):
+        assert torch.equal(ours, theirs)
+    assert not torch.equal(first["unequal"], second["unequal"])
+
+
+def test_a_build_on_the_meta_device_must_not_broadcast(two_ranks):
+    for rank in two_ranks:
+        is_meta, text = rank["meta"]
+        assert is_meta is True
+        assert "broadcast_init=False" in text
 
 
 def test_subclasses_count():

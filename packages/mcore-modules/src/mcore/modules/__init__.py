@@ -2,6 +2,7 @@
 
 from mcore.modules._version import __version__
 from mcore.modules.config import TransformerConfig
+from mcore.modules.embeddings import untie_embeddings
 from mcore.modules.errors import (
     AttributeNotFoundError,
     ConfigFieldError,
@@ -26,10 +27,19 @@ from mcore.modules.init_methods import (
     mup_scaled_init_method_normal,
     scaled_init_method_normal,
 )
-from mcore.modules.last_layer import LinearForLastLayer
+from mcore.modules.last_layer import (
+    LinearForLastLayer,
+    _register_linear_for_last_layer_mapping,
+    get_module_parallelism,
+    register_module_parallelism,
+)
 from mcore.modules.mamba import (
     MambaInferenceStateConfig,
     get_mamba_inference_state_config_from_model,
+)
+from mcore.modules.megatron_entries import (
+    from_megatron_sharded_state_dict,
+    to_megatron_sharded_state_dict,
 )
 from mcore.modules.module import MegatronModule
 from mcore.modules.precision import (
@@ -40,19 +50,8 @@ from mcore.modules.precision import (
     float16_to_fp32,
     fp32_to_float16,
 )
-from mcore.modules.sharding import (
-    from_megatron_sharded_state_dict,
-    sharded_state_dict_of,
-    to_megatron_sharded_state_dict,
-)
-from mcore.modules.value_head import (
-    _register_linear_for_last_layer_mapping,
-    create_value_head_hook,
-    get_module_parallelism,
-    make_value_model,
-    register_module_parallelism,
-    untie_embeddings,
-)
+from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.value_head import create_value_head_hook, make_value_model
 from mcore.modules.wrappers import (
     ModelType,
     _ensure_model_list,

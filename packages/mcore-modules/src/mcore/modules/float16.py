@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterator, Mapping, MutableMapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -21,11 +20,15 @@ from mcore.modules.fp32_marks import (
 from mcore.modules.module import MegatronModule
 from mcore.modules.precision import float16_to_fp32, fp32_to_float16
 from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.wrapped_keys import (
+    add_wrapper_to_keys,
+    repeat_versions_below_wrapper,
+    without_wrapper_in_keys,
+    wrapped_names,
+)
 from mcore.modules.wrappers import find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
-
-_CHILD = "module."  # what a wrapper puts before the keys of the module inside
 
 
 class Float16Module(MegatronModule):
@@ -38,7 +41,9 @@ class Float16Module(MegatronModule):
 
     Inputs are cast on the first pipeline stage only, outputs on the last only, so that what passes
     between stages has the model's dtype. State dicts, ``named_parameters()`` and
-    ``named_buffers()`` have the names of the wrapped module.
+    ``named_buffers()`` have the names of the wrapped module. ``get_state_dict`` of
+    torch.distributed.checkpoint takes the wrapper itself with an optimizer, not a model around it,
+    such as DistributedDataParallel, whose names differ.
 
     Args:
         config: A configuration with ``fp16`` or ``bf16`` true; the other may be missing.
@@ -226,7 +231,7 @@ class Float16Module(MegatronModule):
             prefix=prefix,
             keep_vars=keep_vars,
         )
-        _repeat_versions_below_wrapper(state, prefix)
+        repeat_versions_below_wrapper(state, prefix)
         return state
 
     def state_dict_for_save_checkpoint(
@@ -329,9 +334,7 @@ class Float16Module(MegatronModule):
 
     def _fqn_modifiers(self) -> dict[str, str]:
         """Tell torch.distributed.checkpoint.state_dict that keys leave out ``module``."""
-        inside = self.module
-        names = (*inside._modules, *inside._parameters, *inside._buffers)
-        return dict.fromkeys(names, "module")
+        return wrapped_names(self.module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float16Module:
         record_fp32_marks(self.module)
@@ -382,16 +385,6 @@ def _pipeline_place(
     return get_pg_rank(pp_group), get_pg_size(pp_group)
 
 
-def _repeat_versions_below_wrapper(state: Mapping[str, Any], prefix: str) -> None:
-    """Repeat versions under ``module``, the name through which a parent loads the wrapper."""
-    metadata = getattr(state, "_metadata", None)
-    if metadata is None or not prefix:
-        return
-    below = {key: version for key, version in metadata.items() if f"{key}.".startswith(prefix)}
-    for key, version in below.items():
-        metadata.setdefault(f"{prefix}module.{key[len(prefix) :]}".removesuffix("."), version)
-
-
 def _accept_both_spellings(
     module: Float16Module,
     state_dict: dict[str, Any],
@@ -409,47 +402,6 @@ def _restore_assigned(module: Float16Module, _: Any) -> None:
     if module._assigned:
         module._assigned = False
         restore_precision(module.module, module._dtype)
-
-
-def add_wrapper_to_keys(
-    state_dict: MutableMapping[str, Any], prefix: str, own_keys: Callable[[], Collection[str]]
-) -> None:
-    """Put ``module.`` behind the prefix of keys, in place; ``own_keys`` is called only in doubt."""
-    keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
-    if _have_wrapper(keys, own_keys):
-        return
-    moved = {prefix + _CHILD + key: state_dict.pop(prefix + key) for key in keys}
-    state_dict.update(moved)
-
-
-def without_wrapper_in_keys(
-    state_dict: Mapping[str, Any], own_keys: Callable[[], Collection[str]]
-) -> Mapping[str, Any]:
-    """Return a state dict for the wrapped module, without ``module.`` before keys and versions."""
-    if not _have_wrapper(list(state_dict), own_keys):
-        return state_dict
-    renamed: OrderedDict[str, Any] = OrderedDict(
-        (key.removeprefix(_CHILD), value) for key, value in state_dict.items()
-    )
-    metadata = getattr(state_dict, "_metadata", None)
-    if metadata is not None:
-        renamed._metadata = {  # type: ignore[attr-defined]
-            f"{key}.".removeprefix(_CHILD).removesuffix("."): value
-            for key, value in metadata.items()
-        }
-    return renamed
-
-
-def _have_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
-    """Count matches: the wrapped module may have a child called ``module`` itself."""
-    if not any(key.startswith(_CHILD) for key in keys):
-        return False
-    own = own_keys()
-    without = sum(key in own for key in keys)
-    with_wrapper = sum(key.startswith(_CHILD) and key[len(_CHILD) :] in own for key in keys)
-    if without or with_wrapper:
-        return with_wrapper > without
-    return all(key.startswith(_CHILD) for key in keys)
 
 
 class StageFlags(NamedTuple):

@@ -70,11 +70,12 @@ def freeze_moe_router(model: Any) -> ModelList:
     """Stop the training of routers and of shared experts' gates, in place.
 
     Covers every module below a chunk that has a ``router``, all of whose parameters are frozen but
-    ``expert_bias``, and every one that has a ``gate_weight``, with its ``gate_bias``: in decoders,
-    hybrid stacks, layers for multi-token prediction, and inside all wrappers. Layers without a
-    router are left alone. Logs the number of frozen parameters, and warns about a chunk that is
-    wrapped for data parallelism already, whose gradient reduction may wait for them. May be called
-    again. No communication.
+    ``expert_bias``; that has a ``gate_weight``, with its ``gate_bias``; or that has ``experts``,
+    with its ``gate`` and ``shared_expert_gate``, as models of transformers: in decoders, hybrid
+    stacks, layers for multi-token prediction, and inside all wrappers. Layers without a router are
+    left alone. Logs the number of frozen parameters, and warns about a chunk that is wrapped for
+    data parallelism already, whose gradient reduction may wait for them. May be called again. No
+    communication.
 
     Args:
         model: A model or a list of chunks, wrapped or not.
@@ -168,7 +169,16 @@ def _parts(chunk: Any) -> Iterator[Any]:
 
 
 def _routing_parameters(part: Any) -> Iterator[torch.Tensor]:
-    router = getattr(part, "router", None)
+    names = ["router"]
+    if getattr(part, "experts", None) is not None:  # the names of transformers
+        names += ["gate", "shared_expert_gate"]
+    for name in names:
+        yield from _parameters_of_router(getattr(part, name, None))
+    for name in ("gate_weight", "gate_bias"):
+        yield from _parameter_if_present(part, name)
+
+
+def _parameters_of_router(router: Any) -> Iterator[torch.Tensor]:
     if isinstance(router, torch.nn.Module):
         for name, parameter in router.named_parameters():
             if name.rpartition(".")[2] != "expert_bias":
@@ -176,8 +186,6 @@ def _routing_parameters(part: Any) -> Iterator[torch.Tensor]:
     else:
         for name in ("weight", "bias"):
             yield from _parameter_if_present(router, name)
-    for name in ("gate_weight", "gate_bias"):
-        yield from _parameter_if_present(part, name)
 
 
 def _parameter_if_present(module: object, name: str) -> Iterator[torch.Tensor]:

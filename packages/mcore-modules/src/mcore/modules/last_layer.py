@@ -1,10 +1,11 @@
-"""LinearForLastLayer, a replicated projection in place of an output layer."""
+"""LinearForLastLayer, a replicated projection in place of an output layer, and its registration."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from numbers import Real
-from typing import Any
+from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from mcore.parallel.regions import (
     gather_from_sequence_parallel_region as _gather_from_sequence_parallel_region,
 )
 from mcore.parallel.torch_compat import is_distributed
+from mcore.versioning import internal_api
 
 
 class LinearForLastLayer(torch.nn.Linear):
@@ -198,3 +200,62 @@ def _check_equal_lengths(logits: torch.Tensor, group: Any) -> None:
             f"this rank has a sequence slice of length {length}, the ranks of the group have from "
             f"{shortest} to {longest}; pad them to one length"
         )
+
+
+ModuleParallelism: TypeAlias = Literal["column", "row", "replicated"]
+
+_kinds: dict[str, ModuleParallelism] = {}
+
+
+def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> None:
+    """Register how modules of a class, or of its subclasses, are distributed.
+
+    Args:
+        class_name: The class's name, without its module.
+        kind: ``"column"``, ``"row"`` or ``"replicated"``.
+
+    Raises:
+        ValueError: Another kind, or the class is registered with another one.
+
+    Example:
+        >>> register_module_parallelism("RowLinear", "row")
+        >>> get_module_parallelism("RowLinear")
+        'row'
+    """
+    if kind not in get_args(ModuleParallelism):
+        raise ValueError(f"kind={kind!r} is unknown; choose {list(get_args(ModuleParallelism))}")
+    registered = _kinds.setdefault(class_name, kind)
+    if registered != kind:
+        raise ValueError(
+            f"{class_name} is registered as {registered!r}, not {kind!r}; register it once"
+        )
+
+
+def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
+    """Return how a module is distributed, by its class or the nearest of its base classes.
+
+    Args:
+        module_or_name: A module or the name of a class.
+
+    Returns:
+        The kind that was registered, or None.
+
+    Example:
+        >>> import torch
+        >>> get_module_parallelism(torch.nn.Identity()) is None
+        True
+    """
+    if isinstance(module_or_name, str):
+        return _kinds.get(module_or_name)
+    names = (cls.__name__ for cls in type(module_or_name).__mro__)
+    return next((_kinds[name] for name in names if name in _kinds), None)
+
+
+@internal_api
+def _register_linear_for_last_layer_mapping() -> None:
+    """Register LinearForLastLayer as replicated, with Megatron Bridge too where it is imported."""
+    register_module_parallelism("LinearForLastLayer", "replicated")
+    bridge = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
+    register = getattr(getattr(bridge, "AutoMapping", None), "register_module_type", None)
+    if callable(register):
+        register("LinearForLastLayer", "replicated")

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 import torch
 
 from mcore.modules.config import SymmetricAllReduce, is_switched_on, read_field
-from mcore.modules.sharding import sharded_state_dict_of
+from mcore.modules.sharding import describes_by_walk, sharded_state_dict_of
 from mcore.modules.traversal import copy_sharing_groups, has_plain_attribute, iter_modules
 
 _Self = TypeVar("_Self", bound="MegatronModule")
@@ -63,6 +63,7 @@ class MegatronModule(torch.nn.Module):
         """
         return self.state_dict(prefix=prefix, keep_vars=keep_vars)
 
+    @describes_by_walk
     def sharded_state_dict(
         self,
         prefix: str = "",

@@ -1,29 +1,24 @@
-"""Sharded state dicts of modules: the walk over the tree, its groups, Megatron-LM's entries."""
+"""Sharded state dicts of modules: the walk over the tree, and its groups."""
 
 from __future__ import annotations
 
-import importlib
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import fields
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, TypeVar
 
 import torch
 
 from mcore.modules.config import read_field
 from mcore.modules.traversal import attribute_or_none, iter_modules
 from mcore.parallel.checkpoint import (
-    LocalNonpersistentObject,
-    ShardedObject,
-    ShardedTensor,
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
 )
 from mcore.parallel.checkpoint.ranks import resolve_groups
-from mcore.tensor.dtensor import is_dtensor
 
 Offsets: TypeAlias = "Sequence[tuple[int, int, int]]"
 Entries: TypeAlias = "dict[str, Any]"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
 def sharded_state_dict_of(
@@ -139,45 +134,94 @@ def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
     return checked  # type: ignore[return-value]  # lengths are checked above
 
 
+def describes_by_walk(method: _Method) -> _Method:
+    """Mark a ``sharded_state_dict`` that does what the walk does, which then need not call it."""
+    method.describes_by_walk = method  # type: ignore[attr-defined]
+    return method
+
+
 def _entries(
     module: torch.nn.Module, prefix: str, offsets: Offsets, metadata: dict[str, Any]
 ) -> Entries:
-    entries: Entries = {}
-    # Tensors of neighbouring modules wait here, so that one call describes them all.
-    replicated = dict(_own_state(module))
-    # named_children() would drop the second name of a shared child.
-    for name, compiled_or_not in module._modules.items():
-        if compiled_or_not is None:
-            continue
-        child = _not_compiled(compiled_or_not)
-        if _describes_itself(child):
-            described = sharded_state_dict_default(
-                child, f"{prefix}{name}.", offsets, metadata, tp_group=metadata["tp_group"]
+    walk = _Walk(prefix, offsets, metadata)
+    walk.visit(module, "")
+    return walk.entries()
+
+
+class _Walk:
+    """A walk over modules; tensors of neighbours wait, so that one call describes them all."""
+
+    def __init__(self, prefix: str, offsets: Offsets, metadata: dict[str, Any]) -> None:
+        self._prefix = prefix
+        self._offsets = offsets
+        self._metadata = metadata
+        self._entries: Entries = {}
+        self._waiting: dict[str, Any] = {}
+
+    def visit(self, module: torch.nn.Module, path: str) -> None:
+        """Add a module's own state and all below it."""
+        own = _plain_tensors(module) if _is_plain(module) else _own_state(module)
+        self._wait(own, path)
+        # named_children() would drop the second name of a shared child.
+        for name, child in module._modules.items():
+            if child is not None:
+                self._add(_not_compiled(child), f"{path}{name}.")
+
+    def entries(self) -> Entries:
+        """Describe what waits, and return all entries."""
+        if self._waiting:
+            described = _replicated_entries(
+                self._waiting, self._prefix, self._offsets, self._metadata
             )
+            _merge(self._entries, described)
+            self._waiting = {}
+        return self._entries
+
+    def _add(self, child: torch.nn.Module, path: str) -> None:
+        if _describes_itself(child):
+            if self._walks_on(child):
+                self.visit(child, path)
+            else:
+                tp_group = self._metadata["tp_group"]
+                described = sharded_state_dict_default(
+                    child, self._prefix + path, self._offsets, self._metadata, tp_group=tp_group
+                )
+                _merge(self.entries(), described)
         elif child._modules and any(map(_needs_walk, iter_modules(child))):
-            described = _entries(child, f"{prefix}{name}.", offsets, metadata)
+            self.visit(child, path)
+        elif not child._modules and _is_plain(child):
+            self._wait(_plain_tensors(child), path)
         else:
-            is_plain = _is_plain_leaf(child)
-            state = _plain_tensors(child) if is_plain else child.state_dict(keep_vars=True)
-            _merge(replicated, {f"{name}.{key}": value for key, value in state.items()}, prefix)
-            continue
-        if replicated:
-            _merge(entries, _replicated_entries(replicated, prefix, offsets, metadata))
-            replicated = {}
-        _merge(entries, described)
-    _merge(entries, _replicated_entries(replicated, prefix, offsets, metadata))
-    return entries
+            self._wait(child.state_dict(keep_vars=True), path)
+
+    def _walks_on(self, child: torch.nn.Module) -> bool:
+        """Return whether a child's method would do the same with the same groups."""
+        method = getattr(type(child), "sharded_state_dict", None)
+        # Itself, since functools.wraps copies the mark to a method that does something else.
+        is_ours = method is not None and getattr(method, "describes_by_walk", None) is method
+        if "sharded_state_dict" in vars(child) or not is_ours:
+            return False
+        metadata = self._metadata
+        resolved = _with_resolved_groups(child, metadata, None)
+        return all(resolved[name] is metadata[name] for name in ("tp_group", "dp_cp_group"))
+
+    def _wait(self, state: dict[str, Any], path: str) -> None:
+        waiting = self._waiting
+        for name, value in state.items():
+            key = path + name
+            if key in waiting:
+                raise _one_key(self._prefix + key)
+            waiting[key] = value
 
 
 _PLAIN = torch.nn.Module
 
 
-def _is_plain_leaf(module: torch.nn.Module) -> bool:
-    """Return whether a module's state dict is its tensors, without hooks and methods of its own."""
+def _is_plain(module: torch.nn.Module) -> bool:
+    """Return whether a module's own state is its tensors, without hooks and methods of its own."""
     kind = type(module)
     return not (
-        module._modules
-        or module._state_dict_hooks
+        module._state_dict_hooks
         or module._state_dict_pre_hooks
         or kind.state_dict is not _PLAIN.state_dict
         or kind._save_to_state_dict is not _PLAIN._save_to_state_dict
@@ -186,7 +230,7 @@ def _is_plain_leaf(module: torch.nn.Module) -> bool:
 
 
 def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
-    """Return what the state dict of a plain leaf holds, several times faster."""
+    """Return the own part of a plain module's state dict, several times faster."""
     tensors: dict[str, Any] = {
         name: tensor for name, tensor in module._parameters.items() if tensor is not None
     }
@@ -242,103 +286,11 @@ def _own_state(module: torch.nn.Module) -> dict[str, Any]:
     return own  # type: ignore[no-any-return]
 
 
-def _merge(entries: Entries, more: Entries, prefix: str = "") -> None:
+def _merge(entries: Entries, more: Entries) -> None:
     if not entries.keys().isdisjoint(more):
-        key = prefix + next(key for key in more if key in entries)
-        raise ValueError(
-            f"two entries have the key {key!r}; give one of the modules another prefix"
-        )
+        raise _one_key(next(key for key in more if key in entries))
     entries.update(more)
 
 
-def to_megatron_sharded_state_dict(state_dict: Any) -> Any:
-    """Return a sharded state dict whose entries are those of Megatron-LM's ``dist_checkpointing``.
-
-    For a model of Megatron-LM with modules of this package in it: its
-    ``dist_checkpointing.save`` and ``load`` take other entries for plain objects. No communication.
-
-    Args:
-        state_dict: Nested dicts, lists and tuples; entries of this package in them are converted,
-            the local shard of a DTensor taken, and everything else stays as it is.
-
-    Returns:
-        The same structure; ``data`` is the live tensor.
-
-    Raises:
-        RuntimeError: megatron-core is not installed.
-
-    Example:
-        >>> to_megatron_sharded_state_dict({"step": 3})
-        {'step': 3}
-    """
-    return _each_entry(state_dict, _to_megatron)
-
-
-def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
-    """Return a sharded state dict whose entries are those of this package.
-
-    For ``save_sharded_state_dict`` and ``load_sharded_state_dict`` of :mod:`mcore.parallel` with
-    modules of Megatron-LM in a model. No communication.
-
-    Args:
-        state_dict: Nested dicts, lists and tuples; entries of Megatron-LM in them are converted,
-            and everything else stays as it is.
-
-    Returns:
-        The same structure; ``data`` is the live tensor.
-
-    Raises:
-        ValueError: An entry is a factory; Megatron-LM's ``apply_factories`` resolves it before.
-        CheckpointingException: An entry contradicts itself or is flattened.
-
-    Example:
-        >>> from_megatron_sharded_state_dict({"step": 3})
-        {'step': 3}
-    """
-    return _each_entry(state_dict, _from_megatron)
-
-
-_MEGATRON = "megatron.core.dist_checkpointing.mapping"
-_ENTRY_CLASSES = {kind.__name__: kind for kind in (ShardedTensor, ShardedObject)}
-
-
-def _each_entry(node: Any, convert: Callable[[Any], Any]) -> Any:
-    if isinstance(node, dict):
-        return {key: _each_entry(value, convert) for key, value in node.items()}
-    if type(node) in (list, tuple):
-        return type(node)(_each_entry(value, convert) for value in node)
-    return convert(node)
-
-
-def _to_megatron(leaf: Any) -> Any:
-    if not isinstance(leaf, (ShardedTensor, ShardedObject, LocalNonpersistentObject)):
-        return leaf
-    try:
-        theirs = importlib.import_module(_MEGATRON)
-    except ImportError as error:
-        raise RuntimeError(
-            f"entries for Megatron-LM need megatron-core: {error}; pip install megatron-core"
-        ) from error
-    kind = getattr(theirs, type(leaf).__name__)
-    if isinstance(leaf, LocalNonpersistentObject):
-        return kind(leaf.unwrap())
-    values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
-    if is_dtensor(leaf.data):
-        values["data"] = leaf.data.to_local()
-    return kind(**values)
-
-
-def _from_megatron(leaf: Any) -> Any:
-    kinds = {kind.__name__ for kind in type(leaf).__mro__ if kind.__module__ == _MEGATRON}
-    if not kinds:
-        return leaf
-    if "LocalNonpersistentObject" in kinds:
-        return LocalNonpersistentObject(leaf.unwrap())
-    name = next((name for name in _ENTRY_CLASSES if name in kinds), None)
-    if name is None:
-        raise ValueError(
-            f"the entry {getattr(leaf, 'key', '')!r} is a {type(leaf).__name__}; resolve it with "
-            "megatron.core.dist_checkpointing.mapping.apply_factories() before"
-        )
-    kind: Any = _ENTRY_CLASSES[name]
-    return kind(**{field.name: getattr(leaf, field.name) for field in fields(kind)})
+def _one_key(key: str) -> ValueError:
+    return ValueError(f"two entries have the key {key!r}; give one of the modules another prefix")

@@ -1,30 +1,29 @@
-"""Value heads: hooks that put one into a model's last stage, and what they change around it."""
+"""Value heads, and the hooks that put one into a model's last stage."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from functools import partial
 from numbers import Integral
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from mcore.modules.embeddings import clear_ties
 from mcore.modules.fp32_marks import keep_in_fp32
-from mcore.modules.last_layer import LinearForLastLayer
-from mcore.modules.traversal import has_own_attribute, iter_modules
+from mcore.modules.last_layer import LinearForLastLayer, _register_linear_for_last_layer_mapping
+from mcore.modules.traversal import has_own_attribute
 from mcore.modules.wrappers import (
     ModelList,
     configured_size,
     ensure_model_list,
     find_group,
     find_in_wrapped_models,
-    is_data_parallel_wrapper,
     iter_wrapped_models,
+    refuse_data_parallel,
 )
 from mcore.parallel.groups import get_pg_rank, get_pg_size, get_pg_src_rank
-from mcore.versioning import internal_api
 
 
 def create_value_head_hook(
@@ -104,10 +103,10 @@ def create_value_head_hook(
 
     def hook(model: Any) -> ModelList:
         chunks = ensure_model_list(model)
-        _refuse_data_parallel(chunks)
+        refuse_data_parallel(chunks)
         last = _last_chunks(chunks, pp_group, pg_collection, vp_size)
         groups = [_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
-        _clear_ties(chunks)
+        clear_ties(chunks)
         for chunk, group in zip(last, groups, strict=True):
             owner, name = _owner_of(chunk, output_layer_path)
             head = _make_like(getattr(owner, name, None), chunk, make, group, fp32_head)
@@ -138,74 +137,6 @@ def make_value_model(
         1
     """
     return create_value_head_hook(hidden_size, sequence_parallel, **options)
-
-
-def untie_embeddings(model: Any) -> ModelList:
-    """Give output layers weights of their own where they share those of the embedding.
-
-    Clears ``share_embeddings_and_output_weights`` on every module that has it, so that the output
-    weight is saved under its own key and its gradient is no longer added to the embedding's. An
-    output layer without a weight (embedding and output on one stage) gets a copy of the
-    embedding's. Call it on all pipeline stages, before the model is wrapped for data parallelism.
-    No communication.
-
-    Args:
-        model: A model or a list of chunks.
-
-    Returns:
-        The list of the given chunks.
-
-    Raises:
-        TypeError: ``model`` is None, or a chunk is wrapped for data parallelism.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> model = SimpleNamespace(share_embeddings_and_output_weights=True)
-        >>> untie_embeddings(model)[0].share_embeddings_and_output_weights
-        False
-    """
-    chunks = ensure_model_list(model)
-    _refuse_data_parallel(chunks)
-    for owner in _clear_ties(chunks):
-        output, embedding = getattr(owner, "output_layer", None), _word_embedding(owner)
-        if output is None:
-            continue
-        if getattr(output, "weight", None) is None and embedding is not None:
-            output.weight = torch.nn.Parameter(embedding.detach().clone(), embedding.requires_grad)
-            vars(output.weight).update(vars(embedding))
-        if output.weight is not None:
-            for mark in ("shared", "shared_embedding"):
-                vars(output.weight).pop(mark, None)
-    return chunks
-
-
-def _clear_ties(chunks: ModelList) -> list[Any]:
-    """Clear the mark of tied embeddings wherever it is set, and return the owners."""
-    owners = []
-    for chunk in chunks:
-        for model in iter_wrapped_models(chunk):
-            parts = iter_modules(model) if isinstance(model, torch.nn.Module) else (model,)
-            for part in parts:
-                if vars(part).get("share_embeddings_and_output_weights"):
-                    part.share_embeddings_and_output_weights = False
-                    owners.append(part)
-    return owners
-
-
-def _word_embedding(owner: Any) -> torch.Tensor | None:
-    embedding = getattr(getattr(owner, "embedding", None), "word_embeddings", None)
-    weight = getattr(embedding, "weight", None)
-    return weight if isinstance(weight, torch.Tensor) else None
-
-
-def _refuse_data_parallel(chunks: ModelList) -> None:
-    for chunk in chunks:
-        for model in iter_wrapped_models(chunk):
-            if is_data_parallel_wrapper(model):
-                raise TypeError(
-                    f"a chunk is wrapped in {type(model).__name__}, which would not know the "
-                    "head's parameters; run the hook before wrapping"
-                )
 
 
 def _last_chunks(
@@ -298,62 +229,3 @@ def _broadcast(head: LinearForLastLayer) -> None:
     for parameter in head.parameters():
         dist.broadcast(parameter.detach(), src=source, group=head.tp_group)
         torch.autograd.graph.increment_version(parameter)  # a collective does not
-
-
-ModuleParallelism: TypeAlias = Literal["column", "row", "replicated"]
-
-_kinds: dict[str, ModuleParallelism] = {}
-
-
-def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> None:
-    """Register how modules of a class, or of its subclasses, are distributed.
-
-    Args:
-        class_name: The class's name, without its module.
-        kind: ``"column"``, ``"row"`` or ``"replicated"``.
-
-    Raises:
-        ValueError: Another kind, or the class is registered with another one.
-
-    Example:
-        >>> register_module_parallelism("RowLinear", "row")
-        >>> get_module_parallelism("RowLinear")
-        'row'
-    """
-    if kind not in get_args(ModuleParallelism):
-        raise ValueError(f"kind={kind!r} is unknown; choose {list(get_args(ModuleParallelism))}")
-    registered = _kinds.setdefault(class_name, kind)
-    if registered != kind:
-        raise ValueError(
-            f"{class_name} is registered as {registered!r}, not {kind!r}; register it once"
-        )
-
-
-def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
-    """Return how a module is distributed, by its class or the nearest of its base classes.
-
-    Args:
-        module_or_name: A module or the name of a class.
-
-    Returns:
-        The kind that was registered, or None.
-
-    Example:
-        >>> import torch
-        >>> get_module_parallelism(torch.nn.Identity()) is None
-        True
-    """
-    if isinstance(module_or_name, str):
-        return _kinds.get(module_or_name)
-    names = (cls.__name__ for cls in type(module_or_name).__mro__)
-    return next((_kinds[name] for name in names if name in _kinds), None)
-
-
-@internal_api
-def _register_linear_for_last_layer_mapping() -> None:
-    """Register LinearForLastLayer as replicated, with Megatron Bridge too where it is imported."""
-    register_module_parallelism("LinearForLastLayer", "replicated")
-    bridge = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
-    register = getattr(getattr(bridge, "AutoMapping", None), "register_module_type", None)
-    if callable(register):
-        register("LinearForLastLayer", "replicated")

@@ -271,6 +271,17 @@ def is_data_parallel_wrapper(model: object) -> bool:
     return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
 
 
+def refuse_data_parallel(chunks: ModelList) -> None:
+    """Raise TypeError for a chunk that is wrapped for data parallelism, before new parameters."""
+    for chunk in chunks:
+        for model in iter_wrapped_models(chunk):
+            if is_data_parallel_wrapper(model):
+                raise TypeError(
+                    f"a chunk is wrapped in {type(model).__name__}, which would not know the new "
+                    "parameters; change the model before wrapping"
+                )
+
+
 def find_group(name: str, model: Any, *sources: Any) -> Any:
     """Return a model's group: of the first source that has it, the model's own, the default's."""
     own = find_in_wrapped_models(model, "pg_collection")

@@ -7,6 +7,7 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -23,9 +24,9 @@ from mcore.modules.graphs.runner import (
     GraphRunner,
     GraphSpec,
     MemoryPool,
-    ReplacedTensorError,
-    signature_of,
+    differentiable,
 )
+from mcore.modules.graphs.signatures import ReplacedTensorError, autocast_dtype, signature_of
 from mcore.modules.precision import conversion_helper
 from mcore.tensor.device import device_of
 
@@ -37,11 +38,50 @@ class _Record:
     """What the manager knows about calls that are alike."""
 
     eager_calls: int = 0
+    in_flight: list[weakref.ref[_EagerCall]] = field(default_factory=list)
     graphs: list[GraphedCallable] = field(default_factory=list)
+
+    def warms_up(self, num_calls: int) -> bool:
+        """Return whether the next call runs eagerly.
+
+        It does while an eager one may be recomputed, which has to save the same tensors again.
+        """
+        self.in_flight = [call for call in self.in_flight if not _is_over(call())]
+        return not self.graphs and (self.eager_calls < num_calls or bool(self.in_flight))
+
+    def watch(self, outputs: Any) -> None:
+        """Note an eager call with its outputs."""
+        self.eager_calls += 1
+        call = _EagerCall()
+        for output in differentiable(outputs):
+            if output.grad_fn is not None:
+                output.register_hook(call.note_backward)  # type: ignore[no-untyped-call]
+        self.in_flight.append(weakref.ref(call))
+
+
+class _EagerCall:
+    """Lives as long as the autograd graph of one call, whose hooks hold the only reference."""
+
+    __slots__ = ("__weakref__", "backward")
+
+    def __init__(self) -> None:
+        self.backward: int | None = None
+
+    def note_backward(self, _: torch.Tensor) -> None:
+        self.backward = torch._C._current_graph_task_id()
+
+
+def _is_over(call: _EagerCall | None) -> bool:
+    """Return whether no recomputation of a call may come: it is gone, or its backward has ended."""
+    if call is None:
+        return True
+    return call.backward not in (None, torch._C._current_graph_task_id())
 
 
 class LocalGraphManager:
     """Runs a layer eagerly a few times, then captures it and replays the graph.
+
+    A recomputation of an eager call is eager too: the capture waits for the backwards before it.
 
     Calls are alike when their tensors have the same shapes, dtypes, devices and ``requires_grad``,
     their other arguments are equal (these become part of the graph) and autocast is the same. Each
@@ -111,9 +151,10 @@ class LocalGraphManager:
         if call is None:
             return torch.nn.Module.__call__(module, *args, **kwargs)
         record = self._record_of(module, call)
-        if record.eager_calls < read_field(self.config, "cuda_graph_warmup_steps", 3):
-            record.eager_calls += 1
-            return torch.nn.Module.__call__(module, *args, **kwargs)
+        if record.warms_up(read_field(self.config, "cuda_graph_warmup_steps", 3)):
+            outputs = torch.nn.Module.__call__(module, *args, **kwargs)
+            record.watch(outputs)
+            return outputs
         try:
             return self._replay(module, call, record)
         except ReplacedTensorError as error:
@@ -141,9 +182,7 @@ class LocalGraphManager:
         self._records.clear()
 
     def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
-        device = device_of(call.tensors_and(module))
-        is_autocast = torch.is_autocast_enabled(device.type)
-        autocast = torch.get_autocast_dtype(device.type) if is_autocast else None
+        autocast = autocast_dtype(device_of(call.tensors_and(module)).type)
         records = self._records.setdefault(module, {})
         return records.setdefault((call.key, autocast), _Record())
 
@@ -166,13 +205,23 @@ class LocalGraphManager:
             microbatch=slot,
             pool=pool,
         )
-        with graph_capturing(), preserved_state([module], device):
+        with graph_capturing(), preserved_state([module], device), _without_outer_hooks():
             [graph] = self.runner.capture(
                 [spec],
                 num_warmup_iters=read_field(self.config, "cuda_graph_warmup_steps", 3),
                 allow_unused_input=True,
             )
         return graph
+
+
+def _without_outer_hooks() -> AbstractContextManager[None]:
+    """Keep what a capture saves from hooks around it, such as those of a checkpoint."""
+    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+    return hooks
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def _free(record: _Record) -> None:

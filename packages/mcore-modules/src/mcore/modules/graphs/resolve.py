@@ -159,7 +159,7 @@ class _EagerReplay:
 
 
 def _spoil(tensor: torch.Tensor) -> None:
-    with torch.no_grad():
+    with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.dtype is torch.bool:
             tensor.logical_not_()
         elif tensor.is_floating_point() or tensor.is_complex():

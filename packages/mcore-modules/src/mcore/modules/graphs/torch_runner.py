@@ -20,6 +20,7 @@ from mcore.modules.graphs.runner import (
     GraphSpec,
     by_slot,
 )
+from mcore.modules.graphs.signatures import autocast_dtype
 from mcore.modules.precision import conversion_helper
 from mcore.tensor.device import device_of
 from mcore.versioning import experimental_api
@@ -352,10 +353,10 @@ def _device_of(device: torch.device) -> GraphDevice:
 @contextlib.contextmanager
 def _autocast_without_cache(device: torch.device) -> Iterator[None]:
     """Disable autocast's cache: cached casts would be missing from the captured work."""
-    if not torch.is_autocast_enabled(device.type):
+    dtype = autocast_dtype(device.type)
+    if dtype is None:
         yield
         return
-    dtype = torch.get_autocast_dtype(device.type)
     with torch.autocast(device.type, dtype=dtype, cache_enabled=False):
         yield
 

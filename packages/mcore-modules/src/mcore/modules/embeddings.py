@@ -1,0 +1,96 @@
+"""Embeddings that share their weight with the output layer, and ways to part them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from mcore.modules.traversal import iter_modules
+from mcore.modules.wrappers import (
+    ModelList,
+    ensure_model_list,
+    iter_wrapped_models,
+    refuse_data_parallel,
+)
+
+
+def untie_embeddings(model: Any) -> ModelList:
+    """Give output layers weights of their own where they share those of the embedding.
+
+    Clears ``share_embeddings_and_output_weights`` on every module that has it, so that the output
+    weight is saved under its own key and its gradient is no longer added to the embedding's; and
+    ``tie_word_embeddings`` in the configurations of models that have ``get_output_embeddings()``,
+    as those of transformers. An output layer without a weight of its own (embedding and output on
+    one stage) gets a copy of the embedding's. Call it on all pipeline stages, before the model is
+    wrapped for data parallelism. No communication.
+
+    Args:
+        model: A model or a list of chunks.
+
+    Returns:
+        The list of the given chunks.
+
+    Raises:
+        TypeError: ``model`` is None, or a chunk is wrapped for data parallelism.
+
+    Example:
+        >>> from types import SimpleNamespace
+        >>> model = SimpleNamespace(share_embeddings_and_output_weights=True)
+        >>> untie_embeddings(model)[0].share_embeddings_and_output_weights
+        False
+    """
+    chunks = ensure_model_list(model)
+    refuse_data_parallel(chunks)
+    for owner in clear_ties(chunks):
+        output, embedding = _output_layer(owner), _word_embedding(owner)
+        if output is None:
+            continue
+        weight = getattr(output, "weight", None)
+        if embedding is not None and (weight is None or weight is embedding):
+            output.weight = torch.nn.Parameter(embedding.detach().clone(), embedding.requires_grad)
+            vars(output.weight).update(vars(embedding))
+        if output.weight is not None:
+            for mark in ("shared", "shared_embedding"):
+                vars(output.weight).pop(mark, None)
+    return chunks
+
+
+def clear_ties(chunks: ModelList) -> list[Any]:
+    """Clear the mark of tied embeddings wherever it is set, and return the owners."""
+    owners = []
+    for chunk in chunks:
+        for model in iter_wrapped_models(chunk):
+            parts = iter_modules(model) if isinstance(model, torch.nn.Module) else (model,)
+            owners += [part for part in parts if _clear_tie(part)]
+    return owners
+
+
+def _clear_tie(part: Any) -> bool:
+    held = vars(part)
+    if held.get("share_embeddings_and_output_weights"):
+        part.share_embeddings_and_output_weights = False
+        return True
+    config = held.get("config")
+    if hasattr(type(part), _HAS_OUTPUT) and getattr(config, "tie_word_embeddings", False):
+        config.tie_word_embeddings = False
+        return True
+    return False
+
+
+_HAS_OUTPUT = "get_output_embeddings"
+
+
+def _output_layer(owner: Any) -> Any:
+    if hasattr(type(owner), _HAS_OUTPUT):
+        return owner.get_output_embeddings()
+    return getattr(owner, "output_layer", None)
+
+
+def _word_embedding(owner: Any) -> torch.Tensor | None:
+    if hasattr(type(owner), _HAS_OUTPUT):
+        embedding = owner.get_input_embeddings()
+    else:
+        embedding = getattr(getattr(owner, "embedding", None), "word_embeddings", None)
+    weight = getattr(embedding, "weight", None)
+    return weight if isinstance(weight, torch.Tensor) else None

@@ -1,0 +1,104 @@
+"""Conversion between this project's sharded state dicts and Megatron-LM's."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import fields
+from typing import Any
+
+from mcore.parallel.checkpoint import LocalNonpersistentObject, ShardedObject, ShardedTensor
+from mcore.tensor.dtensor import is_dtensor
+
+
+def to_megatron_sharded_state_dict(state_dict: Any) -> Any:
+    """Return a sharded state dict whose entries are those of Megatron-LM's ``dist_checkpointing``.
+
+    For a model of Megatron-LM with modules of this package in it: its
+    ``dist_checkpointing.save`` and ``load`` take other entries for plain objects. No communication.
+
+    Args:
+        state_dict: Nested dicts, lists and tuples; entries of this package in them are converted,
+            the local shard of a DTensor taken, and everything else stays as it is.
+
+    Returns:
+        The same structure; ``data`` is the live tensor.
+
+    Raises:
+        RuntimeError: megatron-core is not installed.
+
+    Example:
+        >>> to_megatron_sharded_state_dict({"step": 3})
+        {'step': 3}
+    """
+    return _each_entry(state_dict, _to_megatron)
+
+
+def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
+    """Return a sharded state dict whose entries are those of this package.
+
+    For ``save_sharded_state_dict`` and ``load_sharded_state_dict`` of :mod:`mcore.parallel` with
+    modules of Megatron-LM in a model. No communication.
+
+    Args:
+        state_dict: Nested dicts, lists and tuples; entries of Megatron-LM in them are converted,
+            and everything else stays as it is.
+
+    Returns:
+        The same structure; ``data`` is the live tensor.
+
+    Raises:
+        ValueError: An entry is a factory; Megatron-LM's ``apply_factories`` resolves it before.
+        CheckpointingException: An entry contradicts itself or is flattened.
+
+    Example:
+        >>> from_megatron_sharded_state_dict({"step": 3})
+        {'step': 3}
+    """
+    return _each_entry(state_dict, _from_megatron)
+
+
+_MEGATRON = "megatron.core.dist_checkpointing.mapping"
+_ENTRY_CLASSES = {kind.__name__: kind for kind in (ShardedTensor, ShardedObject)}
+
+
+def _each_entry(node: Any, convert: Callable[[Any], Any]) -> Any:
+    if isinstance(node, dict):
+        return {key: _each_entry(value, convert) for key, value in node.items()}
+    if type(node) in (list, tuple):
+        return type(node)(_each_entry(value, convert) for value in node)
+    return convert(node)
+
+
+def _to_megatron(leaf: Any) -> Any:
+    if not isinstance(leaf, (ShardedTensor, ShardedObject, LocalNonpersistentObject)):
+        return leaf
+    try:
+        theirs = importlib.import_module(_MEGATRON)
+    except ImportError as error:
+        raise RuntimeError(
+            f"entries for Megatron-LM need megatron-core: {error}; pip install megatron-core"
+        ) from error
+    kind = getattr(theirs, type(leaf).__name__)
+    if isinstance(leaf, LocalNonpersistentObject):
+        return kind(leaf.unwrap())
+    values = {field.name: getattr(leaf, field.name) for field in fields(leaf)}
+    if is_dtensor(leaf.data):
+        values["data"] = leaf.data.to_local()
+    return kind(**values)
+
+
+def _from_megatron(leaf: Any) -> Any:
+    kinds = {kind.__name__ for kind in type(leaf).__mro__ if kind.__module__ == _MEGATRON}
+    if not kinds:
+        return leaf
+    if "LocalNonpersistentObject" in kinds:
+        return LocalNonpersistentObject(leaf.unwrap())
+    name = next((name for name in _ENTRY_CLASSES if name in kinds), None)
+    if name is None:
+        raise ValueError(
+            f"the entry {getattr(leaf, 'key', '')!r} is a {type(leaf).__name__}; resolve it with "
+            "megatron.core.dist_checkpointing.mapping.apply_factories() before"
+        )
+    kind: Any = _ENTRY_CLASSES[name]
+    return kind(**{field.name: getattr(leaf, field.name) for field in fields(kind)})
