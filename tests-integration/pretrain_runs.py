@@ -29,8 +29,17 @@ from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch import mlflow_run
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
 from rank_testing.programs import Entry, run_program
+
+preload(
+    "pretrain.run.training",
+    "pretrain.cli.rank",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "torch.utils.tensorboard",
+    "mlflow.store.tracking.sqlalchemy_store",
+)
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 COMMAND = (sys.executable, "-m", "pretrain")
