@@ -6,14 +6,13 @@ import json
 import os
 import signal
 import sqlite3
-import subprocess
 from pathlib import Path
 
 import pytest
 
 from pretrain.run.checkpoints import latest_step
 from pretrain.run_folder import RunFolder
-from pretrain_runs import TINY, mlflow_of, pretrain, ranks_below, start, wait_until
+from pretrain_runs import ENDLESS, TINY, mlflow_of, pretrain, ranks_below, started, wait_until
 
 
 @pytest.mark.parametrize(
@@ -24,12 +23,10 @@ from pretrain_runs import TINY, mlflow_of, pretrain, ranks_below, start, wait_un
 def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
     ended: str, statuses: set[str], tmp_path: Path
 ) -> None:
-    job = start(
-        tmp_path, *TINY, "--train-iters", "100000", "--save-interval", "5", "--keep-last", "2",
-        "--run-dir", "run", stdout=subprocess.DEVNULL,
-    )  # fmt: skip
     folder = RunFolder(tmp_path / "run")
-    try:
+    with started(
+        tmp_path, *TINY, *ENDLESS, "--save-interval", "5", "--keep-last", "2", "--run-dir", "run"
+    ) as job:
         wait_until(lambda: folder.mlflow_facts.exists() and metrics_in(folder) > 0)
         wait_until(lambda: any(folder.checkpoints.glob("step_*")))
         below = processes_below(job.pid)
@@ -37,13 +34,11 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
             os.killpg(job.pid, signal.SIGINT)
         else:
             os.kill(ranks_below(job.pid)[int(ended)], signal.SIGKILL)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.terminate()  # the launcher ends its ranks
-        job.wait(30)
+        done = job.wait()
+    errors = done.stderr
     said = "interrupted by SIGINT" if ended == "all" else f"rank {ended} was killed by SIGKILL"
     assert f"pretrain: {said}; all ranks ended. The last complete checkpoint is run/" in errors
-    assert job.returncode == (130 if ended == "all" else 1)
+    assert done.returncode == (130 if ended == "all" else 1)
     assert "MLflow" not in errors
     assert "Traceback" not in errors
     assert len(below) >= 2

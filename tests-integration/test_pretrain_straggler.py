@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,16 @@ import torch
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
+from pretrain_runs import (
+    ENDLESS,
+    losses_of,
+    pretrain,
+    records_of,
+    started,
+    train_on_ranks,
+    wait_until,
+)
 from pretrain_runs import SMALL as BASE
-from pretrain_runs import losses_of, pretrain, records_of, start, train_on_ranks, wait_until
 from rank_testing import free_port
 
 TINY = shlex.split(
@@ -103,14 +110,13 @@ def answer_of(address: str, path: str, wanted: Callable[[str], bool]) -> str:
 
 def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
     port = free_port()
-    job = start(
-        tmp_path, *TINY, "--train-iters", "100000", "--log-interval", "3", "--save-interval", "0",
-        "--straggler-port", str(port), stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        assert job.stdout is not None
-        first = job.stdout.readline()
-        assert first == f"straggler detector: http://127.0.0.1:{port}/report\n"
+    with started(
+        tmp_path, *TINY, *ENDLESS, "--log-interval", "3", "--save-interval", "0",
+        "--straggler-port", str(port),
+    ) as job:  # fmt: skip
+        job.wait_until_printed("\n")
+        first = job.printed.splitlines()[0]
+        assert first == f"straggler detector: http://127.0.0.1:{port}/report"
         address = f"http://127.0.0.1:{port}"
         report = json.loads(answer_of(address, "/report", lambda text: True))
         assert report["world_size"] == 2
@@ -120,10 +126,8 @@ def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
         assert "mcore_straggler_enabled 1" in ask(address, "/metrics")[1]
         assert ask(address, "/off", "POST")[0] == 202
         answer_of(address, "/status", lambda text: json.loads(text)["enabled"] is False)
-    finally:
         os.killpg(job.pid, signal.SIGINT)
-        job.communicate(timeout=60)
-    assert job.returncode == 130
+        assert job.wait().returncode == 130
 
 
 def test_a_taken_port_is_said_and_the_job_runs(tmp_path: Path) -> None:

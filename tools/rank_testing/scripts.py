@@ -5,6 +5,7 @@ import ctypes
 import gc
 import json
 import os
+import select
 import signal
 import socket
 import struct
@@ -21,6 +22,7 @@ from rank_testing.server import modules_to_preload, server_environment
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
 _PR_SET_PDEATHSIG = 1
+_START_S = 300.0  # the first script waits for the server's imports
 # The script is executed at the top level of the server's own script, so that its process ends like
 # that of any interpreter: with sys.excepthook, atexit and everything that is torn down after them.
 _SERVER = (
@@ -30,7 +32,7 @@ _SERVER = (
 
 _starting = threading.Lock()
 # The process that it serves, the socket to it, and itself.
-_server: "tuple[int, socket.socket, subprocess.Popen[bytes]] | None" = None
+_server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
 
 
 class Script:
@@ -44,8 +46,8 @@ class Script:
         self,
         code: str,
         *arguments: str,
-        cwd: "str | os.PathLike[str] | None" = None,
-        env: "Mapping[str, str] | None" = None,
+        cwd: str | os.PathLike[str] | None = None,
+        env: Mapping[str, str] | None = None,
     ) -> None:
         self._stdout, self._stderr = _unnamed_file(), _unnamed_file()
         self._status, theirs = socket.socketpair()
@@ -61,40 +63,51 @@ class Script:
             server = _running_server()
             socket.send_fds(server, [_LENGTH.pack(len(payload))], files)
             server.sendall(payload)
-        self.pid = self._number(60.0)
+        self._has_ended = False
+        self.pid = self._number(_START_S)
 
     @property
     def printed(self) -> str:
         """What it has printed to its standard output by now."""
         return _content(self._stdout)
 
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended."""
+        if self._has_ended:
+            return False
+        ready, _, _ = select.select([self._status], [], [], 0)
+        return not ready
+
     def wait_until_printed(self, text: str, timeout_s: float = 120.0) -> None:
         """Wait until its standard output contains a text; TimeoutError where it does not come."""
         deadline = time.monotonic() + timeout_s
         while text not in self.printed:
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not self.is_running:
                 raise TimeoutError(f"{text!r} is not in {self.printed!r}; {_content(self._stderr)}")
             time.sleep(0.02)
 
-    def wait(self, timeout_s: float = 120.0) -> "subprocess.CompletedProcess[str]":
+    def wait(self, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
         """Wait for its end, once; where it does not come, kill it and raise TimeoutExpired."""
         try:
             code = self._number(timeout_s)
         except TimeoutError:
-            self.kill()
+            self.send(signal.SIGKILL)
             raise subprocess.TimeoutExpired(
                 "script", timeout_s, self.printed, _content(self._stderr)
             ) from None
         self._status.close()
+        self._has_ended = True
         printed = self.printed, _content(self._stderr)
         for file in (self._stdout, self._stderr):
             os.close(file)
         return subprocess.CompletedProcess("script", code, *printed)
 
-    def kill(self) -> None:
-        """Kill it where it has not ended."""
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
+    def send(self, signal_number: int) -> None:
+        """Send it a signal, unless its end was waited for."""
+        if not self._has_ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal_number)
 
     def _number(self, timeout_s: float) -> int:
         self._status.settimeout(timeout_s)
@@ -108,10 +121,10 @@ class Script:
 def run_script(
     code: str,
     *arguments: str,
-    cwd: "str | os.PathLike[str] | None" = None,
-    env: "Mapping[str, str] | None" = None,
+    cwd: str | os.PathLike[str] | None = None,
+    env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
-) -> "subprocess.CompletedProcess[str]":
+) -> subprocess.CompletedProcess[str]:
     """Do what ``python -c code *arguments`` does, in a process that has torch loaded already.
 
     The process ends like any interpreter. Not for what an import does or loads: torch and what
@@ -166,7 +179,6 @@ def next_script(descriptor: int, modules: list[str]) -> str:
         with contextlib.suppress(ImportError):
             __import__(name)
     gc.freeze()  # an end need not look at all of it, which takes longer than the script
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     with socket.socket(fileno=descriptor) as requests:
         while True:
             header, files, _, _ = socket.recv_fds(requests, _LENGTH.size, 3)
@@ -178,9 +190,9 @@ def next_script(descriptor: int, modules: list[str]) -> str:
                 break
             for file in files:
                 os.close(file)
+            _reap()
     stdout, stderr, status = files
     _end_with_parent()
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _fork_and_tell(socket.socket(fileno=status))
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(file, number)
@@ -191,6 +203,12 @@ def next_script(descriptor: int, modules: list[str]) -> str:
     sys.argv[1:] = request["arguments"]
     code: str = request["code"]
     return code
+
+
+def _reap() -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
 
 
 def _fork_and_tell(status: socket.socket) -> None:

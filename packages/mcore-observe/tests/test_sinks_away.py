@@ -23,7 +23,8 @@ from mcore.observe.sinks.background import BackgroundRun
 from rank_testing import preload
 from rank_testing.scripts import Script, run_script
 
-preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "torch.utils.tensorboard")
+preload("mcore.observe", "torch.utils.tensorboard")
+preload("mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
 
 pytestmark = [
     pytest.mark.xdist_group("sinks_away"),  # one worker makes the runs

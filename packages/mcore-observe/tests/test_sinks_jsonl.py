@@ -81,7 +81,7 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
     )
     script = Script(code, str(path))
     script.wait_until_printed("logged\n")
-    os.kill(script.pid, signal.SIGKILL)
+    script.send(signal.SIGKILL)
     assert script.wait().returncode == -9
     assert [line["step"] for line in lines_of(path)] == list(range(100))
 

@@ -77,7 +77,7 @@ def test_a_script_that_takes_too_long_is_killed() -> None:
 def test_a_running_script_is_read_and_killed() -> None:
     script = Script("import time; print('begun', flush=True); time.sleep(600)")
     script.wait_until_printed("begun\n")
-    os.kill(script.pid, signal.SIGKILL)
+    script.send(signal.SIGKILL)
     assert script.wait().returncode == -9
 
 
