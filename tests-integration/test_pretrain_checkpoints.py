@@ -6,7 +6,6 @@ import dataclasses
 import os
 import resource
 import shlex
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
-from mcore.parallel.checkpoint import is_complete_checkpoint, latest_checkpoint
+from mcore.parallel.checkpoint import is_complete_checkpoint
 from pretrain.cli.command import main
 from pretrain.cli.launch import launch
 from pretrain.cli.options import Request, parse, resolve
@@ -29,10 +28,7 @@ from pretrain_runs import SMALL as BASE
 from pretrain_runs import (
     losses_of,
     pretrain,
-    ranks_below,
-    started,
     train_on_ranks,
-    wait_until,
 )
 from rank_testing import RankFailure, run_ranks
 
@@ -99,29 +95,6 @@ def test_a_background_save_that_fails_ends_the_job_with_its_reason(tmp_path: Pat
     assert "all ranks ended. There is no complete checkpoint yet." in done.stderr
     assert "Traceback" not in done.stderr
     assert os.listdir(tmp_path / "run" / "checkpoints") == []
-
-
-def test_a_rank_killed_during_a_background_save_leaves_the_one_before(tmp_path: Path) -> None:
-    victim = 1
-    checkpoints = tmp_path / "run" / "checkpoints"
-    options = [*OPTIONS, *QUIET, "--async-save", "--keep-last", "2", "--run-dir", "run"]
-    with started(tmp_path, *options) as job:
-        wait_until(lambda: any(checkpoints.glob("step_*")))
-        pids = ranks_below(job.pid)
-        wait_until(lambda: any(checkpoints.glob(".step_*.incomplete-*")), every_s=0.001)
-        os.kill(pids[victim], signal.SIGKILL)
-        done = job.wait()
-    errors = done.stderr
-    assert done.returncode == 1
-    assert f"rank {victim} was killed by SIGKILL; all ranks ended. The last complete" in errors
-    latest = latest_checkpoint(checkpoints)
-    assert latest is not None
-    assert f"checkpoints/{latest.name}; continue with:" in errors
-    step = int(latest.name.removeprefix("step_"))
-    settings = Settings(**{**LARGER, "train_iters": step + 1}, keep_last=1)
-    losses = run(settings, tmp_path / "run", resume=True)
-    assert len(losses) == step + 1
-    assert os.listdir(checkpoints) == [f"step_{step + 1:08d}"]
 
 
 class FlippingSteps(Steps):

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shlex
-import signal
 from pathlib import Path
 
 import pytest
 
 from pretrain.cli.command import main
 from pretrain_runs import (
-    ENDLESS,
     PASSWORD,
     TINY,
     assert_no_password,
@@ -22,24 +19,8 @@ from pretrain_runs import (
     last_value,
     mlflow_of,
     pretrain,
-    ranks_below,
-    started,
-    wait_until,
 )
 from rank_testing import free_port
-
-
-def test_a_password_is_in_no_command_line_and_no_output(tmp_path: Path) -> None:
-    uri = f"http://someone:{PASSWORD}@127.0.0.1:{free_port()}"
-    with started(tmp_path, *TINY, *ENDLESS, "--run-dir", "run", "--mlflow-uri", uri) as job:
-        wait_until(lambda: len(ranks_below(job.pid)) == 2)
-        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_below(job.pid).values()]
-        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
-        os.killpg(job.pid, signal.SIGINT)
-        done = job.wait()
-    assert len(lines) == 2
-    assert all("run" in line and PASSWORD not in line for line in lines)
-    assert_no_password(tmp_path, done)
 
 
 def main_after_an_import(arguments: list[str]) -> int:
