@@ -161,7 +161,7 @@ def ranks_below(pid: int) -> dict[int, int]:
 
 def wait_until(condition: Callable[[], Any], *, every_s: float = 0.05) -> None:
     """Wait for something that another process does."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(every_s)

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rank_testing.server import modules_to_preload, server_environment
+from rank_testing.server import modules_for_scripts, server_environment
 
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
@@ -163,7 +163,7 @@ def _running_server() -> socket.socket:
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *modules_to_preload()],
+                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *modules_for_scripts()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, **server_environment()},

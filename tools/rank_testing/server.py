@@ -12,12 +12,13 @@ from pathlib import Path
 
 # Imported once by the fork server and inherited by every rank. None of them starts a thread or
 # touches an accelerator, which a forked rank could not use any more.
+_TORCH = ("torch", "torch.distributed")
 _PRELOADED = (
-    "torch",
-    "torch.distributed",
     "torch.distributed.tensor",
     # Optimizers, activation checkpoints and DTensors import it on first use, in seconds.
     "torch._dynamo",
+    "pytest",
+    "rank_testing.child",
 )
 # Slow to import, and worth it only where the test process uses them.
 _PRELOADED_IF_USED = (
@@ -49,16 +50,16 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
     if uses_accelerator(init):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*modules_to_preload(), "pytest", "rank_testing.child"])
+    used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
+    context.set_forkserver_preload([*modules_for_scripts(), *_PRELOADED, *used])
     with _starting, _variables(server_environment()):
         forkserver.ensure_running()
     return context
 
 
-def modules_to_preload() -> list[str]:
-    """Return what a process that is forked for a test may expect to find imported."""
-    used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    return [*_PRELOADED, *used, *_preloaded_for_tests]
+def modules_for_scripts() -> list[str]:
+    """Return what every process that is forked for a test finds imported."""
+    return [*_TORCH, *_preloaded_for_tests]
 
 
 def server_environment() -> dict[str, str]:
