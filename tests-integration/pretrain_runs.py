@@ -10,11 +10,12 @@ import io
 import json
 import os
 import shlex
+import signal
 import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -29,8 +30,18 @@ from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch import mlflow_run
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
 from rank_testing.programs import Entry, run_program
+from rank_testing.scripts import Script
+
+preload(
+    "pretrain.cli.launch",
+    "pretrain.cli.rank",
+    "matplotlib.figure",
+    "matplotlib.backends.backend_agg",
+    "torch.utils.tensorboard",
+    "mlflow.store.tracking.sqlalchemy_store",
+)
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 COMMAND = (sys.executable, "-m", "pretrain")
@@ -39,6 +50,8 @@ TINY = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0"
 )
+# Steps until a signal comes, most of which is sleep: others need the cores.
+ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:20")
 Curves = dict[str, dict[int, float]]
 _NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
 SMALL: dict[str, Any] = {
@@ -114,13 +127,18 @@ def command(cwd: Path, *arguments: str, timeout_s: float = 180) -> subprocess.Co
     )  # fmt: skip
 
 
-def start(cwd: Path, *arguments: str, **streams: Any) -> subprocess.Popen[str]:
-    """Start the real command as the leader of a process group of its own."""
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **streams}
-    return subprocess.Popen(
-        [*COMMAND, *arguments], cwd=cwd, env=environment(), text=True, start_new_session=True,
-        **pipes,
-    )  # fmt: skip
+@contextlib.contextmanager
+def started(cwd: Path, *arguments: str) -> Iterator[Script]:
+    """Start the real launcher, which leads a process group and starts real ranks; then end it."""
+    code = (
+        "import os, runpy, sys; os.setsid(); sys.argv[0] = 'pretrain'; "
+        "runpy.run_module('pretrain', run_name='__main__', alter_sys=True)"
+    )
+    job = Script(code, *arguments, cwd=cwd, env=environment())
+    try:
+        yield job
+    finally:
+        job.send(signal.SIGTERM)  # the launcher ends its ranks
 
 
 def environment() -> dict[str, str]:
@@ -143,7 +161,7 @@ def ranks_below(pid: int) -> dict[int, int]:
 
 def wait_until(condition: Callable[[], Any], *, every_s: float = 0.05) -> None:
     """Wait for something that another process does."""
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(every_s)

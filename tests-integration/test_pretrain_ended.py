@@ -4,46 +4,60 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import sqlite3
-import subprocess
 from pathlib import Path
 
 import pytest
 
+from mcore.parallel.checkpoint import is_complete_checkpoint
 from pretrain.run.checkpoints import latest_step
 from pretrain.run_folder import RunFolder
-from pretrain_runs import TINY, mlflow_of, pretrain, ranks_below, start, wait_until
+from pretrain_runs import (
+    ENDLESS,
+    TINY,
+    losses_of,
+    mlflow_of,
+    pretrain,
+    ranks_below,
+    started,
+    wait_until,
+)
+
+# Each step is followed by a save in the background, of a model large enough to be met at it.
+SAVING = shlex.split("--save-interval 1 --async-save --num-layers 4 --hidden-size 128")
 
 
 @pytest.mark.parametrize(
-    ("ended", "statuses"),
-    [("0", {"KILLED", "FAILED"}), ("1", {"RUNNING"}), ("all", {"KILLED"})],
-    ids=["other-rank-killed", "logging-rank-killed", "ctrl-c"],
+    ("ended", "saves", "statuses"),
+    [
+        ("0", ["--save-interval", "5"], {"KILLED", "FAILED"}),
+        ("1", SAVING, {"RUNNING"}),
+        ("all", ["--save-interval", "5"], {"KILLED"}),
+    ],
+    ids=["other-rank-killed", "logging-rank-killed-while-saving", "ctrl-c"],
 )
 def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
-    ended: str, statuses: set[str], tmp_path: Path
+    ended: str, saves: list[str], statuses: set[str], tmp_path: Path
 ) -> None:
-    job = start(
-        tmp_path, *TINY, "--train-iters", "100000", "--save-interval", "5", "--keep-last", "2",
-        "--run-dir", "run", stdout=subprocess.DEVNULL,
-    )  # fmt: skip
     folder = RunFolder(tmp_path / "run")
-    try:
+    with started(tmp_path, *TINY, *ENDLESS, *saves, "--keep-last", "2", "--run-dir", "run") as job:
         wait_until(lambda: folder.mlflow_facts.exists() and metrics_in(folder) > 0)
         wait_until(lambda: any(folder.checkpoints.glob("step_*")))
-        below = processes_below(job.pid)
+        below, ranks = processes_below(job.pid), ranks_below(job.pid)
+        if saves == SAVING:
+            incomplete = ".step_*.incomplete-*"
+            wait_until(lambda: any(folder.checkpoints.glob(incomplete)), every_s=0.001)
         if ended == "all":
             os.killpg(job.pid, signal.SIGINT)
         else:
-            os.kill(ranks_below(job.pid)[int(ended)], signal.SIGKILL)
-        _, errors = job.communicate(timeout=60)
-    finally:
-        job.terminate()  # the launcher ends its ranks
-        job.wait(30)
+            os.kill(ranks[int(ended)], signal.SIGKILL)
+        done = job.wait()
+    errors = done.stderr
     said = "interrupted by SIGINT" if ended == "all" else f"rank {ended} was killed by SIGKILL"
     assert f"pretrain: {said}; all ranks ended. The last complete checkpoint is run/" in errors
-    assert job.returncode == (130 if ended == "all" else 1)
+    assert done.returncode == (130 if ended == "all" else 1)
     assert "MLflow" not in errors
     assert "Traceback" not in errors
     assert len(below) >= 2
@@ -56,9 +70,13 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
         return
 
     last = latest_step(folder)
+    assert f"checkpoints/step_{last:08d}; continue with:" in errors
     done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 3))
     assert done.returncode == 0, done.stderr
     assert latest_step(folder) == last + 3
+    assert len(losses_of(folder.path)) == last + 3
+    assert len(os.listdir(folder.checkpoints)) == 2
+    assert all(map(is_complete_checkpoint, folder.checkpoints.iterdir()))
     found, history = mlflow_of(uri, run_id)
     assert found.info.status == "FINISHED"
     steps = [step for step, _ in history["lm loss"]]

@@ -9,7 +9,6 @@ import re
 import shlex
 import signal
 import socket
-import subprocess
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
@@ -20,8 +19,20 @@ import torch
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
+from pretrain_runs import (
+    ENDLESS,
+    PASSWORD,
+    assert_no_password,
+    losses_of,
+    pretrain,
+    ranks_below,
+    records_of,
+    started,
+    train_on_ranks,
+    wait_until,
+)
 from pretrain_runs import SMALL as BASE
-from pretrain_runs import losses_of, pretrain, records_of, start, train_on_ranks, wait_until
+from pretrain_runs import TINY as ONE_LAYER
 from rank_testing import free_port
 
 TINY = shlex.split(
@@ -101,16 +112,17 @@ def answer_of(address: str, path: str, wanted: Callable[[str], bool]) -> str:
     return answers[-1][1]
 
 
-def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
+def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
+    """The controller of a job whose MLflow is away; its processes can be seen by all users."""
     port = free_port()
-    job = start(
-        tmp_path, *TINY, "--train-iters", "100000", "--log-interval", "3", "--save-interval", "0",
-        "--straggler-port", str(port), stderr=subprocess.DEVNULL,
-    )  # fmt: skip
-    try:
-        assert job.stdout is not None
-        first = next(line for line in job.stdout if line.startswith("straggler"))
-        assert first == f"straggler detector: http://127.0.0.1:{port}/report\n"
+    uri = f"http://someone:{PASSWORD}@127.0.0.1:{free_port()}"
+    with started(
+        tmp_path, *ONE_LAYER, *ENDLESS, "--log-interval", "3", "--save-interval", "0",
+        "--run-dir", "run", "--straggler-port", str(port), "--mlflow-uri", uri,
+    ) as job:  # fmt: skip
+        job.wait_until_printed("/report\n")
+        assert f"straggler detector: http://127.0.0.1:{port}/report" in job.printed.splitlines()
+        lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_below(job.pid).values()]
         address = f"http://127.0.0.1:{port}"
         report = json.loads(answer_of(address, "/report", lambda text: True))
         assert report["world_size"] == 2
@@ -120,10 +132,13 @@ def test_the_controller_answers_while_the_job_runs(tmp_path: Path) -> None:
         assert "mcore_straggler_enabled 1" in ask(address, "/metrics")[1]
         assert ask(address, "/off", "POST")[0] == 202
         answer_of(address, "/status", lambda text: json.loads(text)["enabled"] is False)
-    finally:
+        wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
         os.killpg(job.pid, signal.SIGINT)
-        job.communicate(timeout=60)
-    assert job.returncode == 130
+        done = job.wait()
+    assert done.returncode == 130
+    assert len(lines) == 2
+    assert all("run" in line and PASSWORD not in line for line in lines)
+    assert_no_password(tmp_path, done)
 
 
 def test_a_taken_port_is_said_and_the_job_runs(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Generator
 from pathlib import Path
 
@@ -16,6 +17,12 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
         if config.option.dist == "no":
             config.option.dist = "loadgroup"
     return (yield)
+
+
+def pytest_collection_finish() -> None:
+    """Take what is imported by now out of garbage collections, of which tests ask for many."""
+    gc.collect()
+    gc.freeze()
 
 
 def _are_wanted(config: pytest.Config) -> bool:

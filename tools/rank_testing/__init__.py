@@ -9,5 +9,6 @@
 from rank_testing.launch import run_ranks
 from rank_testing.ports import free_port
 from rank_testing.report import RankFailure, RankReport
+from rank_testing.server import preload
 
-__all__ = ["RankFailure", "RankReport", "free_port", "run_ranks"]
+__all__ = ["RankFailure", "RankReport", "free_port", "preload", "run_ranks"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import datetime
+import gc
 import multiprocessing
 import os
 import pickle
@@ -36,6 +37,7 @@ def main(request: Request, connection: Connection) -> NoReturn:
     reading what it sent. A rank that failed leaves at once, so that its peers notice.
     """
     os.setpgid(0, 0)
+    gc.freeze()  # what the fork server has imported is no garbage, and there is much of it
     _redirect_output(output_path(request.folder, request.rank))
     with open(stack_path(request.folder, request.rank), "a") as stack_file:
         orphans.end_with_parent(request.folder)

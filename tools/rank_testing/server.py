@@ -12,9 +12,8 @@ from pathlib import Path
 
 # Imported once by the fork server and inherited by every rank. None of them starts a thread or
 # touches an accelerator, which a forked rank could not use any more.
+_TORCH = ("torch", "torch.distributed")
 _PRELOADED = (
-    "torch",
-    "torch.distributed",
     "torch.distributed.tensor",
     # Optimizers, activation checkpoints and DTensors import it on first use, in seconds.
     "torch._dynamo",
@@ -27,9 +26,19 @@ _PRELOADED_IF_USED = (
     "numpy",
     "torch.distributed.checkpoint",
 )
+_preloaded_for_tests: list[str] = []
 _CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "ucc"})
 
 _starting = threading.Lock()
+
+
+def preload(*modules: str) -> None:
+    """Have the fork server import ``modules``, each where it is installed, for all ranks.
+
+    Call it while a test file is imported: a server that runs already does not import them. Name
+    what starts no thread of Python, needs seconds, and does not read the environment on import.
+    """
+    _preloaded_for_tests.extend(name for name in modules if name not in _preloaded_for_tests)
 
 
 def start_context(init: str | None) -> ForkServerContext | SpawnContext:
@@ -42,14 +51,19 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    context.set_forkserver_preload([*_PRELOADED, *used])
-    with _starting, _variables(_server_environment()):
+    context.set_forkserver_preload([*modules_for_scripts(), *_PRELOADED, *used])
+    with _starting, _variables(server_environment()):
         forkserver.ensure_running()
     return context
 
 
-def _server_environment() -> dict[str, str]:
-    """Return what the server needs besides this process's variables; ranks do not keep it."""
+def modules_for_scripts() -> list[str]:
+    """Return what every process that is forked for a test finds imported."""
+    return [*_TORCH, *_preloaded_for_tests]
+
+
+def server_environment() -> dict[str, str]:
+    """Return what a server needs besides this process's variables; its children do not keep it."""
     # Numerical libraries start their threads on import: a process that forks may have no second
     # one. The server of Python 3.10 and 3.11 does not take over the path of the test process.
     folder = str(Path(__file__).parents[1])
@@ -58,6 +72,7 @@ def _server_environment() -> dict[str, str]:
         "OMP_NUM_THREADS": "1",
         "OPENBLAS_NUM_THREADS": "1",
         "MKL_NUM_THREADS": "1",
+        "JE_ARROW_MALLOC_CONF": "background_thread:false",
         "PYTHONPATH": folder if not path else os.pathsep.join((folder, path)),
     }
 

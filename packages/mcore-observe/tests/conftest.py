@@ -6,8 +6,6 @@ import os
 import re
 import signal
 import struct
-import subprocess
-import sys
 import time
 import urllib.error
 import urllib.request
@@ -28,6 +26,7 @@ from mcore.observe import (
     training_log,
 )
 from rank_testing import free_port
+from rank_testing.scripts import Script
 
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)
 
@@ -69,13 +68,31 @@ def _log_step(state, losses=None, totals=None, *, lr=1e-4, memory=False, skipped
     )
 
 
+# ``mlflow server`` starts uvicorn as a program, which would import MLflow once more.
+SERVER = """
+import os, runpy, subprocess, sys
+from mlflow.cli import cli
+
+def run_here(command, env=None, **options):
+    if command[1:3] != ["-m", "uvicorn"]:
+        return program(command, env=env, **options)
+    os.environ.update(env or {})
+    sys.argv = command[2:]
+    runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
+    sys.exit()
+
+program, subprocess.Popen = subprocess.Popen, run_here
+cli(sys.argv[1:], prog_name="mlflow")
+"""
+
+
 class Server:
     """``mlflow server`` with one worker and a database of its own."""
 
     def __init__(self, folder):
         self.folder = folder
         self.port = free_port()
-        self.process = None
+        self.script = None
 
     def start(self):
         options = {
@@ -86,38 +103,27 @@ class Server:
             "--default-artifact-root": str(self.folder / "artifacts"),
         }
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
-        with (self.folder / "server.log").open("ab") as log:
-            self.process = subprocess.Popen(
-                [
-                    sys.executable,
-                    "-m",
-                    "mlflow",
-                    "server",
-                    *(t for o in options.items() for t in o),
-                ],
-                stdout=log,
-                stderr=log,
-                env=os.environ | quiet,
-                start_new_session=True,
-            )
+        arguments = ["server", *(word for option in options.items() for word in option)]
+        self.script = Script(SERVER, *arguments, env=os.environ | quiet)
         self._wait()
 
     def _wait(self):
         deadline = time.monotonic() + 120
-        while time.monotonic() < deadline and self.process.poll() is None:
+        while time.monotonic() < deadline and self.script.is_running:
             try:
                 urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
             except (urllib.error.URLError, OSError):
                 time.sleep(0.05)
             else:
                 return
-        pytest.fail((self.folder / "server.log").read_text()[-2000:])
+        self.script.send(signal.SIGKILL)
+        pytest.fail(str(self.script.wait()))
 
     def kill(self):
-        if self.process is not None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait(30)
-            self.process = None
+        if self.script is not None:
+            self.script.send(signal.SIGKILL)
+            self.script.wait()
+            self.script = None
 
 
 @pytest.fixture(scope="session")

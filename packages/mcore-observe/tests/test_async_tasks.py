@@ -2,14 +2,13 @@ import asyncio
 import functools
 import inspect
 import logging
-import subprocess
-import sys
 from dataclasses import dataclass
 
 import pytest
 
 from mcore.observe import trace_async_exceptions
 from mcore.observe.async_tasks import _ASYNC_TASK_STATS, _is_power_of_ten
+from rank_testing.scripts import run_script
 
 LOGGER = "mcore.observe.async_tasks"
 
@@ -332,7 +331,7 @@ def run_program(body):
         "@trace_async_exceptions\n"
         "async def failing(): raise ValueError('bad')\n" + body
     )
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    return run_script(code)
 
 
 def test_an_unawaited_failing_task_ends_the_process():

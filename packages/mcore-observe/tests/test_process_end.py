@@ -1,18 +1,14 @@
-import subprocess
-import sys
-
 import pytest
 
 from mcore.observe import status_of
+from rank_testing import preload
+from rank_testing.scripts import run_script
+
+preload("mcore.observe")
 
 
 def run(code):
-    done = subprocess.run(
-        [sys.executable, "-c", "import os, signal, sys, time\n" + code],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = run_script("import os, signal, sys, time\n" + code)
     return done.stdout.split("\n")[:-1], done.returncode, done.stderr
 
 

@@ -1,14 +1,15 @@
 import importlib.util
 import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import mcore.observe
+from rank_testing import preload
+from rank_testing.programs import run_program
 
+preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "torch.utils.tensorboard")
 README = Path(__file__).parents[1] / "README.md"
 
 
@@ -29,19 +30,20 @@ def test_the_detectors_example_runs(capsys):
     assert capsys.readouterr().out == f"{report.identify_stragglers()}\n"
 
 
+def logging_example(arguments):
+    """The README's program."""
+    exec(compile(example_under("A run that logs"), str(README), "exec"), {"__name__": "__main__"})
+    return 0
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(
     not all(map(importlib.util.find_spec, ("mlflow", "tensorboard"))),
     reason="needs mlflow and tensorboard",
 )
 def test_the_example_runs_on_two_ranks_and_prints_what_it_says(tmp_path):
-    script = tmp_path / "example.py"
-    script.write_text(example_under("A run that logs"))
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    done = subprocess.run(
-        [*launch, str(script)], cwd=tmp_path, capture_output=True, text=True, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
+    done = run_program(logging_example, [], 2, timeout_s=300)
+    assert done.exit_codes == [0, 0], done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(" [")]
     assert len(lines) == 2, done.stdout
     expected = shown_line(0).replace("          40", "          80").replace("     8 |", "    16 |")

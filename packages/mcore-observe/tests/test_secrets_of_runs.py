@@ -23,8 +23,9 @@ from mcore.observe import (
     training_log,
 )
 from mcore.observe.process_end import _ProcessWatch
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
 
+preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 SECRETS = [f"s3cret-number-{i}" for i in range(10)]
 TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
 

@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import statistics
-import subprocess
-import sys
 import threading
 import time
 
@@ -22,6 +20,11 @@ from mcore.observe import (
 )
 from mcore.observe.__main__ import main
 from mcore.observe.sinks.background import BackgroundRun
+from rank_testing import preload
+from rank_testing.scripts import Script, run_script
+
+preload("mcore.observe", "torch.utils.tensorboard")
+preload("mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
 
 pytestmark = [
     pytest.mark.xdist_group("sinks_away"),  # one worker makes the runs
@@ -90,14 +93,7 @@ def settings_of(name, folder, uri, trackers=("mlflow", "tensorboard", "wandb")):
 
 
 def start(folder, starts, ending=""):
-    return subprocess.Popen(
-        [sys.executable, "-c", SCRIPT, json.dumps(starts), ending],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=environment(),
-        cwd=folder,
-    )
+    return Script(SCRIPT, json.dumps(starts), ending, env=environment(), cwd=folder)
 
 
 @pytest.fixture(scope="module")
@@ -107,15 +103,15 @@ def runs(tmp_path_factory, tracking_server):
     server = tracking_server(root)
     uri = f"http://127.0.0.1:{server.port}"
     folders = {name: root / name for name in ENDINGS}
-    processes, took_s, errors = {}, {}, {}
+    scripts, took_s, errors = {}, {}, {}
     for name, folder in folders.items():
         folder.mkdir()
         settings = settings_of(name, folder, uri, TRACKERS[name]) | {"closing_s": 1.0}
-        processes[name] = start(folder, [(1, settings)], ENDINGS[name])
-    for name, process in processes.items():
-        assert process.stdout.readline() == "logged\n", process.stderr.read()
+        scripts[name] = start(folder, [(1, settings)], ENDINGS[name])
+    for name, script in scripts.items():
+        script.wait_until_printed("logged\n")
         started_s = time.monotonic()
-        errors[name] = process.communicate(timeout=120)[1]
+        errors[name] = script.wait().stderr
         took_s[name] = time.monotonic() - started_s
     server.start()
     os.environ["WANDB_MODE"] = "offline"
@@ -203,9 +199,9 @@ def test_a_second_replay_finds_nothing(runs, capsys):
 def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, records, tmp_path):
     """The first start ends at step 30; the second continues from step 20 with other values."""
     settings = settings_of("resumed", tmp_path, runs["uri"]) | {"closing_s": 60}
-    process = start(tmp_path, [(1, settings), (21, settings | {"resume_step": 20})])
-    _, errors = process.communicate(timeout=240)
-    assert process.returncode == 0, errors
+    script = start(tmp_path, [(1, settings), (21, settings | {"resume_step": 20})])
+    done = script.wait(240)
+    assert done.returncode == 0, done.stderr
     expected = [(step, step / 4 + (1 if step <= 20 else 21)) for step in range(1, STEPS + 1)]
     client, run = mlflow_run(runs, "resumed")
     history = client.get_metric_history(run.info.run_id, "lm loss")
@@ -272,5 +268,6 @@ def test_the_signals_are_left_to_whoever_has_them(tmp_path):
         "GlobalState(extra_sinks=[MemorySink()])\n"
         "assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN\n"
     )
-    assert subprocess.run([sys.executable, "-c", code], timeout=120).returncode == 0
+    done = run_script(code)
+    assert done.returncode == 0, done.stderr
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL

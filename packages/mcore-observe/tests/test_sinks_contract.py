@@ -26,8 +26,9 @@ from mcore.observe import (
     WandbSink,
 )
 from mcore.observe.sinks import GuardedSink, MetricSink
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
 
+preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 INF = math.inf
 LARGEST = 1.7976931348623157e308  # what MLflow keeps of an infinity
 NOT_A_NUMBER = "nan"

@@ -2,8 +2,6 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
 from unittest import mock
 
 import pytest
@@ -11,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import JsonlSink, MetricSink
+from rank_testing.scripts import Script
 
 
 def lines_of(path):
@@ -80,12 +79,10 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
         "[sink.log({'a': 0.5}, step) for step in range(100)];"
         "print('logged', flush=True); time.sleep(60)"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, str(path)], stdout=subprocess.PIPE, text=True
-    )
-    assert process.stdout.readline() == "logged\n"
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait()
+    script = Script(code, str(path))
+    script.wait_until_printed("logged\n")
+    script.send(signal.SIGKILL)
+    assert script.wait().returncode == -9
     assert [line["step"] for line in lines_of(path)] == list(range(100))
 
 

@@ -1,7 +1,5 @@
 import importlib.util
 import math
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -9,6 +7,10 @@ import pytest
 from mcore.observe import ConfigContainer, GlobalState, LoggerConfig
 from mcore.observe.sinks import MlflowConnection, MlflowRun, open_mlflow
 from mcore.observe.sinks.mlflow_run import is_away
+from rank_testing import preload
+from rank_testing.scripts import run_script
+
+preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 
 pytestmark = [
     pytest.mark.slow,  # a fresh database takes MLflow seconds
@@ -239,13 +241,7 @@ ENDINGS = {
 @pytest.mark.parametrize("name", ENDINGS)
 def test_a_run_ends_as_its_process_does_and_loses_nothing(name, uri, client, tmp_path):
     ending, status, code = ENDINGS[name]
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT + ending, uri, name],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        cwd=tmp_path,
-    )
+    done = run_script(SCRIPT + ending, uri, name, cwd=tmp_path, timeout_s=300)
     assert "logged" in done.stdout, done.stderr
     assert done.returncode == code, done.stderr
     experiment = client.get_experiment_by_name("ends")

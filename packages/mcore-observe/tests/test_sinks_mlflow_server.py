@@ -16,7 +16,9 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from rank_testing import preload
 
+preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
 pytestmark = [
     pytest.mark.slow,  # a server takes seconds to start, and it starts twice
     pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow"),

@@ -1,6 +1,4 @@
 import logging
-import subprocess
-import sys
 import threading
 import time
 
@@ -10,6 +8,7 @@ from hypothesis import strategies as st
 
 from mcore.observe.sinks.sender import MetricSender
 from mcore.observe.sinks.spool import Spool, StepMetrics
+from rank_testing.scripts import run_script
 
 
 def entry(step, num=1):
@@ -234,5 +233,5 @@ def test_metrics_are_still_sent_while_the_interpreter_exits():
         "atexit.register(lambda: (sender.close(), print(len(sent))))\n"
         "for n in range(50): sender.put(StepMetrics({'a': 1.0}, n, n))\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_script(code)
     assert done.stdout == "50\n", done.stderr

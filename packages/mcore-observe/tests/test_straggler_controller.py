@@ -5,8 +5,6 @@ import logging
 import os
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from types import SimpleNamespace
@@ -17,6 +15,7 @@ from mcore.observe import SectionStats, StragglerReport
 from mcore.observe.straggler.controller import StragglerController, check_binding
 from mcore.observe.straggler.http import ControllerRequest, ControllerServer
 from mcore.observe.straggler.routes import ControllerState
+from rank_testing.scripts import run_script
 
 ON = "Will turn StragglerDetector ON at next logging interval"
 OFF = "Will turn StragglerDetector OFF at next logging interval"
@@ -670,7 +669,7 @@ def test_a_process_ends_with_its_controller_running():
         "silent = socket.create_connection(controller.address)\n"
         "print('end')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_script(code)
     assert (done.returncode, done.stdout, done.stderr) == (0, "end\n", "")
 
 

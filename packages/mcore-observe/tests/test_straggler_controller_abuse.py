@@ -20,7 +20,7 @@ from mcore.observe.straggler.detector import StragglerDetector
 from rank_testing import run_ranks
 
 TOKEN = "0123456789abcdef0123456789abcdef"
-NUM_REQUESTS = 20_000
+NUM_REQUESTS = 5_000
 NUM_HALF_OPEN = 12
 NUM_BURST = 150
 REFUSALS = {400, 401, 403, 411, 413, 414, 431, 503, 505}
@@ -153,7 +153,7 @@ def attack(address):
         data = rng.choice(KINDS)(rng)
         manner = rng.choices(["read", "close", "reset"], [8, 1, 1])[0]
         statuses[one_request(address, data, manner)] += 1
-        if number % 2000 == 0:
+        if number % 500 == 0:
             assert ask_healthz(address) == b"ok"
     burst = [socket.create_connection(address, timeout=30) for _ in range(NUM_BURST)]
     time.sleep(0.5)
@@ -229,7 +229,7 @@ def abused_job(done_file):
 
 
 @pytest.mark.slow
-def test_twenty_thousand_hostile_requests_change_and_leak_nothing(tmp_path):
+def test_thousands_of_hostile_requests_change_and_leak_nothing(tmp_path):
     *reporting, statuses = run_ranks(abused_job, 3, str(tmp_path / "done"), timeout_s=180)
     assert statuses.total() == NUM_REQUESTS
     assert set(statuses) <= {None, *REFUSALS}

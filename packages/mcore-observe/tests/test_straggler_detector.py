@@ -13,6 +13,7 @@ import torch
 import mcore.observe
 from mcore.observe import StragglerDetector
 from mcore.observe.straggler.ranges import HostRanges
+from rank_testing.scripts import run_script
 
 LOGGER = "mcore.observe.straggler"
 MS = 1_000_000
@@ -562,7 +563,7 @@ def test_port_is_closed_at_the_end_of_the_process():
         "seen()\n"
         "d._controller()\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    done = run_script(code)
     assert (done.returncode, done.stdout) == (0, "['straggler']\n[]\n"), done.stderr
 
 

@@ -35,16 +35,20 @@ def test_hang():
 """
 
 SAME_NAME_TEST = """
-import os
+import os, sys
 from pathlib import Path
-from rank_testing import run_ranks
+from rank_testing import preload, run_ranks
 
 FACTOR = {factor}
+preload("tabnanny", "not_installed_anywhere")
+SEEN = set(sys.modules)
 
 class Product(int):
     pass
 
 def multiplied():
+    assert "tabnanny" in SEEN
+    assert not any(name.partition(".")[0] in ("mcore", "conftest") for name in SEEN)
     import torch, torch.distributed as dist
     total = torch.ones(1, dtype=torch.int64)
     dist.all_reduce(total)

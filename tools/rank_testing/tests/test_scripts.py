@@ -1,0 +1,103 @@
+"""Scripts that are forked end, print and die like interpreters of their own."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import rank_testing
+from rank_testing.scripts import Script, run_script
+
+TOOLS = Path(rank_testing.__file__).parents[1]
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("", 0),
+        ("sys.exit(3)", 3),
+        ("1 / 0", 1),
+        ("os.kill(os.getpid(), signal.SIGTERM)", -15),
+        ("os.kill(os.getpid(), signal.SIGINT)", -2),
+    ],
+)
+def test_a_script_ends_as_it_does_under_python(ending: str, code: int) -> None:
+    script = (
+        "import atexit, os, signal, sys, threading, time\n"
+        "atexit.register(print, 'at the end')\n"
+        "sys.excepthook = lambda *error: print('raised', error[0].__name__)\n"
+        "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
+        f"print(__name__, threading.active_count())\n{ending}\n"
+    )
+    done = run_script(script)
+    real = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (real.returncode, real.stdout)
+    assert done.returncode == code
+    assert done.stderr == real.stderr
+
+
+def test_an_uncaught_error_is_shown() -> None:
+    done = run_script("\n\nimport torch; torch.ones(2) @ torch.ones(3)")
+    assert done.returncode == 1
+    assert done.stdout == ""
+    assert 'File "<string>", line 3, in <module>' in done.stderr
+    assert "RuntimeError: inconsistent tensor size" in done.stderr
+
+
+def test_a_script_has_its_own_arguments_variables_and_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code = "import os, sys, torch; print(sys.argv[1:], os.getcwd(), sorted(os.environ))"
+    done = run_script(code, "a b", "", cwd=tmp_path, env={"ONLY": "1"})
+    assert done.stdout == f"{['a b', '']} {tmp_path} ['ONLY']\n"
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("RANK_TESTING_EXAMPLE", "later")
+    done = run_script("import os; print(os.getcwd(), os.environ['RANK_TESTING_EXAMPLE'])")
+    assert done.stdout == f"{tmp_path} later\n"
+
+
+def test_two_scripts_share_nothing_but_what_was_loaded() -> None:
+    code = "import sys, torch, random; print(sys.modules.setdefault('mine', 1), random.random())"
+    first, second = (run_script(code + "; sys.modules['mine'] = 2").stdout for _ in range(2))
+    assert first.startswith("1 ")
+    assert second.startswith("1 ")
+    assert first != second
+
+
+def test_a_script_that_takes_too_long_is_killed() -> None:
+    with pytest.raises(subprocess.TimeoutExpired) as caught:
+        run_script("print('begun', flush=True); import time; time.sleep(600)", timeout_s=2.0)
+    assert caught.value.stdout in ("begun\n", "")
+
+
+def test_a_running_script_is_read_and_killed() -> None:
+    script = Script("import time; print('begun', flush=True); time.sleep(600)")
+    script.wait_until_printed("begun\n")
+    script.send(signal.SIGKILL)
+    assert script.wait().returncode == -9
+
+
+def test_scripts_go_with_the_process_that_started_them() -> None:
+    code = (
+        "import time, rank_testing.server\n"
+        "rank_testing.server._TORCH = ()\n"
+        "from rank_testing.scripts import Script\n"
+        "print(Script('import time; time.sleep(600)').pid, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(TOOLS)}
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE
+    ) as starter:
+        assert starter.stdout is not None
+        script = int(starter.stdout.readline())
+        os.kill(script, 0)
+        starter.kill()
+    deadline = time.monotonic() + 60
+    while Path(f"/proc/{script}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
