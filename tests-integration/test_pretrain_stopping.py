@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import socket
-import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +19,38 @@ from pretrain.run.stopping import StopAgreement
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings, write_settings
 from pretrain.usage import UsageError
-from pretrain_runs import TINY, curve_of, losses_of, pretrain, ranks_below, start, wait_until
+from pretrain_runs import (
+    ENDLESS,
+    TINY,
+    curve_of,
+    losses_of,
+    pretrain,
+    ranks_below,
+    started,
+    wait_until,
+)
 from rank_testing import run_ranks
 
-ENDLESS = (*TINY, "--no-mlflow", "--train-iters", "100000", "--save-interval", "0")
-
-
-def start_endless(folder: RunFolder) -> subprocess.Popen[str]:
-    """A run in a folder that has done some steps and saved none."""
-    job = start(
-        folder.path.parent, *ENDLESS, "--run-dir", folder.path.name, stdout=subprocess.DEVNULL
-    )
-    try:
-        wait_until(lambda: folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5)
-    except BaseException:
-        job.kill()
-        raise
-    return job
+NEVER_SAVED = (*TINY, *ENDLESS, "--no-mlflow", "--save-interval", "0", "--run-dir", "run")
 
 
 def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    job = start_endless(folder)
-    try:
+    with started(tmp_path, *NEVER_SAVED) as job:
+        wait_until(lambda: has_steps(folder))
         refused = pretrain(tmp_path, "--resume", "run", "--train-iters", "200000")
-        job.send_signal(signal.SIGTERM)
-        _, errors = job.communicate(timeout=120)
-    finally:
-        job.kill()
+        rank_0 = ranks_below(job.pid)[0]
+        job.send(signal.SIGTERM)
+        ended = job.wait()
     assert refused.returncode == 2
-    rank_0 = refused.stderr.split("process ")[1].rstrip(")\n")
     assert refused.stderr == (
         "pretrain: error: run belongs to a job that runs "
         f"(host {socket.gethostname()}, process {rank_0})\n"
     )
-    assert job.returncode == 128 + signal.SIGTERM
+    assert ended.returncode == 128 + signal.SIGTERM
     last = latest_step(folder)
     assert list(curve_of(folder.path, "lm loss")) == list(range(1, last + 1))
-    assert errors.splitlines() == [
+    assert ended.stderr.splitlines() == [
         "pretrain: interrupted by SIGTERM; all ranks ended. The last complete checkpoint is "
         f"run/checkpoints/step_{last:08d}; continue with: hatch run pretrain --resume run"
     ]
@@ -68,12 +61,19 @@ def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Pa
 
 def test_ranks_end_when_their_launcher_was_killed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
-    job = start_endless(folder)
-    ranks = ranks_below(job.pid)
-    job.kill()
+    with started(tmp_path, *NEVER_SAVED) as job:
+        wait_until(lambda: has_steps(folder))
+        ranks = ranks_below(job.pid)
+        job.send(signal.SIGKILL)
+        job.wait()
     assert len(ranks) == 2
     wait_until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks.values()))
     check_unclaimed(folder.path)
+
+
+def has_steps(folder: RunFolder) -> bool:
+    """Whether a run has logged some steps."""
+    return folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5
 
 
 def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path: Path) -> None:

@@ -28,7 +28,8 @@ def status_of(error: BaseException | None) -> str:
 
     Returns:
         ``"FINISHED"`` for None and for SystemExit with code 0 or None, ``"KILLED"`` for
-        KeyboardInterrupt and for the SystemExit that SIGTERM or SIGHUP causes, else ``"FAILED"``.
+        KeyboardInterrupt and for a SystemExit with 128 + SIGINT, SIGTERM or SIGHUP, else
+        ``"FAILED"``.
 
     Example:
         >>> status_of(None), status_of(SystemExit(1)), status_of(SystemExit(0))
@@ -39,7 +40,8 @@ def status_of(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "FINISHED"
-        return "KILLED" if error.code in {128 + number for number in _SIGNALS} else "FAILED"
+        signals = {128 + number for number in (signal.SIGINT, *_SIGNALS)}
+        return "KILLED" if error.code in signals else "FAILED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
