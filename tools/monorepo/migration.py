@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -68,18 +66,6 @@ def read_moves(source: Path) -> list[Move]:
     return moves
 
 
-def problems(moves: Iterable[Move], workspace: Workspace) -> list[str]:
-    """Names that can't be imported from where the list says, a line each.
-
-    A name of a package has to be in its ``__all__``; one with an underscore may instead be
-    defined in a module of it.
-    """
-    surfaces = {
-        package.module: read_surface(package) for package in workspace.distributions.values()
-    }
-    return [line for move in moves for line in _move_problems(move, surfaces)]
-
-
 def table(moves: Sequence[Move], modules: Iterable[str]) -> str:
     """The table as Markdown, one collapsed block per package."""
     return "\n\n".join(
@@ -98,33 +84,35 @@ def with_table(page: str, text: str) -> str:
     return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table, or check it; print what is wrong and return 1 if anything is."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.migration", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail when stale")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    parser.add_argument("--names", type=Path, default=SOURCE, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    workspace = load_workspace(options.root)
-    page = workspace.root / PAGE
+def problems(workspace: Workspace, names: Path = SOURCE) -> Iterator[str]:
+    """Names that can't be imported from where the list says, and a table that is stale.
+
+    A name of a package has to be in its ``__all__``; one with an underscore may instead be
+    defined in a module of it.
+    """
     try:
-        moves = read_moves(options.names)
-        found = problems(moves, workspace)
-        modules = [package.module for package in workspace.distributions.values()]
-        text = page.read_text(encoding="utf-8")
-        wanted = with_table(text, table(moves, modules))
+        surfaces = {
+            package.module: read_surface(package) for package in workspace.distributions.values()
+        }
+        for move in read_moves(names):
+            yield from _move_problems(move, surfaces)
+        if (workspace.root / PAGE).read_text(encoding="utf-8") != fresh_page(workspace, names):
+            yield f"the table in {PAGE} is stale; run: hatch run migration"
     except (MigrationError, CannotCheckError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if options.check and text != wanted:
-        found.append(f"the table in {PAGE} is stale; run: hatch run migration")
-    if found:
-        print("\n".join(found), file=sys.stderr)
-        return 1
-    if not options.check and text != wanted:
-        page.write_text(wanted, encoding="utf-8")
-    print(f"the migration table has {len(moves)} names")
-    return 0
+        yield str(error)
+
+
+def fresh_page(workspace: Workspace, names: Path = SOURCE) -> str:
+    """The page with the table as the list has it."""
+    modules = [package.module for package in workspace.distributions.values()]
+    text = (workspace.root / PAGE).read_text(encoding="utf-8")
+    return with_table(text, table(read_moves(names), modules))
+
+
+def main() -> None:
+    """Write the table."""
+    text = fresh_page(load_workspace(REPOSITORY))
+    (REPOSITORY / PAGE).write_text(text, encoding="utf-8")
 
 
 def _move_problems(move: Move, surfaces: Mapping[str, Surface]) -> Iterable[str]:
@@ -166,4 +154,4 @@ def _block(module: str, moves: Sequence[Move]) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -6,7 +6,6 @@ import re
 import shutil
 import socketserver
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from monorepo.isolation.checks import check_siblings
 from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
 from monorepo.isolation.wheels import build
 from monorepo.ranges import next_breaking
-from monorepo.release.archives import archive_problems, build_archives
+from monorepo.release.archives import archive_problems, build_archives, complaints
 from monorepo.workspace import Distribution, Workspace, load_workspace
 
 # Only the owners of an index account can say under which address they want to be written to.
@@ -75,10 +74,11 @@ def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
         plan = Rehearsal(workspace, Path(folder).resolve(), python, torch)
         packages = list(workspace.distributions.values())
         _each(lambda one: build_archives(one, plan.served), packages)
-        _each(lambda one: _check_archives(plan, one), packages)
-        yield f"{len(packages)} wheels and sdists pass twine, check-wheel-contents and pyroma"
-        _refuse_unless_valid(packages)
-        yield "their pyproject.toml are valid"
+        _each(lambda one: _check(plan, one), packages)
+        yield (
+            f"{len(packages)} wheels and sdists pass twine, check-wheel-contents, pyroma and "
+            "validate-pyproject"
+        )
         with _index(plan.served) as address:
             plan = replace(plan, index=address)
             venv = plan.user()
@@ -92,26 +92,15 @@ def _each(step: Callable[[Distribution], None], packages: Iterable[Distribution]
         list(pool.map(step, packages))
 
 
-def _check_archives(plan: Rehearsal, package: Distribution) -> None:
-    problems = list(archive_problems(package, plan.served))
+def _check(plan: Rehearsal, package: Distribution) -> None:
     sdist = plan.served / f"{package.name.replace('-', '_')}-{package.version}.tar.gz"
-    problems += _complaint([*_PYROMA, str(sdist)])
+    problems = [
+        *archive_problems(package, plan.served),
+        *complaints(*_PYROMA, sdist),
+        *complaints("validate_pyproject", package.folder / "pyproject.toml"),
+    ]
     if problems:
         raise RehearsalError("\n".join(problems))
-
-
-def _refuse_unless_valid(packages: Iterable[Distribution]) -> None:
-    files = [str(one.folder / "pyproject.toml") for one in packages]
-    problems = _complaint(["validate_pyproject", *files])
-    if problems:
-        raise RehearsalError("\n".join(problems))
-
-
-def _complaint(command: list[str]) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
-    )
-    return [f"{' '.join(command)}:\n{done.stdout}{done.stderr}"] if done.returncode else []
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
