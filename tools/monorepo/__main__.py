@@ -24,7 +24,7 @@ CHECKS: Mapping[str, Callable[[Workspace, str | None], Iterable[str]]] = {
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is wrong; return 1 if anything is, 2 for a base that git lacks."""
+    """Print what is wrong; return 1 if anything is, 2 where that cannot be told."""
     parser = argparse.ArgumentParser(prog="python -m monorepo", description=__doc__)
     parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--base", metavar="REF", help="also hold a change to what was there")
@@ -33,14 +33,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     unknown = set(options.checks) - CHECKS.keys()
     if unknown:
         parser.error(f"no check {', '.join(sorted(unknown))}; there are: {', '.join(CHECKS)}")
-    workspace = load_workspace(options.root)
+    try:
+        return _run(load_workspace(options.root), options.checks or CHECKS, options.base)
+    except (GitError, ValueError) as error:  # of a repository whose files cannot be read
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(workspace: Workspace, names: Iterable[str], base: str | None) -> int:
     status = 0
-    for name in options.checks or CHECKS:
-        try:
-            found = list(CHECKS[name](workspace, options.base))
-        except GitError as error:
-            print(error, file=sys.stderr)
-            return 2
+    for name in names:
+        found = list(CHECKS[name](workspace, base))
         print("\n".join(found) or f"{name}: in order", flush=True)
         status = status or int(bool(found))
     return status

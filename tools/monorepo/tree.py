@@ -64,7 +64,7 @@ def module_files(name: str, source: Path) -> dict[str, Path]:
     found = {}
     for file in sorted((source / name.replace(".", "/")).rglob("*.py")):
         parts = file.relative_to(source).with_suffix("").parts
-        if "tests" not in parts:
+        if "tests" not in parts and (file.parent / "__init__.py").exists():
             found[".".join(parts).removesuffix(".__init__")] = file
     return found
 

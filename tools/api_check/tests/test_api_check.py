@@ -8,8 +8,7 @@ import pytest
 from packaging.version import Version
 
 from api_check.__main__ import main
-from api_check.outcome import Outcome, check_package
-from api_check.policy import announces_breakage
+from api_check.outcome import Outcome, announces_breakage, check_package
 from monorepo.tests.sample_repository import SampleRepository
 
 MARKS = "from mcore.versioning import deprecated, experimental_fn, internal_api\n"

@@ -44,7 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _show(workspace: Workspace, options: argparse.Namespace) -> int:
     for name in workspace.chosen(options.packages):
-        print("\n".join(show(workspace, name)))
+        _told(show(workspace, name))
     return 0
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from api_check.findings import Finding, Weight
+from api_check.findings import Weight
 from api_check.outcome import COULD_NOT_CHECK, PASSED, Outcome, check_package
 from monorepo.changelog import (
     CHANGELOG,
@@ -143,7 +143,7 @@ def verify_archives(package: Distribution, archives: Path | None) -> list[str]:
         return list(archive_problems(package, archives))
     with TemporaryDirectory(prefix="release-") as folder:
         build_archives(package, Path(folder))
-        return list(archive_problems(package, Path(folder)))
+        return verify_archives(package, Path(folder))
 
 
 def _missing_siblings(workspace: Workspace, package: Distribution) -> Iterator[str]:
@@ -171,51 +171,35 @@ def since_last_release(workspace: Workspace, package: str, version: Version) -> 
 
 def incompatible_changes(outcome: Outcome) -> list[str]:
     """The changes that users have to follow, a line each, covered by the version or not."""
-    return _lines(one for one in outcome.findings if one.weight is Weight.BREAKAGE)
+    return [str(one) for one in outcome.findings if one.weight is Weight.BREAKAGE]
 
 
 def refusals(outcome: Outcome, *, dependants: bool = True) -> list[str]:
     """Why a release can't be made, a line each; ``dependants``: ranges over a break count."""
     if outcome.status == COULD_NOT_CHECK:
         return [outcome.notice]
-    return _lines(
-        one
-        for one in outcome.findings
-        if one.fails(strict=False) and (dependants or one.kind != "DEPENDANT_RANGE")
-    )
+    failing = (one for one in outcome.findings if one.fails(strict=False))
+    return [str(one) for one in failing if dependants or one.kind != "DEPENDANT_RANGE"]
 
 
-def _lines(findings: Iterable[Finding]) -> list[str]:
-    return [
-        f"{one.kind} {one.path}: {one.old or '(nothing)'} -> {one.new or '(nothing)'}"
-        for one in findings
-    ]
-
-
-SHIPPED = ("src", "pyproject.toml")
-
-
-def show(workspace: Workspace, name: str) -> list[str]:
+def show(workspace: Workspace, name: str) -> Iterator[str]:
     """What would go into the next release of a package, in lines for people."""
     package = workspace[name]
     tag = last_tag(workspace.root, package.name, workspace.names)
+    head = f"{package.name} {package.version}: "
     if tag is None:
-        head = f"{package.name} {package.version}: no release tag yet"
-        return [head, *_fragment_lines(package)]
-    changed = shipped_changes(workspace, package, tag.name)
-    what = f"{len(changed)} shipped files changed" if changed else "nothing shipped changed"
-    head = f"{package.name} {package.version}: {what} since {tag.name}"
-    return [head, *(f"  {file}" for file in changed), *_fragment_lines(package)]
+        yield f"{head}no release tag yet"
+    else:
+        changed = shipped_changes(workspace, package, tag.name)
+        what = f"{len(changed)} shipped files changed" if changed else "nothing shipped changed"
+        yield f"{head}{what} since {tag.name}"
+        yield from (f"  {file}" for file in changed)
+    for file in fragments(package):
+        yield f"  {FOLDER}/{file.name}: {file.read_text(encoding='utf-8').partition(chr(10))[0]}"
 
 
 def shipped_changes(workspace: Workspace, package: Distribution, since: str) -> list[str]:
     """Files that go into the package and differ from a tag, relative to the repository."""
     folder = package.folder.relative_to(workspace.root).as_posix()
-    return changed_files(workspace.root, since, [f"{folder}/{part}" for part in SHIPPED])
-
-
-def _fragment_lines(package: Distribution) -> list[str]:
-    return [
-        f"  {FOLDER}/{file.name}: {file.read_text(encoding='utf-8').partition(chr(10))[0]}"
-        for file in fragments(package)
-    ]
+    shipped = [f"{folder}/{part}" for part in ("src", "pyproject.toml")]
+    return changed_files(workspace.root, since, shipped)

@@ -7,7 +7,7 @@ import pytest
 
 from monorepo.release.archives import archive_problems, build_archives
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.workspace import REPOSITORY, load_workspace
+from monorepo.workspace import load_workspace
 
 PYPROJECT = "packages/mcore-tensor/pyproject.toml"
 
@@ -24,14 +24,6 @@ def _problems(repository: SampleRepository, folder: Path) -> list[str]:
     package = load_workspace(repository.root)["mcore-tensor"]
     build_archives(package, folder)
     return list(archive_problems(package, folder))
-
-
-def test_a_package_of_this_repository_may_be_published(tmp_path: Path) -> None:
-    """The one whose requirement has two spellings; ``.ci/run`` rehearses all five."""
-    package = load_workspace(REPOSITORY)["mcore-tensor"]
-    build_archives(package, tmp_path)
-    assert list(archive_problems(package, tmp_path)) == []
-    assert len(list(tmp_path.iterdir())) == 2
 
 
 def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path: Path) -> None:
