@@ -115,10 +115,11 @@ def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
 def _described(workspace: Workspace, plan: Plan) -> list[str]:
     root = workspace.root
     lines = [*plan.notes]
-    lines += [f"breaks users: {one}" for one in plan.breaks]
     lines += [f"writes {path.relative_to(root)}" for path in sorted(plan.contents)]
     lines += [f"deletes {path.relative_to(root)}" for path in plan.deleted]
-    lines += [f"then: hatch run test packages/{name}" for name in plan.affected]
+    lines += [
+        f"then: hatch run test packages/{name}" for name in workspace.dependants([plan.tag.package])
+    ]
     return [*lines, f"then, once merged: hatch run release push --apply {plan.tag.package}"]
 
 

@@ -47,16 +47,12 @@ class Plan:
         contents: The new text of every file that changes.
         deleted: Files to delete.
         notes: What happens, a line each.
-        breaks: The incompatible changes.
-        affected: The dependants, in the order in which to look at them.
     """
 
     tag: ReleaseTag
     contents: dict[Path, str]
     deleted: tuple[Path, ...]
     notes: tuple[str, ...]
-    breaks: tuple[str, ...]
-    affected: tuple[str, ...]
 
 
 def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -> Plan:
@@ -94,9 +90,7 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
         tag=ReleaseTag(package.name, version),
         contents={path: text for path, text in contents.items() if _differs(path, text)},
         deleted=tuple(found),
-        notes=tuple(notes),
-        breaks=tuple(breaks),
-        affected=workspace.dependants([package.name]),
+        notes=(*notes, *(f"breaks users: {one}" for one in breaks)),
     )
 
 

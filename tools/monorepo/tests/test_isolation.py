@@ -13,8 +13,8 @@ from monorepo.isolation.checks import (
     check_floors,
     check_siblings,
 )
-from monorepo.isolation.run import IsolationRun, direct_requirements, run_tests
-from monorepo.isolation.venv import CleanVenv, InstallError, find_uv, make_venv
+from monorepo.isolation.run import IsolationRun, run_tests
+from monorepo.isolation.venv import CleanVenv, find_uv, make_venv
 from monorepo.isolation.wheels import build_wheels
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.tests.sample_wheel import write_wheel
@@ -86,15 +86,6 @@ def test_what_does_not_stand_alone_is_named(
         check_contents(workspace, workspace["mcore-middle"], venv)
 
 
-@pytest.mark.usefixtures("links")
-def test_sibling_outside_the_declared_range_cannot_be_installed(
-    repository: SampleRepository, tmp_path: Path
-) -> None:
-    repository.set_version("mcore-base", "0.2.0")
-    with pytest.raises(InstallError, match="mcore-base"):
-        installed(load_workspace(repository.root), tmp_path, "mcore-middle")
-
-
 @pytest.mark.parametrize(
     ("package", "beside", "message"),
     [
@@ -151,14 +142,6 @@ def test_constraints_of_a_run_are_torch_the_wheels_and_the_groups_limits(tmp_pat
     assert "torch>=2.11" not in asked
     assert not any(one.startswith("mcore-") for one in asked[1:])
     assert {Requirement(one).name for one in asked} >= {"mlflow", "tensorboard", "wandb"}
-
-
-def test_extras_of_the_tests_count_among_the_direct_requirements() -> None:
-    workspace = load_workspace(ROOT)
-    tensor = workspace["mcore-tensor"]
-    assert {one.name for one in direct_requirements(tensor)} == {"torch", "typing_extensions"}
-    names = {one.name for one in direct_requirements(workspace["mcore-observe"])}
-    assert {"torch", "mlflow", "tensorboard", "wandb", "comet-ml"} <= names
 
 
 @pytest.fixture

@@ -1,9 +1,8 @@
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
-from monorepo.ranges import fresh_range, misfits, next_breaking
+from monorepo.ranges import misfits
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -67,16 +66,3 @@ def test_ranges_of_extras_count_and_pre_releases_are_taken(repository: SampleRep
     assert "write \"mcore-tensor>=0.1,<0.2; python_version > '3'\"" in line.replace('\\"', "'") or (
         'write "mcore-tensor>=0.1,<0.2; python_version > "3""' in line
     )
-
-
-@pytest.mark.parametrize(
-    ("version", "cap", "fresh"),
-    [
-        ("0.1.4", "0.2", ">=0.1.4,<0.2"),
-        ("0.2.0", "0.3", ">=0.2,<0.3"),
-        ("1.4.2", "2", ">=1.4.2,<2"),
-    ],
-)
-def test_a_range_ends_at_the_next_breaking_version(version: str, cap: str, fresh: str) -> None:
-    assert next_breaking(Version(version)) == cap
-    assert fresh_range(Version(version)) == fresh

@@ -85,8 +85,8 @@ def test_prepare_writes_only_on_request(
 def test_a_break_raises_the_floor_of_the_dependants(released: SampleRepository) -> None:
     _changed(released, "def f(): ...\n", "changed")
     plan = _plan(released, "minor")
-    assert plan.breaks == (
-        "PARAMETER_REMOVED mcore.versioning.f: a (positional or keyword) -> (nothing)",
+    assert plan.notes[-1] == (
+        "breaks users: PARAMETER_REMOVED mcore.versioning.f: a (positional or keyword) -> (nothing)"
     )
     text = plan.contents[released.root.resolve() / TENSOR / "pyproject.toml"]
     assert '"mcore-versioning>=0.2,<0.3"' in text
