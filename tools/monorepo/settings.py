@@ -22,7 +22,7 @@ from monorepo.workspace import (
 WORKFLOWS = ".github/workflows"
 CITATION = "CITATION.cff"
 _FOR_THE_INDEX = ("description", "readme", "license", "authors", "maintainers", "keywords")
-_PYTHON = "Programming Language :: Python :: 3."
+_PYTHON = "Programming Language :: Python :: "
 # The job whose result is the one status that a change needs.
 _JUDGE = "check"
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -115,9 +115,9 @@ def matrix_problems(workspace: Workspace) -> Iterator[str]:
     for package in workspace.distributions.values():
         project = read_toml(package.folder / "pyproject.toml")["project"]
         promised = [
-            text.removeprefix(_PYTHON.removesuffix("3."))
+            text.removeprefix(_PYTHON)
             for text in project.get("classifiers", ())
-            if text.startswith(_PYTHON)
+            if text.startswith(f"{_PYTHON}3.")
         ]
         if promised != pythons:
             yield f"{package.name}: classifiers say Python {promised}, hatch.toml tests {pythons}"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from monorepo.__main__ import CHECKS
 from monorepo.workspace import load_workspace, read_toml
 
 ROOT = Path(__file__).parents[3]
@@ -47,7 +48,7 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("check", ["types", "imports", "dependencies"])
+@pytest.mark.parametrize("check", ["types", "imports"])
 def test_a_check_names_its_own_faults(copy: Path, check: str) -> None:
     """The command is the one that ``hatch.toml`` has; types are checked where the fault is."""
     where = "packages/mcore-modules/src/mcore/modules/init_methods.py" if check == "types" else ""
@@ -63,5 +64,13 @@ def test_a_check_names_its_own_faults(copy: Path, check: str) -> None:
         cwd=copy, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 1, done.stderr
-    found = [said in done.stdout for _, _, _, said in FAULTS]
-    assert found == [one == check for _, _, one, _ in FAULTS], done.stdout
+    _assert_named(check, done.stdout)
+
+
+def test_the_check_of_dependencies_names_its_own_faults(copy: Path) -> None:
+    _assert_named("dependencies", "\n".join(CHECKS["dependencies"](load_workspace(copy), None)))
+
+
+def _assert_named(check: str, output: str) -> None:
+    found = [said in output for _, _, _, said in FAULTS]
+    assert found == [one == check for _, _, one, _ in FAULTS], output

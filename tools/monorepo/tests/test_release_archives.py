@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from monorepo.release.__main__ import main
 from monorepo.release.archives import archive_problems, build_archives
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
@@ -52,10 +53,17 @@ def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path
 
 
 def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
-    repository: SampleRepository, tmp_path: Path
+    repository: SampleRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "dist"
-    assert _problems(repository, folder) == []
+    build_archives(load_workspace(repository.root)["mcore-tensor"], folder)
+    repository.commit()
+    command = ["--root", str(repository.root), "verify", "mcore-tensor", "--archives"]
+    assert main([*command, str(folder)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "there are no release tags: nothing earlier to compare with",
+        "mcore-tensor 0.1.0 is in order",
+    ]
     repository.set_version("mcore-tensor", "0.1.1")
     text = repository.read(PYPROJECT)
     repository.write({PYPROJECT: text.replace("typing_extensions>=4.12", "numpy>=2")})
