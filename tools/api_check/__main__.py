@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
+from monorepo.workspace import REPOSITORY, WorkspaceError, load_workspace
 
 COULD_NOT_CHECK = 2
 
@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from api_check.output import FORMATS
 
     try:
-        packages = _packages(load_workspace(options.root), options.package)
+        packages = load_workspace(options.root).chosen(options.package)
     except WorkspaceError as error:
         print(error, file=sys.stderr)
         return COULD_NOT_CHECK
@@ -42,10 +42,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     print(FORMATS[options.format](outcomes, strict=options.strict))
     return max(outcome.status for outcome in outcomes)
-
-
-def _packages(workspace: Workspace, wanted: Sequence[str]) -> list[str]:
-    return [workspace[name].name for name in wanted] if wanted else list(workspace.names)
 
 
 def _parser() -> argparse.ArgumentParser:

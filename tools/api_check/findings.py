@@ -46,6 +46,15 @@ class Finding:
     weight: Weight
     covered: bool = False
 
+    def __str__(self) -> str:
+        """The kind, the path and the change, in a line."""
+        return f"{self.kind} {self.path}: {self.change}"
+
+    @property
+    def change(self) -> str:
+        """What was and what is."""
+        return f"{self.old or '(nothing)'} -> {self.new or '(nothing)'}"
+
     def as_dict(self) -> dict[str, str | int | bool]:
         """For JSON."""
         return {**asdict(self), "weight": self.weight.value}

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from packaging.version import Version
 
 from api_check.compare import Comparison
-from api_check.findings import Finding
-from api_check.policy import judge
-from api_check.surface import read_surface
-from api_check.trees import CannotCheckError, tree_at
-from monorepo.git_tags import GitError, commit_exists, last_tag
-from monorepo.workspace import Workspace, WorkspaceError
+from api_check.findings import Finding, Weight, cover
+from api_check.surface import CannotCheckError, read_surface
+from monorepo.git_tags import GitError, commit_exists, export_tree, last_tag
+from monorepo.ranges import sibling_requirements
+from monorepo.workspace import PACKAGES_FOLDER, Workspace, WorkspaceError, load_workspace
 
 PASSED, FAILED, COULD_NOT_CHECK = 0, 1, 2
 
@@ -50,13 +51,13 @@ def check_package(
         for revision in (baseline, current):
             if revision is not None and not commit_exists(root, revision):
                 raise CannotCheckError(f"{revision!r} is not a revision of this repository")
-        with tree_at(root, current) as now:
+        with _tree_at(root, current) as now:
             if baseline is None:
                 tag = last_tag(root, package, now.names, up_to=now[package].version)
                 if tag is None:
                     return Outcome(package, PASSED, "no release tag yet, nothing to compare with")
                 baseline = tag.name
-            with tree_at(root, baseline) as before:
+            with _tree_at(root, baseline) as before:
                 version = as_version or now[package].version
                 return _compare(package, baseline, before, now, version, strict)
     except (CannotCheckError, GitError, WorkspaceError) as error:
@@ -81,3 +82,50 @@ def _compare(
     failed = sum(one.fails(strict=strict) for one in findings)
     notice = f"{version} against {baseline}: {len(findings)} findings, {failed} of them fail"
     return Outcome(package, FAILED if failed else PASSED, notice, findings)
+
+
+@contextmanager
+def _tree_at(root: Path, revision: str | None) -> Iterator[Workspace]:
+    """The packages of a revision, whose files are gone afterwards; None is the working tree."""
+    if revision is None:
+        yield load_workspace(root)
+        return
+    with TemporaryDirectory(prefix="api-check-") as folder:
+        export_tree(root, revision, Path(folder), PACKAGES_FOLDER)
+        yield load_workspace(Path(folder))
+
+
+def announces_breakage(old: Version, new: Version) -> bool:
+    """Whether a step between two versions allows incompatible changes: 0.1 to 0.2, 1 to 2."""
+    if new.major != old.major:
+        return new.major > old.major
+    return old.major == 0 and new.minor > old.minor
+
+
+def judge(
+    findings: Sequence[Finding],
+    package: str,
+    step: tuple[Version, Version],
+    workspace: Workspace,
+) -> list[Finding]:
+    """Mark what the version covers, and add the dependants that accept both sides of a break."""
+    breaks = any(one.weight is Weight.BREAKAGE for one in findings)
+    if not breaks or not announces_breakage(*step):
+        return list(findings)
+    return [*cover(findings), *_unrevisited(package, step, workspace)]
+
+
+def _unrevisited(
+    package: str, step: tuple[Version, Version], workspace: Workspace
+) -> Iterator[Finding]:
+    for name in workspace.direct_dependants(package):
+        dependant = workspace[name]
+        for requirement, sibling in sibling_requirements(dependant, workspace):
+            both = all(requirement.specifier.contains(one, prereleases=True) for one in step)
+            if sibling.name == package and both:
+                file = (dependant.folder / "pyproject.toml").relative_to(workspace.root).as_posix()
+                told = f"has to leave out {step[0]} or {step[1]}, between which {package} broke"
+                yield Finding(
+                    package, "DEPENDANT_RANGE", name, str(requirement), told, file, 0,
+                    Weight.BROKEN_PROMISE,
+                )  # fmt: skip

@@ -51,11 +51,7 @@ FORMATS: Mapping[str, Callable[..., str]] = {
 def _line(one: Finding, *, strict: bool) -> str:
     verdict = "FAIL" if one.fails(strict=strict) else "covered" if one.covered else "note"
     place = f"{one.file}:{one.line}" if one.line else one.file
-    return f"  {verdict:7} {one.kind} {one.path}: {_change(one)} [{place}]"
-
-
-def _change(one: Finding) -> str:
-    return f"{one.old or '(nothing)'} -> {one.new or '(nothing)'}"
+    return f"  {verdict:7} {one} [{place}]"
 
 
 def _commands(outcome: Outcome, *, strict: bool) -> Iterable[str]:
@@ -65,7 +61,7 @@ def _commands(outcome: Outcome, *, strict: bool) -> Iterable[str]:
         fails = one.fails(strict=strict)
         level = "error" if fails else "notice" if one.covered else "warning"
         where = f" file={one.file},line={max(one.line, 1)},title={one.kind}"
-        yield f"::{level}{where}::{_escaped(f'{one.path}: {_change(one)}')}"
+        yield f"::{level}{where}::{_escaped(f'{one.path}: {one.change}')}"
 
 
 def _escaped(text: str) -> str:

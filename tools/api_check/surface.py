@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import ast
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import griffe
 
 from api_check.lifecycle_marks import DECORATORS, PropertyDecorators
-from api_check.trees import CannotCheckError, refuse_unparsable
 from monorepo.workspace import Distribution, read_toml
 
 NAMESPACE = "mcore."
 _UNPROMISED = frozenset({"__version__", "__all__"})
+
+
+class CannotCheckError(RuntimeError):
+    """The comparison could not be made."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ def read_surface(package: Distribution) -> Surface:
     Public: ``__all__``, subpackages with one, ``[tool.mcore] public-modules``, members of public
     classes; without ``__all__``, what is defined or re-exported under a name without underscore.
     """
-    refuse_unparsable(package)
+    _refuse_unparsable(package)
     loader = griffe.GriffeLoader(
         search_paths=[package.source],
         extensions=griffe.load_extensions(PropertyDecorators),
@@ -88,6 +92,16 @@ def read_surface(package: Distribution) -> Surface:
         if f"{module.path}.{name}" not in surface.modules and isinstance(listed, griffe.Module):
             _add_module(surface, listed)
     return surface
+
+
+def _refuse_unparsable(package: Distribution) -> None:
+    """Make sure that a package can be read as a whole."""
+    for file in sorted(package.source.rglob("*.py")):
+        try:
+            ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+        except (SyntaxError, ValueError) as error:
+            shown = file.relative_to(package.folder)
+            raise CannotCheckError(f"{package.name}: {shown} can't be parsed: {error}") from error
 
 
 def resolve(found: griffe.Object | griffe.Alias) -> griffe.Object | None:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import argparse
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from datetime import date
 from pathlib import Path
 
 from packaging.version import Version
 
-from monorepo.git_tags import GitError, changed_files, commit_exists, merge_base
-from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace, read_toml
+from monorepo.git_tags import changed_files, merge_base
+from monorepo.workspace import Distribution, Workspace, read_toml
 
 FOLDER = "changelog.d"
 CHANGELOG = "CHANGELOG.md"
@@ -60,9 +59,9 @@ def fold(package: Distribution, version: Version, day: date) -> str:
 
 def rendered(package: Distribution, version: Version, day: date) -> str:
     """The section that towncrier makes of the fragments of a package."""
-    empty = [file.name for file in fragments(package) if not file.read_text("utf-8").strip()]
-    if empty:
-        raise ChangelogError(f"{FOLDER}/{empty[0]} is empty; say what changed for users")
+    for file in fragments(package):
+        if not file.is_file() or not file.read_text("utf-8").strip():
+            raise ChangelogError(f"{FOLDER}/{file.name} is no file or empty; say what changed")
     command = [
         sys.executable, "-m", "towncrier", "build", "--draft", "--config", str(_SETTINGS),
         "--dir", str(package.folder), "--version", str(version), "--date", day.isoformat(),
@@ -74,41 +73,16 @@ def rendered(package: Distribution, version: Version, day: date) -> str:
     return done.stdout.strip()
 
 
-def problems(workspace: Workspace, base: str | None) -> list[str]:
+def problems(workspace: Workspace, base: str | None) -> Iterator[str]:
     """What is wrong with the changelogs, a line each; ``base`` also asks for new fragments."""
     since = None if base is None else merge_base(workspace.root, base)
-    found: list[str] = []
     for package in workspace.distributions.values():
-        found.extend(_own_problems(package))
+        yield from _own_problems(package)
         if since is not None:
-            found.extend(_problems_since(package, workspace.root, since))
-    return found
+            yield from _problems_since(package, workspace.root, since)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check the changelogs of all packages; print what is missing and return 1 if anything is."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.changelog", description=__doc__)
-    parser.add_argument(
-        "--base",
-        metavar="REF",
-        help="demand a fragment of every package whose src changed since the merge base with REF",
-    )
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    workspace = load_workspace(options.root)
-    if options.base is not None and not commit_exists(workspace.root, options.base):
-        print(f"{options.base!r} is not a revision of this repository", file=sys.stderr)
-        return 2
-    try:
-        found = problems(workspace, options.base)
-    except GitError as error:
-        print(error, file=sys.stderr)
-        return 2
-    print("\n".join(found) or f"the changelogs of {len(workspace.names)} packages are in order")
-    return 1 if found else 0
-
-
-def _own_problems(package: Distribution) -> Iterable[str]:
+def _own_problems(package: Distribution) -> Iterator[str]:
     file = package.folder / CHANGELOG
     if not file.is_file():
         yield f"{package.name}: there is no {CHANGELOG}"
@@ -128,7 +102,7 @@ def _own_problems(package: Distribution) -> Iterable[str]:
         )
 
 
-def _problems_since(package: Distribution, root: Path, since: str) -> Iterable[str]:
+def _problems_since(package: Distribution, root: Path, since: str) -> Iterator[str]:
     """What a change lacks, unless it sets a version, which comes with a section of its own."""
     folder = package.folder.relative_to(root).as_posix()
     if changed_files(root, since, [package.version_file.relative_to(root).as_posix()]):
@@ -140,7 +114,3 @@ def _problems_since(package: Distribution, root: Path, since: str) -> Iterable[s
         yield f"{package.name}: src changed and no fragment says how: add {fragment}"
     if changed_files(root, since, [f"{folder}/{CHANGELOG}"]):
         yield f"{package.name}: {CHANGELOG} is written by releases: take it back and add {fragment}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

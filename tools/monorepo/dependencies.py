@@ -1,17 +1,12 @@
-"""Command line: ``python -m monorepo.dependencies``.
-
-Checks what each package declares against what its source imports, both ways, and what its tests
-import against what they get where they run alone.
-"""
+"""What each package declares, against what its source imports, both ways, and its tests."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -19,7 +14,7 @@ from pathlib import Path
 from packaging.utils import canonicalize_name
 
 from monorepo.isolation.run import TEST_TOOL
-from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
+from monorepo.workspace import Distribution, Workspace
 
 # Modules that import a library of another distribution for their caller.
 FACADES = {"torch.utils.tensorboard": "tensorboard"}
@@ -27,22 +22,10 @@ FACADES = {"torch.utils.tensorboard": "tensorboard"}
 STUBS_ONLY = "_typeshed"
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print every disagreement; return 1 if there is one, else 0."""
-    parser = argparse.ArgumentParser(
-        prog="python -m monorepo.dependencies",
-        description="Compare the declared dependencies of each package with its imports.",
-    )
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    workspace = load_workspace(parser.parse_args(arguments).root)
-    problems = [
-        problem
-        for package in workspace.distributions.values()
-        for problem in disagreements(workspace, package)
-    ]
-    for problem in problems:
-        print(problem)
-    return 1 if problems else 0
+def problems(workspace: Workspace) -> Iterator[str]:
+    """Every disagreement, in a line each."""
+    for package in workspace.distributions.values():
+        yield from disagreements(workspace, package)
 
 
 def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
@@ -243,7 +226,3 @@ def _text_constants(tree: ast.Module) -> dict[str, str]:
         and isinstance(node.value, ast.Constant)
         and isinstance(node.value.value, str)
     }
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -100,11 +100,7 @@ def merge_base(root: Path, base: str) -> str:
 
 def commit_exists(root: Path, revision: str) -> bool:
     """Whether a revision names a commit."""
-    try:
-        git(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    except GitError:
-        return False
-    return True
+    return _succeeds(root, "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
 
 
 def published_branch(root: Path) -> str | None:
@@ -115,11 +111,7 @@ def published_branch(root: Path) -> str | None:
 
 def is_in(root: Path, revision: str, branch: str) -> bool:
     """Whether a commit is part of the history of a branch."""
-    try:
-        git(root, "merge-base", "--is-ancestor", revision, branch)
-    except GitError:
-        return False
-    return True
+    return _succeeds(root, "merge-base", "--is-ancestor", revision, branch)
 
 
 def export_tree(root: Path, revision: str, target: Path, *folders: str) -> None:
@@ -127,6 +119,14 @@ def export_tree(root: Path, revision: str, target: Path, *folders: str) -> None:
     packed = _run(root, ["archive", "--format=tar", revision, *folders])
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(target, filter="data")
+
+
+def _succeeds(root: Path, *arguments: str) -> bool:
+    try:
+        _run(root, arguments)
+    except GitError:
+        return False
+    return True
 
 
 def _run(root: Path, arguments: Sequence[str]) -> bytes:

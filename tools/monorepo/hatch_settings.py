@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 import re
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from packaging.version import Version
 
@@ -14,17 +14,11 @@ from monorepo.workspace import read_toml
 _PIN = re.compile(r"torch==\{matrix:torch:([^}]+)\}")
 
 
-@dataclass(frozen=True)
-class Cell:
+class Cell(NamedTuple):
     """One combination that the packages are tested on."""
 
     python: str
     torch: str
-
-    @property
-    def age(self) -> tuple[Version, Version]:
-        """For sorting: Python decides first, then torch; the oldest comes first."""
-        return Version(self.python), Version(self.torch)
 
 
 def torch_pin(root: Path) -> str:
@@ -49,7 +43,7 @@ def matrix_cells(root: Path) -> tuple[Cell, ...]:
     tables = read_toml(root / "hatch.toml")["envs"]["matrix"]["matrix"]
     products = (itertools.product(table["python"], table["torch"]) for table in tables)
     cells = {Cell(python, torch) for product in products for python, torch in product}
-    return tuple(sorted(cells, key=lambda cell: cell.age))
+    return tuple(sorted(cells, key=lambda cell: [*map(Version, cell)]))
 
 
 def _default(root: Path) -> list[str]:

@@ -1,169 +1,68 @@
-"""The migration table: where each documented Megatron name is imported from now."""
+"""The migration table: each documented Megatron name is imported from where the page says."""
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+import re
+from collections.abc import Iterator, Mapping
 
-from api_check.surface import Surface, read_surface
-from api_check.trees import CannotCheckError
-from monorepo.workspace import REPOSITORY, Workspace, load_workspace
+from api_check.surface import CannotCheckError, Surface, read_surface
+from monorepo.workspace import Workspace
 
-SOURCE = Path(__file__).with_name("migration_names.tsv")
 PAGE = "tools/docs/migration.md"
-BEGIN = "<!-- migration table: begin; `hatch run migration` writes it -->"
-END = "<!-- migration table: end -->"
-_NOTHING = "-"
+OLD = {
+    "megatron.core.utils",
+    "megatron.core.transformer.module",
+    "megatron.core.distributed.fsdp.src.megatron_fsdp.utils",
+    "megatron.bridge.training.utils.train_utils",
+}
+_ROW = re.compile(r"\| `(\w+)` \| `([\w.]+(?:`, `[\w.]+)*)` \| `([\w.]+)` \|")
 
 
-class MigrationError(ValueError):
-    """The list of names or the page is malformed."""
-
-
-@dataclass(frozen=True)
-class Move:
-    """One name that has moved.
-
-    Attributes:
-        name: What is imported.
-        old: The modules that had it.
-        new: The module that has it now.
-        without_group: What leaving out its group or passing None means now; empty where it
-            takes none.
-    """
-
-    name: str
-    old: tuple[str, ...]
-    new: str
-    without_group: str
-
-    @property
-    def package(self) -> str:
-        """The package that the new module is part of."""
-        return ".".join(self.new.split(".")[:2])
-
-
-def read_moves(source: Path) -> list[Move]:
-    """Read the list of names."""
-    moves: list[Move] = []
-    for number, line in enumerate(source.read_text(encoding="utf-8").splitlines(), start=1):
-        if not line or line.startswith("#"):
+def problems(workspace: Workspace) -> Iterator[str]:
+    """Rows that say something else than the packages, a line each."""
+    try:
+        surfaces = {one.module: read_surface(one) for one in workspace.distributions.values()}
+    except CannotCheckError as error:
+        yield str(error)
+        return
+    seen = set()
+    for line in (workspace.root / PAGE).read_text(encoding="utf-8").splitlines():
+        if not line.startswith("| `"):
             continue
-        columns = line.split("\t")
-        if len(columns) != 4 or not all(columns):
-            raise MigrationError(
-                f"{source.name}:{number} needs four columns with tabs between: name, old modules, "
-                f"new module, and what an absent group means or {_NOTHING}"
-            )
-        name, old, new, note = columns
-        moves.append(Move(name, tuple(old.split(", ")), new, "" if note == _NOTHING else note))
-    seen: set[tuple[str, str]] = set()
-    for move in moves:
-        if (move.name, move.new) in seen:
-            raise MigrationError(f"{source.name} lists {move.new}.{move.name} twice")
-        seen.add((move.name, move.new))
-    return moves
+        found = _ROW.match(line)
+        if found is None or not OLD.issuperset(found[2].split("`, `")):
+            yield f"{PAGE}: {line} has to begin with `NAME`, `MODULE OF MEGATRON`, ... and `MODULE`"
+            continue
+        name, new = found[1], found[3]
+        if (name, new) in seen:
+            yield f"{PAGE}: {new}.{name} is there twice"
+        seen.add((name, new))
+        yield from _wrong_places(name, new, surfaces)
 
 
-def problems(moves: Iterable[Move], workspace: Workspace) -> list[str]:
-    """Names that can't be imported from where the list says, a line each.
+def _wrong_places(name: str, new: str, surfaces: Mapping[str, Surface]) -> Iterator[str]:
+    """Why a name is not imported from a module.
 
     A name of a package has to be in its ``__all__``; one with an underscore may instead be
     defined in a module of it.
     """
-    surfaces = {
-        package.module: read_surface(package) for package in workspace.distributions.values()
-    }
-    return [line for move in moves for line in _move_problems(move, surfaces)]
-
-
-def table(moves: Sequence[Move], modules: Iterable[str]) -> str:
-    """The table as Markdown, one collapsed block per package."""
-    return "\n\n".join(
-        _block(module, mine)
-        for module in modules
-        if (mine := [move for move in moves if move.package == module])
-    )
-
-
-def with_table(page: str, text: str) -> str:
-    """The page with the text between the two markers replaced."""
-    if page.count(BEGIN) != 1 or page.count(END) != 1:
-        raise MigrationError(f"{PAGE} needs one line {BEGIN!r} and one line {END!r} after it")
-    before, rest = page.split(BEGIN)
-    after = rest.split(END)[1]
-    return f"{before}{BEGIN}\n\n{text}\n\n{END}{after}"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the table, or check it; print what is wrong and return 1 if anything is."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.migration", description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing, fail when stale")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    parser.add_argument("--names", type=Path, default=SOURCE, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    workspace = load_workspace(options.root)
-    page = workspace.root / PAGE
-    try:
-        moves = read_moves(options.names)
-        found = problems(moves, workspace)
-        modules = [package.module for package in workspace.distributions.values()]
-        text = page.read_text(encoding="utf-8")
-        wanted = with_table(text, table(moves, modules))
-    except (MigrationError, CannotCheckError) as error:
-        print(error, file=sys.stderr)
-        return 1
-    if options.check and text != wanted:
-        found.append(f"the table in {PAGE} is stale; run: hatch run migration")
-    if found:
-        print("\n".join(found), file=sys.stderr)
-        return 1
-    if not options.check and text != wanted:
-        page.write_text(wanted, encoding="utf-8")
-    print(f"the migration table has {len(moves)} names")
-    return 0
-
-
-def _move_problems(move: Move, surfaces: Mapping[str, Surface]) -> Iterable[str]:
-    surface = surfaces.get(move.package)
+    package = ".".join(new.split(".")[:2])
+    surface = surfaces.get(package)
     if surface is None:
-        yield f"{move.name}: {move.new} is not part of a package here"
-    elif move.new == move.package:
-        if f"{move.new}.{move.name}" not in surface.entries:
-            yield f"{move.name} is not in __all__ of {move.new}"
-    elif f"{move.package}.{move.name}" in surface.entries:
-        yield f"{move.name} is public and has to be imported from {move.package}, not {move.new}"
-    elif not move.name.startswith("_"):
-        yield f"{move.name} is not in __all__ of {move.package}"
-    elif not surface.defines(f"{move.new}.{move.name}") and not _is_answered(move, surface):
-        yield f"{move.name} is not defined in {move.new}"
+        yield f"{name}: {new} is not part of a package here"
+    elif f"{package}.{name}" in surface.entries:
+        if new != package:
+            yield f"{name} is public and has to be imported from {package}, not {new}"
+    elif new == package or not name.startswith("_"):
+        yield f"{name} is not in __all__ of {package}"
+    elif not surface.defines(f"{new}.{name}") and not _is_answered(name, new, surface):
+        yield f"{name} is not defined in {new}"
 
 
-def _is_answered(move: Move, surface: Surface) -> bool:
+def _is_answered(name: str, new: str, surface: Surface) -> bool:
     """Whether the ``__getattr__`` of the new module has a case for the name."""
     try:
-        answers = surface.module[f"{move.new.removeprefix(f'{move.package}.')}.__getattr__"]
+        answers = surface.module[f"{new.removeprefix(f'{surface.module.path}.')}.__getattr__"]
     except KeyError:
         return False
-    return f'"{move.name}"' in answers.source
-
-
-def _block(module: str, moves: Sequence[Move]) -> str:
-    groups = any(move.without_group for move in moves)
-    heading = ["name", "was imported from", "is imported from"]
-    if groups:
-        heading.append("an absent group now means")
-    rows = [heading, ["---"] * len(heading)]
-    for move in sorted(moves, key=lambda move: (move.name.lstrip("_").lower(), move.new)):
-        row = [f"`{move.name}`", ", ".join(f"`{old}`" for old in move.old), f"`{move.new}`"]
-        rows.append([*row, move.without_group] if groups else row)
-    lines = "\n".join(f"| {' | '.join(row)} |".replace("|  |", "| |") for row in rows)
-    summary = f"<summary><code>{module}</code>: {len(moves)} names</summary>"
-    return f"<details>\n{summary}\n\n{lines}\n\n</details>"
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return f'"{name}"' in answers.source

@@ -116,8 +116,7 @@ def jobs(
 
 def newest_and_oldest(possible: Sequence[dict[str, str]]) -> list[dict[str, str]]:
     """The two ends of a list of jobs; the one job where there is no other."""
-    ends = [possible[0], possible[-1]] if possible else []
-    return ends if len(possible) > 1 else ends[:1]
+    return [*possible[:1], *possible[1:][-1:]]
 
 
 def _parser() -> argparse.ArgumentParser:

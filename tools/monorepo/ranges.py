@@ -2,52 +2,26 @@
 
 from __future__ import annotations
 
-import argparse
-import sys
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterator
 
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace
+from monorepo.workspace import Distribution, Workspace
 
 
-@dataclass(frozen=True)
-class Misfit:
-    """A requirement that refuses the sibling beside it, pins it, or lacks a cap.
-
-    Attributes:
-        package: Whose requirement.
-        requirement: As written.
-        version: The version of the sibling in the working tree.
-        advice: What to write instead.
-    """
-
-    package: str
-    requirement: Requirement
-    version: Version
-    advice: str
-
-    def __str__(self) -> str:
-        """One line that names all of it."""
-        if self.requirement.specifier.contains(self.version, prereleases=True):
-            fault = "which has to be a range with a floor and a cap"
-        else:
-            fault = f"which leaves out {self.requirement.name} {self.version} of this repository"
-        return f"{self.package} requires {spelled(self.requirement)}, {fault}; write {self.advice}"
-
-
-def misfits(workspace: Workspace) -> list[Misfit]:
+def misfits(workspace: Workspace) -> Iterator[str]:
     """The requirements between packages that are no range around the sibling beside them."""
-    return [
-        Misfit(package.name, requirement, sibling.version, _advice(requirement, sibling.version))
-        for package in workspace.distributions.values()
-        for requirement, sibling in sibling_requirements(package, workspace)
-        if not requirement.specifier.contains(sibling.version, prereleases=True)
-        or {one.operator for one in requirement.specifier} != {">=", "<"}
-    ]
+    for package in workspace.distributions.values():
+        for requirement, sibling in sibling_requirements(package, workspace):
+            if not requirement.specifier.contains(sibling.version, prereleases=True):
+                fault = f"which leaves out {sibling.name} {sibling.version} of this repository"
+            elif {one.operator for one in requirement.specifier} != {">=", "<"}:
+                fault = "which has to be a range with a floor and a cap"
+            else:
+                continue
+            advice = _advice(requirement, sibling.version)
+            yield f"{package.name} requires {spelled(requirement)}, {fault}; write {advice}"
 
 
 def sibling_requirements(
@@ -96,29 +70,9 @@ def spelled(requirement: Requirement) -> str:
 
 
 def _advice(requirement: Requirement, version: Version) -> str:
-    fresh = f'"{written(requirement, fresh_range(version))}"'
-    kept = widened(requirement, version)
-    if kept is None:
-        return fresh
-    return f'"{written(requirement, kept)}", or {fresh} if it needs the new version'
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Check all ranges; return 1 and print what to write where one does not fit."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.ranges", description=__doc__)
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    workspace = load_workspace(parser.parse_args(arguments).root)
-    found = misfits(workspace)
-    if found:
-        print("\n".join(str(one) for one in found), file=sys.stderr)
-        return 1
-    count = sum(
-        len(list(sibling_requirements(package, workspace)))
-        for package in workspace.distributions.values()
-    )
-    print(f"{count} ranges between {len(workspace.names)} packages fit")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    fresh = fresh_range(version)
+    kept = widened(requirement, version) or fresh
+    advice = f'"{written(requirement, kept)}"'
+    if kept != fresh:
+        advice += f', or "{written(requirement, fresh)}" if it needs the new version'
+    return advice

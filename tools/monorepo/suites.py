@@ -1,89 +1,100 @@
-"""Tests that would go unnoticed: files that pytest skips, and packages with fewer than before."""
+"""Tests that would go unnoticed: files that pytest skips, and suites with fewer than before."""
 
 from __future__ import annotations
 
-import argparse
 import re
-import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
-from monorepo.git_tags import GitError, git, merge_base
-from monorepo.workspace import REPOSITORY, Distribution, Workspace, load_workspace, read_toml
+from monorepo.git_tags import GitError, git, merge_base, published_branch
+from monorepo.workspace import PACKAGES_FOLDER
 
-_TEST = re.compile(r"^ *(?:async )?def test_|^class Test", re.MULTILINE)
+_TEST = r"^ *(async )?def test_|^class Test"
 _FLOOR = re.compile(r"^tests = (\d+)$", re.MULTILINE)
-_FOLDERS = ("packages/*/tests", "tools/*/tests", "tests-integration")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print tests that are lost; return 1 if there are any, 2 for a base that git lacks."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.suites", description=__doc__)
-    parser.add_argument("--base", metavar="REF", help="no floor may be lower than there")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    workspace = load_workspace(options.root)
-    try:
-        lowered = [] if options.base is None else list(lowered_floors(workspace, options.base))
-    except GitError as error:
-        print(error, file=sys.stderr)
-        return 2
-    found = [*skipped_files(workspace.root), *lost_tests(workspace), *lowered]
-    print("\n".join(found) or "no test file is skipped, no package has fewer tests than its floor")
-    return 1 if found else 0
+class Suite(NamedTuple):
+    """Tests with a common floor: those of a package, or all others.
+
+    Attributes:
+        settings: The ``pyproject.toml`` that states the floor (``[tool.monorepo] tests``).
+        folders: Patterns of the folders that hold them.
+    """
+
+    settings: str
+    folders: tuple[str, ...]
+
+
+def problems(root: Path, base: str | None) -> Iterator[str]:
+    """Tests that are lost, in a line each; with a ``base`` no floor may be lower than there."""
+    yield from skipped_files(root)
+    yield from lost_tests(root, base)
+
+
+def suites(root: Path) -> Iterator[Suite]:
+    """The suite of each package, and that of the tools with the tests across packages."""
+    for file in sorted(root.glob(f"{PACKAGES_FOLDER}/*/pyproject.toml")):
+        folder = file.parent.relative_to(root).as_posix()
+        yield Suite(f"{folder}/pyproject.toml", (f"{folder}/tests",))
+    yield Suite("pyproject.toml", ("tools/*/tests", "tests-integration"))
 
 
 def skipped_files(root: Path) -> Iterator[str]:
     """Files with tests whose names pytest does not look at."""
-    for file in sorted(file for folder in _FOLDERS for file in root.glob(f"{folder}/**/*.py")):
-        if not file.name.startswith("test_") and number_of_tests(file):
+    folders = [folder for suite in suites(root) for folder in suite.folders]
+    for file in sorted(file for folder in folders for file in root.glob(f"{folder}/**/*")):
+        named = file.match("test_*.py") or file.suffix == ".pyc" or not file.is_file()
+        text = "" if named else file.read_text(encoding="utf-8", errors="replace")
+        if re.search(_TEST, text, re.MULTILINE):
             yield f"{file.relative_to(root)} has tests, and pytest collects test_*.py only"
 
 
-def lost_tests(workspace: Workspace) -> Iterator[str]:
-    """Packages with fewer tests than they once had."""
-    for package in workspace.distributions.values():
-        floor, count = stated_floor(package), tests_of(package)
+def lost_tests(root: Path, base: str | None) -> Iterator[str]:
+    """Suites with fewer tests than their floor, or than where the work left main.
+
+    A change that means to have fewer writes its own floor. With a ``base``, no floor may fall.
+    """
+    branch = base or published_branch(root)
+    since = None if branch is None else merge_base(root, branch)
+    for suite in suites(root):
+        text = (root / suite.settings).read_text(encoding="utf-8")
+        floor, count = _floor(text), _tests(root, suite)
         if count < floor:
+            yield f"{suite.settings} promises {floor} tests, and there are {count}"
+        if since is None or not git(root, "ls-tree", since, "--", suite.settings):
+            continue
+        before = _floor(git(root, "show", f"{since}:{suite.settings}"))
+        if base is not None and floor < before:
+            yield f"{suite.settings}: the floor of its tests fell from {before} to {floor}"
+        there = _tests(root, suite, since)
+        if floor == before and count < there:
             yield (
-                f"{package.name} has {count} tests, and {floor} is the floor in its pyproject.toml "
-                "([tool.monorepo] tests): was a file of tests deleted?"
+                f"{suite.settings}: {there} tests on {branch}, and now {count}: was a file lost? "
+                f"If fewer are meant, set [tool.monorepo] tests = {count}"
             )
 
 
-def lowered_floors(workspace: Workspace, base: str) -> Iterator[str]:
-    """Packages whose floor is lower than where a change began."""
-    since = merge_base(workspace.root, base)
-    for package in workspace.distributions.values():
-        file = (package.folder / "pyproject.toml").relative_to(workspace.root).as_posix()
-        if not git(workspace.root, "ls-tree", since, "--", file):
-            continue
-        before = _FLOOR.search(git(workspace.root, "show", f"{since}:{file}"))
-        now = stated_floor(package)
-        if before is not None and now < int(before[1]):
-            yield f"{package.name}: the floor of its tests fell from {before[1]} to {now}"
-
-
-def stated_floor(package: Distribution) -> int:
-    """The fewest tests that a package may have, as its pyproject.toml says; 0 where it does not."""
-    tool = read_toml(package.folder / "pyproject.toml")["tool"]
-    return int(tool.get("monorepo", {}).get("tests", 0))
-
-
-def with_raised_floor(package: Distribution, text: str) -> str:
+def with_raised_floor(root: Path, settings: Path) -> str:
     """The text of a package's pyproject.toml with all its present tests as the floor."""
-    return _FLOOR.sub(lambda found: f"tests = {max(int(found[1]), tests_of(package))}", text)
+    [suite] = (one for one in suites(root) if root / one.settings == settings)
+    count = _tests(root, suite)
+    return _FLOOR.sub(
+        lambda found: f"tests = {max(int(found[1]), count)}", settings.read_text(encoding="utf-8")
+    )
 
 
-def tests_of(package: Distribution) -> int:
-    """The number of test functions and classes that pytest would collect from a package."""
-    return sum(map(number_of_tests, (package.folder / "tests").glob("**/test_*.py")))
+def _floor(text: str) -> int:
+    """The fewest tests that a suite may have; 0 where its settings do not say."""
+    found = _FLOOR.search(text)
+    return 0 if found is None else int(found[1])
 
 
-def number_of_tests(file: Path) -> int:
-    """The number of test functions and classes in a file."""
-    return len(_TEST.findall(file.read_text(encoding="utf-8")))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+def _tests(root: Path, suite: Suite, revision: str | None = None) -> int:
+    """The number of test functions and classes that pytest would collect, now or at a revision."""
+    where = "--untracked" if revision is None else revision
+    files = [f":(glob){folder}/**/test_*.py" for folder in suite.folders]
+    try:
+        return len(git(root, "grep", "-hE", "-e", _TEST, where, "--", *files).splitlines())
+    except GitError:  # there are none
+        return 0

@@ -1,20 +1,19 @@
-"""Command line: ``python -m monorepo.tree``. The shape of the source tree, checked."""
+"""The shape of the source tree, checked."""
 
 from __future__ import annotations
 
-import argparse
 import ast
 import io
 import sys
 import tokenize
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
 import grimp
 
-from monorepo.workspace import REPOSITORY, load_workspace, read_toml
+from monorepo.workspace import Workspace, read_toml
 
 SMALL_LINES = 40
 _NOT_A_CONCEPT = ("__init__", "__main__", "_version")
@@ -35,25 +34,14 @@ class Root(NamedTuple):
     public: set[str]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Print what is wrong with the tree of each package and tool; return 1 if anything is."""
-    parser = argparse.ArgumentParser(prog="python -m monorepo.tree", description=__doc__)
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    root = parser.parse_args(arguments).root
-    roots = import_roots(root)
-    found = list(problems(roots))
-    print("\n".join(found) or f"the trees of {len(roots)} packages and tools are in order")
-    return 1 if found else 0
-
-
-def import_roots(root: Path) -> dict[str, Root]:
+def import_roots(workspace: Workspace) -> dict[str, Root]:
     """The importable packages of the repository, tools included."""
     found = {}
-    for package in load_workspace(root).distributions.values():
+    for package in workspace.distributions.values():
         table = read_toml(package.folder / "pyproject.toml")["tool"].get("mcore", {})
         public = {f"{package.module}.{name}" for name in table.get("public-modules", ())}
         found[package.module] = Root(package.source, public)
-    for folder in sorted((root / "tools").glob("*/__init__.py")):
+    for folder in sorted((workspace.root / "tools").glob("*/__init__.py")):
         found[folder.parent.name] = Root(folder.parents[1], set())
     return found
 
@@ -76,7 +64,7 @@ def module_files(name: str, source: Path) -> dict[str, Path]:
     found = {}
     for file in sorted((source / name.replace(".", "/")).rglob("*.py")):
         parts = file.relative_to(source).with_suffix("").parts
-        if "tests" not in parts:
+        if "tests" not in parts and (file.parent / "__init__.py").exists():
             found[".".join(parts).removesuffix(".__init__")] = file
     return found
 
@@ -138,7 +126,3 @@ def _equal_names(files: Mapping[str, Path]) -> Iterator[str]:
     for name, modules in by_name.items():
         if len(modules) > 1:
             yield f"{' and '.join(modules)} share the name {name}; rename one"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

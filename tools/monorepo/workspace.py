@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import ast
+import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from packaging.version import Version
 
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES_FOLDER = "packages"
+VERSION_LINE = re.compile(r"""^(__version__ *= *["'])([^"']*)""", re.MULTILINE)
 
 
 class WorkspaceError(ValueError):
@@ -92,10 +94,14 @@ class Workspace:
         """Every name, siblings before those that depend on them."""
         return tuple(self.distributions)
 
+    def chosen(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Those that were named, all by default, siblings first."""
+        return self.ordered([self[name].name for name in names] or self.names)
+
     def closure(self, name: str) -> tuple[str, ...]:
         """The siblings that come with an installation, direct or not, without itself."""
-        found = _reach(self[name].siblings, lambda each: self[each].siblings)
-        return self.ordered(found)
+        direct = self[name].siblings
+        return self.ordered({*direct, *(one for each in direct for one in self.closure(each))})
 
     def direct_dependants(self, name: str) -> tuple[str, ...]:
         """Those that name a distribution among their dependencies."""
@@ -105,8 +111,9 @@ class Workspace:
     def dependants(self, names: Iterable[str]) -> tuple[str, ...]:
         """Those that need one of the named, directly or not, without the named themselves."""
         given = {self[name].name for name in names}
-        first = [other for name in given for other in self.direct_dependants(name)]
-        return self.ordered(_reach(first, self.direct_dependants) - given)
+        return tuple(
+            name for name in self.names if name not in given and given & {*self.closure(name)}
+        )
 
     def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
         """Sort names so that siblings come before those that depend on them."""
@@ -124,8 +131,16 @@ def load_workspace(root: Path) -> Workspace:
     names = {canonicalize_name(_entry(file, table, "project", "name")) for file, table in tables}
     if len(names) != len(tables):
         raise WorkspaceError(f"two packages in {root / PACKAGES_FOLDER} have the same name")
-    found = [_distribution(file, table, names) for file, table in tables]
-    return Workspace(root, _sorted_by_need(found))
+    found = {one.name: one for one in (_distribution(*each, names) for each in tables)}
+    try:
+        order = list(
+            TopologicalSorter({one.name: one.siblings for one in found.values()}).static_order()
+        )
+    except CycleError as error:
+        raise WorkspaceError(
+            f"these packages need each other: {', '.join(error.args[1])}"
+        ) from None
+    return Workspace(root, {name: found[name] for name in order})
 
 
 def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
@@ -155,12 +170,10 @@ def read_version(file: Path) -> str:
     """The string that a file assigns to ``__version__``, without running the file."""
     if not file.is_file():
         raise WorkspaceError(f"{file} does not exist; it has to state __version__")
-    for node in ast.parse(file.read_text(encoding="utf-8")).body:
-        targets = node.targets if isinstance(node, ast.Assign) else ()
-        named = any(isinstance(one, ast.Name) and one.id == "__version__" for one in targets)
-        if named and isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            return str(node.value.value)
-    raise WorkspaceError(f'{file} has no line such as __version__ = "0.1.0"')
+    found = VERSION_LINE.findall(file.read_text(encoding="utf-8"))
+    if len(found) != 1:
+        raise WorkspaceError(f'{file} has {len(found)} lines such as __version__ = "0.1.0", not 1')
+    return str(found[0][1])
 
 
 def _module(folder: Path, version_file: Path) -> str:
@@ -182,29 +195,6 @@ def _entry(file: Path, table: Mapping[str, Any], *keys: str) -> str:
     if not isinstance(value, str):
         raise WorkspaceError(f"{file} has no text under {'.'.join(keys)}")
     return value
-
-
-def _reach(start: Iterable[str], following: Callable[[str], Iterable[str]]) -> set[str]:
-    """Everything that is reached from a start by following edges."""
-    found: set[str] = set()
-    waiting = list(start)
-    while waiting:
-        name = waiting.pop()
-        if name not in found:
-            found.add(name)
-            waiting.extend(following(name))
-    return found
-
-
-def _sorted_by_need(found: Iterable[Distribution]) -> dict[str, Distribution]:
-    waiting = {one.name: one for one in sorted(found, key=lambda one: one.name)}
-    done: dict[str, Distribution] = {}
-    while waiting:
-        ready = [one for one in waiting.values() if set(one.siblings) <= set(done)]
-        if not ready:
-            raise WorkspaceError(f"these packages need each other: {', '.join(waiting)}")
-        done[ready[0].name] = waiting.pop(ready[0].name)
-    return done
 
 
 if sys.version_info >= (3, 11):

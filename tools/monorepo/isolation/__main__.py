@@ -9,15 +9,17 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from monorepo.hatch_settings import torch_pin
 from monorepo.isolation.checks import IsolationError
-from monorepo.isolation.run import Isolated, IsolationRun
+from monorepo.isolation.run import IsolationRun
 from monorepo.isolation.venv import InstallError
 from monorepo.isolation.wheels import BuildError, build_wheels
 from monorepo.workspace import REPOSITORY, Distribution, Workspace, WorkspaceError, load_workspace
+
+_FAILED = "FAILED"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -25,12 +27,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         workspace = load_workspace(options.root)
-        targets = chosen(workspace, options.packages)
+        targets = workspace.chosen(options.packages)
     except WorkspaceError as error:
         print(error, file=sys.stderr)
         return 2
     torch = options.torch or torch_pin(workspace.root)
-    outcomes: dict[str, Isolated | str] = {}
+    outcomes: dict[str, str] = {}
     with tempfile.TemporaryDirectory(prefix="isolated-") as folder:
         scratch = Path(folder).resolve()
         scratch.chmod(0o755)  # some tests continue as another user
@@ -43,13 +45,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name in targets:
             print(f"\n{name}", flush=True)
             outcomes[name] = _outcome(run, name)
-    print("\n" + "\n".join(table(outcomes)))
-    return 1 if any(isinstance(one, str) for one in outcomes.values()) else 0
-
-
-def chosen(workspace: Workspace, names: Sequence[str]) -> tuple[str, ...]:
-    """The packages to test: those that were named, all by default, siblings first."""
-    return workspace.ordered([workspace[name].name for name in names] or workspace.names)
+    print("", *(f"{name}: {outcome}" for name, outcome in outcomes.items()), sep="\n")
+    return int(any(outcome.startswith(_FAILED) for outcome in outcomes.values()))
 
 
 def needed(workspace: Workspace, targets: Iterable[str]) -> list[Distribution]:
@@ -58,26 +55,12 @@ def needed(workspace: Workspace, targets: Iterable[str]) -> list[Distribution]:
     return [workspace[name] for name in workspace.ordered(names)]
 
 
-def table(outcomes: Mapping[str, Isolated | str]) -> list[str]:
-    """One line per package."""
-    width = max(map(len, outcomes), default=0)
-    return [f"{name:<{width}}  {_line(one)}" for name, one in outcomes.items()]
-
-
-def _line(outcome: Isolated | str) -> str:
-    if isinstance(outcome, str):
-        return f"FAILED: {outcome.splitlines()[0]}"
-    versions = ", ".join(f"{name} {version}" for name, version in outcome.versions.items())
-    times = f"installed in {outcome.install_s:.1f} s, tests {outcome.tests_s:.1f} s"
-    return f"stands alone: {times} ({versions})"
-
-
-def _outcome(run: IsolationRun, name: str) -> Isolated | str:
+def _outcome(run: IsolationRun, name: str) -> str:
     try:
         return run.check(name)
     except (InstallError, IsolationError) as error:
         print(error, file=sys.stderr, flush=True)
-        return str(error)
+        return f"{_FAILED}: {str(error).splitlines()[0]}"
 
 
 def _parser() -> argparse.ArgumentParser:

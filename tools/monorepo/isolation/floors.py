@@ -7,47 +7,31 @@ files of those tags, builds them, installs the package beside them alone, and ru
 from __future__ import annotations
 
 import tempfile
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
 
 from monorepo.git_tags import ReleaseTag, export_tree, release_tags
-from monorepo.isolation.run import Isolated, IsolationRun
+from monorepo.isolation.run import IsolationRun
 from monorepo.isolation.wheels import build_wheels
 from monorepo.ranges import sibling_requirements, spelled
 from monorepo.workspace import Workspace, load_workspace
 
 
-@dataclass(frozen=True)
-class FloorCheck:
-    """The result of a check at the floors.
-
-    Attributes:
-        tags: The tag that was taken for each sibling.
-        notes: Siblings that have no tag in the range, a line each.
-        isolated: How the tests fared; None where there was no tag at all to take.
-    """
-
-    tags: dict[str, ReleaseTag]
-    notes: tuple[str, ...]
-    isolated: Isolated | None
-
-
-def check_floors(workspace: Workspace, name: str, *, python: str, torch: str) -> FloorCheck:
-    """Test a package with its siblings at their floors."""
+def check_floors(workspace: Workspace, name: str, *, python: str, torch: str) -> Iterator[str]:
+    """Test a package with its siblings at their floors; yields what was found, line by line."""
     package = workspace[name]
     tags = floor_tags(workspace, package.name)
-    notes = tuple(
-        f"no release of {requirement.name} fits {spelled(requirement)}: taken as it is here"
-        for requirement, _ in sibling_requirements(package, workspace)
-        if requirement.name not in tags
-    )
+    for requirement, sibling in sibling_requirements(package, workspace):
+        if sibling.name not in tags:
+            yield f"no release of {sibling.name} fits {spelled(requirement)}: taken as it is here"
     if not tags:
-        return FloorCheck(tags, notes, None)
+        yield f"{package.name} has no sibling with a release tag: nothing to go back to"
+        return
     with tempfile.TemporaryDirectory(prefix="floors-") as folder:
         scratch = Path(folder).resolve()
         wheels = floor_wheels(workspace, package.name, tags, scratch)
-        run = IsolationRun(workspace, wheels, scratch / "run", python, torch)
-        return FloorCheck(tags, notes, run.check(package.name))
+        IsolationRun(workspace, wheels, scratch / "run", python, torch).check(package.name)
+    yield f"{package.name} works with {', '.join(tag.name for tag in tags.values())}"
 
 
 def floor_tags(workspace: Workspace, name: str) -> dict[str, ReleaseTag]:

@@ -28,23 +28,6 @@ _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
 
 
 @dataclass(frozen=True)
-class Isolated:
-    """How one distribution fared.
-
-    Attributes:
-        package: Its name.
-        versions: Versions of what it asks for directly, as installed.
-        install_s: Seconds for making the environment and installing.
-        tests_s: Seconds for its tests.
-    """
-
-    package: str
-    versions: Mapping[str, str]
-    install_s: float
-    tests_s: float
-
-
-@dataclass(frozen=True)
 class IsolationRun:
     """What all targets of one run share.
 
@@ -64,8 +47,8 @@ class IsolationRun:
     torch: str
     lowest: bool = False
 
-    def check(self, name: str) -> Isolated:
-        """Install one distribution alone, look at what came with it, and run its tests there."""
+    def check(self, name: str) -> str:
+        """Install one distribution alone and run its tests there; returns what was found."""
         target = self.workspace[name]
         start_s = time.monotonic()
         venv = make_venv(
@@ -78,15 +61,14 @@ class IsolationRun:
         versions = _versions(target, venv)
         # What the tests need must not raise what is under test.
         held = [f"{name}=={version}" for name, version in versions.items()]
-        venv.install([*map(str, requirements_of_tests(target)), *held])
+        venv.install([*map(str, target.test_dependencies), *held])
         check_siblings(self.workspace, target, venv.installed())
         tests_start_s = time.monotonic()
         run_tests(self.workspace, target, venv, self.scratch / target.name / "outside")
-        return Isolated(
-            package=target.name,
-            versions=versions,
-            install_s=tests_start_s - start_s,
-            tests_s=time.monotonic() - tests_start_s,
+        now_s = time.monotonic()
+        return (
+            f"stands alone: installed in {tests_start_s - start_s:.1f} s, tests "
+            f"{now_s - tests_start_s:.1f} s ({', '.join(held)})"
         )
 
     def _constraints(self, target: Distribution) -> Iterator[str]:
@@ -123,16 +105,6 @@ def direct_requirements(target: Distribution) -> list[Requirement]:
     ]
     wanted = [*target.dependencies, *(one for extra in extras for one in target.extras[extra])]
     return [one for one in wanted if canonicalize_name(one.name) not in target.siblings]
-
-
-def requirements_of_tests(target: Distribution) -> tuple[Requirement, ...]:
-    """What the tests of a distribution need besides itself."""
-    if not target.test_dependencies:
-        raise IsolationError(
-            f"{target.folder / 'pyproject.toml'} has no dependency group called test; name "
-            "pytest and whatever else its tests import"
-        )
-    return target.test_dependencies
 
 
 def is_own(target: Distribution, requirement: Requirement) -> bool:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,14 +37,14 @@ class CleanVenv:
     """
 
     folder: Path
-    uv: Sequence[str]
+    uv: str
     constraints: tuple[str, ...]
     options: tuple[str, ...] = ()
 
     @property
     def python(self) -> Path:
         """Its interpreter."""
-        return self.folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+        return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
     def install(
         self, requirements: Iterable[str], *, lowest: bool = False, compiled: bool = False
@@ -56,7 +56,7 @@ class CleanVenv:
         compiling = ["--compile-bytecode"] if compiled else []
         _run_uv(
             [
-                *self.uv, "pip", "install", "--quiet", "--python", str(self.python),
+                self.uv, "pip", "install", "--quiet", "--python", str(self.python),
                 "--constraints", str(constraints), "--resolution", resolution,
                 *compiling, *self.options, *requirements,
             ]
@@ -68,7 +68,7 @@ class CleanVenv:
         wanted.write_text("\n".join(requirements) + "\n", encoding="utf-8")
         found = _run_uv(
             [
-                *self.uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate",
+                self.uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate",
                 "--no-strip-extras", "--python", str(self.python),
                 "--resolution", "lowest", str(wanted),
             ]
@@ -101,25 +101,14 @@ def make_venv(folder: Path, python: str, constraints: Iterable[str]) -> CleanVen
     uv = find_uv()
     if uv is None:
         raise InstallError("uv is not installed; it comes with hatch, or: pip install uv")
-    _run_uv([*uv, "venv", "--quiet", "--python", python, str(folder)])
+    _run_uv([uv, "venv", "--quiet", "--python", python, str(folder)])
     return CleanVenv(folder, uv, tuple(constraints))
 
 
-def with_find_links(environment: Mapping[str, str]) -> dict[str, str]:
-    """Name a folder of local wheels to uv as well where only pip was told about it.
-
-    uv ignores ``PIP_FIND_LINKS``, which separates its entries by spaces, and reads
-    ``UV_FIND_LINKS``, which separates them by commas and wins where it is set.
-    """
-    links = environment.get("UV_FIND_LINKS") or ",".join(
-        environment.get("PIP_FIND_LINKS", "").split()
-    )
-    return {**environment, "UV_FIND_LINKS": links} if links else dict(environment)
-
-
 def _run_uv(command: Sequence[str]) -> str:
-    environment = with_find_links(clean_environment())
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, env=clean_environment(), capture_output=True, text=True, check=False
+    )
     if done.returncode:
         raise InstallError(f"{' '.join(command)}\n{done.stderr}".rstrip())
     return done.stdout
@@ -128,31 +117,12 @@ def _run_uv(command: Sequence[str]) -> str:
 _UNWANTED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
-def find_uv() -> list[str] | None:
-    """The command that starts uv, None where there is none.
-
-    It is looked for on ``PATH``, where hatch says it is, beside this Python, and as its module.
-    """
-    beside = str(Path(sys.executable).with_name("uv"))
-    commands = (
-        [shutil.which("uv")],
-        [os.environ.get("HATCH_UV")],
-        [beside],
-        [sys.executable, "-m", "uv"],
-    )
-    for first, *rest in commands:
-        if first and _works([first, *rest, "--version"]):
-            return [first, *rest]
-    return None
+def find_uv() -> str | None:
+    """The command that starts uv: on ``PATH``, where hatch says it is, or beside this Python."""
+    beside = shutil.which("uv", path=str(Path(sys.executable).parent))
+    return shutil.which("uv") or os.environ.get("HATCH_UV") or beside
 
 
 def clean_environment() -> dict[str, str]:
     """The environment variables without those that would lead into another installation."""
     return {name: value for name, value in os.environ.items() if name not in _UNWANTED}
-
-
-def _works(command: Sequence[str]) -> bool:
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except OSError:
-        return False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
@@ -20,7 +20,6 @@ from monorepo.release.prepare import (
     ReleaseError,
     plan_release,
     push,
-    set_address,
     unpushed,
     write,
 )
@@ -44,9 +43,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(workspace: Workspace, options: argparse.Namespace) -> int:
-    wanted = [workspace[name].name for name in options.packages] or workspace.names
-    for name in workspace.ordered(wanted):
-        print("\n".join(show(workspace, name)))
+    for name in workspace.chosen(options.packages):
+        _told(show(workspace, name))
     return 0
 
 
@@ -70,20 +68,8 @@ def _verify(workspace: Workspace, options: argparse.Namespace) -> int:
     if refused:
         print("\n".join(refused), file=sys.stderr)
         return 1
-    print(f"{package.name} {package.version} may be published")
-    return 0
-
-
-def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
-    torch = options.torch or torch_pin(workspace.root)
-    found = check_floors(workspace, options.package, python=options.python, torch=torch)
-    for note in found.notes:
-        print(note)
-    if found.isolated is None:
-        print(f"{options.package} has no sibling with a release tag: nothing to go back to")
-    else:
-        taken = ", ".join(tag.name for tag in found.tags.values())
-        print(f"{options.package} works with {taken}")
+    verdict = "may be published" if options.tag else "is in order"
+    print(f"{package.name} {package.version} {verdict}")
     return 0
 
 
@@ -99,16 +85,19 @@ def _push(workspace: Workspace, options: argparse.Namespace) -> int:
     return 0
 
 
-def _address(workspace: Workspace, options: argparse.Namespace) -> int:
-    for file in set_address(workspace, options.url):
-        print(f"wrote {file.relative_to(workspace.root)}")
-    return 0
+def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
+    torch = options.torch or torch_pin(workspace.root)
+    return _told(check_floors(workspace, options.package, python=options.python, torch=torch))
 
 
 def _rehearse(workspace: Workspace, options: argparse.Namespace) -> int:
     torch = options.torch or torch_pin(workspace.root)
-    for said in rehearse(workspace, python=options.python, torch=torch):
-        print(said, flush=True)
+    return _told(rehearse(workspace, python=options.python, torch=torch))
+
+
+def _told(lines: Iterable[str]) -> int:
+    for line in lines:
+        print(line, flush=True)
     return 0
 
 
@@ -126,55 +115,49 @@ def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
 def _described(workspace: Workspace, plan: Plan) -> list[str]:
     root = workspace.root
     lines = [*plan.notes]
-    lines += [f"breaks users: {one}" for one in plan.breaks]
     lines += [f"writes {path.relative_to(root)}" for path in sorted(plan.contents)]
     lines += [f"deletes {path.relative_to(root)}" for path in plan.deleted]
-    lines += [f"then: hatch run test packages/{name}" for name in plan.affected]
+    lines += [
+        f"then: hatch run test packages/{name}" for name in workspace.dependants([plan.tag.package])
+    ]
     return [*lines, f"then, once merged: hatch run release push --apply {plan.tag.package}"]
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m monorepo.release", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    commands = parser.add_subparsers(required=True)
-    one = commands.add_parser("show", help="what is unreleased")
-    one.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
-    one.set_defaults(run=_show)
-    one = commands.add_parser("prepare", help="version, changelog and ranges for a release")
+    one, several, used = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     one.add_argument("package", metavar="PACKAGE")
-    one.add_argument(
+    several.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
+    used.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
+    used.add_argument("--python", default=sys.executable, help="by default this one")
+    commands = parser.add_subparsers(required=True)
+
+    def command(
+        run: Callable[..., int], text: str, *parents: argparse.ArgumentParser
+    ) -> argparse.ArgumentParser:
+        made = commands.add_parser(run.__name__[1:], help=text, description=text, parents=parents)
+        made.set_defaults(run=run)
+        return made
+
+    command(_show, "what is unreleased", several)
+    made = command(_prepare, "version, changelog and ranges for a release", one)
+    made.add_argument(
         "step",
         nargs="?",
         metavar="STEP",
         help="major, minor, patch, rc, or a version; left out: the version of the files",
     )
-    one.add_argument("--apply", action="store_true", help="write it; without, it is only shown")
-    one.set_defaults(run=_prepare)
-    one = commands.add_parser("verify", help="refuse what must not be published")
-    one.add_argument("package", metavar="PACKAGE")
-    one.add_argument("--tag", metavar="TAG", help="the tag that was pushed")
-    one.add_argument("--archives", type=Path, metavar="FOLDER", help="default: build them")
-    one.set_defaults(run=_verify)
-    one = commands.add_parser("floors", help="test with siblings at the lowest tags allowed")
-    one.add_argument("package", metavar="PACKAGE")
-    one.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
-    one.add_argument("--python", default=sys.executable, help="by default this one")
-    one.set_defaults(run=_floors)
-    one = commands.add_parser("push", help="set and push the tags of what is prepared, one by one")
-    one.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
-    one.add_argument("--remote", default="origin", help="default: origin")
-    one.add_argument("--apply", action="store_true", help="do it; without, it is only shown")
-    one.set_defaults(run=_push)
-    one = commands.add_parser("rehearse", help="all packages on a local index, used by strangers")
-    one.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
-    one.add_argument("--python", default=sys.executable, help="by default this one")
-    one.set_defaults(run=_rehearse)
-    one = commands.add_parser("address", help="name the repository in all packages")
-    one.add_argument("url", metavar="URL", help="such as https://github.com/OWNER/NAME")
-    one.set_defaults(run=_address)
-    one = commands.add_parser("notes", help="what the changelog says about the current version")
-    one.add_argument("package", metavar="PACKAGE")
-    one.set_defaults(run=_notes)
+    made.add_argument("--apply", action="store_true", help="write it; without, it is only shown")
+    made = command(_verify, "refuse what must not be published", one)
+    made.add_argument("--tag", metavar="TAG", help="the tag that was pushed")
+    made.add_argument("--archives", type=Path, metavar="FOLDER", help="default: build them")
+    command(_floors, "test with siblings at the lowest tags allowed", one, used)
+    made = command(_push, "set and push the tags of what is prepared, one by one", several)
+    made.add_argument("--remote", default="origin", help="default: origin")
+    made.add_argument("--apply", action="store_true", help="do it; without, it is only shown")
+    command(_rehearse, "all packages on a local index, used by strangers", used)
+    command(_notes, "what the changelog says about the current version", one)
     return parser
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -30,9 +31,7 @@ from monorepo.release.verify import (
     verify_release,
 )
 from monorepo.suites import with_raised_floor
-from monorepo.workspace import PACKAGES_FOLDER, Distribution, Workspace
-
-CITATION = "CITATION.cff"
+from monorepo.workspace import PACKAGES_FOLDER, VERSION_LINE, Distribution, Workspace
 
 
 class ReleaseError(ValueError):
@@ -48,16 +47,12 @@ class Plan:
         contents: The new text of every file that changes.
         deleted: Files to delete.
         notes: What happens, a line each.
-        breaks: The incompatible changes.
-        affected: The dependants, in the order in which to look at them.
     """
 
     tag: ReleaseTag
     contents: dict[Path, str]
     deleted: tuple[Path, ...]
     notes: tuple[str, ...]
-    breaks: tuple[str, ...]
-    affected: tuple[str, ...]
 
 
 def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -> Plan:
@@ -75,25 +70,27 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
     pyproject = package.folder / "pyproject.toml"
     contents = {
         package.folder / CHANGELOG: changelog,
-        package.version_file: _version_text(package, version),
-        pyproject: with_raised_floor(package, pyproject.read_text(encoding="utf-8")),
+        package.version_file: VERSION_LINE.sub(
+            rf"\g<1>{version}", package.version_file.read_text(encoding="utf-8")
+        ),
+        pyproject: with_raised_floor(workspace.root, pyproject),
     }
     notes = [
         f"{package.name} {package.version} -> {version}",
         *(f"{CHANGELOG} takes in {FOLDER}/{file.name}" for file in found),
     ]
     broken_since = last.version if breaks and last is not None else None
-    for dependant, requirement in _requirements_on(package, workspace):
-        text, note = _revisit(dependant, requirement, version, broken_since, contents)
-        notes.append(note)
-        contents.update(text)
+    for dependant in workspace.distributions.values():
+        for requirement, sibling in sibling_requirements(dependant, workspace):
+            if sibling.name == package.name:
+                text, note = _revisit(dependant, requirement, version, broken_since, contents)
+                notes.append(note)
+                contents.update(text)
     return Plan(
         tag=ReleaseTag(package.name, version),
         contents={path: text for path, text in contents.items() if _differs(path, text)},
         deleted=tuple(found),
-        notes=tuple(notes),
-        breaks=tuple(breaks),
-        affected=workspace.dependants([package.name]),
+        notes=(*notes, *(f"breaks users: {one}" for one in breaks)),
     )
 
 
@@ -124,30 +121,6 @@ def _changelog(package: Distribution, version: Version, day: date, breaks: Seque
             f"Changed or Removed; add {FOLDER}/SLUG.changed.md or {FOLDER}/SLUG.removed.md"
         )
     return text
-
-
-def _version_text(package: Distribution, version: Version) -> str:
-    text = package.version_file.read_text(encoding="utf-8")
-    changed, count = re.subn(
-        r"""^(__version__\s*(?::\s*str\s*)?=\s*)(["'])[^"']*\2""",
-        rf"\g<1>\g<2>{version}\g<2>",
-        text,
-        flags=re.MULTILINE,
-    )
-    if count != 1:
-        raise ReleaseError(f"{package.version_file} has {count} lines that set __version__, not 1")
-    return changed
-
-
-def _requirements_on(
-    package: Distribution, workspace: Workspace
-) -> list[tuple[Distribution, Requirement]]:
-    return [
-        (dependant, requirement)
-        for dependant in workspace.distributions.values()
-        for requirement, sibling in sibling_requirements(dependant, workspace)
-        if sibling.name == package.name
-    ]
 
 
 def _revisit(
@@ -181,20 +154,11 @@ def _revisit(
 
 def _with_requirement(file: Path, text: str, old: Requirement, new: str) -> str:
     """The text of a pyproject.toml with one requirement replaced, the rest untouched."""
-
-    def replaced(match: re.Match[str]) -> str:
-        quote, written_now = match[1], match[2]
-        try:
-            same = Requirement(written_now) == old
-        except ValueError:
-            same = False
-        return f"{quote}{new}{quote}" if same else match[0]
-
-    name = re.escape(old.name)
-    changed = re.sub(rf"""(["'])({name}(?![\w.-])[^"']*)\1""", replaced, text)
-    if changed == text:
-        raise ReleaseError(f"{file} does not contain {spelled(old)} on one line")
-    return changed
+    for literal in re.findall(rf"""["']({re.escape(old.name)}(?![\w.-])[^"']*)["']""", text):
+        with suppress(ValueError):
+            if Requirement(literal) == old:
+                return text.replace(literal, new)
+    raise ReleaseError(f"{file} does not contain {spelled(old)} on one line")
 
 
 def _differs(path: Path, text: str) -> bool:
@@ -203,9 +167,7 @@ def _differs(path: Path, text: str) -> bool:
 
 def write(workspace: Workspace, plan: Plan) -> None:
     """Write a release where git can take it back: into packages without uncommitted work."""
-    open_work = git(workspace.root, "status", "--porcelain", "--", PACKAGES_FOLDER).split("\n")[0]
-    if open_work:
-        raise ReleaseError(f"commit or stash your work first, such as {open_work.split()[-1]}")
+    _refuse_open_work(workspace)
     for path, text in plan.contents.items():
         path.parent.mkdir(exist_ok=True)
         path.write_text(text, encoding="utf-8")
@@ -213,11 +175,16 @@ def write(workspace: Workspace, plan: Plan) -> None:
         path.unlink()
 
 
+def _refuse_open_work(workspace: Workspace) -> None:
+    open_work = git(workspace.root, "status", "--porcelain", "--", PACKAGES_FOLDER).split("\n")[0]
+    if open_work:
+        raise ReleaseError(f"commit or stash your work first, such as {open_work.split()[-1]}")
+
+
 def unpushed(workspace: Workspace, names: Sequence[str], remote: str) -> list[ReleaseTag]:
     """The tags of the versions in the files that a remote lacks, siblings first."""
-    wanted = workspace.ordered([workspace[name].name for name in names] or workspace.names)
     there = git(workspace.root, "ls-remote", "--tags", remote).split()
-    tags = [ReleaseTag(name, workspace[name].version) for name in wanted]
+    tags = [ReleaseTag(name, workspace[name].version) for name in workspace.chosen(names)]
     return [tag for tag in tags if f"refs/tags/{tag.name}" not in there]
 
 
@@ -226,25 +193,10 @@ def push(workspace: Workspace, tag: ReleaseTag, remote: str) -> None:
 
     GitHub starts no workflow when one push brings more than three tags.
     """
+    _refuse_open_work(workspace)
     refused = verify_release(workspace, tag.package, tag=tag.name).refused
     if refused:
         raise ReleaseError("\n".join(refused))
     if not commit_exists(workspace.root, f"refs/tags/{tag.name}"):
         git(workspace.root, "tag", tag.name)
     git(workspace.root, "push", remote, f"refs/tags/{tag.name}")
-
-
-def set_address(workspace: Workspace, url: str) -> Iterator[Path]:
-    """Write the address of the repository where the packages and the citation name it."""
-    if re.fullmatch(r"https://[\w.-]+(/[\w.-]+)+", url) is None:
-        raise ReleaseError(f"{url!r} is not an address such as https://github.com/OWNER/NAME")
-    first = workspace[workspace.names[0]].folder / "pyproject.toml"
-    found = re.search(r'^Homepage = "([^"]+)"$', first.read_text(encoding="utf-8"), re.MULTILINE)
-    if found is None:
-        raise ReleaseError(f"{first} has no Homepage under [project.urls]")
-    packages = (one.folder / "pyproject.toml" for one in workspace.distributions.values())
-    for file in (*packages, workspace.root / CITATION):
-        text = file.read_text(encoding="utf-8") if file.is_file() else ""
-        if found[1] in text:
-            file.write_text(text.replace(found[1], url), encoding="utf-8")
-            yield file

@@ -6,7 +6,6 @@ import re
 import shutil
 import socketserver
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -22,7 +21,7 @@ from monorepo.isolation.checks import check_siblings
 from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
 from monorepo.isolation.wheels import build
 from monorepo.ranges import next_breaking
-from monorepo.release.archives import archive_problems, build_archives
+from monorepo.release.archives import archive_problems, build_archives, complaints
 from monorepo.workspace import Distribution, Workspace, load_workspace
 
 # Only the owners of an index account can say under which address they want to be written to.
@@ -44,44 +43,30 @@ class Rehearsal:
     Attributes:
         workspace: The repository.
         scratch: An empty folder outside the repository.
-        python: The interpreter of the users.
-        torch: The version of torch that they get.
-        index: The address of the local index.
+        served: The folder of the archives on the index.
     """
 
     workspace: Workspace
     scratch: Path
-    python: str
-    torch: str
-    index: str = ""
-
-    @property
-    def served(self) -> Path:
-        """The folder of the archives on the index."""
-        return self.scratch / "served"
-
-    def user(self) -> CleanVenv:
-        """A new environment that installs from the local index first."""
-        fresh = [f"--refresh-package={each}" for each in self.workspace.names]
-        return replace(
-            make_venv(self.scratch / "user", self.python, [f"torch=={self.torch}"]),
-            options=(f"--index={self.index}", *fresh),
-        )
+    served: Path
 
 
 def rehearse(workspace: Workspace, *, python: str, torch: str) -> Iterator[str]:
     """Rehearse a release of all packages; yields what was found to hold, step by step."""
     with TemporaryDirectory(prefix="rehearsal-") as folder:
-        plan = Rehearsal(workspace, Path(folder).resolve(), python, torch)
+        scratch = Path(folder).resolve()
+        plan = Rehearsal(workspace, scratch, scratch / "served")
         packages = list(workspace.distributions.values())
         _each(lambda one: build_archives(one, plan.served), packages)
-        _each(lambda one: _check_archives(plan, one), packages)
-        yield f"{len(packages)} wheels and sdists pass twine, check-wheel-contents and pyroma"
-        _refuse_unless_valid(packages)
-        yield "their pyproject.toml are valid"
+        _each(lambda one: _check(plan, one), packages)
+        yield (
+            f"{len(packages)} wheels and sdists pass twine, check-wheel-contents, pyroma and "
+            "validate-pyproject"
+        )
         with _index(plan.served) as address:
-            plan = replace(plan, index=address)
-            venv = plan.user()
+            fresh = (f"--refresh-package={each}" for each in workspace.names)
+            made = make_venv(scratch / "user", python, [f"torch=={torch}"])
+            venv = replace(made, options=(f"--index={address}", *fresh))
             yield from (_install_alone(workspace, one, venv) for one in packages)
             yield from _mix_versions(plan, venv)
 
@@ -92,26 +77,15 @@ def _each(step: Callable[[Distribution], None], packages: Iterable[Distribution]
         list(pool.map(step, packages))
 
 
-def _check_archives(plan: Rehearsal, package: Distribution) -> None:
-    problems = list(archive_problems(package, plan.served))
+def _check(plan: Rehearsal, package: Distribution) -> None:
     sdist = plan.served / f"{package.name.replace('-', '_')}-{package.version}.tar.gz"
-    problems += _complaint([*_PYROMA, str(sdist)])
+    problems = [
+        *archive_problems(package, plan.served),
+        *complaints(*_PYROMA, sdist),
+        *complaints("validate_pyproject", package.folder / "pyproject.toml"),
+    ]
     if problems:
         raise RehearsalError("\n".join(problems))
-
-
-def _refuse_unless_valid(packages: Iterable[Distribution]) -> None:
-    files = [str(one.folder / "pyproject.toml") for one in packages]
-    problems = _complaint(["validate_pyproject", *files])
-    if problems:
-        raise RehearsalError("\n".join(problems))
-
-
-def _complaint(command: list[str]) -> list[str]:
-    done = subprocess.run(
-        [sys.executable, "-m", *command], capture_output=True, text=True, check=False
-    )
-    return [f"{' '.join(command)}:\n{done.stdout}{done.stderr}"] if done.returncode else []
 
 
 class _Server(socketserver.ThreadingMixIn, WSGIServer):
@@ -176,10 +150,13 @@ def run_first_example(package: Distribution, venv: CleanVenv) -> None:
 
 
 def _mix_versions(plan: Rehearsal, venv: CleanVenv) -> Iterator[str]:
-    """Pin, upgrade and downgrade single packages, and run into a conflict."""
-    base, upper = _a_pair(plan.workspace)
+    """Pin, upgrade and downgrade the lowest package and one above it, and run into a conflict."""
+    base = plan.workspace[plan.workspace.names[0]]
+    upper = plan.workspace[plan.workspace.direct_dependants(base.name)[0]]
     old = {one.name: one.version for one in (base, upper)}
-    new = {name: _next_patch(version) for name, version in old.items()}
+    new = {
+        name: Version(f"{each.major}.{each.minor}.{each.micro + 1}") for name, each in old.items()
+    }
     breaking = Version(f"{next_breaking(base.version)}.0")
     _serve_again(plan, base, new[base.name])
     _serve_again(plan, base, breaking)
@@ -194,16 +171,6 @@ def _mix_versions(plan: Rehearsal, venv: CleanVenv) -> Iterator[str]:
     _expect(venv, {base.name: new[base.name], upper.name: old[upper.name]})
     yield f"{upper.name} downgrades alone"
     yield _conflict(venv, f"{base.name}=={breaking}", f"{upper.name}=={old[upper.name]}")
-
-
-def _a_pair(workspace: Workspace) -> tuple[Distribution, Distribution]:
-    """The lowest package and one that needs it."""
-    base = workspace.names[0]
-    return workspace[base], workspace[workspace.direct_dependants(base)[0]]
-
-
-def _next_patch(version: Version) -> Version:
-    return Version(f"{version.major}.{version.minor}.{version.micro + 1}")
 
 
 def _serve_again(plan: Rehearsal, package: Distribution, version: Version) -> None:

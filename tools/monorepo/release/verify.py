@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 
 from packaging.version import Version
 
-from api_check.findings import Finding, Weight
+from api_check.findings import Weight
 from api_check.outcome import COULD_NOT_CHECK, PASSED, Outcome, check_package
 from monorepo.changelog import (
     CHANGELOG,
@@ -42,7 +42,7 @@ class Verification:
 
     Attributes:
         refused: Why it may not be published, a line each; empty where it may.
-        notes: What could not be checked, and why that is all right.
+        notes: What could not be checked, and what is still to do before the tag.
     """
 
     refused: tuple[str, ...]
@@ -56,19 +56,23 @@ def verify_release(workspace: Workspace, name: str, *, tag: str | None = None) -
     if not any(release_tags(workspace.root, each, workspace.names) for each in workspace.names):
         notes.append("there are no release tags: nothing earlier to compare with")
     refused = [
-        *_tag_problems(workspace, package, tag),
         *_bump_problems(workspace, package, tag),
-        *(str(one) for one in misfits(workspace)),
-        *_changelog_problems(workspace, package, tag),
+        *misfits(workspace),
+        *_changelog_problems(workspace, package),
     ]
-    if tag is not None:
-        refused.extend([*_missing_siblings(workspace, package), *_address_problems(package)])
+    open_ends = [
+        *_unfolded(package),
+        *_missing_siblings(workspace, package),
+        *_address_problems(package),
+    ]
+    if tag is None:
+        notes += [f"before its tag: {one}" for one in open_ends]
+    else:
+        refused = [*_tag_problems(workspace, package, tag), *refused, *open_ends]
     return Verification(tuple(refused), tuple(notes))
 
 
-def _tag_problems(workspace: Workspace, package: Distribution, text: str | None) -> Iterator[str]:
-    if text is None:
-        return
+def _tag_problems(workspace: Workspace, package: Distribution, text: str) -> Iterator[str]:
     try:
         tag = parse_tag(text, workspace.names)
     except ValueError as error:
@@ -82,14 +86,15 @@ def _tag_problems(workspace: Workspace, package: Distribution, text: str | None)
 
 
 def _branch_problems(root: Path, tag: str) -> Iterator[str]:
-    """Only what was merged is published: the files at hand, and the tag where it is set."""
+    """Only what was merged is published: the files at hand, which the tag has to be set at."""
     main = published_branch(root)
     if main is None:
         yield "there is no branch main to look for the tag in: git fetch origin main"
-        return
-    for revision in ("HEAD", f"refs/tags/{tag}"):
-        if commit_exists(root, revision) and not is_in(root, revision, main):
-            yield f"{revision.removeprefix('refs/tags/')} is no commit of {main}; merge it first"
+    elif not is_in(root, "HEAD", main):
+        yield f"HEAD is no commit of {main}; merge it first"
+    at = f"refs/tags/{tag}"
+    if commit_exists(root, at) and not (is_in(root, at, "HEAD") and is_in(root, "HEAD", at)):
+        yield f"{tag} is set at another commit than HEAD; look there, or git tag --delete {tag}"
 
 
 def _bump_problems(workspace: Workspace, package: Distribution, tag: str | None) -> Iterator[str]:
@@ -109,30 +114,27 @@ def _bump_problems(workspace: Workspace, package: Distribution, tag: str | None)
             yield f"{package.name} {package.version} is released already and did not change"
 
 
-def _changelog_problems(
-    workspace: Workspace, package: Distribution, tag: str | None
-) -> Iterator[str]:
+def _changelog_problems(workspace: Workspace, package: Distribution) -> Iterator[str]:
     text = (package.folder / CHANGELOG).read_text(encoding="utf-8")
-    said = section(text, package.version)
-    if said is None and (tag is not None or _released(workspace, package)):
-        yield f"{CHANGELOG} of {package.name} has no '## {package.version} (YYYY-MM-DD)'"
-    left = fragments(package)
-    if left and tag is not None:
-        yield f"{package.name} still has {FOLDER}/{left[0].name}; run release prepare"
-    elif left:
+    said = section(text, package.version) or ""
+    if fragments(package):
         try:
-            said = rendered(package, package.version, date.min)
+            said += rendered(package, package.version, date.min)
         except ChangelogError as error:
             yield f"{package.name}: {error}"
+    elif not said:
+        yield f"{CHANGELOG} of {package.name} has no '## {package.version} (YYYY-MM-DD)'"
     outcome = since_last_release(workspace, package.name, package.version)
     yield from refusals(outcome)
     breaks = incompatible_changes(outcome)
-    if breaks and not announces_a_break(said or ""):
+    if breaks and not announces_a_break(said):
         yield f"{breaks[0]}, and {CHANGELOG} has nothing under Changed or Removed"
 
 
-def _released(workspace: Workspace, package: Distribution) -> bool:
-    return last_tag(workspace.root, package.name, workspace.names) is not None
+def _unfolded(package: Distribution) -> Iterator[str]:
+    left = fragments(package)
+    if left:
+        yield f"{package.name} still has {FOLDER}/{left[0].name}; run release prepare"
 
 
 def verify_archives(package: Distribution, archives: Path | None) -> list[str]:
@@ -141,7 +143,7 @@ def verify_archives(package: Distribution, archives: Path | None) -> list[str]:
         return list(archive_problems(package, archives))
     with TemporaryDirectory(prefix="release-") as folder:
         build_archives(package, Path(folder))
-        return list(archive_problems(package, Path(folder)))
+        return verify_archives(package, Path(folder))
 
 
 def _missing_siblings(workspace: Workspace, package: Distribution) -> Iterator[str]:
@@ -156,7 +158,7 @@ def _address_problems(package: Distribution) -> Iterator[str]:
     """Links of the index page that lead to the reserved name of the sources as they come."""
     urls = read_toml(package.folder / "pyproject.toml")["project"].get("urls", {})
     if not urls or any(urlsplit(url).netloc.endswith(".example") for url in urls.values()):
-        yield f"[project.urls] of {package.name} have to name the repository: release address URL"
+        yield f"[project.urls] of {package.name} have to name the repository, with CITATION.cff"
 
 
 def since_last_release(workspace: Workspace, package: str, version: Version) -> Outcome:
@@ -169,51 +171,35 @@ def since_last_release(workspace: Workspace, package: str, version: Version) -> 
 
 def incompatible_changes(outcome: Outcome) -> list[str]:
     """The changes that users have to follow, a line each, covered by the version or not."""
-    return _lines(one for one in outcome.findings if one.weight is Weight.BREAKAGE)
+    return [str(one) for one in outcome.findings if one.weight is Weight.BREAKAGE]
 
 
 def refusals(outcome: Outcome, *, dependants: bool = True) -> list[str]:
     """Why a release can't be made, a line each; ``dependants``: ranges over a break count."""
     if outcome.status == COULD_NOT_CHECK:
         return [outcome.notice]
-    return _lines(
-        one
-        for one in outcome.findings
-        if one.fails(strict=False) and (dependants or one.kind != "DEPENDANT_RANGE")
-    )
+    failing = (one for one in outcome.findings if one.fails(strict=False))
+    return [str(one) for one in failing if dependants or one.kind != "DEPENDANT_RANGE"]
 
 
-def _lines(findings: Iterable[Finding]) -> list[str]:
-    return [
-        f"{one.kind} {one.path}: {one.old or '(nothing)'} -> {one.new or '(nothing)'}"
-        for one in findings
-    ]
-
-
-SHIPPED = ("src", "pyproject.toml")
-
-
-def show(workspace: Workspace, name: str) -> list[str]:
+def show(workspace: Workspace, name: str) -> Iterator[str]:
     """What would go into the next release of a package, in lines for people."""
     package = workspace[name]
     tag = last_tag(workspace.root, package.name, workspace.names)
+    head = f"{package.name} {package.version}: "
     if tag is None:
-        head = f"{package.name} {package.version}: no release tag yet"
-        return [head, *_fragment_lines(package)]
-    changed = shipped_changes(workspace, package, tag.name)
-    what = f"{len(changed)} shipped files changed" if changed else "nothing shipped changed"
-    head = f"{package.name} {package.version}: {what} since {tag.name}"
-    return [head, *(f"  {file}" for file in changed), *_fragment_lines(package)]
+        yield f"{head}no release tag yet"
+    else:
+        changed = shipped_changes(workspace, package, tag.name)
+        what = f"{len(changed)} shipped files changed" if changed else "nothing shipped changed"
+        yield f"{head}{what} since {tag.name}"
+        yield from (f"  {file}" for file in changed)
+    for file in fragments(package):
+        yield f"  {FOLDER}/{file.name}: {file.read_text(encoding='utf-8').partition(chr(10))[0]}"
 
 
 def shipped_changes(workspace: Workspace, package: Distribution, since: str) -> list[str]:
     """Files that go into the package and differ from a tag, relative to the repository."""
     folder = package.folder.relative_to(workspace.root).as_posix()
-    return changed_files(workspace.root, since, [f"{folder}/{part}" for part in SHIPPED])
-
-
-def _fragment_lines(package: Distribution) -> list[str]:
-    return [
-        f"  {FOLDER}/{file.name}: {file.read_text(encoding='utf-8').partition(chr(10))[0]}"
-        for file in fragments(package)
-    ]
+    shipped = [f"{folder}/{part}" for part in ("src", "pyproject.toml")]
+    return changed_files(workspace.root, since, shipped)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.dependencies import disagreements, main, provided_by
+from monorepo.dependencies import disagreements, provided_by
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -30,11 +30,6 @@ def declare(repository: SampleRepository, text: str) -> None:
     repository.write({file: repository.read(file) + text})
 
 
-def test_packages_of_this_repository_agree(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([]) == 0
-    assert capsys.readouterr().out == ""
-
-
 def test_agreement_is_silent(repository: SampleRepository) -> None:
     assert found(repository, "mcore-top") == []
 
@@ -48,12 +43,9 @@ def test_agreement_is_silent(repository: SampleRepository) -> None:
         "import importlib\ndef late():\n    importlib.import_module('numpy')\n",
     ],
 )
-def test_undeclared_import_is_named(
-    repository: SampleRepository, capsys: pytest.CaptureFixture[str], code: str
-) -> None:
+def test_undeclared_import_is_named(repository: SampleRepository, code: str) -> None:
     repository.set_code("mcore-top", "import mcore.middle\n" + code)
-    assert main(["--root", str(repository.root)]) == 1
-    (line,) = capsys.readouterr().out.splitlines()
+    (line,) = found(repository, "mcore-top")
     assert line.startswith("packages/mcore-top/src/mcore/top/__init__.py:")
     assert line.endswith("needs numpy, which is not declared")
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.links import broken_links, headings, main
+from monorepo.settings import broken_links, headings, link_problems
 from monorepo.tests.sample_repository import SampleRepository
 
 
@@ -48,13 +48,10 @@ def test_readmes_of_packages_are_read_on_an_index(tmp_path: Path) -> None:
                             "index shows")  # fmt: skip
 
 
-def test_documents_that_git_ignores_are_left_out(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_documents_that_git_ignores_are_left_out(tmp_path: Path) -> None:
     repository = SampleRepository(tmp_path)
     repository.write({"README.md": "[a](docs.md)\n", "docs.md": "x\n", ".gitignore": "ignored/\n"})
     repository.write({"ignored/page.md": "[a](gone.md)\n"})
-    assert main(["--root", str(tmp_path)]) == 0
+    assert list(link_problems(tmp_path)) == []
     repository.write({"new.md": "[a](gone.md)\n"})
-    assert main(["--root", str(tmp_path)]) == 1
-    assert "new.md: gone.md leads to no file" in capsys.readouterr().out
+    assert list(link_problems(tmp_path)) == ["new.md: gone.md leads to no file"]

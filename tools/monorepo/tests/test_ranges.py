@@ -1,11 +1,10 @@
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
-from monorepo.ranges import fresh_range, main, misfits, next_breaking
+from monorepo.ranges import misfits
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.workspace import REPOSITORY, load_workspace
+from monorepo.workspace import load_workspace
 
 
 @pytest.fixture
@@ -19,18 +18,13 @@ def repository(tmp_path: Path) -> SampleRepository:
 
 
 def _said(repository: SampleRepository) -> list[str]:
-    return [str(one) for one in misfits(load_workspace(repository.root))]
-
-
-def test_the_ranges_of_this_repository_fit() -> None:
-    assert misfits(load_workspace(REPOSITORY)) == []
+    return list(misfits(load_workspace(repository.root)))
 
 
 def test_a_minor_bump_of_a_sibling_lists_every_package_that_has_to_follow(
-    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+    repository: SampleRepository,
 ) -> None:
-    assert main(["--root", str(repository.root)]) == 0
-    assert "3 ranges between 3 packages fit" in capsys.readouterr().out
+    assert _said(repository) == []
     repository.set_version("mcore-versioning", "0.2.0")
     assert _said(repository) == [
         f"{package} requires mcore-versioning>=0.1,<0.2, which leaves out mcore-versioning 0.2.0 "
@@ -38,8 +32,6 @@ def test_a_minor_bump_of_a_sibling_lists_every_package_that_has_to_follow(
         "if it needs the new version"
         for package in ("mcore-tensor", "mcore-parallel")
     ]
-    assert main(["--root", str(repository.root)]) == 1
-    assert "mcore-versioning 0.2.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -48,6 +40,7 @@ def test_a_minor_bump_of_a_sibling_lists_every_package_that_has_to_follow(
         ("mcore-versioning>=0.2,<0.3", "0.1.0", '"mcore-versioning>=0.1,<0.2"'),
         ("mcore-versioning==0.1.0", "1.2.3", '"mcore-versioning>=1.2.3,<2"'),
         ("mcore-versioning", "0.1.0", '"mcore-versioning>=0.1,<0.2"'),
+        ("mcore-versioning>=0.1", "0.1.0", '"mcore-versioning>=0.1,<0.2"'),
         ("mcore-versioning>=1,<2", "2.0.0", '"mcore-versioning>=1,<3"'),
     ],
 )
@@ -58,7 +51,7 @@ def test_the_advice_is_what_to_write(
     repository.add_package("mcore-tensor", needs=(written,))
     repository.add_package("mcore-parallel")
     [line] = _said(repository)
-    assert f"write {advice}" in line
+    assert line.endswith(f"; write {advice}") or f"write {advice}, or" in line
 
 
 def test_ranges_of_extras_count_and_pre_releases_are_taken(repository: SampleRepository) -> None:
@@ -73,16 +66,3 @@ def test_ranges_of_extras_count_and_pre_releases_are_taken(repository: SampleRep
     assert "write \"mcore-tensor>=0.1,<0.2; python_version > '3'\"" in line.replace('\\"', "'") or (
         'write "mcore-tensor>=0.1,<0.2; python_version > "3""' in line
     )
-
-
-@pytest.mark.parametrize(
-    ("version", "cap", "fresh"),
-    [
-        ("0.1.4", "0.2", ">=0.1.4,<0.2"),
-        ("0.2.0", "0.3", ">=0.2,<0.3"),
-        ("1.4.2", "2", ">=1.4.2,<2"),
-    ],
-)
-def test_a_range_ends_at_the_next_breaking_version(version: str, cap: str, fresh: str) -> None:
-    assert next_breaking(Version(version)) == cap
-    assert fresh_range(Version(version)) == fresh

@@ -58,8 +58,7 @@ def test_a_missing_cap_is_found_when_users_upgrade(repository: SampleRepository)
     with pytest.raises(RehearsalError, match=r"asked for mcore-base 0\.1\.1.*got mcore-base 0\.2"):
         said.extend(_steps(repository))  # what came before the error stays
     assert said == [
-        "2 wheels and sdists pass twine, check-wheel-contents and pyroma",
-        "their pyproject.toml are valid",
+        "2 wheels and sdists pass twine, check-wheel-contents, pyroma and validate-pyproject",
         "mcore-base alone brings nothing of ours, and its first example runs",
         "mcore-upper alone brings mcore-base, and its first example runs",
         "mcore-base and mcore-upper can be pinned to different versions",
@@ -71,7 +70,7 @@ def test_a_page_that_an_index_shows_badly_is_refused(repository: SampleRepositor
     shutil.rmtree(repository.root / "packages/mcore-upper")
     file = "packages/mcore-base/pyproject.toml"
     repository.write({file: repository.read(file).replace('keywords = ["a"]\n', "")})
-    with pytest.raises(RehearsalError, match=r"(?s)pyroma .*keywords"):
+    with pytest.raises(RehearsalError, match=r"pyroma: .*keywords"):
         list(_steps(repository))
 
 

@@ -1,18 +1,20 @@
 """Faults in settings that no test of a package would notice."""
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from monorepo.ranges import misfits
-from monorepo.settings import matrix_problems, package_problems, workflow_problems
-from monorepo.suites import lost_tests, lowered_floors, main, skipped_files, with_raised_floor
+from monorepo.__main__ import CHECKS, main
+from monorepo.suites import lost_tests, with_raised_floor
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import REPOSITORY, load_workspace
 
 TENSOR = "packages/mcore-tensor"
+PYPROJECT = f"{TENSOR}/pyproject.toml"
+CI = ".github/workflows/ci.yml"
 HATCH = """\
 [envs.default]
 dependencies = ["torch=={matrix:torch:2.13.0}"]
@@ -31,61 +33,83 @@ jobs:
 """
 
 
-@pytest.fixture
-def repository(tmp_path: Path) -> SampleRepository:
-    repository = SampleRepository(tmp_path / "repository")
-    repository.add_package("mcore-versioning")
+# What a package of the sample needs besides, to be as those of this repository are.
+TABLES = """
+classifiers = [{classifiers}]
+authors = [{{ name = "A" }}]
+maintainers = [{{ name = "M" }}]
+keywords = ["a"]
+dependencies"""
+URLS = """
+[project.urls]
+Homepage = "https://mcore.example"
+Source = "https://mcore.example/tree/main/{folder}"
+Changelog = "https://mcore.example/blob/main/{folder}/CHANGELOG.md"
+Issues = "https://mcore.example/issues"
+
+[tool.monorepo]
+tests = 2
+"""
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory: pytest.TempPathFactory) -> SampleRepository:
+    """A repository without a fault, which no test changes."""
+    repository = SampleRepository(tmp_path_factory.mktemp("settings") / "repository")
     needs = ("torch>=2.11", "mcore-versioning>=0.1,<0.2")
+    repository.add_package("mcore-versioning")
     repository.add_package("mcore-tensor", needs=needs)
-    for name in ("versioning", "tensor"):
-        file = f"packages/mcore-{name}/pyproject.toml"
-        python = [f'"Programming Language :: Python :: {one}"' for one in ("3", "3.10", "3.11")]
-        added = f"classifiers = [{', '.join(python)}]\ndependencies"
-        text = repository.read(file).replace("dependencies", added, 1)
-        repository.write({file: f"{text}\n[tool.monorepo]\ntests = 2\n"})
-        tests = "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\n"
-        repository.write({f"packages/mcore-{name}/tests/test_x.py": tests})
+    pythons = ", ".join(f'"Programming Language :: Python :: {each}"' for each in ("3.10", "3.11"))
     for name, siblings in (("versioning", ""), ("tensor", "packages/mcore-versioning ")):
         folder = f"packages/mcore-{name}"
-        repository.write({f"{folder}/README.md": f"pip install {siblings}{folder}\n"})
+        head, _, rest = repository.read(f"{folder}/pyproject.toml").partition("dependencies")
+        rest = rest.replace('[project.urls]\nHomepage = "https://github.com/sample/sample"\n', "")
+        text = f"{head}{TABLES.format(classifiers=pythons).strip()}{rest}"
+        tests = "def test_a(): ...\nclass TestB:\n    def test_c(self): ...\n"
+        repository.write(
+            {
+                f"{folder}/pyproject.toml": text + URLS.format(folder=folder),
+                f"{folder}/tests/test_x.py": tests,
+                f"{folder}/README.md": f"pip install {siblings}{folder}\n",
+            }
+        )
     repository.write(
-        {"hatch.toml": HATCH, "LICENSE": "Apache-2.0\n", ".github/workflows/ci.yml": WORKFLOW}
+        {
+            "hatch.toml": HATCH,
+            "pyproject.toml": "[tool.monorepo]\ntests = 1\n",
+            "LICENSE": "Apache-2.0\n",
+            "CITATION.cff": "url: https://mcore.example\n",
+            CI: WORKFLOW,
+            "tools/some/tests/test_y.py": "def test_y(): ...\n",
+            "tests-integration/test_z.py": "def test_z(): ...\n",
+        }
     )
     repository.commit()
     return repository
 
 
+@pytest.fixture
+def repository(sound: SampleRepository, tmp_path: Path) -> SampleRepository:
+    shutil.copytree(sound.root, tmp_path / "repository")
+    return SampleRepository(tmp_path / "repository")
+
+
 def _found(repository: SampleRepository) -> list[str]:
     workspace = load_workspace(repository.root)
-    return [
-        *package_problems(workspace),
-        *matrix_problems(workspace),
-        *workflow_problems(workspace),
-        *map(str, misfits(workspace)),
-        *skipped_files(workspace.root),
-        *lost_tests(workspace),
-    ]
+    checks = ("settings", "suites", "ranges")
+    return [said for check in checks for said in CHECKS[check](workspace, None)]
 
 
-def test_a_sound_repository_passes(repository: SampleRepository) -> None:
-    assert _found(repository) == []
-
-
-def test_this_repository_passes() -> None:
-    for module in ("settings", "suites"):
-        command = [sys.executable, "-m", f"monorepo.{module}"]
-        done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stdout
-
-
-PYPROJECT = f"{TENSOR}/pyproject.toml"
-CI = ".github/workflows/ci.yml"
+def test_a_sound_repository_passes(sound: SampleRepository) -> None:
+    assert _found(sound) == []
 
 
 @pytest.mark.parametrize(
     ("file", "old", "new", "said"),
     [
         (f"{TENSOR}/LICENSE", "Apache", "Other", "LICENSE has to be a copy of the one at the root"),
+        ("LICENSE", None, None, "there is no LICENSE at the root"),
+        (PYPROJECT, '["LICENSE"]', "[]", "mcore-tensor: license-files has to be"),
         (f"{TENSOR}/src/mcore/tensor/py.typed", None, None, "py.typed is missing"),
         (
             f"{TENSOR}/src/mcore/__init__.py", None, "",
@@ -93,10 +117,15 @@ CI = ".github/workflows/ci.yml"
         ),
         ("packages/stray/README.md", None, "", "packages/stray has no pyproject.toml"),
         (
-            f"{TENSOR}/README.md", "packages/mcore-versioning ", "",
+            f"{TENSOR}/README.md", None, None,
             "how to install from a clone: pip install packages/mcore-versioning packages/mcore-t",
         ),
+        (PYPROJECT, 'keywords = ["a"]', "", "its page on an index would have no keywords"),
+        (PYPROJECT, "example/issues", "example/bugs", "mcore-tensor: [project.urls] has to be"),
+        ("CITATION.cff", "mcore.example", "github.com/a/b", "[project.urls] has to be"),
         (PYPROJECT, "torch>=2.11", "torch==2.13.0", "pins torch==2.13.0: users could not"),
+        (PYPROJECT, "torch>=2.11", "torch", "mcore-tensor: requires torch, which has no floor"),
+        (PYPROJECT, "torch>=2.11", "torch<3,>=2.12", "no cell for torch 2.12 of mcore-tensor"),
         (PYPROJECT, "versioning>=0.1,<0.2", "versioning==0.1.0", "a range with a floor and a cap"),
         (PYPROJECT, "versioning>=0.1,<0.2", "versioning>=0.1", "a range with a floor and a cap"),
         (PYPROJECT, ', "Programming Language :: Python :: 3.11"', "", "classifiers say Python"),
@@ -109,7 +138,10 @@ CI = ".github/workflows/ci.yml"
         (CI, "hatch run test", "hatch run tests", "hatch.toml has no command tests"),
         (CI, "monorepo.plan", "monorepo.plam", "there is no module monorepo.plam"),
         (f"{TENSOR}/tests/x_test.py", None, "def test_y(): ...\n", "pytest collects test_*.py"),
-        (f"{TENSOR}/tests/test_x.py", None, None, "has 0 tests, and 2 is the floor"),
+        (f"{TENSOR}/tests/test_x.txt", None, "def test_y(): ...\n", "pytest collects test_*.py"),
+        (f"{TENSOR}/tests/test_x.py", None, None, f"{PYPROJECT} promises 2 tests, and there are 0"),
+        (f"{TENSOR}/tests/test_x.py", "test_c", "c", f"{PYPROJECT}: 3 tests on main, and now 2"),
+        ("tools/some/tests/test_y.py", None, None, "pyproject.toml: 2 tests on main, and now 1"),
     ],
 )  # fmt: skip
 def test_a_planted_fault_is_named(
@@ -124,20 +156,29 @@ def test_a_planted_fault_is_named(
     assert said in "\n".join(_found(repository))
 
 
-def test_a_floor_of_tests_may_only_rise(
+def test_a_floor_of_tests_is_written_down_and_rises(
     repository: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
     repository.branch("change")
     text = repository.read(PYPROJECT)
-    package = load_workspace(repository.root)["mcore-tensor"]
-    raised = with_raised_floor(package, text)
+    raised = with_raised_floor(repository.root, repository.root / PYPROJECT)
     assert raised == text.replace("tests = 2", "tests = 3")
     repository.write({PYPROJECT: raised})
-    assert list(lowered_floors(load_workspace(repository.root), "main")) == []
+    assert list(lost_tests(repository.root, "main")) == []
+    repository.write({f"{TENSOR}/tests/test_x.py": "def test_a(): ...\n"})
     repository.write({PYPROJECT: text.replace("tests = 2", "tests = 1")})
-    assert main(["--root", str(repository.root), "--base", "main"]) == 1
-    assert "mcore-tensor: the floor of its tests fell from 2 to 1" in capsys.readouterr().out
-    assert main(["--root", str(repository.root), "--base", "nowhere"]) == 2
+    assert list(lost_tests(repository.root, None)) == []
+    command = ["suites", "--root", str(repository.root), "--base"]
+    assert main([*command, "main"]) == 1
+    assert f"{PYPROJECT}: the floor of its tests fell from 2 to 1" in capsys.readouterr().out
+    assert main([*command, "nowhere"]) == 2
+    assert "nowhere" in capsys.readouterr().err
+
+
+def test_an_unknown_check_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sweets"])
+    assert "no check sweets; there are: settings, suites" in capsys.readouterr().err
 
 
 @pytest.fixture

@@ -60,17 +60,13 @@ def test_the_main_jobs_tests_run_on_installed_packages(
     assert main([*root, "--fail"]) == 1
 
 
-def test_a_module_that_cannot_be_imported_is_named(
+def test_what_cannot_be_used_together_is_an_error(
     repository: SampleRepository, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    root = ["--root", str(repository.root)]
     repository.set_code("mcore-other", "import mcore.gone\n")
-    assert main(["--root", str(repository.root)]) == 1
+    assert main(root) == 1
     assert "mcore-other cannot be imported:" in capfd.readouterr().err
-
-
-def test_ranges_that_exclude_each_other_are_an_error(
-    repository: SampleRepository, capfd: pytest.CaptureFixture[str]
-) -> None:
     repository.set_version("mcore-base", "0.2.0")
-    assert main(["--root", str(repository.root)]) == 1
+    assert main(root) == 1
     assert "mcore-base>=0.1,<0.2" in capfd.readouterr().err

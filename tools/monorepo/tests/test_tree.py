@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.tests.sample_repository import SampleRepository
-from monorepo.tree import Root, code_lines, main, module_files, problems
+from monorepo.tree import Root, code_lines, module_files, problems
 from monorepo.workspace import REPOSITORY
 
 LONG = "\n".join(f"x{number} = {number}" for number in range(40)) + "\n"
@@ -93,19 +92,3 @@ def test_tests_are_no_modules_of_a_tool() -> None:
     files = module_files("monorepo", REPOSITORY / "tools")
     assert files["monorepo"].name == "__init__.py"
     assert not [name for name in files if "tests" in name]
-
-
-def test_the_command_names_the_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    repository = SampleRepository(tmp_path)
-    repository.add_package("mcore-treesample")
-    folder = "packages/mcore-treesample/src/mcore/treesample"
-    repository.write({f"{folder}/big.py": LONG})
-    assert main(["--root", str(tmp_path)]) == 0
-    repository.write(
-        {
-            f"{folder}/big.py": f"import mcore.treesample.tiny\n{LONG}",
-            f"{folder}/tiny.py": "x = 1\n",
-        }
-    )
-    assert main(["--root", str(tmp_path)]) == 1
-    assert "mcore.treesample.tiny: 1 lines" in capsys.readouterr().out

@@ -22,13 +22,9 @@ def test_one():
     ("arguments", "expected"),
     [
         ([], "gw0"),
-        (["folder"], "gw0"),
-        (["-k", "one"], "gw0"),
-        (["folder/test_a.py"], "none"),
         (["folder/test_a.py::test_one"], "none"),
         (["-n", "0"], "none"),
         (["-p", "no:xdist"], "none"),
-        (["--capture=no"], "none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )

@@ -74,29 +74,18 @@ def test_order_closure_and_dependants(repository: SampleRepository) -> None:
     assert workspace.ordered(["mcore-top", "mcore-base"]) == ("mcore-base", "mcore-top")
 
 
-def test_working_directory_does_not_matter(
-    repository: SampleRepository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(repository.root.parent)
-    relative = load_workspace(Path("repository"))
-    monkeypatch.chdir("/")
-    assert load_workspace(repository.root) == relative
-
-
-def test_unknown_name_tells_the_known_ones(repository: SampleRepository) -> None:
+def test_names_are_chosen_by_any_spelling(repository: SampleRepository) -> None:
+    workspace = load_workspace(repository.root)
+    assert workspace.chosen([]) == workspace.names
+    assert workspace.chosen(["mcore-top", "mcore_base"]) == ("mcore-base", "mcore-top")
     with pytest.raises(WorkspaceError, match=r"'mcore-lost' is not a package.*mcore-base"):
-        load_workspace(repository.root)["mcore-lost"]
+        workspace.chosen(["mcore-lost"])
 
 
 def test_circle_is_refused(repository: SampleRepository) -> None:
     repository.add_package("mcore-base", needs=("mcore-top>=0.1",))
-    with pytest.raises(WorkspaceError, match="need each other: mcore-base, mcore-middle"):
+    with pytest.raises(WorkspaceError, match=r"need each other: .*mcore-base, mcore-middle"):
         load_workspace(repository.root)
-
-
-def test_folder_without_packages_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(WorkspaceError, match="give the repository's root"):
-        load_workspace(tmp_path)
 
 
 def test_two_packages_of_one_name_are_refused(repository: SampleRepository) -> None:
@@ -124,7 +113,10 @@ def test_incomplete_file_is_named(
         load_workspace(repository.root)
 
 
-def test_version_file_without_version_is_refused(repository: SampleRepository) -> None:
-    repository.write({"packages/mcore-side/src/mcore/side/_version.py": "version = 1\n"})
-    with pytest.raises(WorkspaceError, match=r"no line such as __version__"):
+@pytest.mark.parametrize(
+    ("text", "count"), [("version = 1\n", 0), ('__version__ = "1"\n__version__ = "2"\n', 2)]
+)
+def test_a_version_is_stated_once(repository: SampleRepository, text: str, count: int) -> None:
+    repository.write({"packages/mcore-side/src/mcore/side/_version.py": text})
+    with pytest.raises(WorkspaceError, match=rf"has {count} lines such as __version__"):
         load_workspace(repository.root)

@@ -1,0 +1,53 @@
+"""Command line: ``python -m monorepo [CHECK ...]``. What the repository's files say, checked."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+
+from monorepo import changelog, dependencies, migration, ranges, settings, suites, tree
+from monorepo.git_tags import GitError
+from monorepo.workspace import REPOSITORY, Workspace, load_workspace
+
+CHECKS: Mapping[str, Callable[[Workspace, str | None], Iterable[str]]] = {
+    "settings": lambda workspace, _: settings.problems(workspace),
+    "suites": lambda workspace, base: suites.problems(workspace.root, base),
+    "tree": lambda workspace, _: tree.problems(tree.import_roots(workspace)),
+    "links": lambda workspace, _: settings.link_problems(workspace.root),
+    "dependencies": lambda workspace, _: dependencies.problems(workspace),
+    "ranges": lambda workspace, _: ranges.misfits(workspace),
+    "changelog": changelog.problems,
+    "migration": lambda workspace, _: migration.problems(workspace),
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print what is wrong; return 1 if anything is, 2 where that cannot be told."""
+    parser = argparse.ArgumentParser(prog="python -m monorepo", description=__doc__)
+    parser.add_argument("checks", nargs="*", metavar="CHECK", help=f"of {', '.join(CHECKS)}")
+    parser.add_argument("--base", metavar="REF", help="also hold a change to what was there")
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    unknown = set(options.checks) - CHECKS.keys()
+    if unknown:
+        parser.error(f"no check {', '.join(sorted(unknown))}; there are: {', '.join(CHECKS)}")
+    try:
+        return _run(load_workspace(options.root), options.checks or CHECKS, options.base)
+    except (GitError, ValueError) as error:  # of a repository whose files cannot be read
+        print(error, file=sys.stderr)
+        return 2
+
+
+def _run(workspace: Workspace, names: Iterable[str], base: str | None) -> int:
+    status = 0
+    for name in names:
+        found = list(CHECKS[name](workspace, base))
+        print("\n".join(found) or f"{name}: in order", flush=True)
+        status = status or int(bool(found))
+    return status
+
+
+if __name__ == "__main__":
+    sys.exit(main())
