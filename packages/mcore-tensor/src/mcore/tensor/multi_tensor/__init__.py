@@ -189,8 +189,8 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
 
     Returns:
         The norm, float32 without dimensions, on the device of the first tensor, on the CPU where
-        there is none; within 2e-6 of the exact norm, except for float32 elements below 1e-18, whose
-        squares are too small for float32. As in ``local_multi_tensor_l2_norm``, squares that
+        there is none; within 2e-6 of the exact norm, unless that is below 1e-18, where squares
+        are too small for float32. As in ``local_multi_tensor_l2_norm``, squares that
         overflow the float32 sum of a few of them make it infinite.
 
     Raises:
