@@ -3,7 +3,6 @@ import weakref
 
 import pytest
 import torch
-from torch.autograd import forward_ad
 
 from mcore.tensor import (
     MakeViewlessTensor,
@@ -158,18 +157,6 @@ def test_under_function_transforms():
     torch.testing.assert_close(
         torch.func.grad(lambda y: torch.func.grad(cubes)(y).sum())(x[0]), 48 * x[0]
     )
-
-
-def test_forward_mode():
-    x = torch.randn(3, 4)
-    expected = 24 * x**2
-    tangent = torch.func.jvp(cubes, (x,), (torch.ones_like(x),))[1]
-    torch.testing.assert_close(tangent, expected.sum())
-    hessian = torch.func.hessian(cubes)(x).view(12, 12)
-    torch.testing.assert_close(hessian, torch.diag(48 * x.view(-1)))
-    with forward_ad.dual_level():
-        dual = cubes(forward_ad.make_dual(x.requires_grad_(), torch.ones_like(x)))
-        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, expected.sum())
 
 
 @pytest.mark.parametrize(

@@ -67,11 +67,6 @@ class MakeViewlessTensor(torch.autograd.Function):
         """Pass the gradient on unchanged; ``requires_grad`` gets none."""
         return grad_output, None
 
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, _: None) -> Tensor:
-        """Pass the tangent of forward mode on unchanged."""
-        return tangent.view_as(tangent)
-
 
 class _TransformableViewlessTensor(torch.autograd.Function):
     """The same function in the form that ``torch.func`` transforms can differentiate and batch."""
@@ -89,10 +84,6 @@ class _TransformableViewlessTensor(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
         return grad_output
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
-        return tangent.view_as(tangent)
 
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
