@@ -99,6 +99,30 @@ def test_gated_module_is_an_ordinary_module() -> None:
     again = copy.deepcopy(layer)
     assert type(again) is Doubling
     assert again.weight is not layer.weight
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch.jit is deprecated
+        for other in (torch.fx.symbolic_trace(layer), torch.jit.script(layer)):
+            assert torch.equal(other(x), layer(x))
+
+
+def test_schema_of_a_gated_model_is_described_at_any_time() -> None:
+    import pydantic  # with mlflow, which needs it
+
+    @experimental_cls("0.1.0")
+    class Settings(pydantic.BaseModel):
+        width: int = 8
+
+        @pydantic.computed_field
+        def area(self) -> int:
+            return self.width**2
+
+    with pytest.raises(ExperimentalNotEnabledError):
+        Settings()
+    with experimental_enabled():
+        settings = Settings(width=3)
+    assert settings.model_copy(update={"width": 4}).model_dump() == {"width": 4, "area": 16}
+    schema = Settings.model_json_schema(mode="serialization")
+    assert list(schema["properties"]) == ["width", "area"]
 
 
 def test_gated_module_is_saved_and_loaded(monkeypatch: pytest.MonkeyPatch) -> None:

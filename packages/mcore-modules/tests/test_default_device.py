@@ -116,11 +116,8 @@ def of_layers():
 def test_results_do_not_depend_on_the_default_device():
     for use in (of_precision, of_models, of_initialisation, of_layers):
         expected = list(use())
-        torch.set_default_device("meta")
-        try:
+        with torch.device("meta"):  # what torch.set_default_device does
             found = list(use())
-        finally:
-            torch.set_default_device(None)
         assert repr(found) == repr(expected), use.__name__
         assert "meta" not in repr(found)
 

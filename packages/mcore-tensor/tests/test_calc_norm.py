@@ -52,6 +52,11 @@ def test_other_tensors_are_refused_by_index(wrong, message):
         calc_norm([torch.ones(1), wrong])
 
 
+def test_a_tensor_is_not_taken_for_a_list_of_its_rows():
+    with pytest.raises(TypeError, match="tensors must be a list of tensors"):
+        calc_norm(torch.ones(3, 2))
+
+
 def test_meta_tensors_give_a_meta_norm_and_are_not_mixed():
     meta = torch.ones(3, device="meta")
     assert calc_norm([meta, meta.half()]).is_meta

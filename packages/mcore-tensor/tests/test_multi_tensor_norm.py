@@ -222,6 +222,36 @@ def test_a_long_tensor_with_one_element_left_over(dtype, rows):
             assert each.tolist() == pytest.approx([expected, math.sqrt(5)], rel=1e-6)
 
 
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("length", [5000, 50_000])
+def test_infinite_and_nan_are_told_apart_at_any_place(dtype, length):
+    largest = torch.finfo(dtype).max
+    for values, expected in (
+        ([math.inf, -math.inf], math.inf),
+        ([math.inf, math.nan], math.nan),
+        ([-math.inf] * 1500, math.inf),
+        ([largest] * 1500, math.inf if dtype != torch.half else largest * math.sqrt(1500)),
+    ):
+        tensor = torch.zeros(length, dtype=dtype)
+        tensor[-len(values) - 7 : -7] = torch.tensor(values)
+        for per_tensor in (True, False):
+            norm, each = local_multi_tensor_l2_norm(CHUNK, None, [[tensor]], per_tensor)
+            assert norm.item() == pytest.approx(expected, rel=1e-6, nan_ok=True)
+            assert each.tolist() == (pytest.approx([expected], nan_ok=True) if per_tensor else [])
+
+
+@pytest.mark.parametrize("length", [10, 20_000])
+def test_transforms_and_fake_tensors_outside_of_their_mode(length):
+    data = torch.randn(3, length).bfloat16()
+
+    def norms_of(tensor):
+        return torch.cat(local_multi_tensor_l2_norm(CHUNK, None, [[tensor, tensor[:4]]], True))
+
+    expected = torch.stack([norms_of(row) for row in data])
+    torch.testing.assert_close(torch.vmap(norms_of)(data), expected)
+    assert norms_of(FakeTensorMode().from_tensor(data[0])).shape == (3,)
+
+
 @pytest.mark.parametrize("per_tensor", [True, False])
 @pytest.mark.parametrize("wide_first", [True, False])
 def test_squares_of_float64_are_not_narrowed_beside_float32(per_tensor, wide_first):

@@ -238,6 +238,22 @@ def test_a_source_that_is_another_name_of_its_destination(length):
     scale([parameter.data], [parameter], 2.0)
     scale([parameter.data.view(2, -1)], [parameter], 2.0)
     assert (parameter == 4).all()
+    parameter.data.fill_(3e38)
+    for noop_flag, factor, expected in ((zero_flag(), 2.0, 0), (zero_flag(), 0.0, 1)):
+        scale([parameter.data], [parameter], factor, noop_flag)  # finite, infinite afterwards
+        assert noop_flag.item() == expected
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.half, torch.float32)])
+def test_one_bad_element_in_any_of_many_small_sources_sets_the_flag(dtypes):
+    sources = [torch.full((1000,), torch.finfo(dtypes[0]).max, dtype=dtypes[0])] * 1100
+    destinations = [torch.empty(1000, dtype=dtypes[1]) for _ in sources]
+    for place in (None, 0, 600, 1099):
+        given, noop_flag = list(sources), zero_flag()
+        if place is not None:
+            given[place] = torch.cat([sources[0][1:], floats([math.inf], dtypes[0])])
+        scale(given, destinations, 1.0, noop_flag)
+        assert noop_flag.item() == (place is not None)
 
 
 def test_an_expanded_source():
@@ -307,7 +323,7 @@ def test_the_path_of_accelerators_gives_the_same(seed, source_dtype, dtype):
     ]
     destinations = [torch.zeros_like(source, dtype=dtype) for source in sources]
     wide = torch.float64 if torch.float64 in (source_dtype, dtype) else torch.float32
-    multiply = scaling._CheckedMultiply(0.3, wide, torch.device("cpu"), 0)
+    multiply = scaling._CheckedMultiply(0.3, wide, torch.device("cpu"), 0, False)
     cut_sources, cut_destinations = scaling._cut(sources, destinations, 1000)
     assert max(source.numel() for source in cut_sources) <= 1000
     for batch in scaling._batches(cut_sources, 1000):

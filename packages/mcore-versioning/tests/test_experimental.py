@@ -328,6 +328,12 @@ def test_bad_input_is_refused_at_decoration() -> None:
         experimental_fn("0.1.0", max_lifetime=-1)
     with pytest.raises(ValueError, match="max_lifetime"):
         experimental_fn("0.1.0")(len, max_lifetime=-1)
+    unusable: Any
+    for unusable in ("3", 2.5, None, True):
+        with pytest.raises(TypeError, match=f"max_lifetime .*, not {unusable!r}"):
+            experimental_fn("0.1.0", max_lifetime=unusable)
+        with pytest.raises(TypeError, match=f"max_lifetime .*, not {unusable!r}"):
+            experimental_fn("0.1.0")(len, unusable)
     with pytest.raises(TypeError, match="can't be decorated"):
         experimental_fn("0.1.0")(5)
 

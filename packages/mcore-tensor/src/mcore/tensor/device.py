@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
@@ -90,6 +91,13 @@ def traced_device(device: torch.device | str | int | None) -> torch.device | Non
     if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
         return resolve_device(device)
     return None
+
+
+def are_traced(tensors: Iterable[torch.Tensor]) -> bool:
+    """Return whether tensors are compiled, fake or in a ``torch.func`` transform now."""
+    if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
+        return True
+    return any(issubclass(kind, FakeTensor) for kind in set(map(type, tensors)))
 
 
 def is_transform_wrapper(tensor: torch.Tensor) -> bool:

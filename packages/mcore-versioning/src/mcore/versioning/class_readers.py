@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-# Beginnings of module names, a dot added to each. Those of torch evaluate guards of compiled code.
+# Beginnings of module names, a dot added to each. Those of torch compile live modules, and
+# evaluate the guards of what was compiled.
 _TOOLS = (
     "IPython.",
     "_pytest.",
@@ -19,11 +20,14 @@ _TOOLS = (
     "inspect.",
     "jedi.",
     "pdoc.",
+    "pydantic.",
     "pydoc.",
     "rlcompleter.",
     "sphinx.",
     "torch._dynamo.",
     "torch._guards.",
+    "torch.fx.",
+    "torch.jit.",
     "unittest.mock.",
 )
 # These make an instance only from another one.

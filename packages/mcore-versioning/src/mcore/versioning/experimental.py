@@ -108,7 +108,7 @@ def experimental_fn(
     Raises:
         ExperimentalNotEnabledError: At a call, while experimental code is switched off.
         packaging.version.InvalidVersion: One of the versions is not valid.
-        TypeError: Used without arguments, or on a class.
+        TypeError: Used without arguments, or on a class, or ``max_lifetime`` is not an int.
         ValueError: ``max_lifetime`` is negative.
 
     Example:
@@ -152,9 +152,10 @@ def check_introduction(
 
 def check_lifetime(max_lifetime: int) -> None:
     """Reject a lifetime that is not a number of releases."""
-    if max_lifetime < 0:
-        raise ValueError(
-            f"max_lifetime must be a number of minor releases, 0 or more, not {max_lifetime}"
+    is_number = hasattr(max_lifetime, "__index__") and not isinstance(max_lifetime, bool)
+    if not is_number or max_lifetime < 0:
+        raise (ValueError if is_number else TypeError)(
+            f"max_lifetime must be a number of minor releases, 0 or more, not {max_lifetime!r}"
         )
 
 

@@ -91,7 +91,8 @@ def experimental_cls(
         ExperimentalNotEnabledError: At use, while experimental code is switched off.
         packaging.version.InvalidVersion: One of the versions is not valid.
         TypeError: Used without arguments, or on something that can't be gated: an enum, a
-            ``TypedDict``, a protocol, a class whose metaclass is written in C, or no class.
+            ``TypedDict``, a protocol, a class whose metaclass is written in C, or no class; or
+            ``max_lifetime`` is not an int.
         ValueError: ``max_lifetime`` is negative.
 
     Example:

@@ -189,17 +189,21 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
 
     Returns:
         The norm, float32 without dimensions, on the device of the first tensor, on the CPU where
-        there is none; within 2e-6 of the exact norm. As in ``local_multi_tensor_l2_norm``, squares
-        that overflow the float32 sum of a few of them make it infinite.
+        there is none; within 2e-6 of the exact norm, unless that is below 1e-18, where squares
+        are too small for float32. As in ``local_multi_tensor_l2_norm``, squares that
+        overflow the float32 sum of a few of them make it infinite.
 
     Raises:
-        TypeError: A sparse tensor, or one of an integer, boolean, complex or 8-bit dtype.
+        TypeError: A sparse tensor, or one of an integer, boolean, complex or 8-bit dtype; or
+            ``tensors`` is a tensor.
         ValueError: A DTensor has a partial placement, or only some tensors are on the meta device.
 
     Example:
         >>> calc_norm([torch.tensor([3.0, 4.0]), torch.tensor([12.0], dtype=torch.bfloat16)])
         tensor(13.)
     """
+    if isinstance(tensors, Tensor):
+        raise TypeError("tensors must be a list of tensors, got a tensor")
     given = list(tensors)
     shards = [_shards(tensor, index) for index, tensor in enumerate(given)]
     local = [to_local_if_dtensor(tensor) for tensor in given]

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from mcore.tensor.device import are_traced
 
 _SMALL = 1 << 16  # elements up to which packing a tensor costs less than operations on it
 _TOGETHER = 1 << 17  # elements of small tensors copied before they are multiplied
 _PACK = 1 << 19  # elements of small tensors packed
 _CPU_BLOCK = 1 << 19  # elements of a long tensor worked on at a time
-_ROW = 1 << 12  # elements multiplied by zeros at once
 _ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a narrow result needs
 
 
@@ -29,7 +31,7 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
         sources = [moved(source, device) for source in sources]
     wide = torch.promote_types(torch.promote_types(sources[0].dtype, dtype), torch.float32)
     length = sum(source.numel() for source in sources)
-    multiply = _CheckedMultiply(scale, wide, device, length)
+    multiply = _CheckedMultiply(scale, wide, device, length, are_traced(sources))
     if sources[0] is destinations[0]:
         multiply.in_place(destinations)
     elif device.type == "cpu":
@@ -60,14 +62,19 @@ class _CheckedMultiply:
     """Multiplies by one factor and records, on the device, whether all input was finite."""
 
     def __init__(
-        self, scale: float | Tensor, dtype: torch.dtype, device: torch.device, length: int
+        self,
+        scale: float | Tensor,
+        dtype: torch.dtype,
+        device: torch.device,
+        length: int,
+        is_traced: bool,
     ) -> None:
         self.dtype = dtype
+        self.is_traced = is_traced
         self.is_identity = not isinstance(scale, Tensor) and scale == 1
         self._factor = _factor(scale, dtype, device)
         self._found_non_finite = torch.zeros((), dtype=torch.float32, device=device)
-        self._checks: list[Tensor] = []  # numbers that are finite where all elements checked are
-        self._zeros: Tensor | None = None
+        self._extremes: list[Tensor] = []
         self.scratch = Scratch(min(length, _CPU_BLOCK))
 
     def in_place(self, tensors: list[Tensor]) -> None:
@@ -80,32 +87,24 @@ class _CheckedMultiply:
         check_and_multiply(tensors, self._found_non_finite, torch.ones_like(self._found_non_finite))
         torch._foreach_mul_(tensors, self._factor)
 
-    def check(self, tensor: Tensor) -> None:
-        """Record whether elements are finite: inf and NaN times zero are NaN.
+    def into(self, source: Tensor, product: Tensor) -> None:
+        torch.mul(source, self._factor, out=product)
+        self.check(source, product)
 
-        The product of a matrix reads them nearly twice as fast as a search for the extremes.
+    def check(self, source: Tensor, product: Tensor) -> None:
+        """Record whether a source is finite; it is wherever its product is.
+
+        A sum is the fastest look at that, here in the CPU's memory. It is finite if all addends
+        are, unless it overflows.
         """
-        if tensor.dtype != self.dtype or not tensor.is_contiguous():
-            self._checks += [extreme.view(1) for extreme in torch.aminmax(tensor)]
-            return
-        if self._zeros is None:
-            self._zeros = torch.zeros(_ROW, dtype=self.dtype, device=tensor.device)
-        flat = tensor.view(-1)
-        num_left = flat.numel() % _ROW
-        if num_left:
-            flat, rest = flat[:-num_left], flat[-num_left:]
-            self._checks.append(torch.dot(rest, self._zeros[:num_left]).view(1))
-        if flat.numel():
-            self._checks.append(torch.mv(flat.view(-1, _ROW), self._zeros))
-
-    def into(self, source: Tensor, destination: Tensor) -> None:
-        self.check(source)
-        torch.mul(source, self._factor, out=destination)
+        total: Any = math.nan if self.is_traced else product.sum().tolist()
+        if not math.isfinite(total):
+            self._extremes += torch.aminmax(source)
 
     def all_finite(self) -> Tensor:
         finite = self._found_non_finite.eq(0)
-        if self._checks:
-            finite = finite.logical_and(torch.cat(self._checks).isfinite().all())
+        if self._extremes:
+            finite = finite.logical_and(torch.stack(self._extremes).isfinite().all())
         return finite
 
 
@@ -129,7 +128,10 @@ def _scale_on_cpu(
 def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply) -> None:
     if multiply.is_identity:
         destination.copy_(source)
-        multiply.check(destination if destination.dtype == multiply.dtype else source)
+        multiply.check(source, source)
+        return
+    if not multiply.is_traced and _are_one(source, destination):
+        multiply.in_place([destination])
         return
     product = destination
     if destination.dtype not in (source.dtype, multiply.dtype):
@@ -144,6 +146,15 @@ def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply)
         destination.copy_(product)
 
 
+def _are_one(source: Tensor, destination: Tensor) -> bool:
+    """Return whether two tensors are names of the same memory."""
+    return (
+        source.data_ptr() == destination.data_ptr()
+        and source.stride() == destination.stride()
+        and source.dtype == destination.dtype
+    )
+
+
 def _scale_pack(
     sources: list[Tensor], destinations: list[Tensor], multiply: _CheckedMultiply
 ) -> None:
@@ -151,7 +162,7 @@ def _scale_pack(
     length = sum(source.numel() for source in flat)
     pack = torch.cat(flat, out=multiply.scratch.take(length, sources[0].dtype))
     if multiply.is_identity:
-        multiply.check(pack)
+        multiply.check(pack, pack)
         torch._foreach_copy_(destinations, sources)
         return
     if pack.dtype != multiply.dtype:
