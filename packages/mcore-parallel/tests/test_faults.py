@@ -241,16 +241,16 @@ def disagree_about_experts() -> Any:
     experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "ep", "dp_outer"))
     dense, expert = dist.group.WORLD, dist.new_group([0, 2, 1, 3], sort_ranks=False)
 
-    def index(shard: str = "dp_shard", given: Any = None) -> list[int]:
+    def index(shard: str = "dp_shard", given: Any = None, of: Any = experts) -> list[int]:
         made = FSDPDistributedIndex(
-            *(mesh, shard, "dp_outer", None, dense, False, experts),
-            hybrid_fsdp_expt_group=given,
+            *(mesh, shard, "dp_outer", None, dense, False, of), hybrid_fsdp_expt_group=given
         )
         return dist.get_process_group_ranks(made.get_dp_group(is_expert_parallel=True))
 
     return {
         "one gives a group": outcome(lambda: index(given=expert if rank == VICTIM else None)),
         "one names another": outcome(lambda: index("ep" if rank == VICTIM else "dp_shard")),
+        "one gives no mesh": outcome(lambda: index(of=None if rank == VICTIM else experts)),
         "all give it": outcome(lambda: index(given=expert)),
     }
 
@@ -260,7 +260,10 @@ def test_ranks_whose_expert_meshes_would_create_other_groups_all_raise() -> None
         kind, text = found["one gives a group"]
         assert kind == "ValueError"
         own = "given" if rank == VICTIM else "None"
-        assert f"different arguments: hybrid_fsdp_expt_group ({own} here)" in text
+        assert f"expt_device_mesh=given, hybrid_fsdp_expt_group={own}; " in text
+        kind, text = found["one gives no mesh"]
+        assert kind == "ValueError"
+        assert f"expt_device_mesh={'None' if rank == VICTIM else 'given'}, hybrid_" in text
         kind, text = found["one names another"]
         assert kind == "ValueError"
         assert "dp_shard_dim 'ep' is not a dimension of device_mesh" in text

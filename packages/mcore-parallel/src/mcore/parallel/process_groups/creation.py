@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from mcore.parallel.agreement import require_equal
+from mcore.parallel.process_groups.layout import GROUP_FIELDS
 from mcore.parallel.torch_compat import is_destroyed, job_timeout
 
 Ranks = tuple[int, ...]
@@ -31,6 +32,11 @@ class GroupSettings:
             raise TypeError(f"timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {self.timeout}")
+        for name in self.options:
+            if name not in GROUP_FIELDS:
+                raise ValueError(
+                    f"pg_options has {name!r}, which is no group; known: {', '.join(GROUP_FIELDS)}"
+                )
 
     def facts(self) -> dict[str, object]:
         """Return what must be equal on all ranks, as texts."""
