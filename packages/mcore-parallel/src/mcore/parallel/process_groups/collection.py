@@ -218,9 +218,11 @@ class ProcessGroups(_Owner):
         all-reduce (MAX of 64 int64) checks first. A field is the group of the dimension of the
         same name (``tp``, ``cp``, ``dp``, ``pp`` of ``mesh``; ``ep``, ``expt_dp``, ``expt_tp`` of
         ``expert_mesh``, or of ``mesh`` when there is none), also of a flattened one. The meshes of
-        torchtitan need no names: ``dp`` is otherwise made of ``dp_replicate`` and ``dp_shard`` (or
-        ``fsdp``), ``expt_dp`` of ``dp_replicate`` and ``efsdp``, ``expt_tp`` is ``etp``, and in one
-        mesh with ``ep`` the experts' other groups are made of the remaining dimensions.
+        torchtitan, Accelerate and Lightning need no names: ``dp`` is otherwise made of
+        ``dp_replicate`` and ``dp_shard`` (or ``fsdp``), or is ``batch`` or ``data_parallel``,
+        ``tp`` is ``tensor_parallel``, ``expt_dp`` is made of ``dp_replicate`` and ``efsdp``,
+        ``expt_tp`` is ``etp``, and in one mesh with ``ep`` the experts' other groups are made of
+        the remaining dimensions.
         A parallelism without a dimension has size 1, and its field stays None. Composites are
         flattened in the mesh under the field's name where torch can, and stay with the mesh;
         fields with the same ranks share one group.
