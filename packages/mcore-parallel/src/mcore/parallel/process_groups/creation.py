@@ -32,6 +32,8 @@ class GroupSettings:
             raise TypeError(f"timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {self.timeout}")
+        if self.backend is not None:
+            _check_backend(self.backend)
         for name in self.options:
             if name not in GROUP_FIELDS:
                 raise ValueError(
@@ -42,6 +44,17 @@ class GroupSettings:
         """Return what must be equal on all ranks, as texts."""
         options = {name: type(value).__name__ for name, value in sorted(self.options.items())}
         return {"timeout": self.timeout, "backend": self.backend, "pg_options": options}
+
+
+def _check_backend(backend: str) -> None:
+    # new_group refuses it too, but only on members, after which the ranks count groups differently.
+    for pair in backend.split(","):
+        name = pair.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            raise ValueError(
+                f"no backend {name!r} (backend={backend!r}): torch has "
+                f"{', '.join(filter(dist.is_backend_available, dist.Backend.backend_list))} here"
+            )
 
 
 class SharedGroup:
