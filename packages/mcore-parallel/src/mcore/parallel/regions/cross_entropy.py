@@ -114,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing is None:
             return losses
         average = normalizer.log() - sums[2] / smoothing.vocab_size
-        return losses.lerp(average, smoothing.share)
+        return losses * (1 - smoothing.share) + average * smoothing.share  # lerp: inf - inf
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
