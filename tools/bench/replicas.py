@@ -23,7 +23,7 @@ from mcore.parallel.wgrad import drain_embedding_wgrad_compute
 from rank_testing import run_ranks
 
 _MANY_RANKS, _MANY_PARAMS = 4096, 2000
-_REPEATS = 21  # two threads need two idle cores for a moment
+_REPEATS = 21
 _COLLECTIVES = ("all_gather", "all_reduce", "broadcast")
 _ON_THE_CPU = "its .cuda() made a no-op: it needs CUDA otherwise"
 
@@ -34,8 +34,8 @@ def replica_rows() -> Iterable[Row]:
     name = f"megatron-core {version('megatron-core')}, {_ON_THE_CPU}"
     with _peer_on_the_cpu():
         with _simulated_world(2):
-            yield _hashing(peer, name, torch.bfloat16, target=2.8)
-            yield _hashing(peer, name, torch.float32, target=1.3)
+            yield _hashing(peer, name, torch.bfloat16, target=10)
+            yield _hashing(peer, name, torch.float32, target=4)
         with _simulated_world(_MANY_RANKS):
             yield _exchange(peer, name)
     for num in (1, 8):

@@ -5,9 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from mcore.parallel.process_groups import clear_default_process_groups
+from mcore.parallel.rng import shared
+
+
+@pytest.fixture
+def no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The state of a new process: no shared tracker; default numbers come back afterwards."""
+    monkeypatch.setattr(shared, "_shared", None)
+    state = torch.get_rng_state()
+    yield
+    torch.set_rng_state(state)
 
 
 @pytest.fixture

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -546,6 +547,28 @@ def refuse_bad_batches() -> None:
             get_batch_on_this_cp_rank(batch, dist.group.WORLD, **options)
 
 
+def refuse_what_is_no_tensor() -> None:
+    """An array would otherwise stay whole on every rank, without a word."""
+    rows = [list(range(16))]
+    for name, value in (("tokens", np.asarray(rows)), ("labels", rows), ("feat", np.zeros(16))):
+        batch = {
+            "position_ids": torch.tensor(rows),
+            name: value,
+            "cu_seqlens": torch.tensor([0, 16]),
+        }
+        for options in ({}, {"use_per_sequence_balancing": True}):
+            with pytest.raises(TypeError, match=f"{name} is a (ndarray|list), which every rank"):
+                get_batch_on_this_cp_rank(batch, dist.group.WORLD, seq_dims={name: 1}, **options)
+            found = get_batch_on_this_cp_rank(
+                batch, dist.group.WORLD, seq_dims={name: None}, **options
+            )
+            assert found[name] is value
+            assert found["position_ids"].shape == (1, 8)
+    with pytest.raises(TypeError, match="tokens is a list"):
+        get_batch_on_this_cp_rank({"tokens": rows}, dist.group.WORLD)
+    assert get_batch_on_this_cp_rank({"feat": rows}, dist.group.WORLD) == {"feat": rows}
+
+
 def refuse_dtensors() -> None:
     from torch.distributed.tensor import Replicate, distribute_tensor
 
@@ -584,6 +607,7 @@ def on_two_ranks() -> None:
         packed_shards_are_not_one_sequence,
         split_hybrid_batches,
         refuse_bad_batches,
+        refuse_what_is_no_tensor,
         refuse_dtensors,
         find_the_group,
     ):

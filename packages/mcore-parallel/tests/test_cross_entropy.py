@@ -125,6 +125,15 @@ def test_one_process_against_torch_and_finite_differences(smoothing: float) -> N
         torch.autograd.grad(losses.sum(), logits, create_graph=True)
 
 
+def test_an_impossible_target_has_an_infinite_loss_with_smoothing_too() -> None:
+    logits, target = seeded(2, 5), torch.tensor([1, 2])
+    logits[:, 1] = -torch.inf
+    for smoothing in (0.0, 0.2):
+        losses = vocab_parallel_cross_entropy(logits, target, smoothing)
+        torch.testing.assert_close(losses, reference(logits, target, smoothing))
+        assert losses[0] == torch.inf
+
+
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_target_outside_is_nan_on_a_gpu() -> None:

@@ -206,33 +206,41 @@ def test_a_rank_with_other_sizes_is_an_error_on_all_ranks(tmp_path) -> None:
         assert len({found[name] for found in results}) == 1, name
 
 
-def build_with(arguments: list[dict[str, Any]]) -> Any:
-    found = outcome(lambda: ProcessGroups.from_sizes(**arguments[dist.get_rank()]).size("dp"))
-    total = torch.ones(())
-    dist.all_reduce(total)  # nobody is left behind in the creation of a group
-    return found, total.item()
+# What each of four ranks asks for, and what all of them are told.
+REQUESTS: list[tuple[list[dict[str, Any]], str]] = [
+    ([{"tp": 2}, {"tp": 4}, {"tp": 2}, {"tp": 2}], r"tp \(\d here\)"),
+    ([{"tp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2}], r"tp \(\d here\), pp \(\d here\)"),
+    ([{}, {"groups": ("tp",)}, {}, {}], r"arguments: groups \(tp"),
+    ([{}, {"order": "dp-tp-cp-ep-pp"}, {}, {}], r"arguments: order \("),
+    ([{}, {"device_type": "meta"}, {}, {}], r"arguments: device_type \((cpu|meta) here\)"),
+    ([{}, {"hcp_sizes": [1]}, {}, {}], r"arguments: hcp_sizes \("),
+    ([{}, {"timeout": timedelta(seconds=9)}, {}, {}], r"arguments: timeout \("),
+    ([{}, {"backend": "gloo"}, {}, {}], r"arguments: backend \("),
+    ([{"tp": 2}, {"tp": 3}, {"tp": 2}, {"tp": 2}], "4 is not divisible by .*= 3"),
+    ([{}, {"cp": 0}, {}, {}], "cp must be at least 1, got 0"),
+    # new_group would refuse it on members only, after which the ranks count groups differently
+    ([{"tp": 2, "backend": "bogus"}] * 4, "no backend 'bogus' .*has .*gloo"),
+    ([{"tp": 2, "backend": "cpu:gloo,cuda:none"}] * 4, "no backend 'none'"),
+]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "text"),
-    [
-        ([{"tp": 2}, {"tp": 4}, {"tp": 2}, {"tp": 2}], r"tp \(\d here\)"),
-        ([{"tp": 2}, {"pp": 2}, {"tp": 2}, {"tp": 2}], r"tp \(\d here\), pp \(\d here\)"),
-        ([{}, {"groups": ("tp",)}, {}, {}], r"arguments: groups \(tp"),
-        ([{}, {"order": "dp-tp-cp-ep-pp"}, {}, {}], r"arguments: order \("),
-        ([{}, {"device_type": "meta"}, {}, {}], r"arguments: device_type \((cpu|meta) here\)"),
-        ([{}, {"hcp_sizes": [1]}, {}, {}], r"arguments: hcp_sizes \("),
-        ([{}, {"timeout": timedelta(seconds=9)}, {}, {}], r"arguments: timeout \("),
-        ([{}, {"backend": "gloo"}, {}, {}], r"arguments: backend \("),
-        ([{"tp": 2}, {"tp": 3}, {"tp": 2}, {"tp": 2}], "4 is not divisible by .*= 3"),
-        ([{}, {"cp": 0}, {}, {}], "cp must be at least 1, got 0"),
-    ],
-    ids=str,
-)
-def test_a_rank_that_asks_for_other_groups_is_an_error_on_all_ranks(arguments, text) -> None:
-    for (kind, message), total in run_ranks(build_with, 4, arguments):
-        assert (kind, total) == ("ValueError", 4.0)
-        assert re.search(text, message), message
+def build_with_each() -> list[tuple[Any, float]]:
+    found = []
+    for arguments, _ in REQUESTS:
+        mine = arguments[dist.get_rank()]
+        refused = outcome(lambda mine=mine: ProcessGroups.from_sizes(**mine).size("dp"))
+        total = torch.ones(())
+        dist.all_reduce(total)  # nobody is left behind in the creation of a group
+        found.append((refused, total.item()))
+    ProcessGroups.from_sizes(tp=2)  # and all can go on
+    return found
+
+
+def test_a_rank_that_asks_for_other_groups_is_an_error_on_all_ranks() -> None:
+    for found in run_ranks(build_with_each, 4):
+        for (_, text), ((kind, message), total) in zip(REQUESTS, found, strict=True):
+            assert (kind, total) == ("ValueError", 4.0)
+            assert re.search(text, message), message
 
 
 def disagree_about_experts() -> Any:
@@ -241,16 +249,16 @@ def disagree_about_experts() -> Any:
     experts = init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("dp_shard", "ep", "dp_outer"))
     dense, expert = dist.group.WORLD, dist.new_group([0, 2, 1, 3], sort_ranks=False)
 
-    def index(shard: str = "dp_shard", given: Any = None) -> list[int]:
+    def index(shard: str = "dp_shard", given: Any = None, of: Any = experts) -> list[int]:
         made = FSDPDistributedIndex(
-            *(mesh, shard, "dp_outer", None, dense, False, experts),
-            hybrid_fsdp_expt_group=given,
+            *(mesh, shard, "dp_outer", None, dense, False, of), hybrid_fsdp_expt_group=given
         )
         return dist.get_process_group_ranks(made.get_dp_group(is_expert_parallel=True))
 
     return {
         "one gives a group": outcome(lambda: index(given=expert if rank == VICTIM else None)),
         "one names another": outcome(lambda: index("ep" if rank == VICTIM else "dp_shard")),
+        "one gives no mesh": outcome(lambda: index(of=None if rank == VICTIM else experts)),
         "all give it": outcome(lambda: index(given=expert)),
     }
 
@@ -260,7 +268,10 @@ def test_ranks_whose_expert_meshes_would_create_other_groups_all_raise() -> None
         kind, text = found["one gives a group"]
         assert kind == "ValueError"
         own = "given" if rank == VICTIM else "None"
-        assert f"different arguments: hybrid_fsdp_expt_group ({own} here)" in text
+        assert f"expt_device_mesh=given, hybrid_fsdp_expt_group={own}; " in text
+        kind, text = found["one gives no mesh"]
+        assert kind == "ValueError"
+        assert f"expt_device_mesh={'None' if rank == VICTIM else 'given'}, hybrid_" in text
         kind, text = found["one names another"]
         assert kind == "ValueError"
         assert "dp_shard_dim 'ep' is not a dimension of device_mesh" in text

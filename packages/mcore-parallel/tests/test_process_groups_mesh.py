@@ -59,6 +59,32 @@ def test_replicas_and_shards_are_data_parallel_with_the_groups_that_were_flatten
     assert ranks_of(ProcessGroups.from_mesh(again), "dp", "dp_cp") == ranks_of(pgs, "dp", "dp_cp")
 
 
+def test_foreign_names_of_data_and_tensor_parallelism_need_no_argument(fake_world) -> None:
+    grid = as_grid(16, 2, 2, 2, 2)  # rank 5 is [0, 1, 0, 1]
+    of_titan = {"dp": grid[:, :, 0, 1].flatten().tolist(), "cp": [5, 7], "tp": [4, 5]}
+    meshes = {
+        "a dimension of torchtitan's for all data": mesh_of,
+        "flattened ones that overlap what is there": lambda **_: flattened_as_torchtitan_does(
+            mesh_of(dp_replicate=2, dp_shard=2, cp=2, tp=2),
+            batch=("dp_replicate", "dp_shard"),
+            fsdp=("dp_shard", "cp"),
+            loss=("dp_replicate", "dp_shard", "cp"),
+        ),
+    }
+    for make in meshes.values():
+        fake_world(5, 16)
+        pgs = ProcessGroups.from_mesh(make(batch=4, cp=2, tp=2))
+        assert ranks_of(pgs, *of_titan) == of_titan
+    fake_world(5, 8)
+    of_lightning = ProcessGroups.from_mesh(mesh_of(data_parallel=4, tensor_parallel=2))
+    assert all_fields(of_lightning) == {
+        **dict.fromkeys(all_fields(of_lightning)),
+        **{name: [1, 3, 5, 7] for name in ("dp", "dp_cp", "intra_dp_cp")},
+        **{name: [4, 5] for name in ("tp", "mp", "tp_cp")},
+        "tp_dp_cp": list(range(8)),
+    }
+
+
 @pytest.mark.parametrize("rank", [0, 5, 14])
 def test_experts_in_a_mesh_whose_flattened_dimension_they_are(fake_world, rank: int) -> None:
     fake_world(rank, 16)
@@ -128,10 +154,11 @@ def test_the_hierarchy_of_context_parallelism_is_never_another_group(fake_world)
 @pytest.mark.parametrize(
     ("sizes", "names", "text"),
     [
-        ({"zone": 2, "tp": 4}, {}, r"'zone' \(2 ranks\) of mesh .*names=\{'dp': \('zone',\)\}"),
+        ({"zone": 2, "tp": 4}, {}, r"'zone' \(2 ranks\); .*names=\{'dp': \('zone',\)\}"),
         ({"dp_replicate": 2, "zone": 4}, {}, r"names=\{'dp': \('dp_replicate', 'zone'\)\}"),
         ({"a": 2, "tp": 4}, {"cp": "a", "dp": "a"}, "'a' of mesh stands for cp and for dp"),
-        ({"a": 2, "tp": 4}, {"tp_dp_cp": ("a", "tp")}, "'a' .* stands for no parallelism"),
+        ({"a": 2, "tp": 4}, {"tp_dp_cp": ("a", "tp")}, "stand for no parallelism.* 'a' "),
+        ({"a": 2, "b": 2, "c": 2}, {}, r"'a' \(2 ranks\), 'b' \(2 ranks\), 'c' .*\{'dp': \('a',"),
         (
             {"a": 2, "tp": 4},
             {"dp": ("a", "b")},

@@ -188,6 +188,9 @@ def bad_values_on_rank_1() -> list[str]:
         failure(memory, {"a": "text" if bad else 1}, world),
         failure(memory, {"a": 2**63 if bad else 1}, world),
         failure(reduce_step_stats, {"a": 1j if bad else 1}, {"b": True}, world),
+        failure(memory, None if bad else {"a": 1}, world),
+        failure(reduce_step_stats, [1.0] if bad else {"a": 1}, {}, world),
+        failure(reduce_step_stats, {}, None if bad else {}, world),
         failure(memory, {"b" if bad else "a": 1}, world),
         failure(memory, {"a": 1, "b": 2} if bad else {"a": 1}, world),
         failure(memory, {} if bad else {"a": 1}, world),
@@ -202,21 +205,22 @@ def bad_values_on_rank_1() -> list[str]:
 
 def test_what_one_rank_cannot_encode_raises_on_all() -> None:
     first, second = run_ranks(bad_values_on_rank_1, 2)
-    kinds = [found.split(":")[0] for found in second[:7]]
+    kinds = [found.split(":")[0] for found in second[:10]]
     assert kinds == [
         *("TypeError", "TypeError", "ValueError", "TypeError", "TypeError", "OverflowError"),
-        "TypeError",
+        *("TypeError", "TypeError", "TypeError", "TypeError"),
     ]
-    for here, there in zip(first[:7], second[:7], strict=True):
+    for here, there in zip(first[:10], second[:10], strict=True):
         kind, _, text = there.partition(": ")
         assert here == f"{kind}: rank 1 of the process group failed: {text}"
     assert "(2,)" in first[0]
     assert "the string '1.5'" in first[1]
     assert "a is 9223372036854775808" in first[5]
-    for found in (*first[7:-1], *second[7:-1]):
+    assert "expected values by name, got list" in first[8]
+    for found in (*first[10:-1], *second[10:-1]):
         assert found.startswith("ValueError: the ranks of the process group disagree")
-    assert "(global rank 1) has keys (2): 'a', 'b'; the first rank has keys (1): 'a'" in second[8]
-    assert "(global rank 0) has keys (1): 'a'; others have something else" in first[8]
+    assert "(global rank 1) has keys (2): 'a', 'b'; the first rank has keys (1): 'a'" in second[11]
+    assert "(global rank 0) has keys (1): 'a'; others have something else" in first[11]
     assert first[-1] == second[-1] == "1.0"  # the group still works
 
 

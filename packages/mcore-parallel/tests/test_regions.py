@@ -12,6 +12,8 @@ from torch import Tensor
 
 from mcore.parallel import (
     ProcessGroups,
+    all_to_all,
+    checkpoint_activations,
     copy_to_tensor_model_parallel_region,
     gather_from_sequence_parallel_region,
     gather_from_tensor_model_parallel_region,
@@ -20,6 +22,7 @@ from mcore.parallel import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
     use_process_groups,
+    vocab_parallel_cross_entropy,
 )
 from mcore.parallel.reductions import sum_over_group
 from rank_testing import run_ranks
@@ -433,6 +436,19 @@ def regions_with_other_tensors() -> list[str]:
             else gather_from_sequence_parallel_region(long, group=world)
         ),
         lambda: sum_over_group([long.flatten()], world),
+        lambda: gather_from_sequence_parallel_region(
+            long, group=world, output_split_sizes=[4, 6 - rank]
+        ),
+        lambda: gather_from_sequence_parallel_region(long, group=world, output_split_sizes=[4, 6]),
+        lambda: scatter_to_sequence_parallel_region(long, world, input_split_sizes=[2, 2]),
+        lambda: all_to_all(long[1:], world),
+        lambda: all_to_all(other, world),
+        lambda: all_to_all(
+            tall, world, input_split_sizes=[1, 3], output_split_sizes=[[1, 1], [2, 3]][rank]
+        ),
+        lambda: vocab_parallel_cross_entropy(tall, torch.tensor([0, 1, 2, rank]), 0.0, world),
+        lambda: vocab_parallel_cross_entropy(tall, torch.tensor([0, 1, 2, 3 + rank]), 0.0, world),
+        lambda: checkpoint_activations(torch.exp, True, long, tp_group=world),
         lambda: gathered.sum().backward(),
     ]
     return [outcome_of(call) for call in calls]
@@ -450,10 +466,19 @@ def test_the_debug_switch_finds_ranks_that_disagree() -> None:
     first, second = run_ranks(regions_with_other_tensors, 2, env={"MCORE_DEBUG_COLLECTIVES": "1"})
     for here, there in zip(first, second, strict=True):
         assert (here == "done") == (there == "done")
-    assert [text == "done" for text in second] == [*[False] * 6, True]
+    assert [text == "done" for text in second] == [*[False] * 15, True]
     assert "has all-reduce of torch.float32 (5, 2) on cpu; the first rank has" in second[0]
     assert "all-reduce of torch.float32 (4, 2) on cpu. Call with the same" in second[0]
     assert "has all-gather of torch.float16 (4, 2)" in second[1]
     assert "has reduce-scatter of torch.float32 (4, 2) on cpu; others have" in first[3]
     assert "has all-gather of" in first[4]
     assert "has sum of torch.float32 (10,)" in second[5]
+    assert "has the sizes (4, 5); the first rank has the sizes (4, 6)" in second[6]
+    assert "rank 1 of the process group failed: output_split_sizes [4, 6] gives" in first[7]
+    assert "rank 1 of the process group failed: input_split_sizes [2, 2] sums to 4" in first[8]
+    assert "rank 0 of the process group failed: an input of shape (3, 2) cannot" in second[9]
+    assert "has all-to-all of rows (2,) of torch.float16 on cpu" in second[10]
+    assert "rank 1 of the process group failed: output_split_sizes [2, 3] are to come" in first[11]
+    assert "has cross entropy of torch.float32 (4, 2), (0.0, 4, -100), targets " in second[12]
+    assert "rank 1 of the process group failed: target 4 is not below" in first[13]
+    assert "has distributed activations of torch.float32 (5, 2)" in second[14]

@@ -150,10 +150,10 @@ def count_collectives() -> list[list[str]]:
 def test_one_reduction_compares_all_hashes() -> None:
     structure = f"all_reduce {512}"
     for plain, cross, plain_differs, cross_differs in run_ranks(count_collectives, 2):
-        assert plain == [structure, f"broadcast {20 * 2}"]
-        assert cross == [structure, f"all_reduce {40 * 2}"]
-        assert plain_differs == [structure, "broadcast 20"]
-        assert cross_differs == [structure, "all_reduce 40", "broadcast 20"]  # who differs
+        assert plain == [structure, f"broadcast {16 * 2}"]
+        assert cross == [structure, f"all_reduce {32 * 2}"]
+        assert plain_differs == [structure, "broadcast 16"]
+        assert cross_differs == [structure, "all_reduce 32", "broadcast 16"]  # who differs
 
 
 def log_mismatches() -> list[list[str]]:
@@ -467,7 +467,7 @@ def test_messages_do_not_grow_with_the_world(fake_world, monkeypatch, cross_chec
         fake_world(0, world_size)
         sent[world_size] = []
         assert check(model, cross_check, dp_group=world())
-    assert sent[2] == sent[4096] == [512, 2000 * 20 * (1 + cross_check)]
+    assert sent[2] == sent[4096] == [512, 2000 * 16 * (1 + cross_check)]
 
 
 @pytest.mark.parametrize("world_size", [1024])

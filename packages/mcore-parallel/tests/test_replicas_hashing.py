@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import xxhash
 from torch import nn
 
 from mcore.parallel.replicas import param_hashes
@@ -258,9 +259,23 @@ def test_no_threads_are_refused() -> None:
 def test_grad_mode_and_inference_mode_do_not_matter() -> None:
     with torch.inference_mode():
         module = nn.Linear(600, 600)
-    [weight, bias] = hash_params(named_params(module), num_threads=2, bit_exact=False)
+    [weight, bias] = hash_params(named_params(module), hashlib.sha1, num_threads=2, bit_exact=False)
     assert weight.hex() == sha1(module.weight.detach())
     assert bias.hex() == sha1(module.bias.detach())
+
+
+def test_no_bit_and_no_place_is_lost_in_the_digest_that_replicas_compare() -> None:
+    values = torch.arange(1.0, 257.0)
+    bits = values.view(torch.int32)
+    flipped = [bits.clone() for _ in range(32 * len(bits))]
+    for index, other in enumerate(flipped):
+        other[index // 32] ^= -(2**31) if index % 32 == 31 else 1 << index % 32
+    swapped = [values[torch.randperm(len(values))] for _ in range(100)]
+    others = [tensor.view(torch.float32) for tensor in flipped] + swapped
+    module = module_of(**{f"w{i}": value for i, value in enumerate([values, values, *others])})
+    found = hash_params(named_params(module), xxhash.xxh3_128, num_threads=1, bit_exact=True)
+    assert found[0] == found[1] == xxhash.xxh3_128(memory(values)).digest()
+    assert len(set(found)) == 1 + len(others)
 
 
 @pytest.mark.cuda

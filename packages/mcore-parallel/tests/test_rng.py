@@ -27,13 +27,7 @@ from mcore.parallel.rng import (
 )
 from mcore.versioning import clear_version_cache
 
-
-@pytest.fixture(autouse=True)
-def _no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shared, "_shared", None)
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
+pytestmark = pytest.mark.usefixtures("no_tracker_yet")
 
 
 def warned(function: Any, *args: Any, **kwargs: Any) -> list[warnings.WarningMessage]:

@@ -36,17 +36,11 @@ from mcore.parallel import (
 from mcore.parallel.rng import convert_cuda_rng_state, shared
 from rank_testing import run_ranks
 
+pytestmark = pytest.mark.usefixtures("no_tracker_yet")
+
 STREAMS = ("model-parallel-rng", "expert-parallel-rng")
 WIDTH = 6
 Function = Callable[[Tensor], Tensor]
-
-
-@pytest.fixture(autouse=True)
-def _no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shared, "_shared", None)
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
 
 
 def plain(function: Function, hidden: Tensor) -> Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,19 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.parallel import ProcessGroups, use_process_groups
-from mcore.parallel.rng import get_cuda_rng_tracker, model_parallel_cuda_manual_seed, shared
+from mcore.parallel.rng import get_cuda_rng_tracker, model_parallel_cuda_manual_seed
 from mcore.parallel.rng.seeding import rng_stream_seeds
+
+pytestmark = pytest.mark.usefixtures("no_tracker_yet")
 
 DATA, MODEL, EXPERT = "data-parallel-rng", "model-parallel-rng", "expert-parallel-rng"
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
-@pytest.fixture(autouse=True)
-def _no_tracker_yet(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(shared, "_shared", None)
-    state = torch.get_rng_state()
-    yield
-    torch.set_rng_state(state)
 
 
 def seed_on_cpu(seed: int, **options: Any) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -19,8 +19,9 @@ from mcore.parallel.tensor_memory import memory_of
 from mcore.parallel.torch_compat import all_gather_single
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
+_T = TypeVar("_T")
 _BLOCK = 64  # int64 in the first message
 _ERROR_BYTES = 2048
 _REPORT_BYTES = 4096
@@ -116,7 +117,8 @@ def require_equal(
 
 
 @functools.cache
-def _checks_tensors() -> bool:
+def checks_tensors() -> bool:
+    """Return whether ``MCORE_DEBUG_COLLECTIVES=1``, as read at the first call."""
     return os.environ.get("MCORE_DEBUG_COLLECTIVES", "0") not in ("", "0")
 
 
@@ -124,9 +126,27 @@ def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup
     """Raise ValueError on all ranks whose tensors differ, with ``MCORE_DEBUG_COLLECTIVES=1`` only.
     One all-reduce (MAX of 64 int64) then; the variable is read at the first call.
     """
-    if _checks_tensors():
+    if checks_tensors():
         facts = f"{operation} of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
         max_or_raise((), None, group, facts)
+
+
+def checked(
+    check: Callable[[], _T], describe: Callable[[_T], str], group: dist.ProcessGroup | None
+) -> _T:
+    """Return what a check of arguments returns; with ``MCORE_DEBUG_COLLECTIVES=1`` its error is
+    raised on all ranks, and so is ValueError where the description of what it returns differs.
+    """
+    if group is None or not checks_tensors():
+        return check()
+    error, result, facts = None, None, ""
+    try:
+        result = check()
+        facts = describe(result)
+    except Exception as own_error:
+        error = own_error
+    max_or_raise((), error, group, facts)
+    return cast("_T", result)
 
 
 def reports_of_failures(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:

@@ -48,9 +48,10 @@ def get_batch_on_this_cp_rank(
     - hybrid, when it has ``cu_seqlens`` and with ``is_hybrid_cp``: per sequence over a group chosen
       for this batch, which the result holds as ``hybrid_cp_group``.
 
-    Tensors that are split are checked before any is copied. ``None``, values that are not tensors
-    and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``, ``local_cp_size`` and
-    ``hybrid_cp_group`` pass through; lengths in them stay those of the whole sequence.
+    Tensors that are split are checked before any is copied. ``None``, values of other keys that are
+    not tensors, and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``,
+    ``local_cp_size`` and ``hybrid_cp_group`` pass through; lengths in them stay those of the whole
+    sequence.
 
     Args:
         batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``; an ``attention_mask`` is
@@ -77,7 +78,8 @@ def get_batch_on_this_cp_rank(
         torch.distributed is not initialised: a shallow copy.
 
     Raises:
-        TypeError: ``cp_group`` is a bool, or a tensor to split is a DTensor.
+        TypeError: ``cp_group`` is a bool, a tensor to split is a DTensor, or a value of those four
+            keys or in ``seq_dims`` is neither a tensor nor None.
         ValueError: A length is not divisible by ``2 * cp``, lengths or rows differ, a tensor lacks
             its sequence dim, ``cu_seqlens`` does not describe the sequence, a packed batch has an
             attention mask, a hybrid one lacks what it needs, or this rank is not in the group.
@@ -380,6 +382,7 @@ def _dims_to_split(
     for name in names:
         tensor = batch[name]
         if not isinstance(tensor, Tensor):
+            _check_is_no_sequence(name, tensor, seq_dims)
             continue
         dim = seq_dims.get(name, _USUAL_DIMS.get(name, 1) if tensor.dim() > 2 else 1)
         if dim is None:
@@ -393,6 +396,18 @@ def _dims_to_split(
             )
         dims[name] = dim % tensor.dim()
     return dims
+
+
+def _check_is_no_sequence(name: str, value: object, seq_dims: dict[str, int | None]) -> None:
+    if (
+        value is not None
+        and seq_dims.get(name, 1) is not None
+        and name in (*PACKED_KEYS, *seq_dims)
+    ):
+        raise TypeError(
+            f"{name} is a {type(value).__name__}, which every rank would get whole: pass a tensor, "
+            f"or let it pass with seq_dims={{{name!r}: None}}"
+        )
 
 
 def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import struct
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -18,6 +18,7 @@ from mcore.parallel.agreement import check_tensors, max_or_raise
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device, get_pg_size
 from mcore.parallel.process_groups.default import group_of_several
 
+_T = TypeVar("_T")
 Stat = float | torch.Tensor | None
 NO_VALUE = -(2**63)
 _NAN = 2**63 - 1
@@ -123,9 +124,9 @@ def reduce_max_memory_across_pp_group(
     group = group_of_several(pp_group, "pp")
     if group is None:
         return dict(memory_report)
-    names = sorted(memory_report, key=str)
+    names = _names(memory_report)
     codes, error = _attempt(
-        lambda: [code for name in names for code in _memory_codes(name, memory_report[name])]
+        lambda: [code for name, each in _pairs(memory_report) for code in _memory_codes(name, each)]
     )
     reduced = max_or_raise(codes, error, group, _keys(names))
     pairs = zip(reduced[::2], reduced[1::2], strict=True)
@@ -170,11 +171,11 @@ def reduce_step_stats(
     if member is None:
         alone = {name: _own_stat(stat) for name, stat in stats.items()}
         return alone, {name: not _untruth(flag) for name, flag in flags.items()}
-    stat_names, flag_names = sorted(stats, key=str), sorted(flags, key=str)
+    stat_names, flag_names = _names(stats), _names(flags)
     codes, error = _attempt(
         lambda: [
-            *(_stat_code(stats[name]) for name in stat_names),
-            *(_untruth(flags[name]) for name in flag_names),
+            *(_stat_code(stat) for _, stat in _pairs(stats)),
+            *(_untruth(flag) for _, flag in _pairs(flags)),
         ]
     )
     facts = f"statistics with {_keys(stat_names)} and flags with {_keys(flag_names)}"
@@ -243,6 +244,18 @@ def _attempt(
         return encode(), None
     except Exception as error:
         return [], error
+
+
+def _names(mapping: Mapping[str, object]) -> list[str]:
+    """Return the keys in the order of the message, none of what is no mapping."""
+    return sorted(mapping, key=str) if isinstance(mapping, Mapping) else []
+
+
+def _pairs(mapping: Mapping[str, _T]) -> list[tuple[str, _T]]:
+    """Return the keys with their values; TypeError for what is no mapping."""
+    if not isinstance(mapping, Mapping):
+        raise TypeError(f"expected values by name, got {type(mapping).__name__}")
+    return [(name, mapping[name]) for name in _names(mapping)]
 
 
 def _keys(names: Sequence[str]) -> str:

@@ -18,23 +18,15 @@ from mcore.parallel.groups import as_process_group, get_pg_rank, get_pg_size, gr
 from mcore.parallel.process_groups.creation import GroupSettings, SharedGroup
 from mcore.parallel.process_groups.from_mesh import MeshPlan, groups_from_mesh, plan_mesh
 from mcore.parallel.process_groups.from_sizes import (
+    NEEDS_INIT,
     GroupPlan,
     LazyMesh,
     groups_from_sizes,
     plan_groups,
+    require_one_process,
 )
-from mcore.parallel.process_groups.layout import (
-    GROUP_FIELDS,
-    ParallelSizes,
-    hierarchical_lists,
-    layouts_of_sizes,
-)
+from mcore.parallel.process_groups.layout import ParallelSizes, embedding_choices, wanted_fields
 from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_distributed
-
-_NEEDS_INIT = (
-    "needs torch.distributed, which is not initialised; "
-    "call torch.distributed.init_process_group first"
-)
 
 
 @dataclass
@@ -193,16 +185,16 @@ class ProcessGroups(_Owner):
             return ParallelSizes(tp, cp, pp, ep, tp if expt_tp is None else expt_tp)
 
         def plan() -> tuple[GroupPlan, GroupSettings]:
-            wanted = _wanted(groups)
+            wanted = wanted_fields(groups)
             if hcp_sizes is None and groups is not None and "hcp" in groups:
                 raise ValueError("groups names hcp, which needs hcp_sizes=(...)")
-            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+            choices = embedding_choices(embedding_ranks, position_embedding_ranks)
             planned = plan_groups(sizes(), wanted, order, choices, hcp_sizes, device_type)
-            return planned, _settings(timeout, backend, pg_options)
+            return planned, GroupSettings(timeout, backend, pg_options or {})
 
         if not is_distributed():
-            _wanted(groups)
-            _require_one_process(sizes(), order, hcp_sizes)
+            wanted_fields(groups)
+            require_one_process(sizes(), order, hcp_sizes)
             return cls()
         return cls._of(*groups_from_sizes(plan))
 
@@ -226,9 +218,11 @@ class ProcessGroups(_Owner):
         all-reduce (MAX of 64 int64) checks first. A field is the group of the dimension of the
         same name (``tp``, ``cp``, ``dp``, ``pp`` of ``mesh``; ``ep``, ``expt_dp``, ``expt_tp`` of
         ``expert_mesh``, or of ``mesh`` when there is none), also of a flattened one. The meshes of
-        torchtitan need no names: ``dp`` is otherwise made of ``dp_replicate`` and ``dp_shard`` (or
-        ``fsdp``), ``expt_dp`` of ``dp_replicate`` and ``efsdp``, ``expt_tp`` is ``etp``, and in one
-        mesh with ``ep`` the experts' other groups are made of the remaining dimensions.
+        torchtitan, Accelerate and Lightning need no names: ``dp`` is otherwise made of
+        ``dp_replicate`` and ``dp_shard`` (or ``fsdp``), or is ``batch`` or ``data_parallel``,
+        ``tp`` is ``tensor_parallel``, ``expt_dp`` is made of ``dp_replicate`` and ``efsdp``,
+        ``expt_tp`` is ``etp``, and in one mesh with ``ep`` the experts' other groups are made of
+        the remaining dimensions.
         A parallelism without a dimension has size 1, and its field stays None. Composites are
         flattened in the mesh under the field's name where torch can, and stay with the mesh;
         fields with the same ranks share one group.
@@ -269,13 +263,13 @@ class ProcessGroups(_Owner):
         """
 
         def plan() -> tuple[MeshPlan, GroupSettings]:
-            wanted = _wanted(groups)
-            choices = _embedding_choices(embedding_ranks, position_embedding_ranks)
+            wanted = wanted_fields(groups)
+            choices = embedding_choices(embedding_ranks, position_embedding_ranks)
             planned = plan_mesh(mesh, expert_mesh, names or {}, wanted, groups is not None, choices)
-            return planned, _settings(timeout, backend, pg_options)
+            return planned, GroupSettings(timeout, backend, pg_options or {})
 
         if not is_distributed():
-            raise RuntimeError(f"from_mesh {_NEEDS_INIT}")
+            raise RuntimeError(f"from_mesh {NEEDS_INIT}")
         return cls._of(*groups_from_mesh(plan))
 
     @classmethod
@@ -447,47 +441,3 @@ def _shown(value: object) -> object:
         return tuple(shape)
     size = getattr(value, "size", None)
     return size() if callable(size) else value
-
-
-def _wanted(groups: Collection[str] | None) -> tuple[str, ...]:
-    if groups is None:
-        return GROUP_FIELDS
-    if isinstance(groups, str):
-        raise TypeError(f"groups must be a collection of names, got the string {groups!r}")
-    for name in groups:
-        if name not in GROUP_FIELDS:
-            raise ValueError(
-                f"groups has {name!r}, which cannot be created; known: {', '.join(GROUP_FIELDS)}"
-            )
-    return tuple(name for name in GROUP_FIELDS if name in groups)
-
-
-def _settings(
-    timeout: timedelta | None, backend: str | None, options: Mapping[str, Any] | None
-) -> GroupSettings:
-    for name in options or {}:
-        if name not in GROUP_FIELDS:
-            raise ValueError(
-                f"pg_options has {name!r}, which is no group; known: {', '.join(GROUP_FIELDS)}"
-            )
-    return GroupSettings(timeout, backend, options or {})
-
-
-def _embedding_choices(
-    word: Callable[[list[int]], Sequence[int]] | None,
-    position: Callable[[list[int]], Sequence[int]] | None,
-) -> dict[str, Callable[[list[int]], Sequence[int]]]:
-    return {
-        "embd": word or (lambda ranks: [ranks[0], ranks[-1]]),
-        "pos_embd": position or (lambda ranks: [ranks[0]]),
-    }
-
-
-def _require_one_process(sizes: ParallelSizes, order: str, hcp_sizes: Sequence[int] | None) -> None:
-    given = {name: value for name, value in vars(sizes).items() if value > 1}
-    if given:
-        shown = ", ".join(f"{name}={value}" for name, value in given.items())
-        raise RuntimeError(f"{shown} {_NEEDS_INIT}")
-    layouts_of_sizes(sizes, 1, order)
-    if hcp_sizes is not None:
-        hierarchical_lists([[0]], hcp_sizes)

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, cast
 import torch.distributed as dist
 
 from mcore.parallel.agreement import require_equal
+from mcore.parallel.process_groups.layout import GROUP_FIELDS
 from mcore.parallel.torch_compat import is_destroyed, job_timeout
 
 Ranks = tuple[int, ...]
@@ -31,11 +32,29 @@ class GroupSettings:
             raise TypeError(f"timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {self.timeout}")
+        if self.backend is not None:
+            _check_backend(self.backend)
+        for name in self.options:
+            if name not in GROUP_FIELDS:
+                raise ValueError(
+                    f"pg_options has {name!r}, which is no group; known: {', '.join(GROUP_FIELDS)}"
+                )
 
     def facts(self) -> dict[str, object]:
         """Return what must be equal on all ranks, as texts."""
         options = {name: type(value).__name__ for name, value in sorted(self.options.items())}
         return {"timeout": self.timeout, "backend": self.backend, "pg_options": options}
+
+
+def _check_backend(backend: str) -> None:
+    # new_group refuses it too, but only on members, after which the ranks count groups differently.
+    for pair in backend.split(","):
+        name = pair.rpartition(":")[2]
+        if not dist.is_backend_available(name):
+            raise ValueError(
+                f"no backend {name!r} (backend={backend!r}): torch has "
+                f"{', '.join(filter(dist.is_backend_available, dist.Backend.backend_list))} here"
+            )
 
 
 class SharedGroup:

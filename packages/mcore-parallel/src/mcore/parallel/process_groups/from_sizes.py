@@ -24,6 +24,11 @@ from mcore.parallel.process_groups.layout import (
 )
 from mcore.tensor.device import available_accelerator
 
+NEEDS_INIT = (
+    "needs torch.distributed, which is not initialised; "
+    "call torch.distributed.init_process_group first"
+)
+
 
 @dataclass(frozen=True)
 class GroupPlan:
@@ -79,6 +84,17 @@ def groups_from_sizes(
             groups = [made[axis] for axis in layout.axes]
             made[field] = LazyMesh(layout, groups, plan.device_type)
     return made, list(maker.used.values())
+
+
+def require_one_process(sizes: ParallelSizes, order: str, hcp_sizes: Sequence[int] | None) -> None:
+    """Raise RuntimeError for a size above 1 where torch.distributed is not initialised."""
+    given = {name: value for name, value in vars(sizes).items() if value > 1}
+    if given:
+        shown = ", ".join(f"{name}={value}" for name, value in given.items())
+        raise RuntimeError(f"{shown} {NEEDS_INIT}")
+    layouts_of_sizes(sizes, 1, order)
+    if hcp_sizes is not None:
+        hierarchical_lists([[0]], hcp_sizes)
 
 
 def rank_table(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from math import prod
@@ -159,6 +159,31 @@ def require_equal_pipelines(dense: Layout, expert: Layout, source: str) -> None:
                 f"the dense and the expert layout have different pp groups (from {source}): "
                 f"{mine} and {other}; put pp where both agree, such as last in the order"
             )
+
+
+def wanted_fields(groups: Collection[str] | None) -> tuple[str, ...]:
+    """Return the fields to create in the order of creation; ValueError for an unknown one."""
+    if groups is None:
+        return GROUP_FIELDS
+    if isinstance(groups, str):
+        raise TypeError(f"groups must be a collection of names, got the string {groups!r}")
+    for name in groups:
+        if name not in GROUP_FIELDS:
+            raise ValueError(
+                f"groups has {name!r}, which cannot be created; known: {', '.join(GROUP_FIELDS)}"
+            )
+    return tuple(name for name in GROUP_FIELDS if name in groups)
+
+
+def embedding_choices(
+    word: Callable[[list[int]], Sequence[int]] | None,
+    position: Callable[[list[int]], Sequence[int]] | None,
+) -> dict[str, Callable[[list[int]], Sequence[int]]]:
+    """Return how the ranks of each embedding are chosen from those of a pipeline."""
+    return {
+        "embd": word or (lambda ranks: [ranks[0], ranks[-1]]),
+        "pos_embd": position or (lambda ranks: [ranks[0]]),
+    }
 
 
 def embedding_lists(

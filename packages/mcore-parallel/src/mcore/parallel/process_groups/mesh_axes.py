@@ -20,9 +20,13 @@ Names = Mapping[str, Dims]
 DENSE_AXES = ("tp", "cp", "dp", "pp")
 EXPERT_ONLY_AXES = ("ep", "expt_dp", "expt_tp")
 NAMED_FIELDS = (*DENSE_FIELDS, *EXPERT_FIELDS, "embd", "pos_embd", "hcp", "inter_dist_opt")
-# The dimensions of torchtitan's meshes that together are one parallelism.
+# The dimensions of torchtitan's, Accelerate's and Lightning's meshes that are one parallelism.
 _MADE_OF = {
-    "dp": ("dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep", "fsdp"),
+    "dp": (
+        *("dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep", "fsdp"),
+        *("batch", "data_parallel"),
+    ),
+    "tp": ("tensor_parallel",),
     "expt_dp": ("dp_replicate", "dp_shard", "efsdp"),
     "expt_tp": ("etp",),
 }
@@ -48,13 +52,13 @@ class View:
     def map_axes(self, axes: Sequence[str], named: Mapping[str, Dims], made_of: Names) -> None:
         """Give each axis its dimensions: those named, its own, or those that make it up."""
         for axis in axes:
-            parts = [part for part in made_of.get(axis, ()) if part in self.known]
+            parts = [part for part in made_of.get(axis, ()) if part in self.layout.axes]
             if axis in named:
                 self.axes[axis] = named[axis]
             elif axis in self.known:
                 self.axes[axis] = self.known[axis]
             elif parts:
-                self.axes[axis] = tuple(dim for part in parts for dim in self.known[part])
+                self.axes[axis] = tuple(parts)
 
     def left_over(self) -> Dims:
         """List the dimensions that stand for no parallelism."""
@@ -72,14 +76,15 @@ class View:
                         f"{axis}; give it one name with names={{...}}"
                     )
                 owner[dim] = axis
-        for dim in self.left_over():
-            if self.layout.size(dim) > 1:
-                dims = (*self.axes.get(example, ()), dim)
-                raise ValueError(
-                    f"dimension {dim!r} ({self.layout.size(dim)} ranks) of {self.argument} "
-                    f"{self.layout.axes} stands for no parallelism, so that its ranks would be "
-                    f"taken for one; map it, such as with names={{{example!r}: {dims!r}}}"
-                )
+        lost = [dim for dim in self.left_over() if self.layout.size(dim) > 1]
+        if lost:
+            shown = ", ".join(f"{dim!r} ({self.layout.size(dim)} ranks)" for dim in lost)
+            mapped = (*self.axes.get(example, ()), lost[0])
+            raise ValueError(
+                f"{self.argument} {self.layout.axes} has dimensions that stand for no parallelism, "
+                f"so that their ranks would be taken for one: {shown}; map each, such as with "
+                f"names={{{example!r}: {mapped!r}}}"
+            )
 
 
 def views_of(

@@ -26,8 +26,9 @@ equally: those of the gathered output, or of the input that is split.
   rank and without torch.distributed the input itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
   same order, and must run the backward pass alike. With ``MCORE_DEBUG_COLLECTIVES=1`` in the
-  environment one more small all-reduce before each collective finds ranks that do not, and raises
-  ValueError on all of them; otherwise gloo ends the process and NCCL hangs or mixes values.
+  environment small all-reduces before each collective find ranks that do not, or that refuse
+  their arguments, and all of them raise. Otherwise gloo ends the process and NCCL hangs or mixes
+  values; and where one rank refuses, the others wait for it until it ends, or for the timeout.
 - The input is never modified. Only ``copy_to_tensor_model_parallel_region`` returns an alias of its
   input, on which autograd refuses in-place changes.
 - Any strides and any dtype that the group's backend reduces work, and so do gradients of gradients.
@@ -38,16 +39,18 @@ The pairs are those of Shoeybi et al. (arXiv:1909.08053) and Korthikanti et al. 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import check_tensors
+from mcore.parallel.agreement import check_tensors, checked
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.regions.split_sizes import (
+    CheckSizes,
     Sizes,
     check_has_dims,
     filled_up,
@@ -81,8 +84,7 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
         >>> copy_to_tensor_model_parallel_region(weight) is weight
         True
     """
-    resolved = group_of_several(group, "tp")
-    return input_ if resolved is None else apply_function(Copy, input_, resolved)
+    return _across(Copy, input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(
@@ -107,8 +109,7 @@ def reduce_from_tensor_model_parallel_region(
         >>> reduce_from_tensor_model_parallel_region(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    resolved = group_of_several(group, "tp")
-    return input_ if resolved is None else apply_function(Reduce, input_, resolved)
+    return _across(Reduce, input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(
@@ -134,8 +135,7 @@ def scatter_to_tensor_model_parallel_region(
         >>> scatter_to_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    resolved = group_of_several(group, "tp")
-    return input_ if resolved is None else apply_function(Scatter, input_, resolved, LAST_DIM)
+    return _across(Scatter, input_, group, LAST_DIM)
 
 
 def gather_from_tensor_model_parallel_region(
@@ -160,8 +160,7 @@ def gather_from_tensor_model_parallel_region(
         >>> gather_from_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    resolved = group_of_several(group, "tp")
-    return input_ if resolved is None else apply_function(Gather, input_, resolved, LAST_DIM)
+    return _across(Gather, input_, group, LAST_DIM)
 
 
 def scatter_to_sequence_parallel_region(
@@ -191,11 +190,8 @@ def scatter_to_sequence_parallel_region(
         >>> scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = group_of_several(group, "tp")
-    if resolved is None:
-        return input_
-    sizes = sizes_of_whole("input_split_sizes", input_split_sizes, input_, resolved)
-    return apply_function(Scatter, input_, resolved, SEQUENCE_DIM, sizes)
+    sizes = sizes_of_whole, input_split_sizes
+    return _across(Scatter, input_, group, SEQUENCE_DIM, sizes=sizes)
 
 
 def gather_from_sequence_parallel_region(
@@ -230,13 +226,10 @@ def gather_from_sequence_parallel_region(
         >>> gather_from_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    resolved = group_of_several(group, "tp")
-    if resolved is None:
-        return input_
-    sizes = sizes_of_parts("output_split_sizes", output_split_sizes, input_, resolved)
+    sizes = sizes_of_parts, output_split_sizes
     if tensor_parallel_output_grad:
-        return apply_function(GatherToPartial, input_, resolved, sizes)
-    return apply_function(Gather, input_, resolved, SEQUENCE_DIM, sizes)
+        return _across(GatherToPartial, input_, group, sizes=sizes)
+    return _across(Gather, input_, group, SEQUENCE_DIM, sizes=sizes)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -267,11 +260,26 @@ def reduce_scatter_to_sequence_parallel_region(
         >>> reduce_scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
+    sizes = sizes_of_whole, input_split_sizes
+    return _across(ReduceScatter, input_, group, sizes=sizes)
+
+
+def _across(
+    function: type[torch.autograd.Function],
+    input_: Tensor,
+    group: GroupLike | None,
+    *more: Any,
+    sizes: tuple[CheckSizes, Sequence[int] | None] | None = None,
+) -> Tensor:
+    """Apply a function over a group of several ranks, with checked sizes as its last argument."""
     resolved = group_of_several(group, "tp")
     if resolved is None:
         return input_
-    sizes = sizes_of_whole("input_split_sizes", input_split_sizes, input_, resolved)
-    return apply_function(ReduceScatter, input_, resolved, sizes)
+    check, given = sizes or (None, None)
+    if check is not None and given is not None:
+        agreed = checked(partial(check, given, input_, resolved), "the sizes {}".format, resolved)
+        more = (*more, agreed)
+    return apply_function(function, input_, resolved, *more)
 
 
 def apply_function(

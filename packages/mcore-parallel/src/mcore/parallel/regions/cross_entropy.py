@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import hashlib
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore.parallel.agreement import checked
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
+from mcore.parallel.tensor_memory import bytes_of
 
 
 def vocab_parallel_cross_entropy(
@@ -24,7 +28,8 @@ def vocab_parallel_cross_entropy(
     """Return the cross entropy of each token, from logits of which every rank has some columns.
 
     Two all-reduces in the forward pass, of one number and of two numbers (three with smoothing) for
-    each token; none in backward. All ranks of the group must call it.
+    each token; none in backward. All ranks of the group must call it; with
+    ``MCORE_DEBUG_COLLECTIVES=1`` other arguments on one of them are an error on all.
 
     With smoothing s the wanted probability of the target is 1 - s, and s / (v - 1) of every other
     entry, as in Megatron-LM; Megatron-LM averages over each rank's own columns instead of all v.
@@ -61,14 +66,9 @@ def vocab_parallel_cross_entropy(
     columns = vocab_parallel_logits.shape[-1] if vocab_parallel_logits.dim() else 0
     most = columns * (1 if group is None else group.size())
     vocab_size = most if vocab_size is None else vocab_size
-    _check_arguments(vocab_parallel_logits, target, label_smoothing, vocab_size, most)
-    is_ignored = target == ignore_index
-    is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
-    if target.device.type == "cpu" and is_outside.any():
-        raise ValueError(
-            f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
-            f"{vocab_size}; only {ignore_index} is ignored"
-        )
+    given = vocab_parallel_logits, target, label_smoothing, vocab_size, ignore_index
+    places = partial(_places_without_loss, *given, most)
+    is_ignored, is_outside = checked(places, lambda _: _described(*given), group)
     smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
     first = 0 if group is None else group.rank() * columns
     num_counted = min(max(vocab_size - first, 0), columns)
@@ -114,7 +114,7 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing is None:
             return losses
         average = normalizer.log() - sums[2] / smoothing.vocab_size
-        return losses.lerp(average, smoothing.share)
+        return losses * (1 - smoothing.share) + average * smoothing.share  # lerp: inf - inf
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -149,6 +149,32 @@ def _shifted(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) 
     shifted = values - largest[..., None]
     shifted[..., num_counted:] = float("-inf")
     return shifted
+
+
+def _places_without_loss(
+    logits: Tensor,
+    target: Tensor,
+    label_smoothing: float,
+    vocab_size: int,
+    ignore_index: int,
+    most: int,
+) -> tuple[Tensor, Tensor]:
+    """Check the arguments; return which targets are ignored, and which are in no vocabulary."""
+    _check_arguments(logits, target, label_smoothing, vocab_size, most)
+    is_ignored = target == ignore_index
+    is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
+    if target.device.type == "cpu" and is_outside.any():
+        raise ValueError(
+            f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
+            f"{vocab_size}; only {ignore_index} is ignored"
+        )
+    return is_ignored, is_outside
+
+
+def _described(logits: Tensor, target: Tensor, *settings: float) -> str:
+    """Return what the ranks must have in common, the targets as a digest."""
+    digest = hashlib.sha1(bytes_of(target), usedforsecurity=False).hexdigest()
+    return f"cross entropy of {logits.dtype} {tuple(logits.shape)}, {settings}, targets {digest}"
 
 
 def _check_arguments(

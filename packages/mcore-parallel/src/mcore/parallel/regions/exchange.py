@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from mcore.parallel.agreement import checked, checks_tensors
 from mcore.parallel.groups import GroupLike, comm_device
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.regions.borders import apply_function
 from mcore.parallel.regions.split_sizes import (
+    Sizes,
     check_has_dims,
     checked_sizes,
     sizes_of_whole,
@@ -30,7 +33,8 @@ def all_to_all(
 
     For tokens, sorted by the rank of their expert: one all-to-all forward and one backward. Every
     rank of the group must call it, giving the same ones of the arguments, and must run backward
-    alike. Gradients of gradients work too.
+    alike; with ``MCORE_DEBUG_COLLECTIVES=1`` other arguments, and numbers of rows that do not fit
+    together, are an error on all ranks. Gradients of gradients work too.
 
     Args:
         input_: Tensor ``[s, ...]``, the rows for rank 0 first; other dims and dtype equal on all
@@ -65,15 +69,43 @@ def all_to_all(
     resolved = group_of_several(group, "ep")
     if resolved is None:
         return input_
-    check_has_dims(input_)
-    sent = sizes_of_whole("input_split_sizes", input_split_sizes, input_, resolved)
-    received = checked_sizes("output_split_sizes", output_split_sizes, resolved)
-    if sent is None:
-        sent = _equal_sizes(input_, resolved)
-        received = sent if received is None else received
-    elif received is None:
-        received = _exchanged(sent, resolved)
+    sizes = partial(_sizes, input_, input_split_sizes, output_split_sizes, resolved)
+    received, sent = checked(sizes, partial(_described, input_), resolved)
+    if received is None or checks_tensors():
+        wanted, received = received, _exchanged(sent, resolved)
+        if wanted is not None:
+            checked(partial(_check_received, wanted, received), str, resolved)
     return apply_function(AllToAll, input_, resolved, received, sent)
+
+
+def _sizes(
+    input_: Tensor,
+    input_split_sizes: Sequence[int] | None,
+    output_split_sizes: Sequence[int] | None,
+    group: dist.ProcessGroup,
+) -> tuple[Sizes, tuple[int, ...]]:
+    """Return how many rows come, None where the ranks have to say so, and how many go."""
+    check_has_dims(input_)
+    sent = sizes_of_whole(input_split_sizes, input_, group)
+    received = checked_sizes("output_split_sizes", output_split_sizes, group)
+    if sent is not None:
+        return received, sent
+    equal = _equal_sizes(input_, group)
+    return equal if received is None else received, equal
+
+
+def _described(input_: Tensor, sizes: tuple[Sizes, tuple[int, ...]]) -> str:
+    """Return what the ranks of an exchange must have in common."""
+    rows = f"rows {tuple(input_.shape[1:])} of {input_.dtype} on {input_.device.type}"
+    return f"all-to-all of {rows}, output_split_sizes {'None' if sizes[0] is None else 'given'}"
+
+
+def _check_received(wanted: tuple[int, ...], received: tuple[int, ...]) -> None:
+    if wanted != received:
+        raise ValueError(
+            f"output_split_sizes {list(wanted)} are to come, but the ranks of the group send "
+            f"{list(received)} rows: give what each of them gives in its input_split_sizes"
+        )
 
 
 class AllToAll(torch.autograd.Function):

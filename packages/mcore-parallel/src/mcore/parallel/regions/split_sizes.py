@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 import torch
@@ -12,38 +12,32 @@ from torch import Tensor
 
 from mcore.parallel.shortened import counted
 
+CheckSizes: TypeAlias = "Callable[[Sequence[int] | None, Tensor, dist.ProcessGroup], Sizes]"
 Sizes: TypeAlias = "tuple[int, ...] | None"  # rows of every rank; None: all have as many
 
 
-def sizes_of_whole(
-    name: str, given: Sequence[int] | None, input_: Tensor, group: dist.ProcessGroup
-) -> Sizes:
-    """Return the rows of every rank of an input that all of them share; ValueError if they do not.
-
-    ``name`` is that of the argument that gave them.
-    """
-    sizes = checked_sizes(name, given, group)
+def sizes_of_whole(given: Sequence[int] | None, input_: Tensor, group: dist.ProcessGroup) -> Sizes:
+    """Return ``input_split_sizes`` as ints; ValueError unless they are those of an input."""
+    sizes = checked_sizes("input_split_sizes", given, group)
     if sizes is not None:
         check_has_dims(input_)
         if sum(sizes) != input_.shape[0]:
             raise ValueError(
-                f"{name} {list(sizes)} sums to {sum(sizes)}, an input of shape "
+                f"input_split_sizes {list(sizes)} sums to {sum(sizes)}, an input of shape "
                 f"{tuple(input_.shape)} has {counted(input_.shape[0], 'row')}"
             )
     return sizes
 
 
-def sizes_of_parts(
-    name: str, given: Sequence[int] | None, input_: Tensor, group: dist.ProcessGroup
-) -> Sizes:
-    """Return the rows of every rank's input; ValueError if this rank's has another number."""
-    sizes = checked_sizes(name, given, group)
+def sizes_of_parts(given: Sequence[int] | None, input_: Tensor, group: dist.ProcessGroup) -> Sizes:
+    """Return ``output_split_sizes`` as ints; ValueError if this rank's is not its input's."""
+    sizes = checked_sizes("output_split_sizes", given, group)
     if sizes is not None:
         check_has_dims(input_)
         own = sizes[group.rank()]
         if own != input_.shape[0]:
             raise ValueError(
-                f"{name} {list(sizes)} gives rank {group.rank()} of the group "
+                f"output_split_sizes {list(sizes)} gives rank {group.rank()} of the group "
                 f"{counted(own, 'row')}, its input of shape {tuple(input_.shape)} has "
                 f"{input_.shape[0]}"
             )

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import torch.distributed as dist
+import xxhash
 from torch import nn
 
 from mcore.parallel.agreement import max_or_raise
@@ -57,19 +58,22 @@ def check_param_hashes_across_dp_replicas(
     num_threads: int | None = None,
     bit_exact: bool = True,
 ) -> bool:
-    """Return whether the data-parallel copies of all parameters are equal, by their SHA-1.
+    """Return whether the data-parallel copies of all parameters are equal, by their XXH3-128.
 
     Every rank of a group calls this. Parameters whose attribute ``allreduce`` is False (experts)
     are compared over ``expert_dp_group``, all others over ``dp_group``; the group of the experts
     comes first. Over each group: one all-reduce (MAX of 64 int64) to see that the ranks have the
-    same parameters, then with ``cross_check`` one all-reduce (MAX, 40 bytes for each parameter),
-    else one broadcast from the group's first rank (20 bytes for each). Nothing grows with the size
+    same parameters, then with ``cross_check`` one all-reduce (MAX, 32 bytes for each parameter),
+    else one broadcast from the group's first rank (16 bytes for each). Nothing grows with the size
     of the group, and no message is pickled.
 
     A DTensor is compared shard by shard between the ranks that differ only along mesh dimensions
     that replicate; one that the whole group shards has no copies and is skipped. A quantised or
     fp8 wrapper is compared by the tensors inside it. Parameters on an accelerator are copied to the
     host through at most 512 MiB of page-locked memory, after waiting for the accelerator.
+
+    Different copies pass for equal once in 2^128 cases. That is no protection against somebody who
+    changes them on purpose; :func:`param_hashes` gives Megatron-LM's SHA-1, many times slower.
 
     Each parameter that differs from the copy on the first rank of the group is logged at ERROR on
     the rank that holds it, at most 20 of them.
@@ -174,7 +178,9 @@ def _prepare(
     """Describe and hash what is compared, all at once, which keeps the threads busy."""
     placed = {field: _with_slots(params[field], group) for field, group in groups.items()}
     compared = [named for pairs in placed.values() for named, slots in pairs if slots.has_replicas]
-    digests = hash_params(compared, num_threads=num_threads, bit_exact=settings.bit_exact)
+    digests = hash_params(
+        compared, xxhash.xxh3_128, num_threads=num_threads, bit_exact=settings.bit_exact
+    )
     by_place = {
         (named.chunk, named.name): digest for named, digest in zip(compared, digests, strict=True)
     }

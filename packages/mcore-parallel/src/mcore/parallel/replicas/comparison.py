@@ -14,7 +14,7 @@ from mcore.parallel.groups import comm_device
 from mcore.parallel.replicas.hashing import NamedParam
 from mcore.tensor.dtensor import is_dtensor
 
-DIGEST_BYTES = 20  # of SHA-1
+DIGEST_BYTES = 16  # of XXH3-128
 
 
 def describe_param(named: NamedParam, layout: str, *, with_dtype: bool) -> str:
@@ -66,7 +66,7 @@ class HashTable(NamedTuple):
     """This rank's digests as rows of a table that all ranks of a group have in common."""
 
     rows: torch.Tensor  # of each digest, int64 [n]
-    digests: torch.Tensor  # uint8 [n, 20]
+    digests: torch.Tensor  # uint8 [n, 16]
     num_rows: int  # of the whole table, the same on all ranks
     is_full: bool  # whether every rank holds a digest for every row, the same on all ranks
 
@@ -74,7 +74,7 @@ class HashTable(NamedTuple):
 def hash_table(
     rows: Sequence[int], digests: Sequence[bytes], num_rows: int, *, is_full: bool
 ) -> HashTable:
-    """Pack digests, each of 20 bytes, into a table."""
+    """Pack digests, each of 16 bytes, into a table."""
     packed = torch.zeros(len(digests), DIGEST_BYTES, dtype=torch.uint8, device="cpu")
     if digests:
         packed = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
@@ -88,7 +88,7 @@ def hash_table(
 
 def agree_on_all_ranks(table: HashTable, group: dist.ProcessGroup) -> bool:
     """Return whether, in every row, all ranks that hold a digest hold the same.
-    One all-reduce (MAX of uint8, 40 bytes a row); zeros of ranks that hold none change nothing.
+    One all-reduce (MAX of uint8, 32 bytes a row); zeros of ranks that hold none change nothing.
     """
     # The maxima of ``h`` and of ``255 - h`` add up to 255 only if all digests of the row are equal.
     both = torch.zeros(2, table.num_rows, DIGEST_BYTES, dtype=torch.uint8, device="cpu")
@@ -100,7 +100,7 @@ def agree_on_all_ranks(table: HashTable, group: dist.ProcessGroup) -> bool:
 
 def differing_from_first(table: HashTable, group: dist.ProcessGroup) -> list[int]:
     """List which of this rank's digests differ from those of the first rank that holds the row.
-    A full table costs one broadcast of 20 bytes a row, another one two all-reduces (MAX).
+    A full table costs one broadcast of 16 bytes a row, another one two all-reduces (MAX).
     """
     if table.is_full:
         reference = table.digests.to(comm_device(group))

@@ -1,14 +1,15 @@
-"""SHA-1 hashes of the parameters of a model, computed by several threads."""
+"""Hashes of the parameters of a model, computed by several threads."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from functools import partial
+from typing import NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import nn
@@ -35,6 +36,16 @@ class _Task(NamedTuple):
 
     named: NamedParam
     num_bytes: int
+
+
+class Hasher(Protocol):
+    """What hashlib and xxhash make."""
+
+    def update(self, data: memoryview, /) -> None: ...
+    def digest(self) -> bytes: ...
+
+
+NewHasher: TypeAlias = Callable[[], Hasher]
 
 
 def param_hashes(
@@ -74,7 +85,7 @@ def param_hashes(
     """
     found = named_params(model)
     is_alone = isinstance(model, nn.Module) or len(model) == 1
-    digests = hash_params(found, num_threads=num_threads, bit_exact=bit_exact)
+    digests = hash_params(found, _sha1, num_threads=num_threads, bit_exact=bit_exact)
     return {
         named.name if is_alone else f"chunk{named.chunk}.{named.name}": digest.hex()
         for named, digest in zip(found, digests, strict=True)
@@ -106,9 +117,9 @@ def _named(chunk: int, name: str, param: nn.Parameter) -> NamedParam:
 
 
 def hash_params(
-    params: Sequence[NamedParam], *, num_threads: int | None, bit_exact: bool
+    params: Sequence[NamedParam], new_hasher: NewHasher, *, num_threads: int | None, bit_exact: bool
 ) -> list[bytes]:
-    """Return the 20-byte SHA-1 of each parameter, each of which is read only once."""
+    """Return the digest of each parameter, each of which is read only once."""
     threads = _default_threads() if num_threads is None else num_threads
     if threads < 1:
         raise ValueError(f"num_threads is {num_threads}; at least 1 is needed")
@@ -116,7 +127,7 @@ def hash_params(
         _task(named, bit_exact) for named in {id(named.param): named for named in params}.values()
     ]
     _wait_for_accelerators(params)
-    digests = _run(tasks, threads, bit_exact)
+    digests = _run(tasks, new_hasher, threads, bit_exact)
     return [digests[id(named.param)] for named in params]
 
 
@@ -138,22 +149,29 @@ def _wait_for_accelerators(params: Sequence[NamedParam]) -> None:
             torch.accelerator.synchronize(device)
 
 
-def _run(tasks: list[_Task], num_threads: int, bit_exact: bool) -> dict[int, bytes]:
+def _sha1() -> Hasher:
+    return hashlib.sha1(usedforsecurity=False)
+
+
+def _run(
+    tasks: list[_Task], new_hasher: NewHasher, num_threads: int, bit_exact: bool
+) -> dict[int, bytes]:
     """Hash the tasks, the largest first, so that no thread starts a long one at the end."""
     sizes = [task.num_bytes for task in tasks]
     largest_first = deque(sorted(tasks, key=lambda task: task.num_bytes, reverse=True))
     threads = max(1, min(num_threads, len(tasks), sum(sizes) // _WORTH_A_THREAD))
     staging_bytes = min(_STAGING_BYTES // threads, max(_MIN_STAGING_BYTES, *sizes, 0))
+    work = partial(_work, largest_first, new_hasher, staging_bytes, bit_exact)
     if threads == 1:
-        return _work(largest_first, staging_bytes, bit_exact)
+        return work()
     with ThreadPoolExecutor(threads, thread_name_prefix="param-hash") as pool:
-        futures = [
-            pool.submit(_work, largest_first, staging_bytes, bit_exact) for _ in range(threads)
-        ]
+        futures = [pool.submit(work) for _ in range(threads)]
     return {key: digest for future in futures for key, digest in future.result().items()}
 
 
-def _work(tasks: deque[_Task], staging_bytes: int, bit_exact: bool) -> dict[int, bytes]:
+def _work(
+    tasks: deque[_Task], new_hasher: NewHasher, staging_bytes: int, bit_exact: bool
+) -> dict[int, bytes]:
     """Take tasks until there are none left; run by each thread."""
     pieces = BytePieces(staging_bytes, as_float32=not bit_exact)
     digests: dict[int, bytes] = {}
@@ -162,11 +180,10 @@ def _work(tasks: deque[_Task], staging_bytes: int, bit_exact: bool) -> dict[int,
             task = tasks.popleft()
         except IndexError:
             return digests
-        digests[id(task.named.param)] = _sha1(task.named.parts, pieces)
+        digests[id(task.named.param)] = _digest(task.named.parts, new_hasher(), pieces)
 
 
-def _sha1(parts: list[Part], pieces: BytePieces) -> bytes:
-    hasher = hashlib.sha1(usedforsecurity=False)
+def _digest(parts: list[Part], hasher: Hasher, pieces: BytePieces) -> bytes:
     for _, tensor in parts:
         with _on_device(tensor.device):
             for piece in pieces.of(tensor):

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from mcore.parallel.agreement import check_tensors
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.rng.shared import existing_tracker
@@ -195,6 +196,7 @@ def _with_first_distributed(
             "distribute_saved_activations needs a plain tensor as the first argument, got "
             f"{type(first).__name__}: pass its local tensor, or False"
         )
+    check_tensors("distributed activations", first, group)
     unused = [first]  # emptied by the first call, so that nothing keeps the whole tensor
     parts = _Parts(first, group)
 

@@ -1,25 +1,23 @@
-"""The meshes and groups of fully sharded data parallelism, checked and in one place."""
+"""The index itself, as programs use it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
 from typing import cast
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.agreement import require_equal
-from mcore.parallel.groups import GroupLike, as_process_group, group_ranks, reject_destroyed
-from mcore.parallel.mesh import get_mesh_names, resolve_submesh
-from mcore.parallel.shortened import ranks_text
-from mcore.parallel.torch_compat import flatten_mesh, is_distributed, root_mesh
-
-_HOW_TO_MAKE = (
-    "flatten the two dimensions, keep the result and pass its group: "
-    "mesh[{outer!r}, {shard!r}]._flatten(...).get_group(), or make it with "
-    "dist.new_group(ranks, sort_ranks=False) for each outer-major list of ranks"
+from mcore.parallel.fsdp_index.dimensions import dense_dims
+from mcore.parallel.fsdp_index.view import (
+    FSDPView,
+    agreed_views,
+    covers_world,
+    dense_view,
+    expert_view,
 )
+from mcore.parallel.groups import GroupLike
+from mcore.parallel.torch_compat import is_distributed
 
 
 class FSDPDistributedIndex:
@@ -30,11 +28,11 @@ class FSDPDistributedIndex:
     ``hsdp_outer_dp_shard``. A submesh serves ``torch.distributed.fsdp.fully_shard`` as it is: that
     of ``dp_shard_dim`` shards, that of ``(dp_outer_dim, dp_shard_dim)`` replicates and shards.
 
-    Construction checks that names, meshes and groups belong together. It does no communication,
-    with one exception: where an expert mesh of the whole world has both data-parallel dimensions,
-    the ranks compare their arguments (one all-reduce, MAX of 64 int64, over the world group), and
-    the group of both is made if no ``hybrid_fsdp_expt_group`` is given and the dense one has other
-    ranks. All ranks pass the same arguments.
+    Construction checks that names, meshes and groups belong together. A hybrid index over a mesh
+    of the whole world, or over slices of one, is collective on the world group: all ranks pass the
+    same arguments, which they compare (one all-reduce, MAX of 64 int64). Where its expert mesh has
+    both data-parallel dimensions, the group of both is made if no ``hybrid_fsdp_expt_group`` is
+    given and the dense one has other ranks. Other indices do no communication.
 
     Args:
         device_mesh: The mesh of the dense parameters, with dimension names. May be sliced or
@@ -76,7 +74,8 @@ class FSDPDistributedIndex:
 
     Raises:
         ValueError: A dimension that is missing or overlaps another, a group with other ranks than
-            the mesh, or this rank is not in a mesh or group; the text names the argument.
+            the mesh, or this rank is not in a mesh or group; the text names the argument. Where the
+            ranks compare: their arguments differ, or another rank has an error, on all ranks.
         TypeError: Something other than a DeviceMesh or a group was given.
         RuntimeError: torch.distributed is not initialised.
 
@@ -121,33 +120,32 @@ class FSDPDistributedIndex:
                 "call torch.distributed.init_process_group and make a DeviceMesh first"
             )
 
+        is_collective = dp_outer_dim is not None and covers_world(device_mesh)
+
         def views() -> tuple[FSDPView, FSDPView | None]:
             dims = dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
             if hsdp_outer_dp_shard and dp_outer_dim is None:
                 raise ValueError("hsdp_outer_dp_shard needs dp_outer_dim, which is None: pass it")
             dense = dense_view(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
-            groups = hybrid_fsdp_expt_group, expt_fsdp_group_ag
             if expt_device_mesh is None:
                 return dense, None
-            return dense, expert_view(expt_device_mesh, dims, dense, *groups)
+            groups = hybrid_fsdp_expt_group, expt_fsdp_group_ag
+            can_create = is_collective and covers_world(expt_device_mesh)
+            return dense, expert_view(expt_device_mesh, dims, dense, *groups, can_create)
 
-        if may_create_group(expt_device_mesh, dp_outer_dim):
+        if is_collective:
             arguments = {
                 "dp_shard_dim": dp_shard_dim,
                 "dp_outer_dim": dp_outer_dim,
                 "tp_dim": tp_dim,
                 "hsdp_outer_dp_shard": hsdp_outer_dp_shard,
+                "expt_device_mesh": "None" if expt_device_mesh is None else "given",
                 "hybrid_fsdp_expt_group": "None" if hybrid_fsdp_expt_group is None else "given",
             }
             hybrid = cast("tuple[str, str]", (dp_outer_dim, dp_shard_dim))
             dense, expert = agreed_views(views, arguments, hybrid)
         else:
             dense, expert = views()
-        if expert is not None and expert.lacks_hybrid_group:
-            raise ValueError(
-                f"cannot make a group of (dp_outer_dim, dp_shard_dim) of {expert.mesh}, which is "
-                "not of the whole world: pass hybrid_fsdp_expt_group"
-            )
         self._dense, self._expert = dense, expert
         self.device_mesh = device_mesh
         self.dp_shard_dim = cast("str", dp_shard_dim)
@@ -334,267 +332,3 @@ class FSDPDistributedIndex:
         if self.tp_dim is not None or (names and not others):
             return ""
         return "; tp_dim is None: pass tp_dim, a size-1 TP dim is enough"
-
-
-@dataclass(frozen=True)
-class FSDPView:
-    """The submeshes, by dimension names, and the groups of one mesh; None where there is none."""
-
-    mesh: DeviceMesh
-    submeshes: dict[tuple[str, ...], DeviceMesh]
-    shard_group: dist.ProcessGroup
-    outer_group: dist.ProcessGroup | None
-    hybrid_group: dist.ProcessGroup | None
-    gather_group: dist.ProcessGroup | None
-
-    @property
-    def lacks_hybrid_group(self) -> bool:
-        """Whether there are both data-parallel dimensions, but no group of both."""
-        return self.outer_group is not None and self.hybrid_group is None
-
-
-def may_create_group(expert_mesh: object, outer: str | None) -> bool:
-    """Return whether a group of the expert mesh may have to be created, by the whole world."""
-    # Ranks outside the mesh cannot flatten it, and would count their later groups differently.
-    return (
-        isinstance(expert_mesh, DeviceMesh)
-        and outer in get_mesh_names(expert_mesh)
-        and root_mesh(expert_mesh).size() == dist.get_world_size()
-    )
-
-
-def agreed_views(
-    make: Callable[[], tuple[FSDPView, FSDPView | None]],
-    arguments: Mapping[str, object],
-    hybrid: tuple[str, str],
-) -> tuple[FSDPView, FSDPView | None]:
-    """Make the views, and the expert hybrid group where a rank lacks it; raise on all ranks alike.
-    Collective on the world group: one all-reduce (MAX of 64 int64), and a creation if need be.
-    """
-    error, views = None, None
-    try:
-        views = make()
-    except Exception as own_error:
-        error = own_error
-    is_lacking = views is not None and views[1] is not None and views[1].lacks_hybrid_group
-    world = cast("dist.ProcessGroup", dist.group.WORLD)
-    all_alike = require_equal(arguments, error, world, is_lacking)
-    dense, expert = cast("tuple[FSDPView, FSDPView]", views)
-    if all_alike and not is_lacking:
-        return dense, expert
-    made = created_hybrid_group(expert.submeshes[hybrid])
-    return dense, replace(expert, hybrid_group=expert.hybrid_group or made)
-
-
-def dense_view(
-    mesh: DeviceMesh, dims: FSDPDims, hybrid_group: GroupLike | None, gather_group: GroupLike | None
-) -> FSDPView:
-    """Slice the dense mesh and check the given groups against it; no communication."""
-    submeshes = register_submeshes(mesh, dims)
-    shard_group = submeshes[(dims.shard,)].get_group()
-    hybrid = member_of("hybrid_fsdp_group", hybrid_group)
-    outer_group = None
-    if dims.hybrid is not None:
-        check_hybrid_group("hybrid_fsdp_group", hybrid, submeshes[dims.hybrid])
-        outer_group = submeshes[dims.hybrid].get_group(0)
-    second = member_of("fsdp_group_ag", gather_group)
-    check_all_gather_group("fsdp_group_ag", second, shard_group)
-    return FSDPView(mesh, submeshes, shard_group, outer_group, hybrid, second)
-
-
-def expert_view(
-    mesh: DeviceMesh,
-    dense_dims: FSDPDims,
-    dense: FSDPView,
-    hybrid_group: GroupLike | None,
-    gather_group: GroupLike | None,
-) -> FSDPView:
-    """Slice the expert mesh and check the given groups against it; no communication."""
-    dims = expert_dims(mesh, dense_dims)
-    submeshes = register_submeshes(mesh, dims)
-    shard_group = submeshes[(dims.shard,)].get_group()
-    second = member_of("expt_fsdp_group_ag", gather_group)
-    check_all_gather_group("expt_fsdp_group_ag", second, shard_group)
-    hybrid = member_of("hybrid_fsdp_expt_group", hybrid_group)
-    outer_group = None
-    if dims.hybrid is not None:
-        outer_group = submeshes[dims.hybrid].get_group(0)
-        ranks = submeshes[dims.hybrid].mesh.flatten().tolist()
-        if hybrid is not None:
-            check_hybrid_group("hybrid_fsdp_expt_group", hybrid, submeshes[dims.hybrid])
-        elif dense.hybrid_group is not None and group_ranks(dense.hybrid_group) == ranks:
-            hybrid = dense.hybrid_group
-    elif dense_dims.hybrid is not None:
-        check_rows_of_hybrid_group(hybrid, shard_group)
-    return FSDPView(mesh, submeshes, shard_group, outer_group, hybrid, second)
-
-
-@dataclass(frozen=True)
-class FSDPDims:
-    """The names of the dimensions that an index works with; None where there is none."""
-
-    shard: str
-    outer: str | None
-    tp: str | None
-
-    @property
-    def hybrid(self) -> tuple[str, str] | None:
-        """The two data-parallel dimensions, outer first, or None without an outer one."""
-        return None if self.outer is None else (self.outer, self.shard)
-
-
-def dense_dims(mesh: DeviceMesh, shard: str | None, outer: str | None, tp: str | None) -> FSDPDims:
-    """Return the dimensions of the dense mesh, or raise ValueError for one that it lacks."""
-    _check_mesh("device_mesh", mesh)
-    if shard is None:
-        raise ValueError(
-            "dp_shard_dim is None; pass the dimension that parameters are sharded over, one of: "
-            f"{_known(mesh)}"
-        )
-    given = {"dp_shard_dim": shard, "dp_outer_dim": outer, "tp_dim": tp}
-    present = {argument: name for argument, name in given.items() if name is not None}
-    for argument, name in present.items():
-        _check_dim(argument, name, "device_mesh", mesh)
-    if len(set(present.values())) != len(present):
-        raise ValueError(f"one dimension is given twice: {present}")
-    _check_this_rank("device_mesh", mesh)
-    return FSDPDims(shard, outer, tp)
-
-
-def expert_dims(mesh: DeviceMesh, dense: FSDPDims) -> FSDPDims:
-    """Return those of the dense dimensions that the expert mesh has; it needs ``shard``."""
-    _check_mesh("expt_device_mesh", mesh)
-    _check_dim("dp_shard_dim", dense.shard, "expt_device_mesh", mesh)
-    _check_this_rank("expt_device_mesh", mesh)
-    names = get_mesh_names(mesh)
-    return FSDPDims(
-        dense.shard,
-        dense.outer if dense.outer in names else None,
-        dense.tp if dense.tp in names else None,
-    )
-
-
-def register_submeshes(mesh: DeviceMesh, dims: FSDPDims) -> dict[tuple[str, ...], DeviceMesh]:
-    """Slice every submesh that an index hands out, by its dimension names."""
-    wanted = (
-        (dims.tp,),
-        (dims.outer, dims.shard, dims.tp),
-        (dims.shard, dims.tp),
-        (dims.outer, dims.shard),
-        (dims.shard,),
-    )
-    library = {}
-    for candidates in wanted:
-        names = tuple(name for name in candidates if name is not None)
-        if len(names) == len(candidates):
-            library[names] = _submesh(mesh, names)
-    return library
-
-
-def _submesh(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    try:
-        return resolve_submesh(mesh, names)
-    except ValueError as error:
-        raise ValueError(
-            f"{error}; make a mesh that has each of these as a separate dimension, for example "
-            f"by _unflatten of a 1-D mesh into {names}"
-        ) from error
-
-
-def _check_mesh(argument: str, mesh: object) -> None:
-    if not isinstance(mesh, DeviceMesh):
-        raise TypeError(f"{argument} must be a DeviceMesh, got {type(mesh).__name__}")
-    reject_destroyed(mesh)
-
-
-def _check_dim(argument: str, name: str, mesh_argument: str, mesh: DeviceMesh) -> None:
-    if name in (mesh.mesh_dim_names or ()) or name in get_mesh_names(mesh):
-        return
-    raise ValueError(
-        f"{argument} {name!r} is not a dimension of {mesh_argument} {mesh}, which has: "
-        f"{_known(mesh)}; name one of these, or make a mesh that has it as a separate dimension "
-        "(_unflatten)"
-    )
-
-
-def _known(mesh: DeviceMesh) -> str:
-    return ", ".join(get_mesh_names(mesh)) or "no names (give mesh_dim_names when making the mesh)"
-
-
-def _check_this_rank(argument: str, mesh: DeviceMesh) -> None:
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {mesh.get_rank()} is not in the {argument} {mesh}; only its members can make "
-            "an index"
-        )
-
-
-def member_of(argument: str, group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Return what was given for an argument as a process group that this rank is in."""
-    try:
-        return as_process_group(group)
-    except (ValueError, TypeError) as error:
-        raise type(error)(f"{argument}: {error}") from None
-
-
-def check_hybrid_group(argument: str, group: dist.ProcessGroup | None, hybrid: DeviceMesh) -> None:
-    """Raise ValueError unless a group has the ranks of ``(outer, shard)``, in outer-major order."""
-    outer, shard = hybrid.mesh_dim_names or ("", "")
-    how = _HOW_TO_MAKE.format(outer=outer, shard=shard)
-    if group is None:
-        raise ValueError(f"dp_outer_dim {outer!r} needs {argument}, which is None: {how}")
-    expected = hybrid.mesh.flatten().tolist()
-    found = group_ranks(group)
-    if found != expected:
-        raise ValueError(
-            f"{argument} has {ranks_text(found)}, but ({outer}, {shard}) of the mesh has "
-            f"{ranks_text(expected)} in outer-major order: {how}"
-        )
-
-
-def check_rows_of_hybrid_group(
-    group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup
-) -> None:
-    """Raise ValueError unless the group of this rank's shards is a row of the expert hybrid group.
-    That is all that can be checked where the expert mesh lacks the outer dimension.
-    """
-    if group is None:
-        raise ValueError(
-            "expt_device_mesh lacks dp_outer_dim, so that the ranks of both data-parallel "
-            "dimensions are not known: pass hybrid_fsdp_expt_group"
-        )
-    found, row = group_ranks(group), group_ranks(shard_group)
-    start = group.rank() // len(row) * len(row)
-    if len(found) % len(row) or found[start : start + len(row)] != row:
-        raise ValueError(
-            f"hybrid_fsdp_expt_group has {ranks_text(found)}, but in outer-major order the "
-            f"{len(row)} from place {start} on must be those of dp_shard_dim in expt_device_mesh: "
-            f"{ranks_text(row)}"
-        )
-
-
-def check_all_gather_group(
-    argument: str, group: dist.ProcessGroup | None, shard_group: dist.ProcessGroup
-) -> None:
-    """Raise ValueError unless a group, where given, has the ranks of the shards' group in order."""
-    if group is None:
-        return
-    found, expected = group_ranks(group), group_ranks(shard_group)
-    if found != expected:
-        raise ValueError(
-            f"{argument} has {ranks_text(found)}, but dp_shard_dim has "
-            f"{ranks_text(expected)}: pass a second group of the same ranks, or None"
-        )
-
-
-def created_hybrid_group(hybrid: DeviceMesh) -> dist.ProcessGroup:
-    """Return a new group over ``(outer, shard)`` of the expert mesh, the same at every call.
-    Collective on the world group the first time.
-    """
-    ranks = hybrid.mesh.flatten().tolist()
-    flat = flatten_mesh(hybrid, "_".join(("expert", *(hybrid.mesh_dim_names or ()))))
-    if flat is None or group_ranks(flat.get_group()) != ranks:
-        raise ValueError(
-            f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass hybrid_fsdp_expt_group"
-        )
-    return flat.get_group()
