@@ -12,7 +12,7 @@ from mcore.parallel.checkpoint.builders import (
     make_tp_sharded_tensor_for_checkpoint,
     sharded_state_dict_default,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
 from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,
@@ -33,6 +33,8 @@ from mcore.parallel.checkpoint.sharded import (
     StateDict,
     is_main_replica,
 )
+from mcore.parallel.checkpoint.training.manager import CheckpointManager
+from mcore.parallel.checkpoint.training.run_state import load_training_state, save_training_state
 from mcore.parallel.checkpoint.validation import (
     ShardRecord,
     describe_shards,
@@ -45,8 +47,10 @@ if TYPE_CHECKING:
     from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 
 __all__ = [
+    "CheckpointManager",
     "CheckpointingException",
     "CommonStateDict",
+    "DamagedCheckpointError",
     "LocalNonpersistentObject",
     "ReplicaId",
     "SaveHandle",
@@ -66,12 +70,14 @@ __all__ = [
     "latest_checkpoint",
     "list_checkpoints",
     "load_sharded_state_dict",
+    "load_training_state",
     "make_sharded_object_for_checkpoint",
     "make_sharded_tensor_for_checkpoint",
     "make_sharded_tensors_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "remove_incomplete",
     "save_sharded_state_dict",
+    "save_training_state",
     "sharded_state_dict_default",
     "validate_plans",
     "validate_sharding_integrity",

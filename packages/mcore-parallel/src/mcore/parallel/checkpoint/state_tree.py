@@ -19,8 +19,15 @@ from mcore.parallel.checkpoint.sharded import (
 from mcore.tensor.dtensor import is_dtensor
 
 Path = tuple[Any, ...]
-_BARE_MARKER = "is_bare_dtensor"
+_BARE_MARKER = "is_bare_tensor"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
+
+
+@dataclass(frozen=True)
+class OneLeaf:
+    """A value that is saved and loaded as one leaf, whatever containers it consists of."""
+
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -68,9 +75,7 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
     elif isinstance(value, LocalNonpersistentObject):
         entries.local.append((path, value.unwrap()))
     elif is_dtensor(value):
-        shard = shard_of_dtensor(value, name)
-        setattr(shard, _BARE_MARKER, True)
-        entries.tensors.append((path, shard))
+        entries.tensors.append((path, bare_shard(value, name)))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         raise CheckpointingException(
             f"{name!r} is a {type(value).__name__}; put what its state_dict() returns there"
@@ -80,11 +85,21 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
             f"two leaves of the state dict have the name {name!r}; rename one of them"
         )
     else:
-        entries.common[name] = (path, value)
+        entries.common[name] = (path, value.value if isinstance(value, OneLeaf) else value)
+
+
+def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
+    """Describe a tensor of which several ranks may hold equal copies; one of them is written."""
+    if is_dtensor(tensor):
+        shard = shard_of_dtensor(tensor, key)
+    else:
+        shard = ShardedTensor.from_rank_offsets(key, tensor)
+    setattr(shard, _BARE_MARKER, True)
+    return shard
 
 
 def is_bare(shard: ShardedTensor) -> bool:
-    """Return whether a shard is that of a DTensor that nothing says more about."""
+    """Return whether a shard is that of a tensor that nothing says more about."""
     return hasattr(shard, _BARE_MARKER)
 
 
