@@ -59,14 +59,14 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
     entries = Entries([], [], {}, [])
     for path, value in _leaves((), state_dict):
         _add(entries, path, value)
-    entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, _name(item[0])))
-    entries.objects.sort(key=lambda item: (item[1].unique_key, _name(item[0])))
+    entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))
+    entries.objects.sort(key=lambda item: (item[1].unique_key, dotted(item[0])))
     common = dict(sorted(entries.common.items()))
     return Entries(entries.tensors, entries.objects, common, entries.local)
 
 
 def _add(entries: Entries, path: Path, value: Any) -> None:
-    name = _name(path)
+    name = dotted(path)
     if isinstance(value, ShardedTensor):
         value.validate_metadata_integrity()
         entries.tensors.append((path, value))
@@ -132,8 +132,19 @@ def _has_sharded(node: Any) -> bool:
     return isinstance(node, ShardedBase | LocalNonpersistentObject)
 
 
-def _name(path: Path) -> str:
+def dotted(path: Path) -> str:
+    """Return the name of a leaf that has no other."""
     return ".".join(map(str, path))
+
+
+def named_paths(entries: Entries) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of each leaf, where the path is of text and numbers, text first."""
+    named = [(shard.key, path) for path, shard in entries.tensors]
+    named += [(one.unique_key, path) for path, one in entries.objects]
+    named += [(name, path) for name, (path, _) in entries.common.items()]
+    for name, path in named:
+        if type(path[0]) is str and set(map(type, path)) <= {str, int}:
+            yield name, path
 
 
 def rebuild_state_dict(state_dict: Mapping[Any, Any], values: Mapping[Path, Any]) -> dict[Any, Any]:
