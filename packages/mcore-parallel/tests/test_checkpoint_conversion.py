@@ -1,18 +1,23 @@
-"""Checkpoints as one file of torch.save, by torch's own converter."""
+"""Checkpoints that torch's converter reads, and the variant that Megatron-LM writes."""
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.state_dict import set_model_state_dict, set_optimizer_state_dict
 
 from mcore.parallel.checkpoint import (
     ShardedObject,
     ShardedTensor,
+    load_sharded_state_dict,
     save_sharded_state_dict,
     save_training_state,
 )
@@ -77,3 +82,23 @@ def test_a_converted_training_state_is_what_torch_loads(tmp_path: Path) -> None:
     for mine, theirs in zip(fresh.state.values(), optimizer.state.values(), strict=True):
         assert mine.keys() == theirs.keys()
         assert all(torch.equal(mine[field], theirs[field]) for field in mine)
+
+
+def test_an_index_with_plans_is_read_and_objects_that_megatron_lists(tmp_path: Path) -> None:
+    """As megatron-core writes it; ``tools/bench/parity`` has the checkpoints of its own."""
+    path = tmp_path / "a"
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"w": torch.arange(3), "o/shard_0_1": [5]}, checkpoint_id=path)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    items = [
+        WriteItem(place, WriteItemType.BYTE_IO if place.fqn != "w" else WriteItemType.TENSOR)
+        for place in index.storage_data
+    ]
+    index.all_local_plans = [SavePlan(items)]
+    (path / ".metadata").write_bytes(pickle.dumps(index))
+    for is_megatrons, expected in ((False, [5]), (True, 5)):
+        if is_megatrons:
+            (path / "metadata.json").write_text("{}")
+        target = {"w": torch.zeros(3, dtype=torch.int64), "o": ShardedObject("o", None, (1,), (0,))}
+        found = load_sharded_state_dict(target, path)
+        assert [found["w"].tolist(), found["o"]] == [[0, 1, 2], expected]

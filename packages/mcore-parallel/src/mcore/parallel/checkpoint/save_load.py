@@ -49,6 +49,7 @@ if TYPE_CHECKING:
     from mcore.parallel.groups import GroupLike
 
 Unexpected = Literal["raise", "warn", "ignore"]
+_MEGATRON_FILE = "metadata.json"  # beside torch's index, in what Megatron-LM writes
 
 
 @overload
@@ -327,6 +328,7 @@ def load_opened(
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
 
     planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
+    planner.has_listed_objects = not index.checksums and (directory / _MEGATRON_FILE).is_file()
     try:
         reader, plan = team.agree(
             lambda: _planned(build(), directory, index, planner, team, verify)
