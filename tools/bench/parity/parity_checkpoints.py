@@ -22,8 +22,8 @@ LAYERS = torch.arange(12.0).reshape(4, 3) + 100
 
 def theirs() -> Any:
     """The package that saves and loads, told that there is a device."""
-    torch.cuda.current_device = lambda: "cpu"  # type: ignore[assignment]
-    torch.cuda.synchronize = lambda device=None: None
+    cuda: Any = torch.cuda
+    cuda.current_device, cuda.synchronize = lambda: "cpu", lambda device=None: None
     return import_module("megatron.core.dist_checkpointing")
 
 
