@@ -20,14 +20,19 @@ from mcore.parallel.checkpoint.files.directory import (
     list_checkpoints,
     remove_incomplete,
 )
+from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.planning.validation import (
+    ShardRecord,
+    describe_shards,
+    validate_plans,
+    validate_sharding_integrity,
+)
 from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
 from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
 from mcore.parallel.checkpoint.sharded import (
     CommonStateDict,
-    LocalNonpersistentObject,
     ReplicaId,
     ShardedBase,
-    ShardedObject,
     ShardedStateDict,
     ShardedTensor,
     StateDict,
@@ -35,16 +40,10 @@ from mcore.parallel.checkpoint.sharded import (
 )
 from mcore.parallel.checkpoint.training.manager import CheckpointManager
 from mcore.parallel.checkpoint.training.run_state import load_training_state, save_training_state
-from mcore.parallel.checkpoint.validation import (
-    ShardRecord,
-    describe_shards,
-    validate_plans,
-    validate_sharding_integrity,
-)
 
 if TYPE_CHECKING:
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
-    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
 __all__ = [
     "CheckpointManager",
@@ -87,11 +86,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the planners at their first use: torch.distributed.checkpoint takes seconds."""
     if name == "ShardedLoadPlanner":
-        from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+        from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
 
         return ShardedLoadPlanner
     if name == "ShardedSavePlanner":
-        from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+        from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
         return ShardedSavePlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any, Literal, cast, overload
 import torch
 
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
-from mcore.parallel.checkpoint.copies import choose_writers
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.durable_files import (
@@ -33,7 +32,8 @@ from mcore.parallel.checkpoint.files.regular_files import (
     open_regular,
     size_problem,
 )
-from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
+from mcore.parallel.checkpoint.planning.copies import choose_writers
+from mcore.parallel.checkpoint.planning.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -44,8 +44,8 @@ if TYPE_CHECKING:
 
     from mcore.parallel.checkpoint.files.reader import CheckedReader, Verify
     from mcore.parallel.checkpoint.files.writer import DurableWriter
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
-    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
     from mcore.parallel.groups import GroupLike
 
 Unexpected = Literal["raise", "warn", "ignore"]
@@ -193,7 +193,7 @@ def _write(
     """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
     from mcore.parallel.checkpoint.files.writer import DurableWriter
-    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+    from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
     planner = ShardedSavePlanner(entries, weights_only=weights_only)
     writer = DurableWriter(incomplete, final, team.rank)
@@ -325,7 +325,7 @@ def load_opened(
     accounted: Collection[str] = (),
 ) -> dict[str, Any]:
     """Load into the state dict that ``build`` makes; ``accounted`` keys are not unexpected."""
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
 
     planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
     planner.has_listed_objects = not index.checksums and (directory / _MEGATRON_FILE).is_file()

@@ -10,12 +10,8 @@ import torch
 
 from mcore.parallel.checkpoint.dtensor import shard_of_dtensor
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-)
+from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
 from mcore.tensor.dtensor import is_dtensor
 
 Path = tuple[Any, ...]

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.index import StoredKey
-from mcore.parallel.checkpoint.staging import digest_of
+from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.shortened import titled_list

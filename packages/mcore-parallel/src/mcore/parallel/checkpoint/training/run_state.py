@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.save_load import (
     Unexpected,
     load_opened,
     open_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.sharded import ShardedObject
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.checkpoint.training.model_state import ModelState, model_state

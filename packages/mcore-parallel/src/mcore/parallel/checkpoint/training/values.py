@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedObject
-from mcore.parallel.checkpoint.staging import digest_of
+from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.sharded import ShardedBase
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.checkpoint.training.model_state import model_state

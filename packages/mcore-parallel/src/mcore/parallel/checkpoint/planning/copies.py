@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
-from mcore.parallel.checkpoint.staging import digest_of
 from mcore.parallel.checkpoint.state_tree import Entries, is_bare
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.shortened import ranks_text, titled_list

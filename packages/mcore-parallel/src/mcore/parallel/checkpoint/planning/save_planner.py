@@ -31,28 +31,28 @@ from torch.distributed.checkpoint.planner import (
 
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
-from mcore.parallel.checkpoint.staging import (
+from mcore.parallel.checkpoint.planning.staging import (
     StagedValue,
     data_problem,
     digest_of,
     serialized,
     written_shards,
 )
-from mcore.parallel.checkpoint.state_tree import (
-    Entries,
-    Path,
-    dotted,
-    flatten_state_dict,
-    named_paths,
-)
-from mcore.parallel.checkpoint.validation import (
+from mcore.parallel.checkpoint.planning.validation import (
     ShardRecord,
     decode_records,
     describe_entries,
     encode_records,
     raise_if_not_whole,
     validate_plans,
+)
+from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
+from mcore.parallel.checkpoint.state_tree import (
+    Entries,
+    Path,
+    dotted,
+    flatten_state_dict,
+    named_paths,
 )
 from mcore.parallel.shortened import titled_list
 
