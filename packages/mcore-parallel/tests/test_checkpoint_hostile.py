@@ -164,6 +164,16 @@ def test_no_index_runs_code_or_changes_classes(name: str, tmp_path: Path) -> Non
     assert not target.exists()
 
 
+def test_a_name_that_no_index_needs_is_refused_where_nothing_looks_at_it(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    dcp.save({"w": torch.zeros(5)}, checkpoint_id=path, no_dist=True)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for value in (torch.float32, torch.Tensor, torch.device, torch.nn.Linear, metadata.dataclass):
+        index.planner_data = {"w": value}
+        (path / ".metadata").write_bytes(pickle.dumps(index))
+        assert is_complete_checkpoint(path) == (value is torch.float32), value
+
+
 @pytest.mark.parametrize("verify", ["while_reading", "before", False])
 @pytest.mark.usefixtures("unchanged_classes")
 def test_no_object_runs_code_even_with_a_manifest_made_to_match(

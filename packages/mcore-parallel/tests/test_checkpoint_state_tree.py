@@ -15,7 +15,7 @@ from mcore.parallel.checkpoint import (
     LocalNonpersistentObject,
     ShardedTensor,
 )
-from mcore.parallel.checkpoint.staging import digest_of
+from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.state_tree import flatten_state_dict, rebuild_state_dict
 
 Pair = namedtuple("Pair", ["first", "second"])

@@ -25,7 +25,7 @@ from mcore.parallel.checkpoint import (
     validate_plans,
     validate_sharding_integrity,
 )
-from mcore.parallel.checkpoint.validation import (
+from mcore.parallel.checkpoint.planning.validation import (
     Place,
     decode_records,
     encode_records,

@@ -12,7 +12,7 @@ from mcore.parallel.checkpoint.builders import (
     make_tp_sharded_tensor_for_checkpoint,
     sharded_state_dict_default,
 )
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
 from mcore.parallel.checkpoint.files.directory import (
     is_complete_checkpoint,
     keep_last,
@@ -20,33 +20,36 @@ from mcore.parallel.checkpoint.files.directory import (
     list_checkpoints,
     remove_incomplete,
 )
-from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
-from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
-from mcore.parallel.checkpoint.sharded import (
-    CommonStateDict,
-    LocalNonpersistentObject,
-    ReplicaId,
-    ShardedBase,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-    StateDict,
-    is_main_replica,
-)
-from mcore.parallel.checkpoint.validation import (
+from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.planning.validation import (
     ShardRecord,
     describe_shards,
     validate_plans,
     validate_sharding_integrity,
 )
+from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
+from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
+from mcore.parallel.checkpoint.sharded import (
+    CommonStateDict,
+    ReplicaId,
+    ShardedBase,
+    ShardedStateDict,
+    ShardedTensor,
+    StateDict,
+    is_main_replica,
+)
+from mcore.parallel.checkpoint.training.manager import CheckpointManager
+from mcore.parallel.checkpoint.training.run_state import load_training_state, save_training_state
 
 if TYPE_CHECKING:
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
-    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
 __all__ = [
+    "CheckpointManager",
     "CheckpointingException",
     "CommonStateDict",
+    "DamagedCheckpointError",
     "LocalNonpersistentObject",
     "ReplicaId",
     "SaveHandle",
@@ -66,12 +69,14 @@ __all__ = [
     "latest_checkpoint",
     "list_checkpoints",
     "load_sharded_state_dict",
+    "load_training_state",
     "make_sharded_object_for_checkpoint",
     "make_sharded_tensor_for_checkpoint",
     "make_sharded_tensors_for_checkpoint",
     "make_tp_sharded_tensor_for_checkpoint",
     "remove_incomplete",
     "save_sharded_state_dict",
+    "save_training_state",
     "sharded_state_dict_default",
     "validate_plans",
     "validate_sharding_integrity",
@@ -81,11 +86,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import the planners at their first use: torch.distributed.checkpoint takes seconds."""
     if name == "ShardedLoadPlanner":
-        from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
+        from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
 
         return ShardedLoadPlanner
     if name == "ShardedSavePlanner":
-        from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+        from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
         return ShardedSavePlanner
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -14,6 +14,7 @@ from mcore.parallel.checkpoint.dtensor import (
     shard_of_dtensor,
     with_fields,
 )
+from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.ranks import (
     CheckpointRanks,
     ensure_metadata_has_dp_cp_group,
@@ -21,12 +22,7 @@ from mcore.parallel.checkpoint.ranks import (
     mesh_spans_world,
     resolve_ranks,
 )
-from mcore.parallel.checkpoint.sharded import (
-    ReplicaId,
-    ShardedObject,
-    ShardedStateDict,
-    ShardedTensor,
-)
+from mcore.parallel.checkpoint.sharded import ReplicaId, ShardedStateDict, ShardedTensor
 from mcore.parallel.groups import GroupLike
 from mcore.tensor.dtensor import is_dtensor
 

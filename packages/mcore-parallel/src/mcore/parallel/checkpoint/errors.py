@@ -1,4 +1,4 @@
-"""The one error that checkpointing raises, and how reports of many ranks become its text."""
+"""The errors that checkpointing raises, and how reports of many ranks become their text."""
 
 from __future__ import annotations
 
@@ -18,6 +18,15 @@ class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM us
         ... except CheckpointingException as error:
         ...     print(error)
         key 'w': dtype differs
+    """
+
+
+class DamagedCheckpointError(CheckpointingException):
+    """A checkpoint is missing, incomplete or has changed, whoever would load it.
+
+    Example:
+        >>> issubclass(DamagedCheckpointError, CheckpointingException)
+        True
     """
 
 

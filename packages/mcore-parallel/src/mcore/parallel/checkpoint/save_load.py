@@ -8,15 +8,15 @@ import pickle
 import secrets
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
 
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
-from mcore.parallel.checkpoint.copies import choose_writers
-from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.durable_files import (
     incomplete_sibling,
@@ -32,7 +32,8 @@ from mcore.parallel.checkpoint.files.regular_files import (
     open_regular,
     size_problem,
 )
-from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
+from mcore.parallel.checkpoint.planning.copies import choose_writers
+from mcore.parallel.checkpoint.planning.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
 from mcore.parallel.shortened import titled_list
@@ -43,11 +44,12 @@ if TYPE_CHECKING:
 
     from mcore.parallel.checkpoint.files.reader import CheckedReader, Verify
     from mcore.parallel.checkpoint.files.writer import DurableWriter
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
-    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
+    from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
     from mcore.parallel.groups import GroupLike
 
 Unexpected = Literal["raise", "warn", "ignore"]
+_MEGATRON_FILE = "metadata.json"  # beside torch's index, in what Megatron-LM writes
 
 
 @overload
@@ -191,7 +193,7 @@ def _write(
     """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
     from mcore.parallel.checkpoint.files.writer import DurableWriter
-    from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
+    from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
     planner = ShardedSavePlanner(entries, weights_only=weights_only)
     writer = DurableWriter(incomplete, final, team.rank)
@@ -271,10 +273,11 @@ def load_sharded_state_dict(
         LocalNonpersistentObject gives its local value.
 
     Raises:
-        CheckpointingException: On every rank: the path is not a complete checkpoint, a file is
-            missing, truncated, damaged or not a regular one, a key, dtype or shape does not fit, a
-            tensor cannot be filled in place, or ``sd`` has the empty state of a fresh optimizer
-            and the checkpoint that of one. The text names file or key.
+        DamagedCheckpointError: On every rank: the path is not a complete checkpoint, or a file is
+            missing, truncated, damaged or not a regular one. The text names file or key.
+        CheckpointingException: On every rank: a key, dtype or shape does not fit, a tensor cannot
+            be filled in place, or ``sd`` has the empty state of a fresh optimizer and the
+            checkpoint that of one. The text names the key.
         ValueError: This rank is not a member of the group, or ``verify`` or ``unexpected`` is none
             of its choices.
 
@@ -282,25 +285,70 @@ def load_sharded_state_dict(
         >>> load_sharded_state_dict({}, "/no/such/checkpoint")
         Traceback (most recent call last):
             ...
-        mcore.parallel.checkpoint.errors.CheckpointingException: cannot load ...
+        mcore.parallel.checkpoint.errors.DamagedCheckpointError: cannot load ...
     """
     _require_one_of("verify", verify, ("while_reading", "before", False))
     _require_one_of("unexpected", unexpected, ("raise", "warn", "ignore"))
-    from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
-
     team = team_of(process_group)
+    directory, index = open_checkpoint(path, team)
+    return load_opened(
+        directory,
+        index,
+        lambda: sd,
+        team,
+        strict=strict,
+        unexpected=unexpected,
+        weights_only=weights_only,
+        verify=verify,
+    )
+
+
+def open_checkpoint(path: PathLike, team: Team) -> tuple[Path, Index]:
+    """Return on all ranks where a checkpoint is and what it holds, after a check of its files."""
     directory = team.agree(lambda: local_path(path))
-    try:
+    with _as_damage(f"cannot load {directory}: "):
         index = _shared_index(directory, team)
-        planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
-        reader, plan = team.agree(lambda: _planned(sd, directory, index, planner, team, verify))
-        extra = _unexpected_keys(index, planner, team)
+        team.agree(lambda: _check_files(directory, index) if team.is_first else None)
+    return directory, index
+
+
+def load_opened(
+    directory: Path,
+    index: Index,
+    build: Callable[[], Mapping[str, Any]],
+    team: Team,
+    *,
+    strict: bool,
+    unexpected: Unexpected,
+    weights_only: bool,
+    verify: Verify,
+    accounted: Collection[str] = (),
+) -> dict[str, Any]:
+    """Load into the state dict that ``build`` makes; ``accounted`` keys are not unexpected."""
+    from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner
+
+    planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
+    planner.has_listed_objects = not index.checksums and (directory / _MEGATRON_FILE).is_file()
+    try:
+        reader, plan = team.agree(
+            lambda: _planned(build(), directory, index, planner, team, verify)
+        )
+        extra = _unexpected_keys(index, planner.wanted.union(accounted), team)
         team.agree(lambda: _handle_unexpected(extra, unexpected, team))
-        team.agree(lambda: reader.read_objects(plan, planner))
-        _fill(reader, plan, planner, team)
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error
+    with _as_damage(f"cannot load {directory}: "):
+        team.agree(lambda: _read_objects(reader, plan, planner))
+        _fill(reader, plan, planner, team)
     return planner.loaded_state_dict()
+
+
+@contextmanager
+def _as_damage(title: str) -> Iterator[None]:
+    try:
+        yield
+    except CheckpointingException as error:
+        raise DamagedCheckpointError(f"{title}{error}") from error
 
 
 def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> None:
@@ -331,19 +379,21 @@ def _planned(
     team: Team,
     verify: Verify,
 ) -> tuple[CheckedReader, LoadPlan]:
-    """Check all but the content, and return what reads it and the list of what to read."""
+    """Check all but the files, and return what reads them and the list of what to read."""
     from mcore.parallel.checkpoint.files.reader import CheckedReader
 
-    if team.is_first:
-        _check_files(directory, index)
     wanted = planner.take(sd)
     keys = {name: index.keys[name] for name in wanted if name in index.keys}
     reader = CheckedReader(directory, index, keys, verify)
     planner.set_up_planner(cast("dict[str, Any]", sd), reader.metadata, team.is_first)
     plan = planner.create_local_plan()
     _reject_empty_optimizer((), sd, index.keys)
-    reader.check_plan(plan)
     return reader, plan
+
+
+def _read_objects(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner) -> None:
+    reader.check_plan(plan)
+    reader.read_objects(plan, planner)
 
 
 def _check_files(directory: Path, index: Index) -> None:
@@ -374,9 +424,10 @@ def _reject_empty_optimizer(
         return
     for key, value in node.items():
         _reject_empty_optimizer((*path, key), value, keys)
-    if node.get("state") != {} or not any(
-        group.get("params") for group in node.get("param_groups", ()) if isinstance(group, Mapping)
-    ):
+    groups = node.get("param_groups")
+    if node.get("state") != {} or not isinstance(groups, list | tuple):
+        return
+    if not any(group.get("params") for group in groups if isinstance(group, Mapping)):
         return
     prefix = ".".join(map(str, (*path, "state", "")))
     inside = [name for name in keys if name.startswith(prefix)]
@@ -389,9 +440,9 @@ def _reject_empty_optimizer(
         )
 
 
-def _unexpected_keys(index: Index, planner: ShardedLoadPlanner, team: Team) -> list[str]:
+def _unexpected_keys(index: Index, wanted: frozenset[str], team: Team) -> list[str]:
     """Return on every rank the keys that no rank asks for: one all-reduce of a byte a key."""
-    asked = [key in planner.wanted for key in index.keys]
+    asked = [key in wanted for key in index.keys]
     flags = team.any_of(torch.tensor(asked, dtype=torch.uint8, device="cpu"))
     if bool(flags.all()):
         return []
@@ -405,7 +456,7 @@ def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team)
     if unexpected == "raise":
         raise CheckpointingException(titled_list(title, extra, "key"))
     if team.is_first:
-        warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=5)
+        warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=6)
 
 
 def _fill(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner, team: Team) -> None:

@@ -10,17 +10,20 @@ import torch
 
 from mcore.parallel.checkpoint.dtensor import shard_of_dtensor
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import (
-    LocalNonpersistentObject,
-    ShardedBase,
-    ShardedObject,
-    ShardedTensor,
-)
+from mcore.parallel.checkpoint.objects import LocalNonpersistentObject, ShardedObject
+from mcore.parallel.checkpoint.sharded import ShardedBase, ShardedTensor
 from mcore.tensor.dtensor import is_dtensor
 
 Path = tuple[Any, ...]
-_BARE_MARKER = "is_bare_dtensor"
+_BARE_MARKER = "is_bare_tensor"
 _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
+
+
+@dataclass(frozen=True)
+class OneLeaf:
+    """A value that is saved and loaded as one leaf, whatever containers it consists of."""
+
+    value: Any = None
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,14 @@ def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
     entries = Entries([], [], {}, [])
     for path, value in _leaves((), state_dict):
         _add(entries, path, value)
-    entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, _name(item[0])))
-    entries.objects.sort(key=lambda item: (item[1].unique_key, _name(item[0])))
+    entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))
+    entries.objects.sort(key=lambda item: (item[1].unique_key, dotted(item[0])))
     common = dict(sorted(entries.common.items()))
     return Entries(entries.tensors, entries.objects, common, entries.local)
 
 
 def _add(entries: Entries, path: Path, value: Any) -> None:
-    name = _name(path)
+    name = dotted(path)
     if isinstance(value, ShardedTensor):
         value.validate_metadata_integrity()
         entries.tensors.append((path, value))
@@ -68,9 +71,7 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
     elif isinstance(value, LocalNonpersistentObject):
         entries.local.append((path, value.unwrap()))
     elif is_dtensor(value):
-        shard = shard_of_dtensor(value, name)
-        setattr(shard, _BARE_MARKER, True)
-        entries.tensors.append((path, shard))
+        entries.tensors.append((path, bare_shard(value, name)))
     elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
         raise CheckpointingException(
             f"{name!r} is a {type(value).__name__}; put what its state_dict() returns there"
@@ -80,11 +81,21 @@ def _add(entries: Entries, path: Path, value: Any) -> None:
             f"two leaves of the state dict have the name {name!r}; rename one of them"
         )
     else:
-        entries.common[name] = (path, value)
+        entries.common[name] = (path, value.value if isinstance(value, OneLeaf) else value)
+
+
+def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
+    """Describe a tensor of which several ranks may hold equal copies; one of them is written."""
+    if is_dtensor(tensor):
+        shard = shard_of_dtensor(tensor, key)
+    else:
+        shard = ShardedTensor.from_rank_offsets(key, tensor)
+    setattr(shard, _BARE_MARKER, True)
+    return shard
 
 
 def is_bare(shard: ShardedTensor) -> bool:
-    """Return whether a shard is that of a DTensor that nothing says more about."""
+    """Return whether a shard is that of a tensor that nothing says more about."""
     return hasattr(shard, _BARE_MARKER)
 
 
@@ -117,8 +128,19 @@ def _has_sharded(node: Any) -> bool:
     return isinstance(node, ShardedBase | LocalNonpersistentObject)
 
 
-def _name(path: Path) -> str:
+def dotted(path: Path) -> str:
+    """Return the name of a leaf that has no other."""
     return ".".join(map(str, path))
+
+
+def named_paths(entries: Entries) -> Iterator[tuple[str, Path]]:
+    """Yield name and path of each leaf, where the path is of text and numbers, text first."""
+    named = [(shard.key, path) for path, shard in entries.tensors]
+    named += [(one.unique_key, path) for path, one in entries.objects]
+    named += [(name, path) for name, (path, _) in entries.common.items()]
+    for name, path in named:
+        if type(path[0]) is str and set(map(type, path)) <= {str, int}:
+            yield name, path
 
 
 def rebuild_state_dict(state_dict: Mapping[Any, Any], values: Mapping[Path, Any]) -> dict[Any, Any]:

@@ -24,6 +24,7 @@ OUR_MARK = "mcore.parallel.checkpoint"
 PICKLE_START = b"\x80"
 
 _DCP = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"  # Megatron-LM keeps the plans of a save
 _RECORDS = {
     (_DCP, "BytesStorageMetadata"),
     (_DCP, "ChunkStorageMetadata"),
@@ -32,6 +33,10 @@ _RECORDS = {
     (_DCP, "StorageMeta"),
     (_DCP, "TensorProperties"),
     (_DCP, "TensorStorageMetadata"),
+    (_PLANNER, "BytesIOWriteData"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "WriteItem"),
     ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
 _CALLS = {
@@ -39,6 +44,7 @@ _CALLS = {
     ("torch", "Size"),
     ("torch.serialization", "_get_layout"),
     (_DCP, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER, "WriteItemType"),
     ("pathlib", "Path"),
     ("pathlib", "PosixPath"),
     ("pathlib", "WindowsPath"),

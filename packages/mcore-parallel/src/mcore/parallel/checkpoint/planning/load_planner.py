@@ -89,6 +89,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._strict = strict
         self._weights_only = weights_only
         self._is_coordinator = False
+        self.has_listed_objects = False  # Megatron-LM writes each object as a list of it alone
         self._state_dict: Mapping[str, Any] | None = None
         self._entries = Entries([], [], {}, [])
         self.wanted: frozenset[str] = frozenset()
@@ -164,14 +165,15 @@ class ShardedLoadPlanner(LoadPlanner):
         """
         name = read_item.dest_index.fqn
         try:
-            self._values[name] = torch.load(
-                value, map_location="cpu", weights_only=self._weights_only
-            )
+            found = torch.load(value, map_location="cpu", weights_only=self._weights_only)
         except Exception as error:
             hint = "; pass weights_only=False if you trust the file" if self._weights_only else ""
             raise CheckpointingException(
                 f"key {name!r} cannot be unpickled ({describe_error(error)}){hint}"
             ) from error
+        if self.has_listed_objects and type(found) is list and len(found) == 1:
+            [found] = found
+        self._values[name] = found
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
         """Return the slice of the target tensor that a read item fills."""

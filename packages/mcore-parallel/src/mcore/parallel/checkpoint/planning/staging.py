@@ -13,7 +13,8 @@ import torch
 import xxhash
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ShardedObject, ShardedTensor, is_main_replica
+from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries
 from mcore.parallel.shortened import titled_list
 from mcore.parallel.tensor_memory import memory_of, row_major_on_cpu

@@ -11,14 +11,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mcore.parallel.checkpoint.dtensor import with_fields
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
-from mcore.parallel.checkpoint.staging import digest_of
 from mcore.parallel.checkpoint.state_tree import Entries, is_bare
 from mcore.parallel.checkpoint.team import Team
 from mcore.parallel.shortened import ranks_text, titled_list
-from mcore.tensor.dtensor import to_local_if_dtensor
+from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
 _NOT_WRITTEN = (0, 0, 1)
 
@@ -27,7 +26,7 @@ class _Holding(NamedTuple):
     """What a rank holds that others may hold too."""
 
     common: dict[str, str]  # name to dtype and shape of a tensor, or nothing
-    bare: list[str]  # names of shards of DTensors whose mesh lacks ranks
+    bare: list[str]  # names of shards that ranks outside their mesh may hold too
     num_bytes: list[int]  # of each of these
 
 
@@ -43,9 +42,9 @@ class _Decision(NamedTuple):
 def choose_writers(entries: Entries, team: Team, *, check_replicas: bool) -> Entries:
     """Return the entries of which this rank writes what no other rank does.
 
-    Collective over the team. Common leaves are written by the first rank that has them, DTensors
-    that say nothing of other ranks' copies by one whose share is small; those must hold equal
-    bytes. ``check_replicas`` compares all that several ranks hold.
+    Collective over the team. Common leaves are written by the first rank that has them, bare
+    tensors, which say nothing of other ranks' copies, by one whose share is small; those must hold
+    equal bytes. ``check_replicas`` compares all that several ranks hold.
     """
     if team.group is None:
         return replace(entries, own_common=frozenset(entries.common))
@@ -61,7 +60,7 @@ def choose_writers(entries: Entries, team: Team, *, check_replicas: bool) -> Ent
     tensors = list(entries.tensors)
     for place in decision.not_written:
         at, shard = bare[place]
-        tensors[at] = (tensors[at][0], with_fields(shard, replica_id=_NOT_WRITTEN))
+        tensors[at] = (tensors[at][0], replace(shard, replica_id=_NOT_WRITTEN))
     return replace(entries, tensors=tensors, own_common=frozenset(decision.common))
 
 
@@ -86,7 +85,7 @@ def _bare_shards(entries: Entries, team: Team) -> list[tuple[int, ShardedTensor]
 
 
 def _mesh_size(tensor: Any) -> int:
-    return int(tensor.device_mesh.size())
+    return int(tensor.device_mesh.size()) if is_dtensor(tensor) else 1
 
 
 def _holding(entries: Entries, bare: Sequence[tuple[int, ShardedTensor]]) -> _Holding:

@@ -31,22 +31,28 @@ from torch.distributed.checkpoint.planner import (
 
 from mcore.parallel.checkpoint.dtensor import with_leading_axes
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
-from mcore.parallel.checkpoint.staging import (
+from mcore.parallel.checkpoint.planning.staging import (
     StagedValue,
     data_problem,
     digest_of,
     serialized,
     written_shards,
 )
-from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
-from mcore.parallel.checkpoint.validation import (
+from mcore.parallel.checkpoint.planning.validation import (
     ShardRecord,
     decode_records,
     describe_entries,
     encode_records,
     raise_if_not_whole,
     validate_plans,
+)
+from mcore.parallel.checkpoint.sharded import ShardedTensor, is_main_replica
+from mcore.parallel.checkpoint.state_tree import (
+    Entries,
+    Path,
+    dotted,
+    flatten_state_dict,
+    named_paths,
 )
 from mcore.parallel.shortened import titled_list
 
@@ -58,6 +64,7 @@ class _RankReport:
     written: bytes
     unwritten: bytes  # apart, as ranks with the same replicas send the same bytes, unpacked once
     common: bytes
+    paths: bytes
 
 
 class ShardedSavePlanner(SavePlanner):
@@ -127,6 +134,7 @@ class ShardedSavePlanner(SavePlanner):
         plain = [replace(plan, planner_data=None) for plan in all_plans]
         plans, metadata = create_default_global_save_plan(plain)
         _describe_empty_tensors(metadata, records)
+        metadata.planner_data = _agreed_paths([report.paths for report in reports])
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -183,8 +191,13 @@ class ShardedSavePlanner(SavePlanner):
         return _RankReport(
             written=encode_records([record for record in records if record.is_written]),
             unwritten=encode_records([record for record in records if not record.is_written]),
-            common=zlib.compress(json.dumps(digests).encode(), 1),
+            common=_packed(digests),
+            paths=_packed(list(named_paths(self._entries))),
         )
+
+
+def _packed(value: Any) -> bytes:
+    return zlib.compress(json.dumps(value).encode(), 1)
 
 
 def _write_item(
@@ -234,6 +247,23 @@ def _warn_of_differences(packed: Sequence[bytes]) -> None:
             "first rank that has them are saved"
         )
         warnings.warn(titled_list(title, sorted(differing), "key"), stacklevel=2)
+
+
+def _agreed_paths(packed: Sequence[bytes]) -> dict[str, Path]:
+    """Say where in a nested dict each key belongs, as torch's converter reads it.
+
+    A key that is not the dotted path of its place, such as that of stacked layers, belongs to the
+    top under its own name.
+    """
+    paths: dict[str, set[Path]] = {}
+    for one in dict.fromkeys(packed):
+        for name, path in json.loads(zlib.decompress(one)):
+            paths.setdefault(name, set()).add(tuple(path))
+    return {
+        name: path if len(found) == 1 and dotted(path) == name else (name,)
+        for name, found in paths.items()
+        for path in found
+    }
 
 
 def _describe_empty_tensors(metadata: Metadata, ranks: Sequence[Sequence[ShardRecord]]) -> None:

@@ -1,0 +1,1 @@
+"""What each rank writes or reads, checked on all ranks before a byte is touched."""
