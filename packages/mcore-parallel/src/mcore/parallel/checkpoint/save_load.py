@@ -24,14 +24,14 @@ from mcore.parallel.checkpoint.files.durable_files import (
     make_directories,
 )
 from mcore.parallel.checkpoint.files.index import Index
-from mcore.parallel.checkpoint.files.manifest import RawIndex, parsed_index, read_raw_index
-from mcore.parallel.checkpoint.files.metadata_file import keys_text
-from mcore.parallel.checkpoint.files.regular_files import (
-    PathLike,
-    local_path,
-    open_regular,
-    size_problem,
+from mcore.parallel.checkpoint.files.manifest import (
+    RawIndex,
+    file_problems,
+    parsed_index,
+    read_raw_index,
 )
+from mcore.parallel.checkpoint.files.metadata_file import keys_text
+from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, open_regular
 from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -348,16 +348,14 @@ def _planned(
 
 def _check_files(directory: Path, index: Index) -> None:
     """Check the size of every file, and the content of those without pieces."""
-    for name, size in index.files.items():
-        problem = size_problem(directory / name, size, at_least=not index.checksums)
-        if problem is not None:
-            inside = [
-                key
-                for key, stored in index.keys.items()
-                if any(piece.file == name for piece in stored.pieces)
-            ]
-            held = f"; {keys_text(inside)}" if inside else ""
-            raise CheckpointingException(f"{problem}{held}; take another checkpoint")
+    for name, problem in file_problems(directory, index):
+        inside = [
+            key
+            for key, stored in index.keys.items()
+            if any(piece.file == name for piece in stored.pieces)
+        ]
+        held = f"; {keys_text(inside)}" if inside else ""
+        raise CheckpointingException(f"{problem}{held}; take another checkpoint")
     for name, checksum in index.whole_files.items():
         with open_regular(directory / name) as stream:
             if checksum_in(stream, 0, index.files[name], Scratch()) != checksum:

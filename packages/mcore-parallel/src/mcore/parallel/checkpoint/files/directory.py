@@ -15,8 +15,8 @@ from mcore.parallel.checkpoint.files.durable_files import (
     is_incomplete_name,
     sync_directory,
 )
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, size_problem
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, file_problems, read_index
+from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path
 from mcore.parallel.torch_compat import METADATA_FILE
 
 CHECKPOINT_NAMES = r"(?:step|iter)_(\d+)"
@@ -55,10 +55,7 @@ def _is_complete(directory: Path) -> bool:
         index = read_index(directory)
     except (CheckpointingException, OSError):
         return False
-    return all(
-        size_problem(directory / name, size, at_least=not index.checksums) is None
-        for name, size in index.files.items()
-    )
+    return next(file_problems(directory, index), None) is None
 
 
 def list_checkpoints(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> list[Path]:

@@ -15,7 +15,7 @@ from mcore.parallel.checkpoint.files.checksums import DIGITS, checksum_of, sums_
 from mcore.parallel.checkpoint.files.durable_files import write_file
 from mcore.parallel.checkpoint.files.index import Index, PackedKeys, Piece, StoredKey
 from mcore.parallel.checkpoint.files.metadata_file import PICKLE_START, is_plain_name, stock_index
-from mcore.parallel.checkpoint.files.regular_files import read_regular
+from mcore.parallel.checkpoint.files.regular_files import read_regular, size_problem
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -89,6 +89,14 @@ def parsed_index(directory: Path, raw: RawIndex) -> Index:
 def read_index(directory: Path) -> Index:
     """Return what a checkpoint holds, as one process."""
     return parsed_index(directory, read_raw_index(directory))
+
+
+def file_problems(directory: Path, index: Index) -> Iterator[tuple[str, str]]:
+    """Yield the files of a checkpoint that are missing or have another size, and what is wrong."""
+    for name, size in index.files.items():
+        problem = size_problem(directory / name, size, at_least=not index.checksums)
+        if problem is not None:
+            yield name, problem
 
 
 class _ChangedError(Exception):

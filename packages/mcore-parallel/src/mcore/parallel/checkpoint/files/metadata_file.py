@@ -156,13 +156,33 @@ def _refuse() -> NoReturn:
     raise pickle.UnpicklingError("it holds instructions that no index needs")
 
 
+def _root(content: bytes) -> _Record:
+    root = _PlainUnpickler(io.BytesIO(content)).load()
+    if type(root) is not _Record or root.name != "Metadata":
+        raise pickle.UnpicklingError("it is not the index of a checkpoint")
+    return root
+
+
+def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
+    """Return where in nested dicts and lists an index says that keys were; it need not say."""
+    try:
+        paths = _root(content).state.get("planner_data")
+    except Exception:  # whatever a damaged or hostile pickle makes of the interpreter
+        return {}
+    return {
+        name: path
+        for name, path in (paths.items() if type(paths) is dict else ())
+        if type(name) is str
+        and type(path) is tuple
+        and {type(step) for step in path} in ({str}, {int}, {str, int})
+    }
+
+
 def stock_index(directory: Path, content: bytes) -> tuple[Index, bool]:
     """Return the keys of such an index, and whether its checkpoint should have a manifest."""
     path = directory / METADATA_FILE
     try:
-        root = _PlainUnpickler(io.BytesIO(content)).load()
-        if type(root) is not _Record or root.name != "Metadata":
-            raise pickle.UnpicklingError("it is not the index of a checkpoint")
+        root = _root(content)
         keys = _stored_keys(root)
         meta = root.state.get("storage_meta")
         is_ours = type(meta) is _Record and OUR_MARK in meta.state.get("modules", ())
