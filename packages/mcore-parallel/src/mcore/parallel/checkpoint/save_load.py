@@ -6,10 +6,8 @@ import hashlib
 import os
 import pickle
 import secrets
-import shutil
 import warnings
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -18,11 +16,7 @@ from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
 from mcore.parallel.checkpoint.copies import choose_writers
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
-from mcore.parallel.checkpoint.files.durable_files import (
-    incomplete_sibling,
-    is_incomplete_name,
-    make_directories,
-)
+from mcore.parallel.checkpoint.files.durable_files import is_incomplete_name
 from mcore.parallel.checkpoint.files.index import Index
 from mcore.parallel.checkpoint.files.manifest import (
     RawIndex,
@@ -31,7 +25,13 @@ from mcore.parallel.checkpoint.files.manifest import (
     read_raw_index,
 )
 from mcore.parallel.checkpoint.files.metadata_file import keys_text
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, open_regular
+from mcore.parallel.checkpoint.files.regular_files import (
+    PathLike,
+    Place,
+    open_regular,
+    place_of,
+)
+from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave, reserve, save_at
 from mcore.parallel.checkpoint.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
 from mcore.parallel.checkpoint.team import Team, team_of
@@ -96,7 +96,8 @@ def save_sharded_state_dict(
     must be equal and one is written. The first rank that has it writes any other leaf, and a
     warning names those that differ between ranks. Files go into a hidden directory beside ``path``;
     when all ranks have them on storage, one rename makes it ``path``. A process that is killed
-    before that leaves only the hidden directory, which :func:`remove_incomplete` deletes.
+    before that leaves only the hidden directory, which :func:`remove_incomplete` deletes. Behind a
+    URL the manifest, written last, makes files a checkpoint; a later save removes what one left.
 
     The files are those of ``torch.distributed.checkpoint``, whose ``load`` can read them, and a
     ``manifest.json`` that says all a load here has to know, with checksums. Random generators are
@@ -105,8 +106,8 @@ def save_sharded_state_dict(
     Args:
         sd: Nested dicts and lists of ShardedTensor, ShardedObject, LocalNonpersistentObject (not
             saved), DTensor (named by its place) and plain values, equal on all ranks.
-        path: The directory to make, on a file system that all ranks share. It must not exist. A
-            leading ``~`` is expanded; URLs are refused.
+        path: The directory to make, on a file system that all ranks share, or a URL of fsspec such
+            as ``s3://bucket/step_1``. It must not exist. A leading ``~`` is expanded.
         process_group: The ranks that save; None is the world.
         async_: Return as soon as what this rank writes is copied to the CPU, and write in the
             background. Later changes of the tensors do not reach the checkpoint. Background
@@ -139,7 +140,7 @@ def save_sharded_state_dict(
     """
     team = team_of(process_group)
     entries, final = team.agree(lambda: _prepared(sd, path, team))
-    incomplete = incomplete_sibling(final, _agreed_token(final, team))
+    save = save_at(final, _agreed_token(final, team))
     try:
         entries = choose_writers(entries, team, check_replicas=check_replicas)
         team.agree(lambda: reject_unsavable(entries, is_first=team.is_first))
@@ -147,7 +148,7 @@ def save_sharded_state_dict(
         raise CheckpointingException(f"cannot save {final}: {error}") from error
 
     def write(entries: Entries, team: Team) -> None:
-        _write(entries, incomplete, final, team, weights_only=weights_only)
+        _write(entries, save, team, weights_only=weights_only)
 
     if not async_:
         write(entries, team)
@@ -158,22 +159,18 @@ def save_sharded_state_dict(
     return start_in_background(final, team, lambda own: write(staged, own))
 
 
-def _prepared(sd: Mapping[str, Any], path: PathLike, team: Team) -> tuple[Entries, Path]:
-    entries, final = flatten_state_dict(sd), local_path(path)
+def _prepared(sd: Mapping[str, Any], path: PathLike, team: Team) -> tuple[Entries, Place]:
+    entries, final = flatten_state_dict(sd), place_of(path)
     if is_incomplete_name(final.name):
         raise CheckpointingException(
             f"{final} has the name of an unfinished checkpoint; choose another one"
         )
     if team.is_first:
-        if os.path.lexists(final):
-            raise CheckpointingException(
-                f"{final} already exists and is left as it is; choose another path, or delete it"
-            )
-        make_directories(final.parent)
+        reserve(final)
     return entries, final
 
 
-def _agreed_token(final: Path, team: Team) -> int:
+def _agreed_token(final: Place, team: Team) -> int:
     """Return a random number of the first rank; raise on all ranks when their paths differ."""
     place = int.from_bytes(hashlib.blake2b(os.fsencode(final), digest_size=7).digest(), "big")
     token = secrets.randbits(62) if team.is_first else 0
@@ -186,7 +183,7 @@ def _agreed_token(final: Path, team: Team) -> int:
 
 
 def _write(
-    entries: Entries, incomplete: Path, final: Path, team: Team, *, weights_only: bool
+    entries: Entries, save: LocalSave | RemoteSave, team: Team, *, weights_only: bool
 ) -> None:
     """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
@@ -194,13 +191,13 @@ def _write(
     from mcore.parallel.checkpoint.save_planner import ShardedSavePlanner
 
     planner = ShardedSavePlanner(entries, weights_only=weights_only)
-    writer = DurableWriter(incomplete, final, team.rank)
+    writer = DurableWriter(save, team.rank)
     try:
         _plan_and_write(planner, writer, team)
     except CheckpointingException as error:
         if team.is_first:
-            shutil.rmtree(incomplete, ignore_errors=True)
-        raise CheckpointingException(f"cannot save {final}: {error}") from error
+            save.discard()
+        raise CheckpointingException(f"cannot save {save.final}: {error}") from error
 
 
 def _plan_and_write(planner: ShardedSavePlanner, writer: DurableWriter, team: Team) -> None:
@@ -254,7 +251,7 @@ def load_sharded_state_dict(
         sd: As in :func:`save_sharded_state_dict`; its values say what to load. All its tensors
             are filled in place (a ShardedTensor without data, and a plain tensor on the meta
             device, get a new one); everything else in it is left as it is.
-        path: The checkpoint. A leading ``~`` is expanded; URLs are refused.
+        path: The checkpoint, or the URL of one. A leading ``~`` is expanded.
         strict: Raise when the checkpoint lacks a key; otherwise the local value stays.
         unexpected: What to do when the checkpoint has keys that no rank asks for.
         process_group: The ranks that load; None is the world.
@@ -289,7 +286,7 @@ def load_sharded_state_dict(
     from mcore.parallel.checkpoint.load_planner import ShardedLoadPlanner
 
     team = team_of(process_group)
-    directory = team.agree(lambda: local_path(path))
+    directory = team.agree(lambda: place_of(path))
     try:
         index = _shared_index(directory, team)
         planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
@@ -308,7 +305,7 @@ def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> No
         raise ValueError(f"{name} must be one of {choices}, got {given!r}")
 
 
-def _shared_index(directory: Path, team: Team) -> Index:
+def _shared_index(directory: Place, team: Team) -> Index:
     """Read on the first rank what the checkpoint holds, and return it on all."""
 
     def read() -> RawIndex:
@@ -325,7 +322,7 @@ def _shared_index(directory: Path, team: Team) -> Index:
 
 def _planned(
     sd: Mapping[str, Any],
-    directory: Path,
+    directory: Place,
     index: Index,
     planner: ShardedLoadPlanner,
     team: Team,
@@ -346,7 +343,7 @@ def _planned(
     return reader, plan
 
 
-def _check_files(directory: Path, index: Index) -> None:
+def _check_files(directory: Place, index: Index) -> None:
     """Check the size of every file, and the content of those without pieces."""
     for name, problem in file_problems(directory, index):
         inside = [

@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.index import DTYPES, Index, Piece, StoredKey, is_inside
+from mcore.parallel.checkpoint.files.regular_files import Place
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -178,7 +178,7 @@ def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
     }
 
 
-def stock_index(directory: Path, content: bytes) -> tuple[Index, bool]:
+def stock_index(directory: Place, content: bytes) -> tuple[Index, bool]:
     """Return the keys of such an index, and whether its checkpoint should have a manifest."""
     path = directory / METADATA_FILE
     try:

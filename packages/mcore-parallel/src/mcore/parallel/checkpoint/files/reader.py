@@ -23,11 +23,15 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem
+from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem, loaded
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in, sums_in
 from mcore.parallel.checkpoint.files.index import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.metadata_file import keys_text
-from mcore.parallel.checkpoint.files.regular_files import open_regular, size_problem
+from mcore.parallel.checkpoint.files.regular_files import (
+    Place,
+    open_regular,
+    size_problem,
+)
 from mcore.parallel.checkpoint.files.slices import CheckedStream, Part, read_slice, sweep
 from mcore.parallel.torch_compat import file_part
 
@@ -80,7 +84,7 @@ class CheckedReader:
     """Reads what a rank needs of a checkpoint, and nothing that is not as it was saved."""
 
     def __init__(
-        self, directory: Path, index: Index, keys: dict[str, StoredKey], verify: Verify
+        self, directory: Place, index: Index, keys: dict[str, StoredKey], verify: Verify
     ) -> None:
         self._directory, self._index, self._verify = directory, index, verify
         self._metadata = metadata_of(keys)
@@ -142,11 +146,11 @@ class CheckedReader:
         for name, inside in groupby(wanted, lambda one: one.piece.file):
             yield name, list(inside)
 
-    def _check_now(self, stream: io.FileIO, wanted: _Wanted) -> None:
+    def _check_now(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         if self._verify == "while_reading":
             self._check(stream, wanted)
 
-    def _check(self, stream: io.FileIO, wanted: _Wanted) -> None:
+    def _check(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         piece = wanted.piece
         with self._named_problems(wanted):
             if self._index.checksums:
@@ -167,22 +171,29 @@ class CheckedReader:
         )
 
     @contextmanager
-    def _named_problems(self, wanted: _Wanted) -> Iterator[None]:
+    def _named_problems(
+        self, wanted: _Wanted, errors: tuple[type[Exception], ...] = (OSError, EOFError)
+    ) -> Iterator[None]:
         try:
             yield
-        except (OSError, EOFError) as error:
+        except CheckpointingException:
+            raise
+        except errors as error:
             raise CheckpointingException(
                 f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
                 f"({describe_error(error)}); take another checkpoint"
             ) from error
 
-    def _read_tensor(self, stream: io.FileIO, wanted: _Wanted, planner: Any) -> None:
+    def _read_tensor(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         piece, dtype = wanted.piece, wanted.dtype
         is_checked_on_the_way = self._verify == "while_reading" and self._index.checksums == "xxh3"
         if not is_checked_on_the_way:
             self._check_now(stream, wanted)
         if piece.elements is None or dtype is None:
-            self._read_as_torch(wanted, planner)
+            if isinstance(self._directory, Path) or piece.transforms:
+                self._read_as_torch(wanted, planner)
+            else:
+                self._read_archive(stream, wanted, planner)
             return
         parts = [
             Part(tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
@@ -210,16 +221,24 @@ class CheckedReader:
             self._device_scratch = Scratch(_DEVICE_SCRATCH_BYTES)
         return self._device_scratch
 
+    def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
+        """Read an archive of torch's own, which may hold more than the elements."""
+        with self._named_problems(wanted, (Exception,)):
+            whole = loaded(stream, wanted.piece.at, wanted.piece.length)
+            for item in wanted.items:
+                source = whole
+                for dim, start in enumerate(item.storage_offsets):
+                    source = source.narrow(dim, start, item.lengths[dim])
+                planner.resolve_tensor(item).detach().copy_(source)
+
     def _read_as_torch(self, wanted: _Wanted, planner: Any) -> None:
-        """Have torch read an archive of its own, which may hold more than the elements."""
+        """Have torch read an archive of its own, and undo what was done to it."""
+        if not isinstance(self._directory, Path):
+            raise CheckpointingException(
+                f"{self._directory}: key {wanted.key!r} was stored through "
+                f"{', '.join(wanted.piece.transforms)}; load it from a copy on a local file system"
+            )
         reader = FileSystemReader(self._directory)
         reader.set_up_storage_reader(self._metadata, False)
-        try:
+        with self._named_problems(wanted, (Exception,)):
             reader.read_data(LoadPlan(wanted.items), planner).wait()
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            raise CheckpointingException(
-                f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
-                f"({describe_error(error)}); take another checkpoint"
-            ) from error

@@ -2,41 +2,39 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from math import prod
-from pathlib import Path
 from typing import Any, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import FileSlice, elements_at
+from mcore.parallel.checkpoint.files.archive import FileSlice, elements_at, loaded
 from mcore.parallel.checkpoint.files.checksums import Scratch
 from mcore.parallel.checkpoint.files.index import Piece, StoredKey
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, open_regular
+from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, open_regular, place_of
 from mcore.parallel.checkpoint.files.slices import read_slice
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
 
-def is_checkpoint(directory: Path) -> bool:
+def is_checkpoint(directory: Place) -> bool:
     """Return whether a directory has a file that only checkpoints have."""
     return (directory / MANIFEST_FILE).exists() or (directory / METADATA_FILE).exists()
 
 
-def checkpoints_in(root: Path) -> list[Path]:
+def checkpoints_in(root: Place) -> list[Place]:
     """List what a run's directory has of checkpoints, complete or not, in the order of numbers."""
     if not root.is_dir() or is_checkpoint(root):
         return []
     return sorted(filter(is_checkpoint, root.iterdir()), key=_numbers_first)
 
 
-def _numbers_first(path: Path) -> tuple[bool, str, int]:
+def _numbers_first(path: Place) -> tuple[bool, str, int]:
     name = path.name.rstrip("0123456789")
     digits = path.name[len(name) :]
     return (not digits, name, int(digits or 0))
@@ -46,7 +44,7 @@ class Contents:
     """One checkpoint, for several threads. Raises CheckpointingException where it is damaged."""
 
     def __init__(self, path: PathLike) -> None:
-        self.directory = local_path(path)
+        self.directory = place_of(path)
         found = checkpoints_in(self.directory)
         if found:
             raise CheckpointingException(
@@ -156,8 +154,7 @@ class Contents:
                 "load it by torch.distributed.checkpoint"
             )
         try:
-            content = FileSlice(self._stream(piece), piece.at, piece.length).read()
-            return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+            return loaded(self._stream(piece), piece.at, piece.length)
         except CheckpointingException:
             raise
         except Exception as error:

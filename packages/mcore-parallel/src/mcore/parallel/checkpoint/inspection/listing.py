@@ -5,14 +5,13 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.durable_files import is_incomplete_name
 from mcore.parallel.checkpoint.files.index import Index, StoredKey
 from mcore.parallel.checkpoint.files.manifest import file_problems, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path
+from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, place_of
 from mcore.parallel.checkpoint.inspection.contents import (
     Contents,
     checkpoints_in,
@@ -32,11 +31,11 @@ _FORMATS = {
 
 def ls(path: PathLike, patterns: Sequence[str], output: Output) -> int:
     """List the keys of a checkpoint, or the checkpoints of a run."""
-    found = checkpoints_in(local_path(path))
+    found = checkpoints_in(place_of(path))
     if found and not patterns:
         entries = [_described(one) for one in found]
         rows = [[e["name"], e["state"], e["keys"], size_text(e["bytes"])] for e in entries]
-        content = {"path": str(local_path(path)), "checkpoints": entries}
+        content = {"path": str(place_of(path)), "checkpoints": entries}
         output.report(content, table(["checkpoint", "state", "keys", "size"], rows))
         return 0
     with Contents(path) as contents:
@@ -48,7 +47,7 @@ def ls(path: PathLike, patterns: Sequence[str], output: Output) -> int:
     return 0
 
 
-def _described(path: Path) -> dict[str, Any]:
+def _described(path: Place) -> dict[str, Any]:
     """Describe a checkpoint by its index and the sizes of its files."""
     state, num_keys, num_bytes = "complete", 0, 0
     try:
@@ -63,7 +62,7 @@ def _described(path: Path) -> dict[str, Any]:
     return {"name": path.name, "state": state, "keys": num_keys, "bytes": num_bytes}
 
 
-def _first_problem(path: Path, index: Index) -> str | None:
+def _first_problem(path: Place, index: Index) -> str | None:
     return next((problem for _, problem in file_problems(path, index)), None)
 
 
@@ -115,7 +114,7 @@ def show(path: PathLike, patterns: Sequence[str], output: Output) -> int:
     return 0
 
 
-def _summary(directory: Path, index: Index) -> dict[str, Any]:
+def _summary(directory: Place, index: Index) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     keys_in: Counter[str] = Counter()

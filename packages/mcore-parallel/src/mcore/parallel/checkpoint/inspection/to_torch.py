@@ -5,14 +5,18 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.metadata_file import PICKLE_START, nested_paths
-from mcore.parallel.checkpoint.files.regular_files import PathLike, read_regular
+from mcore.parallel.checkpoint.files.regular_files import (
+    PathLike,
+    Place,
+    local_path,
+    read_regular,
+)
 from mcore.parallel.checkpoint.inspection.contents import Contents, num_bytes_of
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from mcore.parallel.shortened import counted
@@ -21,7 +25,7 @@ from mcore.parallel.torch_compat import METADATA_FILE
 
 def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output) -> int:
     """Write a checkpoint, or some keys, as one dict; the file appears whole or not at all."""
-    target = Path(file).expanduser()
+    target = local_path(file)
     if os.path.lexists(target):
         raise CheckpointingException(f"{target} already exists and is left as it is")
     values: dict[str, Any] = {}
@@ -48,7 +52,7 @@ def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output)
     return 0
 
 
-def _metadata(directory: Path) -> bytes:
+def _metadata(directory: Place) -> bytes:
     """Return torch's index, which says how a state dict was nested; empty where there is none."""
     try:
         return read_regular(directory / METADATA_FILE, PICKLE_START)

@@ -12,7 +12,6 @@ from concurrent.futures import (
     ThreadPoolExecutor,
     as_completed,
 )
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
@@ -20,7 +19,8 @@ from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in, sums_in
 from mcore.parallel.checkpoint.files.index import Index, Piece
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, file_problems, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, open_regular
+from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, open_regular, place_of
+from mcore.parallel.checkpoint.files.remote import RemotePath, is_unreachable
 from mcore.parallel.checkpoint.inspection.contents import checkpoints_in, is_checkpoint
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from mcore.parallel.shortened import counted
@@ -41,7 +41,7 @@ class Damage(NamedTuple):
 class _Batch(NamedTuple):
     """Pieces of one file, and their keys, that one worker reads."""
 
-    path: Path
+    path: Place
     checksums: str
     pieces: list[tuple[str, Piece]]
 
@@ -52,7 +52,7 @@ class _Batch(NamedTuple):
 
 def verify(path: PathLike, workers: int | None, output: Output) -> int:
     """Read every byte of a checkpoint, or of all of a run, and name the damaged keys."""
-    directory = local_path(path)
+    directory = place_of(path)
     found = checkpoints_in(directory) or [directory]
     if not is_checkpoint(found[0]):
         read_index(directory)  # which says what it is
@@ -64,11 +64,13 @@ def verify(path: PathLike, workers: int | None, output: Output) -> int:
     return 0 if all(report["ok"] for report in reports) else 1
 
 
-def _report(directory: Path, workers: int | None, output: Output) -> dict[str, Any]:
+def _report(directory: Place, workers: int | None, output: Output) -> dict[str, Any]:
     report = {"path": str(directory), "ok": True, "bytes": 0, "pieces": 0, "damaged": []}
     try:
         index = read_index(directory)
     except CheckpointingException as error:
+        if is_unreachable(error):
+            raise
         damaged = [Damage("", MANIFEST_FILE, str(error))]
     else:
         batches = list(_batches(directory, index))
@@ -91,7 +93,7 @@ def _lines(report: dict[str, Any]) -> Iterator[str]:
         yield f"  {escaped(subject)}: {escaped(one['problem'])}"
 
 
-def _batches(directory: Path, index: Index) -> Iterator[_Batch]:
+def _batches(directory: Place, index: Index) -> Iterator[_Batch]:
     """Yield all pieces, in the order of the files."""
     inside: dict[str, list[tuple[str, Piece]]] = {}
     for name, stored in index.keys.items():
@@ -109,7 +111,7 @@ def _batches(directory: Path, index: Index) -> Iterator[_Batch]:
 
 
 def _damage(
-    directory: Path, index: Index, batches: Sequence[_Batch], workers: int | None, output: Output
+    directory: Place, index: Index, batches: Sequence[_Batch], workers: int | None, output: Output
 ) -> list[Damage]:
     damaged = [Damage("", *one) for one in file_problems(directory, index)]
     unreadable = {one.file for one in damaged}
@@ -120,7 +122,8 @@ def _damage(
             if found != checksum:
                 damaged.append(Damage("", name, "its checksum differs"))
     done, total = 0, sum(batch.num_bytes for batch in batches)
-    with _executor(workers, total) as executor:
+    are_local = not isinstance(directory, RemotePath)
+    with _executor(workers, total if are_local else 0) as executor:
         started: dict[Future[list[Damage]], int] = {
             executor.submit(_check, batch): batch.num_bytes for batch in batches
         }
@@ -151,6 +154,8 @@ def _check(batch: _Batch) -> list[Damage]:
                 if problem is not None:
                     damaged.append(Damage(key, piece.file, problem))
     except (CheckpointingException, OSError) as error:
+        if is_unreachable(error):
+            raise
         keys = dict.fromkeys(key for key, _ in batch.pieces)
         return [Damage(key, batch.path.name, describe_error(error)) for key in keys]
     return damaged
