@@ -27,6 +27,7 @@ _START = b'{"format": "mcore sharded checkpoint", "version": '
 _HEADER = _START + b'3, "content": [\n'
 _END = b'], "checksum": "'
 _AFTER = b'"}\n'
+_VERSION = re.compile(rb"\d*")
 _ROWS = 4096  # a line's numbers become objects, so a line holds a limited number
 
 
@@ -67,7 +68,7 @@ def parsed_index(directory: Place, raw: RawIndex) -> Index:
             )
         return index
     path = directory / MANIFEST_FILE
-    version = re.match(rb"\d*", raw.manifest[len(_START) :])
+    version = _VERSION.match(raw.manifest, len(_START))
     if version is None or version[0] not in (b"2", b"3"):
         raise CheckpointingException(
             f"{path} is of another version than 2 or 3: another version of mcore-parallel wrote "

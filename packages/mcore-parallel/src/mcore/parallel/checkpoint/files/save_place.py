@@ -64,9 +64,12 @@ class LocalSave:
         sync_file(self.folder / METADATA_FILE)
         return (self.folder / METADATA_FILE).read_bytes()
 
-    def publish(self, manifest: bytes, _: Mapping[str, int]) -> None:
-        """Write the manifest and make all of it the checkpoint."""
+    def write_manifest(self, manifest: bytes) -> None:
+        """Write the manifest of files that are on storage."""
         write_file(self.folder / MANIFEST_FILE, manifest)
+
+    def publish(self, _: Mapping[str, int]) -> None:
+        """Make the folder the checkpoint."""
         publish(self.folder, self.final)
 
     def discard(self) -> None:
@@ -103,13 +106,16 @@ class RemoteSave:
         self._write(METADATA_FILE, content)
         return content
 
-    def publish(self, manifest: bytes, sizes: Mapping[str, int]) -> None:
-        """Write the manifest, which makes it the checkpoint, and see whether all of it is there."""
+    def write_manifest(self, manifest: bytes) -> None:
+        """Write the manifest, which makes the files a checkpoint."""
         if (self.final / MANIFEST_FILE).exists():
             raise CheckpointingException(f"{self.final} was saved by another job meanwhile")
         self._wrote_manifest = True  # perhaps even where an error follows
         self._write(MANIFEST_FILE, manifest)
-        for _, problem in size_problems(self.final, {**sizes, MANIFEST_FILE: len(manifest)}):
+
+    def publish(self, sizes: Mapping[str, int]) -> None:
+        """Make sure that the storage has lost nothing in the meantime."""
+        for _, problem in size_problems(self.final, sizes):
             raise CheckpointingException(f"{problem} (the storage has lost it since)")
 
     def discard(self) -> None:

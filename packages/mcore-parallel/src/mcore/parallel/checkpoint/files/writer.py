@@ -81,12 +81,14 @@ class DurableWriter:
         try:
             index = self._save.write_index(write_index)
             whole = {METADATA_FILE: (len(index), checksum_of(index))}
+            manifest = manifest_of(_described(metadata), files, whole)
             path = folder / MANIFEST_FILE
-            self._save.publish(manifest_of(_described(metadata), files, whole), sizes)
+            self._save.write_manifest(manifest)
         except CheckpointingException:
             raise
         except Exception as error:
             raise _unwritten(error, path) from error
+        self._save.publish({**sizes, METADATA_FILE: len(index), MANIFEST_FILE: len(manifest)})
 
 
 def _described(metadata: Metadata) -> dict[str, tuple[str, Shape]]:
