@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import shutil
 import struct
 import sys
@@ -22,7 +23,9 @@ from mcore.parallel.checkpoint import (
 )
 from mcore.parallel.checkpoint.__main__ import main
 from mcore.parallel.checkpoint.files.manifest import read_index
+from mcore.parallel.checkpoint.files.metadata_file import plain_value
 from mcore.parallel.checkpoint.inspection.comparing import boxes, difference
+from mcore.parallel.checkpoint.inspection.contents import short_repr
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from rank_testing import run_ranks
 
@@ -160,6 +163,8 @@ def test_show_describes_files_and_pieces(root: Path, run: Any) -> None:
     ]
     assert [one["checksum"] for one in columns["pieces"]] == [one.checksum for one in stored.pieces]
     assert "torch.distributed.checkpoint" in run("show", root / "stock")[1]
+    assert "values.step: object, 1.2 KiB = 7" in run("show", root / "step_1", "values.step")[1]
+    assert "= [1, 'two']" in run("show", root / "step_1", "object*")[1]
     code, text = run("show", root / "stock", "colum")
     assert (code, "has no key 'colum'" in text) == (2, True)
 
@@ -255,6 +260,7 @@ def test_layouts_make_no_difference_but_values_do(root: Path, run: Any, tmp_path
     _, text = run("diff", root / "step_2", tmp_path / "step_3")
     assert "float8_e4m3fn -> float32" in text
     assert "float32 [] -> float32 [2]" in text
+    assert " 7 -> 8" in text
     assert text.splitlines()[-1] == "1 added, 1 removed, 6 changed, 5 keys unchanged"
     _, found = run("diff", root / "step_2", tmp_path / "step_3", "--keys", "r*", "--json")
     assert [one["key"] for one in found["changed"]] == ["rows"]
@@ -311,8 +317,8 @@ def test_torch_loads_what_is_converted(name: str, root: Path, run: Any, tmp_path
 
 
 def test_progress_is_for_terminals() -> None:
-    sizes = [size_text(n) for n in (0, 1023, 1536, 5 << 40)]
-    assert sizes == ["0 bytes", "1023 bytes", "1.5 KiB", "5.0 TiB"]
+    sizes = [size_text(n) for n in (1, 1023, 1536, 5 << 40)]
+    assert sizes == ["1 byte", "1023 bytes", "1.5 KiB", "5.0 TiB"]
     master, slave = os.openpty()
     with os.fdopen(slave, "w") as terminal, open(os.devnull, "w") as nowhere:
         Output(nowhere, nowhere).progress(1, 2, "read")
@@ -355,3 +361,16 @@ def test_the_command_ends_well_whatever_it_is_given(
     assert max(map(len, shown.splitlines())) <= 100
     with pytest.raises(SystemExit, match="2"):
         main([])
+
+
+def test_values_that_hold_themselves_again_and_again_are_shown_in_part() -> None:
+    """Lists in lists in lists, each ten times: their text would fill all memory."""
+    value: Any = "x"
+    for _ in range(60):
+        value = [value] * 10
+    found = plain_value(pickle.dumps(value, protocol=2))
+    assert short_repr(found).startswith("[[[...], [...],")
+    assert len(short_repr(found)) < 200
+    for other in (Path("x"), {1: 2}, {1, 2}, print):
+        with pytest.raises(pickle.UnpicklingError):
+            plain_value(pickle.dumps(other, protocol=2))

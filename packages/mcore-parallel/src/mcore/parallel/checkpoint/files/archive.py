@@ -17,6 +17,7 @@ from mcore.parallel.checkpoint.errors import describe_error
 from mcore.parallel.tensor_memory import memory_of
 
 _SMALL_BYTES = 1 << 20  # torch.save takes as long for a few bytes as for a quarter of a megabyte
+_SMALL_PICKLE_BYTES = 1 << 12
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CRC_IN_DIRECTORY, _NAME_IN_DIRECTORY = 16, 46
 
@@ -159,6 +160,15 @@ def loaded(stream: Readable, offset: int, length: int) -> Any:
     """Return what an archive holds, by torch's restricted unpickler, which runs no code."""
     content = FileSlice(stream, offset, length).read()
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def small_pickle(stream: Readable, offset: int, length: int) -> bytes:
+    """Return the pickle in an archive that holds little else; ValueError for a large one."""
+    with zipfile.ZipFile(FileSlice(stream, offset, length)) as archive:
+        [record] = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+        if record.file_size > _SMALL_PICKLE_BYTES:
+            raise ValueError(f"it has {record.file_size} bytes")
+        return archive.read(record)
 
 
 def archive_problem(stream: FileSlice) -> str | None:

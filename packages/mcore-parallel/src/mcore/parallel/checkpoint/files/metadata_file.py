@@ -152,6 +152,16 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
     }
 
 
+class _ValueUnpickler(_PlainUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def plain_value(content: bytes) -> Any:
+    """Return numbers, text, lists and dicts of text that a pickle holds; an error for any other."""
+    return _ValueUnpickler(io.BytesIO(content)).load()
+
+
 def _refuse() -> NoReturn:
     raise pickle.UnpicklingError("it holds instructions that no index needs")
 

@@ -95,8 +95,11 @@ def _change(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
     before, after = old.index.keys[name], new.index.keys[name]
     kinds = {"before": _kind(before), "after": _kind(after)}
     if before.dtype is None and after.dtype is None:
-        is_equal = all(one == two for one, two in zip_longest(old.raw(name), new.raw(name)))
-        return None if is_equal else {"key": name, **kinds, "largest_difference": None}
+        if all(one == two for one, two in zip_longest(old.raw(name), new.raw(name))):
+            return None
+        for kind, contents in (("before", old), ("after", new)):
+            kinds[kind]["value"] = contents.preview(name)
+        return {"key": name, **kinds, "largest_difference": None}
     if before.dtype is None or after.dtype is None or before.shape != after.shape:
         return {"key": name, **kinds, "largest_difference": None}
     found = Difference()
@@ -194,6 +197,8 @@ def _change_texts(change: dict[str, Any]) -> tuple[str, str]:
         what = f"{before['dtype']} {before['shape']} -> {after['dtype']} {after['shape']}"
     elif before["dtype"] != after["dtype"]:
         what = f"{before['dtype']} -> {after['dtype']}"
+    elif before.get("value") and after.get("value"):
+        what = f"{before['value']} -> {after['value']}"
     else:
         what = before["dtype"]
     counts = f"{change['different']} of {change['elements']}" if "elements" in change else ""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import reprlib
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
 from math import prod
@@ -12,14 +13,22 @@ from typing import Any, cast
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import FileSlice, elements_at, loaded
+from mcore.parallel.checkpoint.files.archive import (
+    FileSlice,
+    elements_at,
+    loaded,
+    small_pickle,
+)
 from mcore.parallel.checkpoint.files.checksums import Scratch
 from mcore.parallel.checkpoint.files.index import Piece, StoredKey
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
+from mcore.parallel.checkpoint.files.metadata_file import plain_value
 from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, open_regular, place_of
 from mcore.parallel.checkpoint.files.slices import read_slice
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
+
+_PREVIEW = 60
 
 
 def is_checkpoint(directory: Place) -> bool:
@@ -28,16 +37,27 @@ def is_checkpoint(directory: Place) -> bool:
 
 
 def checkpoints_in(root: Place) -> list[Place]:
-    """List what a run's directory has of checkpoints, complete or not, in the order of numbers."""
+    """List the checkpoints, complete or not, of a run or in the folder ``checkpoints`` of one."""
     if not root.is_dir() or is_checkpoint(root):
         return []
-    return sorted(filter(is_checkpoint, root.iterdir()), key=_numbers_first)
+    inside: Iterable[Place] = root.iterdir()
+    found = sorted(filter(is_checkpoint, inside), key=_numbers_first)
+    if not found and root.name != "checkpoints":
+        return checkpoints_in(root / "checkpoints")
+    return found
 
 
 def _numbers_first(path: Place) -> tuple[bool, str, int]:
     name = path.name.rstrip("0123456789")
     digits = path.name[len(name) :]
     return (not digits, name, int(digits or 0))
+
+
+def short_repr(value: Any) -> str:
+    """Return the beginning of a value as text; one that holds itself may have no end."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 3, _PREVIEW, _PREVIEW
+    return short.repr(value)
 
 
 class Contents:
@@ -82,6 +102,16 @@ class Contents:
         """Read an object by torch's restricted unpickler, which runs no code."""
         [piece] = self.index.keys[name].pieces
         return self._loaded(name, piece)
+
+    def preview(self, name: str) -> str:
+        """Return an object that is small and plain as text, without unpickling it; else nothing."""
+        try:
+            [piece] = self.index.keys[name].pieces
+            content = small_pickle(self._stream(piece), piece.at, piece.length)
+            text = short_repr(plain_value(content))
+        except Exception:  # whatever hostile or damaged content makes of the parsers
+            return ""
+        return text if len(text) <= _PREVIEW else f"{text[: _PREVIEW - 3]}..."
 
     def raw(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of an object's archive."""

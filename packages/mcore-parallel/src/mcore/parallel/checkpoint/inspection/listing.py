@@ -105,7 +105,7 @@ def show(path: PathLike, patterns: Sequence[str], output: Output) -> int:
     """Describe a checkpoint and its files, or the pieces of some keys."""
     with Contents(path) as contents:
         if patterns:
-            keys = [_pieces(name, contents.index.keys[name]) for name in contents.names(patterns)]
+            keys = [_pieces(name, contents) for name in contents.names(patterns)]
             report = {"path": str(contents.directory), "keys": keys}
             output.report(report, (line for key in keys for line in _piece_lines(key)))
             return 0
@@ -162,7 +162,9 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
     yield from table(["file", "size", "keys", "written by"], named)
 
 
-def _pieces(name: str, stored: StoredKey) -> dict[str, Any]:
+def _pieces(name: str, contents: Contents) -> dict[str, Any]:
+    stored = contents.index.keys[name]
+    value = contents.preview(name) if stored.dtype is None else ""
     pieces = [
         {
             "file": piece.file,
@@ -174,12 +176,13 @@ def _pieces(name: str, stored: StoredKey) -> dict[str, Any]:
         }
         for piece in stored.pieces
     ]
-    return {**_key(name, stored), "pieces": pieces}
+    return {**_key(name, stored), "pieces": pieces, **({"value": value} if value else {})}
 
 
 def _piece_lines(key: dict[str, Any]) -> Iterator[str]:
     shape = "" if key["dtype"] == "object" else f" {key['shape']}"
-    yield f"{escaped(key['key'])}: {key['dtype']}{shape}, {size_text(key['bytes'])}"
+    value = f" = {escaped(key['value'])}" if "value" in key else ""
+    yield f"{escaped(key['key'])}: {key['dtype']}{shape}, {size_text(key['bytes'])}{value}"
     titles = ["file", "at", "bytes", "start", "shape", "checksum"]
     rows = [[piece[title] for title in titles] for piece in key["pieces"]]
     yield from (f"  {line}" for line in table(titles, rows))

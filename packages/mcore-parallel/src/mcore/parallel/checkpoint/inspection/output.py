@@ -7,6 +7,8 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TextIO
 
+from mcore.parallel.shortened import counted
+
 _BAR_CELLS = 30
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
@@ -66,7 +68,7 @@ def size_text(num_bytes: int) -> str:
     size, place = float(num_bytes), 0
     while size >= 1024 and place < len(_UNITS) - 1:
         size, place = size / 1024, place + 1
-    return f"{size:.1f} {_UNITS[place]}" if place else f"{num_bytes} bytes"
+    return f"{size:.1f} {_UNITS[place]}" if place else counted(num_bytes, "byte")
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
