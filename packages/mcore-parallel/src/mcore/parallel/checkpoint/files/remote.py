@@ -83,6 +83,11 @@ class RemotePath(os.PathLike[str]):
         with self._named_errors():
             return bool(self._filesystem.isdir(self._key))
 
+    def is_file(self) -> bool:
+        """Return whether there is a file."""
+        with self._named_errors():
+            return bool(self._filesystem.isfile(self._key))
+
     def size(self) -> int:
         """Return the bytes of a file; OSError for anything else."""
         with self._named_errors():
