@@ -20,7 +20,7 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.files.checksums import Scratch
-from mcore.parallel.checkpoint.files.reader import read_slice
+from mcore.parallel.checkpoint.files.slices import read_slice
 
 
 @st.composite

@@ -7,10 +7,10 @@ import logging
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch.distributed as dist
 
+from mcore.parallel.checkpoint.files.regular_files import Place
 from mcore.parallel.checkpoint.team import Team, lost_ranks_named
 from mcore.parallel.groups import group_ranks
 from mcore.parallel.torch_compat import group_timeout
@@ -40,7 +40,7 @@ class SaveHandle:
         True
     """
 
-    def __init__(self, path: Path, future: concurrent.futures.Future[None]) -> None:
+    def __init__(self, path: Place, future: concurrent.futures.Future[None]) -> None:
         self.path = path
         self._future = future
 
@@ -48,7 +48,7 @@ class SaveHandle:
         """Return whether the save has finished or failed on this rank."""
         return self._future.done()
 
-    def result(self, timeout: float | None = None) -> Path:
+    def result(self, timeout: float | None = None) -> Place:
         """Wait until the checkpoint is complete under its name.
 
         Args:
@@ -119,7 +119,7 @@ def _private_team(team: Team, ranks: list[int]) -> Team:
     return Team(group, team.rank, team.size)
 
 
-def start_in_background(path: Path, team: Team, save: Callable[[Team], None]) -> SaveHandle:
+def start_in_background(path: Place, team: Team, save: Callable[[Team], None]) -> SaveHandle:
     """Run a save in a thread, after the same ranks' earlier ones, in a team with its own group.
 
     Collective over the team: the first call makes a gloo group. The interpreter waits for the save.

@@ -6,11 +6,9 @@ import hashlib
 import os
 import pickle
 import secrets
-import shutil
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
 import torch
@@ -18,20 +16,22 @@ import torch
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
-from mcore.parallel.checkpoint.files.durable_files import (
-    incomplete_sibling,
-    is_incomplete_name,
-    make_directories,
-)
+from mcore.parallel.checkpoint.files.durable_files import is_incomplete_name
 from mcore.parallel.checkpoint.files.index import Index
-from mcore.parallel.checkpoint.files.manifest import RawIndex, parsed_index, read_raw_index
+from mcore.parallel.checkpoint.files.manifest import (
+    RawIndex,
+    file_problems,
+    parsed_index,
+    read_raw_index,
+)
 from mcore.parallel.checkpoint.files.metadata_file import keys_text
 from mcore.parallel.checkpoint.files.regular_files import (
     PathLike,
-    local_path,
+    Place,
     open_regular,
-    size_problem,
+    place_of,
 )
+from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave, reserve, save_at
 from mcore.parallel.checkpoint.planning.copies import choose_writers
 from mcore.parallel.checkpoint.planning.staging import reject_unsavable, stage_entries
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
@@ -98,7 +98,8 @@ def save_sharded_state_dict(
     must be equal and one is written. The first rank that has it writes any other leaf, and a
     warning names those that differ between ranks. Files go into a hidden directory beside ``path``;
     when all ranks have them on storage, one rename makes it ``path``. A process that is killed
-    before that leaves only the hidden directory, which :func:`remove_incomplete` deletes.
+    before that leaves only the hidden directory, which :func:`remove_incomplete` deletes. Behind a
+    URL the manifest, written last, makes files a checkpoint; a later save removes what one left.
 
     The files are those of ``torch.distributed.checkpoint``, whose ``load`` can read them, and a
     ``manifest.json`` that says all a load here has to know, with checksums. Random generators are
@@ -107,8 +108,8 @@ def save_sharded_state_dict(
     Args:
         sd: Nested dicts and lists of ShardedTensor, ShardedObject, LocalNonpersistentObject (not
             saved), DTensor (named by its place) and plain values, equal on all ranks.
-        path: The directory to make, on a file system that all ranks share. It must not exist. A
-            leading ``~`` is expanded; URLs are refused.
+        path: The directory to make, on a file system that all ranks share, or a URL of fsspec such
+            as ``s3://bucket/step_1``. It must not exist. A leading ``~`` is expanded.
         process_group: The ranks that save; None is the world.
         async_: Return as soon as what this rank writes is copied to the CPU, and write in the
             background. Later changes of the tensors do not reach the checkpoint. Background
@@ -141,7 +142,7 @@ def save_sharded_state_dict(
     """
     team = team_of(process_group)
     entries, final = team.agree(lambda: _prepared(sd, path, team))
-    incomplete = incomplete_sibling(final, _agreed_token(final, team))
+    save = save_at(final, _agreed_token(final, team))
     try:
         entries = choose_writers(entries, team, check_replicas=check_replicas)
         team.agree(lambda: reject_unsavable(entries, is_first=team.is_first))
@@ -149,7 +150,7 @@ def save_sharded_state_dict(
         raise CheckpointingException(f"cannot save {final}: {error}") from error
 
     def write(entries: Entries, team: Team) -> None:
-        _write(entries, incomplete, final, team, weights_only=weights_only)
+        _write(entries, save, team, weights_only=weights_only)
 
     if not async_:
         write(entries, team)
@@ -160,22 +161,18 @@ def save_sharded_state_dict(
     return start_in_background(final, team, lambda own: write(staged, own))
 
 
-def _prepared(sd: Mapping[str, Any], path: PathLike, team: Team) -> tuple[Entries, Path]:
-    entries, final = flatten_state_dict(sd), local_path(path)
+def _prepared(sd: Mapping[str, Any], path: PathLike, team: Team) -> tuple[Entries, Place]:
+    entries, final = flatten_state_dict(sd), place_of(path)
     if is_incomplete_name(final.name):
         raise CheckpointingException(
             f"{final} has the name of an unfinished checkpoint; choose another one"
         )
     if team.is_first:
-        if os.path.lexists(final):
-            raise CheckpointingException(
-                f"{final} already exists and is left as it is; choose another path, or delete it"
-            )
-        make_directories(final.parent)
+        reserve(final)
     return entries, final
 
 
-def _agreed_token(final: Path, team: Team) -> int:
+def _agreed_token(final: Place, team: Team) -> int:
     """Return a random number of the first rank; raise on all ranks when their paths differ."""
     place = int.from_bytes(hashlib.blake2b(os.fsencode(final), digest_size=7).digest(), "big")
     token = secrets.randbits(62) if team.is_first else 0
@@ -188,7 +185,7 @@ def _agreed_token(final: Path, team: Team) -> int:
 
 
 def _write(
-    entries: Entries, incomplete: Path, final: Path, team: Team, *, weights_only: bool
+    entries: Entries, save: LocalSave | RemoteSave, team: Team, *, weights_only: bool
 ) -> None:
     """Write the leaves of all ranks and publish them; nothing is left after a failure."""
     # Imported here: torch.distributed.checkpoint takes seconds that only a save or load needs.
@@ -196,13 +193,13 @@ def _write(
     from mcore.parallel.checkpoint.planning.save_planner import ShardedSavePlanner
 
     planner = ShardedSavePlanner(entries, weights_only=weights_only)
-    writer = DurableWriter(incomplete, final, team.rank)
+    writer = DurableWriter(save, team.rank)
     try:
         _plan_and_write(planner, writer, team)
     except CheckpointingException as error:
         if team.is_first:
-            shutil.rmtree(incomplete, ignore_errors=True)
-        raise CheckpointingException(f"cannot save {final}: {error}") from error
+            save.discard()
+        raise CheckpointingException(f"cannot save {save.final}: {error}") from error
 
 
 def _plan_and_write(planner: ShardedSavePlanner, writer: DurableWriter, team: Team) -> None:
@@ -256,7 +253,7 @@ def load_sharded_state_dict(
         sd: As in :func:`save_sharded_state_dict`; its values say what to load. All its tensors
             are filled in place (a ShardedTensor without data, and a plain tensor on the meta
             device, get a new one); everything else in it is left as it is.
-        path: The checkpoint. A leading ``~`` is expanded; URLs are refused.
+        path: The checkpoint, or the URL of one. A leading ``~`` is expanded.
         strict: Raise when the checkpoint lacks a key; otherwise the local value stays.
         unexpected: What to do when the checkpoint has keys that no rank asks for.
         process_group: The ranks that load; None is the world.
@@ -303,9 +300,9 @@ def load_sharded_state_dict(
     )
 
 
-def open_checkpoint(path: PathLike, team: Team) -> tuple[Path, Index]:
+def open_checkpoint(path: PathLike, team: Team) -> tuple[Place, Index]:
     """Return on all ranks where a checkpoint is and what it holds, after a check of its files."""
-    directory = team.agree(lambda: local_path(path))
+    directory = team.agree(lambda: place_of(path))
     with _as_damage(f"cannot load {directory}: "):
         index = _shared_index(directory, team)
         team.agree(lambda: _check_files(directory, index) if team.is_first else None)
@@ -313,7 +310,7 @@ def open_checkpoint(path: PathLike, team: Team) -> tuple[Path, Index]:
 
 
 def load_opened(
-    directory: Path,
+    directory: Place,
     index: Index,
     build: Callable[[], Mapping[str, Any]],
     team: Team,
@@ -356,7 +353,7 @@ def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> No
         raise ValueError(f"{name} must be one of {choices}, got {given!r}")
 
 
-def _shared_index(directory: Path, team: Team) -> Index:
+def _shared_index(directory: Place, team: Team) -> Index:
     """Read on the first rank what the checkpoint holds, and return it on all."""
 
     def read() -> RawIndex:
@@ -373,7 +370,7 @@ def _shared_index(directory: Path, team: Team) -> Index:
 
 def _planned(
     sd: Mapping[str, Any],
-    directory: Path,
+    directory: Place,
     index: Index,
     planner: ShardedLoadPlanner,
     team: Team,
@@ -396,18 +393,16 @@ def _read_objects(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPla
     reader.read_objects(plan, planner)
 
 
-def _check_files(directory: Path, index: Index) -> None:
+def _check_files(directory: Place, index: Index) -> None:
     """Check the size of every file, and the content of those without pieces."""
-    for name, size in index.files.items():
-        problem = size_problem(directory / name, size, at_least=not index.checksums)
-        if problem is not None:
-            inside = [
-                key
-                for key, stored in index.keys.items()
-                if any(piece.file == name for piece in stored.pieces)
-            ]
-            held = f"; {keys_text(inside)}" if inside else ""
-            raise CheckpointingException(f"{problem}{held}; take another checkpoint")
+    for name, problem in file_problems(directory, index):
+        inside = [
+            key
+            for key, stored in index.keys.items()
+            if any(piece.file == name for piece in stored.pieces)
+        ]
+        held = f"; {keys_text(inside)}" if inside else ""
+        raise CheckpointingException(f"{problem}{held}; take another checkpoint")
     for name, checksum in index.whole_files.items():
         with open_regular(directory / name) as stream:
             if checksum_in(stream, 0, index.files[name], Scratch()) != checksum:

@@ -17,14 +17,18 @@ from mcore.parallel.checkpoint.errors import describe_error
 from mcore.parallel.tensor_memory import memory_of
 
 _SMALL_BYTES = 1 << 20  # torch.save takes as long for a few bytes as for a quarter of a megabyte
+_SMALL_PICKLE_BYTES = 1 << 12
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CRC_IN_DIRECTORY, _NAME_IN_DIRECTORY = 16, 46
+
+
+Readable = BinaryIO | io.RawIOBase
 
 
 class FileSlice(io.RawIOBase):
     """A read-only, seekable view of some bytes of an open file, which must outlive it."""
 
-    def __init__(self, stream: BinaryIO, offset: int, length: int) -> None:
+    def __init__(self, stream: Readable, offset: int, length: int) -> None:
         super().__init__()
         self._stream, self._offset, self._length = stream, offset, length
         self._position = 0
@@ -135,7 +139,7 @@ def _data_records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     ]
 
 
-def elements_at(stream: BinaryIO, offset: int, length: int, num_bytes: int) -> int | None:
+def elements_at(stream: Readable, offset: int, length: int, num_bytes: int) -> int | None:
     """Return where in a file the elements of the only tensor in an archive start.
 
     None when the archive is not laid out like this, or the tensor does not have ``num_bytes``.
@@ -150,6 +154,21 @@ def elements_at(stream: BinaryIO, offset: int, length: int, num_bytes: int) -> i
     stream.seek(header)
     name_bytes, extra_bytes = _LOCAL_HEADER.unpack(stream.read(_LOCAL_HEADER.size))
     return header + int(_LOCAL_HEADER.size) + int(name_bytes) + int(extra_bytes)
+
+
+def loaded(stream: Readable, offset: int, length: int) -> Any:
+    """Return what an archive holds, by torch's restricted unpickler, which runs no code."""
+    content = FileSlice(stream, offset, length).read()
+    return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+
+
+def small_pickle(stream: Readable, offset: int, length: int) -> bytes:
+    """Return the pickle in an archive that holds little else; ValueError for a large one."""
+    with zipfile.ZipFile(FileSlice(stream, offset, length)) as archive:
+        [record] = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
+        if record.file_size > _SMALL_PICKLE_BYTES:
+            raise ValueError(f"it has {record.file_size} bytes")
+        return archive.read(record)
 
 
 def archive_problem(stream: FileSlice) -> str | None:

@@ -7,7 +7,9 @@ import re
 import secrets
 import shutil
 from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
+from typing import overload
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.durable_files import (
@@ -15,8 +17,10 @@ from mcore.parallel.checkpoint.files.durable_files import (
     is_incomplete_name,
     sync_directory,
 )
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path, size_problem
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, file_problems, read_index
+from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, local_path, place_of
+from mcore.parallel.checkpoint.files.remote import RemotePath, is_unreachable
+from mcore.parallel.checkpoint.files.save_place import remove_leftovers
 from mcore.parallel.torch_compat import METADATA_FILE
 
 CHECKPOINT_NAMES = r"(?:step|iter)_(\d+)"
@@ -32,74 +36,89 @@ def is_complete_checkpoint(path: PathLike) -> bool:
     elsewhere goes unnoticed here (loading notices it). Nothing that the files hold is run.
 
     Args:
-        path: The directory. A checkpoint that torch.distributed.checkpoint wrote by itself counts
-            too, judged by its index.
+        path: The directory, or its URL. A checkpoint that torch.distributed.checkpoint wrote by
+            itself counts too, judged by its index.
 
     Returns:
         True or False, whatever the directory contains.
 
     Raises:
-        CheckpointingException: ``path`` is a URL.
+        CheckpointingException: The storage behind a URL does not answer. Also an OSError.
 
     Example:
         >>> is_complete_checkpoint("/no/such/directory")
         False
     """
-    return _is_complete(local_path(path))
+    return _is_complete(place_of(path))
 
 
-def _is_complete(directory: Path) -> bool:
+def _is_complete(directory: Place) -> bool:
     if is_incomplete_name(directory.name):
         return False
     try:
-        index = read_index(directory)
-    except (CheckpointingException, OSError):
+        return next(file_problems(directory, read_index(directory)), None) is None
+    except (CheckpointingException, OSError) as error:
+        if is_unreachable(error):
+            raise
         return False
-    return all(
-        size_problem(directory / name, size, at_least=not index.checksums) is None
-        for name, size in index.files.items()
-    )
 
 
-def list_checkpoints(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> list[Path]:
+@overload
+def list_checkpoints(root: Path, *, pattern: Pattern = CHECKPOINT_NAMES) -> list[Path]: ...
+@overload
+def list_checkpoints(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> list[Place]: ...
+def list_checkpoints(
+    root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES
+) -> list[Path] | list[Place]:
     """List the complete checkpoints of a run, directly below a directory, oldest first.
 
     Looks at the file system only; no communication. Links are not listed.
 
     Args:
-        root: The directory; it need not exist.
+        root: The directory, or a URL of fsspec; it need not exist.
         pattern: A regular expression that the whole name matches. Its first group is the step; one
             without groups makes the time of writing decide.
 
     Returns:
-        Paths in the order of their steps.
+        Paths in the order of their steps. Of a URL they are objects with ``name``, ``parent`` and
+        ``/`` whose ``str()`` is a URL.
 
     Raises:
-        CheckpointingException: ``root`` is a URL.
+        CheckpointingException: ``root`` is a URL that nothing installed here can reach.
         ValueError: ``pattern`` is not a regular expression, or its first group is not a number.
 
     Example:
         >>> list_checkpoints("/no/such/directory")
         []
     """
+    return [entry for entry in _named(root, pattern) if _is_complete(place_of(entry))]
+
+
+def _named(root: PathLike, pattern: Pattern) -> list[Place]:
+    """List what has the name of a checkpoint, complete or not, oldest first."""
     expression = _compiled(pattern)
-    named = [(entry, expression.fullmatch(entry.name)) for entry in _entries(root)]
-    found = [(entry, match) for entry, match in named if match and _is_complete(entry)]
-    if not expression.groups:
-        return sorted(
-            (entry for entry, _ in found), key=lambda entry: (_written_at(entry), entry.name)
-        )
-    steps = {entry: _step(match, expression) for entry, match in found}
-    return sorted(steps, key=lambda entry: (steps[entry], _written_at(entry), entry.name))
+    matches = {entry: expression.fullmatch(entry.name) for entry in _entries(root)}
+    found = {entry: match for entry, match in matches.items() if match}
+    steps = {
+        entry: _step(match, expression) if expression.groups else 0
+        for entry, match in found.items()
+    }
+    has_ties = len(set(steps.values())) < len(steps)  # only then does the time matter
+    times = {entry: _written_at(entry) if has_ties else 0 for entry in steps}
+    return sorted(steps, key=lambda entry: (steps[entry], times[entry], entry.name))
 
 
-def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> Path | None:
+@overload
+def latest_checkpoint(root: Path, *, pattern: Pattern = CHECKPOINT_NAMES) -> Path | None: ...
+@overload
+def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> Place | None: ...
+def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> Place | None:
     """Return the newest complete checkpoint of a run below a directory.
 
     Looks at the file system only; no communication.
 
     Args:
-        root: The directory; it need not exist.
+        root: The directory, or its URL; it need not exist.
         pattern: As in :func:`list_checkpoints`.
 
     Returns:
@@ -109,19 +128,20 @@ def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) ->
         >>> latest_checkpoint("/no/such/directory") is None
         True
     """
-    return next(iter(reversed(list_checkpoints(root, pattern=pattern))), None)
+    newest_first = reversed(_named(root, pattern))
+    return next((entry for entry in newest_first if _is_complete(place_of(entry))), None)
 
 
-def remove_incomplete(root: PathLike) -> list[Path]:
+def remove_incomplete(root: PathLike) -> list[Place]:
     """Delete what interrupted saves and deletions left below a directory.
 
     Call it on one rank while no save into ``root`` is running, at the start of a job for example.
 
     Args:
-        root: The directory; it need not exist.
+        root: The directory, or its URL; it need not exist.
 
     Returns:
-        The directories that were deleted. Nothing under a final name is touched.
+        The directories that were deleted. Nothing complete is touched.
 
     Raises:
         OSError: A directory cannot be deleted.
@@ -130,10 +150,13 @@ def remove_incomplete(root: PathLike) -> list[Path]:
         >>> remove_incomplete("/no/such/directory")
         []
     """
-    left = [entry for entry in _entries(root) if is_incomplete_name(entry.name)]
+    folder = place_of(root)
+    if isinstance(folder, RemotePath):
+        return [entry for entry in folder.folders() if remove_leftovers(entry)]
+    left = [entry for entry in _local_entries(root) if is_incomplete_name(entry.name)]
     for entry in left:
         shutil.rmtree(entry)
-    return left
+    return [*left]
 
 
 def keep_last(
@@ -142,16 +165,17 @@ def keep_last(
     *,
     pattern: Pattern = CHECKPOINT_NAMES,
     protect: Iterable[PathLike] = (),
-) -> list[Path]:
+) -> list[Place]:
     """Delete all but the newest ``n`` complete checkpoints of a run below a directory.
 
     Only complete checkpoints whose name matches ``pattern`` count and only they are deleted, so the
     newest good one always stays, however many broken directories there are. Links neither count nor
-    are they deleted or followed. Each checkpoint is renamed before it is deleted, so a crash never
-    leaves half of one. Call it on one rank, after a save has finished.
+    are they deleted or followed. Each checkpoint is renamed before it is deleted, behind a URL its
+    manifest deleted first, so a crash never leaves half of one. Call it on one rank, after a save
+    has finished.
 
     Args:
-        root: The directory; it need not exist.
+        root: The directory, or its URL; it need not exist.
         n: How many to keep, at least 1.
         pattern: As in :func:`list_checkpoints`.
         protect: Names in ``root``, or paths, of checkpoints that neither count nor are deleted; a
@@ -170,28 +194,50 @@ def keep_last(
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}: the newest checkpoint always stays")
-    folder = local_path(root)
-    protected = _protected(folder, protect)
-    counted = [
-        path for path in list_checkpoints(root, pattern=pattern) if path.resolve() not in protected
-    ]
-    surplus = counted[:-n]
-    for path in surplus:
-        doomed = incomplete_sibling(path, secrets.randbits(63))
-        path.rename(doomed)
-        sync_directory(path.parent)
-        shutil.rmtree(doomed)
+    protected = _protected(root, protect)
+    surplus = [
+        entry
+        for entry in list_checkpoints(root, pattern=pattern)
+        if _resolved(entry) not in protected
+    ][:-n]
+    for entry in surplus:
+        _delete(entry)
     return surplus
 
 
-def _protected(root: Path, protect: Iterable[PathLike]) -> set[Path]:
+def _delete(checkpoint: Place) -> None:
+    """Delete a checkpoint that at no moment is half of one."""
+    if isinstance(checkpoint, RemotePath):
+        for name in (MANIFEST_FILE, METADATA_FILE):
+            (checkpoint / name).remove()
+        checkpoint.remove_all()
+        return
+    doomed = incomplete_sibling(checkpoint, secrets.randbits(63))
+    checkpoint.rename(doomed)
+    sync_directory(checkpoint.parent)
+    shutil.rmtree(doomed)
+
+
+def _protected(root: PathLike, protect: Iterable[PathLike]) -> set[Place]:
     given = [protect] if isinstance(protect, str | os.PathLike) else list(protect)
-    places = [root / one if len(Path(one).parts) == 1 else local_path(one) for one in given]
-    return {place.resolve() for place in places}
+    folder = place_of(root)
+    texts = [os.fspath(one) for one in given]
+    return {
+        _resolved(folder / one if len(Path(one).parts) == 1 else place_of(one)) for one in texts
+    }
 
 
-def _entries(root: PathLike) -> list[Path]:
+def _resolved(place: Place) -> Place:
+    return place if isinstance(place, RemotePath) else place.resolve()
+
+
+def _entries(root: PathLike) -> list[Place]:
     """List the directories below another one, without links to directories."""
+    folder = place_of(root)
+    return [*(folder.folders() if isinstance(folder, RemotePath) else _local_entries(root))]
+
+
+def _local_entries(root: PathLike) -> list[Path]:
     folder = local_path(root)
     if not folder.is_dir():
         return []
@@ -218,11 +264,10 @@ def _step(match: re.Match[str], expression: re.Pattern[str]) -> int:
         ) from None
 
 
-def _written_at(checkpoint: Path) -> int:
+def _written_at(checkpoint: Place) -> int:
     """Return nanoseconds; an index is written once, while a directory's own time moves on."""
     for name in (MANIFEST_FILE, METADATA_FILE):
-        try:
-            return (checkpoint / name).stat().st_mtime_ns
-        except OSError:
-            continue
+        with suppress(OSError):
+            file = checkpoint / name
+            return file.written_at_ns() if isinstance(file, RemotePath) else file.stat().st_mtime_ns
     return 0

@@ -65,7 +65,7 @@ class PackedKeys(Mapping[str, StoredKey]):
     """Keys and pieces in columns of numbers, from which a key is built when it is asked for.
 
     Half a million pieces would take a gigabyte as objects. Pieces are added file by file, in the
-    order in which they lie there.
+    order in which they lie there. Columns are as narrow as their numbers allow.
     """
 
     def __init__(self, files: Mapping[str, int]) -> None:
@@ -73,12 +73,13 @@ class PackedKeys(Mapping[str, StoredKey]):
         self._blocks: list[tuple[int, str]] = []  # number of the first piece, and the file
         self._ends: dict[str, int] = {}
         self._names: list[str] = []
-        self._dtypes: list[torch.dtype | None] = []
-        self._axes = array("q")
-        self._shapes = array("q")
-        self._key_of, self._at = array("q"), array("q")
-        self._lengths, self._elements = array("q"), array("q")
-        self._boxes = array("q")
+        self._kinds: list[torch.dtype | None] = []
+        self._places: dict[str, int] = {}
+        self._dtypes = array("i")  # places in the list of kinds
+        self._axes, self._shapes = array("i"), array("i")
+        self._key_of, self._at = array("i"), array("q")
+        self._lengths, self._elements = array("i"), array("i")
+        self._boxes = array("i")
         self._checksums = bytearray()
 
     def add_keys(
@@ -89,9 +90,12 @@ class PackedKeys(Mapping[str, StoredKey]):
         if not set(map(type, names)) <= {str} or sorted(set(inside)) != inside:
             raise ValueError("keys are not sorted")
         self._names += names
-        self._dtypes += [DTYPES[name] if name else None for name in dtypes]
-        self._axes.extend(axes)
-        self._shapes.extend(shapes)
+        for name in sorted({*dtypes} - {*self._places}):
+            self._places[name] = len(self._kinds)
+            self._kinds.append(DTYPES[name] if name else None)
+        self._dtypes.extend([self._places[name] for name in dtypes])
+        self._axes = _extended(self._axes, axes)
+        self._shapes = _extended(self._shapes, shapes)
 
     def add_pieces(
         self,
@@ -112,10 +116,10 @@ class PackedKeys(Mapping[str, StoredKey]):
         steps = [-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths]
         self._at.extend(accumulate(steps[:-1], initial=at))
         self._ends[file] = self._at[-1] + lengths[-1]
-        self._key_of.extend(keys)
-        self._lengths.extend(lengths)
-        self._elements.extend(elements)
-        self._boxes.extend(boxes)
+        self._key_of = _extended(self._key_of, keys)
+        self._lengths = _extended(self._lengths, lengths)
+        self._elements = _extended(self._elements, elements)
+        self._boxes = _extended(self._boxes, boxes)
         self._checksums += bytes.fromhex(checksums)
 
     def finish(self) -> None:
@@ -131,11 +135,11 @@ class PackedKeys(Mapping[str, StoredKey]):
         if int(axes.sum()) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
         self._shape_at = _starts(axes)
-        self._box_at = _starts(2 * axes[keys])
+        self._box_at = _starts(2 * axes.index_select(0, keys))
         if int(self._box_at[-1]) != len(self._boxes):
             raise ValueError("the boxes do not have as many numbers as axes")
-        self._order = torch.argsort(keys, stable=True)
-        self._first = _starts(torch.bincount(keys, minlength=len(self)))
+        self._order = torch.argsort(keys, stable=True).int()
+        self._first = _starts(torch.bincount(keys, minlength=len(self))).int()
         if self._ends != self._sizes:
             raise ValueError("the pieces of some file do not end where it ends")
 
@@ -155,7 +159,7 @@ class PackedKeys(Mapping[str, StoredKey]):
         begin = int(self._shape_at[key])
         shape = tuple(self._shapes[begin : begin + self._axes[key]])
         first, end = int(self._first[key]), int(self._first[key + 1])
-        dtype = self._dtypes[key]
+        dtype = self._kinds[self._dtypes[key]]
         numbers = self._order[first:end].tolist()
         pieces = tuple(self._piece(number, len(shape)) for number in numbers)
         stored = StoredKey(dtype, shape, pieces)
@@ -187,17 +191,30 @@ class PackedKeys(Mapping[str, StoredKey]):
         )
 
 
+def _extended(column: array[int], values: list[int]) -> array[int]:
+    """Return a column with more numbers, in a wider one where they need it."""
+    try:
+        column.extend(array(column.typecode, values))
+    except OverflowError:
+        column = array("q", column)
+        column.extend(array("q", values))
+    return column
+
+
 def _numbers(column: array[int]) -> torch.Tensor:
+    dtype = torch.int64 if column.typecode == "q" else torch.int32
     return (
-        torch.frombuffer(column, dtype=torch.int64)
+        torch.frombuffer(column, dtype=dtype)
         if column
-        else torch.zeros(0, dtype=torch.int64, device="cpu")
+        else torch.zeros(0, dtype=dtype, device="cpu")
     )
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:
     """Return where each of several runs starts, and where the last one ends."""
-    return torch.cat([torch.zeros(1, dtype=torch.int64, device="cpu"), counts.cumsum(0)])
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(counts, 0, dtype=torch.int64, out=starts[1:])
+    return starts
 
 
 def _fits(stored: StoredKey) -> bool:

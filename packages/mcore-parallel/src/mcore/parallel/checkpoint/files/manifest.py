@@ -7,15 +7,18 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.checksums import DIGITS, checksum_of, sums_of
-from mcore.parallel.checkpoint.files.durable_files import write_file
 from mcore.parallel.checkpoint.files.index import Index, PackedKeys, Piece, StoredKey
 from mcore.parallel.checkpoint.files.metadata_file import PICKLE_START, is_plain_name, stock_index
-from mcore.parallel.checkpoint.files.regular_files import read_regular
+from mcore.parallel.checkpoint.files.regular_files import (
+    Place,
+    read_regular,
+    size_problems,
+)
+from mcore.parallel.checkpoint.files.remote import RemotePath
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -24,6 +27,7 @@ _START = b'{"format": "mcore sharded checkpoint", "version": '
 _HEADER = _START + b'3, "content": [\n'
 _END = b'], "checksum": "'
 _AFTER = b'"}\n'
+_VERSION = re.compile(rb"\d*")
 _ROWS = 4096  # a line's numbers become objects, so a line holds a limited number
 
 
@@ -41,11 +45,11 @@ class RawIndex(NamedTuple):
     metadata: bytes
 
 
-def read_raw_index(directory: Path) -> RawIndex:
+def read_raw_index(directory: Place) -> RawIndex:
     """Read the files that say what a checkpoint holds; empty bytes where one is not needed."""
     manifest, metadata = directory / MANIFEST_FILE, directory / METADATA_FILE
-    if not os.path.lexists(manifest):
-        if not os.path.lexists(metadata):
+    if not _has_name(manifest):
+        if not _has_name(metadata):
             raise CheckpointingException(_no_checkpoint(directory))
         return RawIndex(b"", read_regular(metadata, PICKLE_START))
     raw = read_regular(manifest, _START)
@@ -53,7 +57,7 @@ def read_raw_index(directory: Path) -> RawIndex:
     return RawIndex(raw, b"" if is_alone else read_regular(metadata, PICKLE_START))
 
 
-def parsed_index(directory: Path, raw: RawIndex) -> Index:
+def parsed_index(directory: Place, raw: RawIndex) -> Index:
     """Return what :func:`read_raw_index` read, checked; no code of it is run."""
     if not raw.manifest:
         index, is_ours = stock_index(directory, raw.metadata)
@@ -64,7 +68,7 @@ def parsed_index(directory: Path, raw: RawIndex) -> Index:
             )
         return index
     path = directory / MANIFEST_FILE
-    version = re.match(rb"\d*", raw.manifest[len(_START) :])
+    version = _VERSION.match(raw.manifest, len(_START))
     if version is None or version[0] not in (b"2", b"3"):
         raise CheckpointingException(
             f"{path} is of another version than 2 or 3: another version of mcore-parallel wrote "
@@ -86,36 +90,48 @@ def parsed_index(directory: Path, raw: RawIndex) -> Index:
         ) from error
 
 
-def read_index(directory: Path) -> Index:
+def read_index(directory: Place) -> Index:
     """Return what a checkpoint holds, as one process."""
     return parsed_index(directory, read_raw_index(directory))
+
+
+def file_problems(directory: Place, index: Index) -> Iterator[tuple[str, str]]:
+    """Yield the files that are missing or have another size, and what is wrong."""
+    return size_problems(directory, index.files, at_least=not index.checksums)
 
 
 class _ChangedError(Exception):
     """The checksum at the end of a manifest is not that of its content."""
 
 
-def _no_checkpoint(directory: Path) -> str:
+def _has_name(path: Place) -> bool:
+    """Return whether there is something of a name, be it a link to nothing."""
+    try:
+        return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+    except OSError as error:
+        raise CheckpointingException(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _no_checkpoint(directory: Place) -> str:
     if not directory.exists():
-        return f"{directory} does not exist; see list_checkpoints({str(directory.parent)!r})"
+        return f"{directory} does not exist; list_checkpoints(...) lists those of a run"
     if not directory.is_dir():
         return f"{directory} cannot be read: it is not a directory"
     return f"{directory} is not a checkpoint: it has no file {MANIFEST_FILE} or {METADATA_FILE}"
 
 
-def write_manifest(
-    directory: Path,
+def manifest_of(
     keys: Mapping[str, tuple[str, Shape]],
     files: Mapping[str, FileRecord],
     whole_files: Mapping[str, tuple[int, str]],
-) -> None:
-    """Write the manifest of a directory durably, while its name is still an incomplete one.
+) -> bytes:
+    """Return the manifest of some files.
 
     ``keys`` has dtype, empty for an object, and global shape; ``whole_files`` size and checksum.
     """
     lines = [json.dumps(line).encode() for line in _lines(keys, files, whole_files)]
     content = _HEADER + b",\n".join(lines) + b"\n"
-    write_file(directory / MANIFEST_FILE, content + _END + checksum_of(content).encode() + _AFTER)
+    return content + _END + checksum_of(content).encode() + _AFTER
 
 
 def _lines(
@@ -185,7 +201,7 @@ def _json_lines(raw: bytes, position: int, end: int) -> Iterator[Any]:
         position = next_line
 
 
-def _version_2(directory: Path, raw: RawIndex) -> Index:
+def _version_2(directory: Place, raw: RawIndex) -> Index:
     """Read a manifest that lists only pieces, and torch's index, which says what they are."""
     content = json.loads(raw.manifest)
     checksum = content.pop("checksum")

@@ -9,13 +9,13 @@ from __future__ import annotations
 import io
 import pickle
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.index import DTYPES, Index, Piece, StoredKey, is_inside
+from mcore.parallel.checkpoint.files.regular_files import Place
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -158,17 +158,47 @@ class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
     }
 
 
+class _ValueUnpickler(_PlainUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def plain_value(content: bytes) -> Any:
+    """Return numbers, text, lists and dicts of text that a pickle holds; an error for any other."""
+    return _ValueUnpickler(io.BytesIO(content)).load()
+
+
 def _refuse() -> NoReturn:
     raise pickle.UnpicklingError("it holds instructions that no index needs")
 
 
-def stock_index(directory: Path, content: bytes) -> tuple[Index, bool]:
+def _root(content: bytes) -> _Record:
+    root = _PlainUnpickler(io.BytesIO(content)).load()
+    if type(root) is not _Record or root.name != "Metadata":
+        raise pickle.UnpicklingError("it is not the index of a checkpoint")
+    return root
+
+
+def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
+    """Return where in nested dicts and lists an index says that keys were; it need not say."""
+    try:
+        paths = _root(content).state.get("planner_data")
+    except Exception:  # whatever a damaged or hostile pickle makes of the interpreter
+        return {}
+    return {
+        name: path
+        for name, path in (paths.items() if type(paths) is dict else ())
+        if type(name) is str
+        and type(path) is tuple
+        and {type(step) for step in path} in ({str}, {int}, {str, int})
+    }
+
+
+def stock_index(directory: Place, content: bytes) -> tuple[Index, bool]:
     """Return the keys of such an index, and whether its checkpoint should have a manifest."""
     path = directory / METADATA_FILE
     try:
-        root = _PlainUnpickler(io.BytesIO(content)).load()
-        if type(root) is not _Record or root.name != "Metadata":
-            raise pickle.UnpicklingError("it is not the index of a checkpoint")
+        root = _root(content)
         keys = _stored_keys(root)
         meta = root.state.get("storage_meta")
         is_ours = type(meta) is _Record and OUR_MARK in meta.state.get("modules", ())

@@ -23,26 +23,21 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem
-from mcore.parallel.checkpoint.files.checksums import (
-    RunningChecksum,
-    Scratch,
-    Unbuffered,
-    checksum_in,
-    read_exactly,
-    sums_in,
-)
+from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem, loaded
+from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in, sums_in
 from mcore.parallel.checkpoint.files.index import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.metadata_file import keys_text
-from mcore.parallel.checkpoint.files.regular_files import open_regular, size_problem
-from mcore.parallel.checkpoint.sharded import Shape
-from mcore.parallel.tensor_memory import memory_of
+from mcore.parallel.checkpoint.files.regular_files import (
+    Place,
+    open_regular,
+    size_problem,
+)
+from mcore.parallel.checkpoint.files.slices import CheckedStream, Part, read_slice, sweep
 from mcore.parallel.torch_compat import file_part
 
 Verify = Literal["while_reading", "before", False]
 
 _DEVICE_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, few large copies are fastest
-_STEP_BYTES = 1 << 18  # read and checked at a time: small enough to stay in the nearest cache
 
 
 def metadata_of(keys: dict[str, StoredKey]) -> Metadata:
@@ -72,13 +67,6 @@ def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
     return MetadataIndex(name, None if stored.dtype is None else piece.start)
 
 
-class _Part(NamedTuple):
-    """A box of a stored shard and the tensor that it is copied to."""
-
-    start: Shape
-    target: torch.Tensor
-
-
 class _Wanted(NamedTuple):
     """A piece of a plan, and the items that need it."""
 
@@ -96,7 +84,7 @@ class CheckedReader:
     """Reads what a rank needs of a checkpoint, and nothing that is not as it was saved."""
 
     def __init__(
-        self, directory: Path, index: Index, keys: dict[str, StoredKey], verify: Verify
+        self, directory: Place, index: Index, keys: dict[str, StoredKey], verify: Verify
     ) -> None:
         self._directory, self._index, self._verify = directory, index, verify
         self._metadata = metadata_of(keys)
@@ -158,11 +146,11 @@ class CheckedReader:
         for name, inside in groupby(wanted, lambda one: one.piece.file):
             yield name, list(inside)
 
-    def _check_now(self, stream: io.FileIO, wanted: _Wanted) -> None:
+    def _check_now(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         if self._verify == "while_reading":
             self._check(stream, wanted)
 
-    def _check(self, stream: io.FileIO, wanted: _Wanted) -> None:
+    def _check(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         piece = wanted.piece
         with self._named_problems(wanted):
             if self._index.checksums:
@@ -183,25 +171,32 @@ class CheckedReader:
         )
 
     @contextmanager
-    def _named_problems(self, wanted: _Wanted) -> Iterator[None]:
+    def _named_problems(
+        self, wanted: _Wanted, errors: tuple[type[Exception], ...] = (OSError, EOFError)
+    ) -> Iterator[None]:
         try:
             yield
-        except (OSError, EOFError) as error:
+        except CheckpointingException:
+            raise
+        except errors as error:
             raise CheckpointingException(
                 f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
                 f"({describe_error(error)}); take another checkpoint"
             ) from error
 
-    def _read_tensor(self, stream: io.FileIO, wanted: _Wanted, planner: Any) -> None:
+    def _read_tensor(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         piece, dtype = wanted.piece, wanted.dtype
         is_checked_on_the_way = self._verify == "while_reading" and self._index.checksums == "xxh3"
         if not is_checked_on_the_way:
             self._check_now(stream, wanted)
         if piece.elements is None or dtype is None:
-            self._read_as_torch(wanted, planner)
+            if isinstance(self._directory, Path) or piece.transforms:
+                self._read_as_torch(wanted, planner)
+            else:
+                self._read_archive(stream, wanted, planner)
             return
         parts = [
-            _Part(tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
+            Part(tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
             for item in wanted.items
         ]
         scratch = self._scratch_for(parts)
@@ -209,7 +204,7 @@ class CheckedReader:
         with self._named_problems(wanted):
             if is_checked_on_the_way:
                 num_bytes = prod(piece.shape) * dtype.itemsize
-                checked = _CheckedStream(stream, scratch)
+                checked = CheckedStream(stream, scratch)
                 checked.skip(piece.at, piece.elements)
                 sweep(checked, first, piece.shape, parts, dtype)
                 checked.skip(first + num_bytes, piece.at + piece.span - first - num_bytes)
@@ -219,146 +214,31 @@ class CheckedReader:
                 for part in parts:
                     read_slice(stream, first, piece.shape, part.start, part.target, dtype, scratch)
 
-    def _scratch_for(self, parts: Sequence[_Part]) -> Scratch:
+    def _scratch_for(self, parts: Sequence[Part]) -> Scratch:
         if all(part.target.is_cpu for part in parts):
             return self._scratch
         if self._device_scratch is None:
             self._device_scratch = Scratch(_DEVICE_SCRATCH_BYTES)
         return self._device_scratch
 
+    def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
+        """Read an archive of torch's own, which may hold more than the elements."""
+        with self._named_problems(wanted, (Exception,)):
+            whole = loaded(stream, wanted.piece.at, wanted.piece.length)
+            for item in wanted.items:
+                source = whole
+                for dim, start in enumerate(item.storage_offsets):
+                    source = source.narrow(dim, start, item.lengths[dim])
+                planner.resolve_tensor(item).detach().copy_(source)
+
     def _read_as_torch(self, wanted: _Wanted, planner: Any) -> None:
-        """Have torch read an archive of its own, which may hold more than the elements."""
+        """Have torch read an archive of its own, and undo what was done to it."""
+        if not isinstance(self._directory, Path):
+            raise CheckpointingException(
+                f"{self._directory}: key {wanted.key!r} was stored through "
+                f"{', '.join(wanted.piece.transforms)}; load it from a copy on a local file system"
+            )
         reader = FileSystemReader(self._directory)
         reader.set_up_storage_reader(self._metadata, False)
-        try:
+        with self._named_problems(wanted, (Exception,)):
             reader.read_data(LoadPlan(wanted.items), planner).wait()
-        except CheckpointingException:
-            raise
-        except Exception as error:
-            raise CheckpointingException(
-                f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
-                f"({describe_error(error)}); take another checkpoint"
-            ) from error
-
-
-class _CheckedStream:
-    """A file that is read in order, through memory or into targets, with a running checksum."""
-
-    def __init__(self, stream: Unbuffered, scratch: Scratch) -> None:
-        self.running = RunningChecksum()
-        self.scratch = scratch
-        self._stream = stream
-
-    def read(self, at: int, memory: memoryview) -> None:
-        """Fill memory step by step, adding up each step while it is in the cache."""
-        for start in range(0, len(memory), _STEP_BYTES):
-            step = memory[start : start + _STEP_BYTES]
-            read_exactly(self._stream, at + start, step)
-            self.running.update(step)
-
-    def skip(self, at: int, length: int) -> None:
-        """Add up bytes that nobody needs."""
-        size = len(self.scratch.memory)
-        for start in range(0, length, size):
-            self.read(at + start, self.scratch.memory[: min(size, length - start)])
-
-
-def sweep(
-    stream: _CheckedStream,
-    at: int,
-    shape: Shape,
-    parts: Sequence[_Part],
-    dtype: torch.dtype,
-) -> None:
-    """Read a whole shard, row-major from ``at`` on, and fill the targets with their parts of it."""
-    if not shape:
-        shape = (1,)
-        parts = [_Part((0,), part.target.unsqueeze(0)) for part in parts]
-    row_bytes = prod(shape[1:]) * dtype.itemsize
-    if len(parts) == 1 and _lies_alike(shape, parts[0].target, dtype):
-        start, target = parts[0].start[0], parts[0].target
-        end = start + target.shape[0]
-        stream.skip(at, start * row_bytes)
-        stream.read(at + start * row_bytes, memory_of(target))
-        stream.skip(at + end * row_bytes, (shape[0] - end) * row_bytes)
-        target[:0].zero_()  # autograd counts changes and has not seen this one
-        return
-    if not parts:
-        stream.skip(at, shape[0] * row_bytes)
-        return
-    if len(shape) > 1 and row_bytes > len(stream.scratch.memory):
-        for row in range(shape[0]):
-            sweep(stream, at + row * row_bytes, shape[1:], _in_row(parts, row), dtype)
-        return
-    step = max(1, len(stream.scratch.memory) // max(1, row_bytes))
-    for first in range(0, shape[0], step):
-        count = min(step, shape[0] - first)
-        memory = stream.scratch.memory[: count * row_bytes]
-        stream.read(at + first * row_bytes, memory)
-        rows = stream.scratch.tensor[: len(memory)].view(dtype).view(count, *shape[1:])
-        for part in parts:
-            _copy_rows(rows, first, part)
-
-
-def _in_row(parts: Sequence[_Part], row: int) -> list[_Part]:
-    return [
-        _Part(part.start[1:], part.target[row - part.start[0]])
-        for part in parts
-        if part.start[0] <= row < part.start[0] + part.target.shape[0]
-    ]
-
-
-def _copy_rows(rows: torch.Tensor, first: int, part: _Part) -> None:
-    """Copy what a part needs of the rows from ``first`` on."""
-    begin = max(first, part.start[0])
-    end = min(first + rows.shape[0], part.start[0] + part.target.shape[0])
-    if begin >= end:
-        return
-    source = rows[begin - first : end - first]
-    for dim in range(1, rows.ndim):
-        source = source.narrow(dim, part.start[dim], part.target.shape[dim])
-    part.target[begin - part.start[0] : end - part.start[0]].copy_(source)
-
-
-def read_slice(
-    stream: Unbuffered,
-    elements_at: int,
-    shape: Sequence[int],
-    start: Sequence[int],
-    target: torch.Tensor,
-    dtype: torch.dtype,
-    scratch: Scratch,
-) -> None:
-    """Fill a tensor with a slice, from ``start`` on, of one of ``shape`` stored in row-major order.
-
-    The target has any device, strides and floating-point dtype, or ``dtype``, the stored one.
-    """
-    if not shape:
-        shape, start, target = (1,), (0,), target.unsqueeze(0)
-    row_bytes = prod(shape[1:]) * dtype.itemsize
-    if _lies_alike(shape, target, dtype):
-        read_exactly(stream, elements_at + start[0] * row_bytes, memory_of(target))
-        target[:0].zero_()  # autograd counts changes and has not seen this one
-        return
-    if len(shape) > 1 and row_bytes > scratch.tensor.numel():
-        for row in range(target.shape[0]):
-            at = elements_at + (start[0] + row) * row_bytes
-            read_slice(stream, at, shape[1:], start[1:], target[row], dtype, scratch)
-        return
-    step = scratch.tensor.numel() // row_bytes
-    for first in range(0, target.shape[0], step):
-        count = min(step, target.shape[0] - first)
-        num_bytes = count * row_bytes
-        scratch.fill(stream, elements_at + (start[0] + first) * row_bytes, num_bytes)
-        rows = scratch.tensor[:num_bytes].view(dtype).view(count, *shape[1:])
-        _copy_rows(rows, 0, _Part((0, *start[1:]), target.narrow(0, first, count)))
-
-
-def _lies_alike(shape: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Return whether the bytes of a target are those of the file, one after the other."""
-    return (
-        target.is_cpu
-        and target.dtype == dtype
-        and target.is_contiguous()
-        and tuple(target.shape[1:]) == tuple(shape[1:])
-    )

@@ -1,10 +1,10 @@
-"""A save on disk: each rank's file, then index, manifest and the rename that publishes them."""
+"""The files of a save: that of each rank, then index and manifest, which publish them."""
 
 from __future__ import annotations
 
 import io
-import os
 from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import BinaryIO, NamedTuple, cast
@@ -22,16 +22,11 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.archive import write_tensor
 from mcore.parallel.checkpoint.files.checksums import RunningChecksum, checksum_of
-from mcore.parallel.checkpoint.files.durable_files import (
-    new_large_file,
-    publish,
-    sync_directory,
-    sync_file,
-)
 from mcore.parallel.checkpoint.files.index import Piece, aligned
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecord, write_manifest
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecord, manifest_of
 from mcore.parallel.checkpoint.files.metadata_file import OUR_MARK
-from mcore.parallel.checkpoint.files.regular_files import size_problem
+from mcore.parallel.checkpoint.files.regular_files import Place, size_problems
+from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE, file_part
 
@@ -46,16 +41,15 @@ class RankWrites(NamedTuple):
 
 
 class DurableWriter:
-    """Writes beside the final directory, which gets its name once all files are on storage."""
+    """Writes the files of a save, which become a checkpoint once all of them are on storage."""
 
-    def __init__(self, incomplete: Path, final: Path, rank: int) -> None:
-        self._incomplete = incomplete
-        self._final = final
-        self._file = _RankFile(incomplete / f"__{rank}_0.distcp")
+    def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
+        self._save = save
+        self._file = _RankFile(save, rank)
 
     def begin(self) -> None:
         """Make the directory, on every rank: one may see it only after another has made it."""
-        self._incomplete.mkdir(exist_ok=True)
+        self._save.begin()
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> RankWrites:
         """Write and sync this rank's file; a rank with nothing to write makes none."""
@@ -63,7 +57,6 @@ class DurableWriter:
             return RankWrites([], {})
         try:
             record = self._file.write(plan, planner)
-            sync_directory(self._incomplete)
         except CheckpointingException:
             raise
         except Exception as error:
@@ -71,27 +64,31 @@ class DurableWriter:
         return RankWrites(self._file.results, {self._file.path.name: record})
 
     def publish(self, metadata: Metadata, writes: list[RankWrites]) -> None:
-        """Write index and manifest and rename the directory; one rank, after all have written."""
+        """Write index and manifest and make it a checkpoint; one rank, after all have written."""
+        folder = self._save.folder
         files = {name: record for one in writes for name, record in one.files.items()}
-        for name, record in files.items():
-            problem = size_problem(self._incomplete / name, record.size)
-            if problem is not None:
-                raise CheckpointingException(
-                    f"{problem} (all ranks must write to one shared file system)"
-                )
-        path = self._incomplete / METADATA_FILE
-        try:
-            _IndexWriter(self._incomplete, self._final).finish(
-                metadata, [one.results for one in writes]
+        sizes = {name: record.size for name, record in files.items()}
+        for _, problem in size_problems(folder, sizes):
+            raise CheckpointingException(
+                f"{problem} (all ranks must write to one shared file system)"
             )
-            sync_file(path)
-            index = path.read_bytes()
+
+        def write_index(directory: Path) -> None:
+            results = [one.results for one in writes]
+            _IndexWriter(directory, self._save.final).finish(metadata, results)
+
+        path = folder / METADATA_FILE
+        try:
+            index = self._save.write_index(write_index)
             whole = {METADATA_FILE: (len(index), checksum_of(index))}
-            path = self._incomplete / MANIFEST_FILE
-            write_manifest(self._incomplete, _described(metadata), files, whole)
+            manifest = manifest_of(_described(metadata), files, whole)
+            path = folder / MANIFEST_FILE
+            self._save.write_manifest(manifest)
+        except CheckpointingException:
+            raise
         except Exception as error:
             raise _unwritten(error, path) from error
-        publish(self._incomplete, self._final)
+        self._save.publish({**sizes, METADATA_FILE: len(index), MANIFEST_FILE: len(manifest)})
 
 
 def _described(metadata: Metadata) -> dict[str, tuple[str, Shape]]:
@@ -110,22 +107,21 @@ class _RankFile:
     ``key`` is that of the content that was requested or written last, None before the first.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
+        self.path: Place = save.file_of(rank)
+        self._open = partial(save.new_file, rank)
         self.key: str | None = None
         self.results: list[WriteResult] = []
         self._pieces: list[tuple[str, Piece]] = []
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> FileRecord:
         """Write what a plan lists, with its checksums, and wait until it is on storage."""
-        with new_large_file(self.path) as stream:
+        with self._open() as stream:
             checked = _AddedUp(stream)
             for item, content in self._contents(plan, planner):
                 self._write_piece(checked, item, content)
             self._end_piece(checked)
             size = checked.tell()
-            stream.flush()
-            os.fsync(stream.fileno())
         return FileRecord(size, self._pieces)
 
     def _contents(
@@ -208,7 +204,7 @@ class _AddedUp:
 class _IndexWriter(FileSystemWriter):
     """A writer of the index of a directory that will have another name."""
 
-    def __init__(self, directory: Path, final: Path) -> None:
+    def __init__(self, directory: Path, final: Place) -> None:
         super().__init__(directory, sync_files=False)
         self._final = final
 
@@ -236,7 +232,7 @@ def _without_neighbours(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if alone else tensor.clone()
 
 
-def _unwritten(error: Exception, path: Path, key: str | None = None) -> CheckpointingException:
+def _unwritten(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:
     """Turn an error into one of ours, since not every exception can be sent to the other ranks."""
     at = f" at key {key!r}" if key is not None else ""
     return CheckpointingException(

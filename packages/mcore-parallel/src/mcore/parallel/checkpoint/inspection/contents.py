@@ -1,0 +1,220 @@
+"""A checkpoint that is looked into: its index, and values read box by box."""
+
+from __future__ import annotations
+
+import reprlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
+from fnmatch import fnmatchcase
+from math import prod
+from typing import Any, cast
+
+import torch
+
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files.archive import (
+    FileSlice,
+    elements_at,
+    loaded,
+    small_pickle,
+)
+from mcore.parallel.checkpoint.files.checksums import Scratch
+from mcore.parallel.checkpoint.files.index import Piece, StoredKey
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
+from mcore.parallel.checkpoint.files.metadata_file import plain_value
+from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, open_regular, place_of
+from mcore.parallel.checkpoint.files.slices import read_slice
+from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.torch_compat import METADATA_FILE
+
+_PREVIEW = 60
+
+
+def is_checkpoint(directory: Place) -> bool:
+    """Return whether a directory has a file that only checkpoints have."""
+    return (directory / MANIFEST_FILE).exists() or (directory / METADATA_FILE).exists()
+
+
+def checkpoints_in(root: Place) -> list[Place]:
+    """List the checkpoints, complete or not, of a run or in the folder ``checkpoints`` of one."""
+    if not root.is_dir() or is_checkpoint(root):
+        return []
+    inside: Iterable[Place] = root.iterdir()
+    found = sorted(filter(is_checkpoint, inside), key=_numbers_first)
+    if not found and root.name != "checkpoints":
+        return checkpoints_in(root / "checkpoints")
+    return found
+
+
+def _numbers_first(path: Place) -> tuple[bool, str, int]:
+    name = path.name.rstrip("0123456789")
+    digits = path.name[len(name) :]
+    return (not digits, name, int(digits or 0))
+
+
+def short_repr(value: Any) -> str:
+    """Return the beginning of a value as text; one that holds itself may have no end."""
+    short = reprlib.Repr()
+    short.maxlevel, short.maxstring, short.maxother = 3, _PREVIEW, _PREVIEW
+    return short.repr(value)
+
+
+class Contents:
+    """One checkpoint, for several threads. Raises CheckpointingException where it is damaged."""
+
+    def __init__(self, path: PathLike) -> None:
+        self.directory = place_of(path)
+        found = checkpoints_in(self.directory)
+        if found:
+            raise CheckpointingException(
+                f"{self.directory} is a folder with {len(found)} checkpoints; give one of them, "
+                f"such as {found[-1]}"
+            )
+        self.index = read_index(self.directory)
+        self._opened = ExitStack()
+        self._own = threading.local()
+
+    def __enter__(self) -> Contents:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    def names(self, patterns: Sequence[str] = ()) -> list[str]:
+        """List the keys, sorted; with patterns those that are equal to one or match it."""
+        found = self.matching(patterns)
+        if patterns and not found:
+            raise CheckpointingException(
+                f"{self.directory} has no key {' or '.join(map(repr, patterns))}; ls lists its keys"
+            )
+        return found
+
+    def matching(self, patterns: Sequence[str]) -> list[str]:
+        """List the keys as :meth:`names` does; that there is none is no error."""
+        return sorted(
+            name
+            for name in self.index.keys
+            if not patterns or any(one == name or fnmatchcase(name, one) for one in patterns)
+        )
+
+    def value(self, name: str) -> Any:
+        """Read an object by torch's restricted unpickler, which runs no code."""
+        [piece] = self.index.keys[name].pieces
+        return self._loaded(name, piece)
+
+    def preview(self, name: str) -> str:
+        """Return an object that is small and plain as text, without unpickling it; else nothing."""
+        try:
+            [piece] = self.index.keys[name].pieces
+            content = small_pickle(self._stream(piece), piece.at, piece.length)
+            text = short_repr(plain_value(content))
+        except Exception:  # whatever hostile or damaged content makes of the parsers
+            return ""
+        return text if len(text) <= _PREVIEW else f"{text[: _PREVIEW - 3]}..."
+
+    def raw(self, name: str) -> Iterator[bytes]:
+        """Yield the bytes of an object's archive."""
+        for piece in self.index.keys[name].pieces:
+            content = FileSlice(self._stream(piece), piece.at, piece.length)
+            while chunk := content.read(1 << 20):
+                yield chunk
+
+    def box(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
+        """Read a box of a tensor, in whatever pieces it was saved, to the CPU."""
+        stored = self.index.keys[name]
+        if stored.dtype is None:
+            raise CheckpointingException(f"key {name!r} is an object, not a tensor")
+        target = torch.empty(shape, dtype=stored.dtype, device="cpu")
+        missing = target.numel()
+        for piece in stored.pieces:
+            missing -= self._copy_overlap(name, stored, piece, start, target)
+        if missing > 0:
+            raise CheckpointingException(
+                f"{self.directory}: key {name!r} was not saved whole, {missing} elements at "
+                f"{start} are missing"
+            )
+        return target
+
+    def _copy_overlap(
+        self, name: str, stored: StoredKey, piece: Piece, start: Shape, target: torch.Tensor
+    ) -> int:
+        """Fill the part of a box that lies in a piece and return its number of elements."""
+        inside = []
+        for dim, (begin, held) in enumerate(zip(piece.start, piece.shape, strict=True)):
+            first = max(begin, start[dim])
+            length = min(begin + held, start[dim] + target.shape[dim]) - first
+            if length <= 0:
+                return 0
+            target = target.narrow(dim, first - start[dim], length)
+            inside.append(first - begin)
+        dtype = cast("torch.dtype", stored.dtype)
+        stream, at = self._stream(piece), self._elements(piece, dtype)
+        try:
+            if at is None:
+                whole = self._loaded(name, piece)
+                for dim, first in enumerate(inside):
+                    whole = whole.narrow(dim, first, target.shape[dim])
+                target.copy_(whole)
+            else:
+                read_slice(stream, at, piece.shape, inside, target, dtype, self._scratch())
+        except (OSError, EOFError) as error:
+            raise CheckpointingException(
+                f"{self.directory / piece.file}: key {name!r} cannot be read "
+                f"({describe_error(error)})"
+            ) from error
+        return target.numel()
+
+    def _elements(self, piece: Piece, dtype: torch.dtype) -> int | None:
+        """Return where the elements of a piece are in its file; None where torch has to say."""
+        if piece.elements is not None:
+            return piece.at + piece.elements
+        if piece.transforms:
+            return None
+        num_bytes = prod(piece.shape) * dtype.itemsize
+        try:
+            return elements_at(self._stream(piece), piece.at, piece.length, num_bytes)
+        except Exception:  # whatever the parser of archives makes of a damaged one
+            return None
+
+    def _loaded(self, name: str, piece: Piece) -> Any:
+        if piece.transforms:
+            raise CheckpointingException(
+                f"{self.directory}: key {name!r} was stored through {', '.join(piece.transforms)}; "
+                "load it by torch.distributed.checkpoint"
+            )
+        try:
+            return loaded(self._stream(piece), piece.at, piece.length)
+        except CheckpointingException:
+            raise
+        except Exception as error:
+            raise CheckpointingException(
+                f"{self.directory / piece.file}: key {name!r} cannot be unpickled "
+                f"({describe_error(error)})"
+            ) from error
+
+    def _stream(self, piece: Piece) -> Any:
+        """Return this thread's stream of the file of a piece."""
+        streams = self._own.__dict__.setdefault("streams", {})
+        if piece.file not in streams:
+            streams[piece.file] = self._opened.enter_context(
+                open_regular(self.directory / piece.file)
+            )
+        return streams[piece.file]
+
+    def _scratch(self) -> Scratch:
+        if "scratch" not in self._own.__dict__:
+            self._own.scratch = Scratch()
+        return cast("Scratch", self._own.scratch)
+
+
+def num_bytes_of(stored: StoredKey) -> int:
+    """Return the bytes of a tensor's elements, or of an object's archive."""
+    if stored.dtype is None:
+        return sum(piece.length for piece in stored.pieces)
+    return prod(stored.shape) * stored.dtype.itemsize
+
+
+def dtype_text(stored: StoredKey) -> str:
+    """Return the name of a tensor's dtype, or ``object``."""
+    return "object" if stored.dtype is None else str(stored.dtype).removeprefix("torch.")
