@@ -18,6 +18,8 @@ import torch.distributed.checkpoint as dcp
 
 from mcore.parallel.checkpoint import (
     CheckpointingException,
+    CheckpointManager,
+    DamagedCheckpointError,
     ShardedObject,
     ShardedTensor,
     is_complete_checkpoint,
@@ -212,6 +214,62 @@ def test_checkpoints_of_torch_and_copied_ones_are_read(root: str, tmp_path: Path
         assert loaded["n"] == 5
         assert main(["diff", f"{root}/{name}", f"{tmp_path / name}"]) == 0
     assert names(list_checkpoints(root, pattern="torch|ours")) == ["torch", "ours"]
+
+
+def trained(weight: float) -> tuple[torch.nn.Linear, torch.optim.AdamW]:
+    """A model and its optimizer after one step."""
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(model.weight, weight)
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    return model, optimizer
+
+
+def test_a_manager_of_a_run_behind_a_url(root: str) -> None:
+    manager = CheckpointManager(root, keep=2)
+    assert manager.load_latest(*trained(0.0)) is None
+    runs = {step: trained(float(step)) for step in (1, 2, 3)}
+    for step, run in runs.items():
+        assert manager.save(*run, step=step)
+    assert names(list_checkpoints(root)) == ["step_2", "step_3"]
+
+    folder = remote_path(root)
+    [payload] = [name for name in (folder / "step_3").sizes() if name.endswith(".distcp")]
+    content = bytearray((folder / "step_3" / payload).read_range(0, 1 << 20))
+    content[len(content) // 2] ^= 1
+    with (folder / "step_3" / payload).new_file() as stream:
+        stream.write(content)
+    manager = CheckpointManager(root, keep=2)
+    model, optimizer = trained(9.0)
+    found = manager.load_latest(model, optimizer, verify="before")
+    assert found == {"step": 2}
+    assert torch.equal(model.weight, runs[2][0].weight)
+    assert manager.save(*runs[3], step=3)
+    assert names(folder.folders()) == ["step_2", "step_3", "step_3.damaged"]
+    assert CheckpointManager(root).load_latest(model, optimizer, verify="before") == {"step": 3}
+
+
+@pytest.mark.slow
+def test_a_storage_that_is_away_is_not_a_damaged_checkpoint(server: Server) -> None:
+    root = "s3://bucket/away"
+    manager = CheckpointManager(root)
+    for step in (1, 2):
+        manager.save(*trained(1.0), step=step)
+    reads = RemotePath.read_range
+
+    def away(self: RemotePath, start: int, end: int) -> bytes:
+        """Lose the server for good at the first byte of a payload."""
+        if self.name.endswith(".distcp"):
+            server.end()
+        return reads(self, start, end)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(RemotePath, "read_range", away)
+        with pytest.raises(CheckpointingException, match="Could not connect") as raised:
+            manager.load_latest(*trained(0.0))
+    server.restart()
+    assert not isinstance(raised.value, DamagedCheckpointError)
 
 
 def test_files_without_a_manifest_are_no_checkpoint(root: str) -> None:

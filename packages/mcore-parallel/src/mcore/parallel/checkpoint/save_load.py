@@ -31,6 +31,7 @@ from mcore.parallel.checkpoint.files.regular_files import (
     open_regular,
     place_of,
 )
+from mcore.parallel.checkpoint.files.remote import RemotePath, is_unreachable
 from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave, reserve, save_at
 from mcore.parallel.checkpoint.planning.copies import choose_writers
 from mcore.parallel.checkpoint.planning.staging import reject_unsavable, stage_entries
@@ -303,7 +304,7 @@ def load_sharded_state_dict(
 def open_checkpoint(path: PathLike, team: Team) -> tuple[Place, Index]:
     """Return on all ranks where a checkpoint is and what it holds, after a check of its files."""
     directory = team.agree(lambda: place_of(path))
-    with _as_damage(f"cannot load {directory}: "):
+    with _as_damage(directory, team):
         index = _shared_index(directory, team)
         team.agree(lambda: _check_files(directory, index) if team.is_first else None)
     return directory, index
@@ -334,18 +335,23 @@ def load_opened(
         team.agree(lambda: _handle_unexpected(extra, unexpected, team))
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error
-    with _as_damage(f"cannot load {directory}: "):
+    with _as_damage(directory, team):
         team.agree(lambda: _read_objects(reader, plan, planner))
         _fill(reader, plan, planner, team)
     return planner.loaded_state_dict()
 
 
 @contextmanager
-def _as_damage(title: str) -> Iterator[None]:
+def _as_damage(directory: Place, team: Team) -> Iterator[None]:
+    """Name the checkpoint in an error of all ranks, which is its own unless a storage is away."""
     try:
         yield
     except CheckpointingException as error:
-        raise DamagedCheckpointError(f"{title}{error}") from error
+        is_away = False
+        if isinstance(directory, RemotePath):
+            [is_away] = map(bool, team.max([is_unreachable(error)]))
+        kind = CheckpointingException if is_away else DamagedCheckpointError
+        raise kind(f"cannot load {directory}: {error}") from error
 
 
 def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> None:

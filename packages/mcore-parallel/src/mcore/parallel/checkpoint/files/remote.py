@@ -14,9 +14,8 @@ from typing import Any
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 
-_FIRST_BYTES = (
-    1 << 20
-)  # of the first read; where reads follow each other, each fetches twice as much
+# Of the first read; where reads follow each other, each fetches twice as much.
+_FIRST_BYTES = 1 << 20
 _MOST_BYTES = 1 << 25
 _RANGE_BYTES = 1 << 23  # that are fetched at the same time as others
 _PART_BYTES = 1 << 26  # of an upload; ten thousand of them are the most that S3 takes
@@ -28,7 +27,10 @@ class UnreachableError(OSError):
 
 def is_unreachable(error: BaseException) -> bool:
     """Return whether an error comes from a storage that did not answer."""
-    return isinstance(error, UnreachableError) or isinstance(error.__cause__, UnreachableError)
+    found: BaseException | None = error
+    while found is not None and not isinstance(found, UnreachableError):
+        found = found.__cause__
+    return found is not None
 
 
 class RemotePath(os.PathLike[str]):
@@ -150,6 +152,14 @@ class RemotePath(os.PathLike[str]):
         """Delete a folder and all in it."""
         with suppress(FileNotFoundError), self._named_errors():
             self._filesystem.rm(self._key, recursive=True)
+
+    def rename(self, target: RemotePath) -> RemotePath:
+        """Copy the files of a folder to another place and delete it here."""
+        for name in self.sizes():
+            with self._named_errors():
+                self._filesystem.cp_file((self / name)._key, (target / name)._key)
+        self.remove_all()
+        return target
 
     def _inside(self) -> list[dict[str, Any]]:
         try:

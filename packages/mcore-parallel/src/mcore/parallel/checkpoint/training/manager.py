@@ -6,7 +6,6 @@ import json
 import logging
 import re
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +14,8 @@ from mcore.parallel.checkpoint.files.directory import (
     keep_last,
     remove_incomplete,
 )
-from mcore.parallel.checkpoint.files.regular_files import PathLike, local_path
+from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, place_of
+from mcore.parallel.checkpoint.files.remote import RemotePath
 from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.checkpoint.training.run_state import load_training_state, save_training_state
 from mcore.parallel.shortened import titled_list
@@ -35,7 +35,7 @@ class CheckpointManager:
     All ranks of the group make one and call its methods together. The folder is the run's alone.
 
     Args:
-        root: The folder, made by the first save.
+        root: The folder, made by the first save; with ``mcore-parallel[remote]`` a URL too.
         keep: How many of the newest checkpoints stay, at least 1; None keeps all. Old ones are
             deleted after a save is complete: with ``async_``, at the next save or wait.
         every: Of the steps that :meth:`save` is called with, those are written that this divides.
@@ -74,14 +74,14 @@ class CheckpointManager:
         for name, number in (("keep", keep), ("every", every)):
             if number is not None and number < 1:
                 raise ValueError(f"{name} must be at least 1, got {number}")
-        self.root = local_path(root)
+        self.root = place_of(root)
         self.keep, self.every, self.async_ = keep, every, async_
         self._protect = tuple(protect)
         self._group = process_group
         self._pending: SaveHandle | None = None
-        self._last: Path | None = None  # what the model's state is saved as
+        self._last: Place | None = None  # what the model's state is saved as
         self._has_saved = False
-        self._damaged: set[Path] = set()
+        self._damaged: set[Place] = set()
 
     def save(
         self,
@@ -205,21 +205,21 @@ class CheckpointManager:
                 raise
             logger.error("the last save in the background failed: %s", failure)
 
-    def _newest_first(self) -> list[Path]:
+    def _newest_first(self) -> list[Place]:
         """Return on every rank what the first rank finds, damaged checkpoints included."""
         team = team_of(self._group)
         names = team.agree(lambda: _step_names(self.root) if team.is_first else [])
         shared: list[str] = json.loads(team.share_bytes(json.dumps(names).encode()))
         return [self.root / name for name in shared]
 
-    def _make_room(self, path: Path) -> None:
+    def _make_room(self, path: Place) -> None:
         remove_incomplete(self.root)
         if path in self._damaged:
-            number, aside = 1, path.with_name(f"{path.name}.damaged")
+            number, aside = 1, path.parent / f"{path.name}.damaged"
             while aside.exists():
                 number += 1
-                aside = path.with_name(f"{path.name}.damaged-{number}")
-            path.rename(aside)
+                aside = path.parent / f"{path.name}.damaged-{number}"
+            path.rename(aside)  # type: ignore[arg-type]  # of its own kind
             self._damaged.discard(path)
 
     def _delete_old(self) -> None:
@@ -237,10 +237,12 @@ class CheckpointManager:
             logger.warning("old checkpoints in %s cannot be deleted: %s", self.root, error)
 
 
-def _step_names(root: Path) -> list[str]:
+def _step_names(root: Place) -> list[str]:
     """Return the names of checkpoints in a folder, complete or not, newest first."""
-    if not root.is_dir():
-        return []
-    found = [(match, entry) for entry in root.iterdir() if (match := _NAME.fullmatch(entry.name))]
-    steps = {entry.name: int(match[1]) for match, entry in found if not entry.is_symlink()}
+    if isinstance(root, RemotePath):
+        names = [folder.name for folder in root.folders()]
+    else:
+        is_dir = root.is_dir()
+        names = [one.name for one in root.iterdir() if not one.is_symlink()] if is_dir else []
+    steps = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
     return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
