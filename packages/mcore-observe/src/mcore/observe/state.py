@@ -293,12 +293,13 @@ class GlobalState:
         grad_norm: Any = None,
         samples: int | None = None,
         tokens: int | None = None,
+        steps: int = 1,
         skipped: bool = False,
         model: Any = None,
         pg_collection: Any = None,
         **scalars: Any,
     ) -> None:
-        """Count a step and log it; all ranks call it after every step.
+        """Count a step and log it; all ranks call it after every step, or every few steps.
 
         It does what :func:`mcore.observe.training_log` does, with the same collectives and the
         same waits for the device, and keeps the counters, the sums and the time stamps itself.
@@ -307,12 +308,16 @@ class GlobalState:
             losses: Losses of the step by name, or one loss, which is called ``loss``.
             lr: Learning rate.
             grad_norm: L2 norm of the gradients.
-            samples: Samples of the step over all ranks; None takes the configured batch.
-            tokens: Tokens of the step over all ranks; None takes samples times ``seq_length``.
+            samples: Samples of the steps over all ranks; None takes the configured batch.
+            tokens: Tokens of the steps over all ranks; None takes samples times ``seq_length``.
+            steps: Steps since the last call, whose average the losses are.
             skipped: The optimizer skipped the step.
             model: The model, where its norms are logged or it has the groups.
             pg_collection: The process groups; None as in :func:`mcore.observe.training_log`.
             scalars: Further values for the trackers, by name.
+
+        Raises:
+            ValueError: ``steps`` below 1.
 
         Example:
             >>> from mcore.observe import MemorySink
@@ -322,6 +327,8 @@ class GlobalState:
             >>> state.train_state.step, kept.steps[1]["loss"], kept.steps[1]["accuracy"]
             (1, 2.5, 0.5)
         """
+        if steps < 1:
+            raise ValueError(f"log_step got steps={steps}; give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
         self._counted.log(
             config,
@@ -330,6 +337,7 @@ class GlobalState:
             {"learning_rate": lr, "grad_norm": grad_norm, "loss_scale": 1.0},
             samples=samples,
             tokens=tokens,
+            steps=steps,
             skipped=skipped,
             model=model,
             pg_collection=pg_collection,

@@ -63,12 +63,18 @@ class DataClock:
 
     def __init__(self) -> None:
         self._seen_s = 0.0
+        self._added_s: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """Add a wait that no timer measures."""
+        self._added_s = (self._added_s or 0.0) + seconds
 
     def take_seconds(self, timers: Any) -> float | None:
-        """Return the time of the timer ``batch-generator`` since the last call, if it runs."""
+        """Return the waits since the last call: what was added, else ``batch-generator``'s time."""
+        added_s, self._added_s = self._added_s, None
         timer = timers.find(DATA_TIMER) if isinstance(timers, Timers) else None
-        if timer is None:
-            return None
+        if timer is None or added_s is not None:
+            return added_s
         active_s = timer.active_time()
         waited_s, self._seen_s = active_s - self._seen_s, active_s
         return waited_s if waited_s >= 0 else active_s
@@ -82,11 +88,13 @@ def measure_figures(
     *,
     iterations: int,
     waited_s: float | None,
+    samples: float | None,
     tokens: float | None,
 ) -> Figures:
     """Measure the figures of an interval; one maximum over the world, which all ranks enter."""
     seconds = (interval.seconds_per_iteration or 0.0) * iterations
-    samples = values.batch_size * iterations
+    if samples is None:
+        samples = values.batch_size * iterations
     if tokens is None and step.seq_length:
         tokens = samples * step.seq_length
     share = waited_s / seconds if waited_s is not None and seconds else None
