@@ -11,7 +11,7 @@ from mcore.observe import (
     report_memory,
     start_memory_history_recording,
 )
-from mcore.observe.memory import save_snapshot_at_profile_end
+from mcore.observe.reports.memory import save_snapshot_at_profile_end
 
 
 def with_stats(monkeypatch, stats):

@@ -22,7 +22,7 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
-from mcore.observe.process_end import _ProcessWatch
+from mcore.observe.process.process_end import _ProcessWatch
 from rank_testing import run_ranks
 
 SECRETS = [f"s3cret-number-{i}" for i in range(10)]

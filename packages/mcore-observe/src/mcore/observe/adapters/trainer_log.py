@@ -13,9 +13,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.config import ConfigContainer
-from mcore.observe.process_end import on_process_end
+from mcore.observe.process.process_end import on_process_end
 from mcore.observe.runs.run_log import RunLog
+from mcore.observe.settings.config import ConfigContainer
 from mcore.observe.straggler.detector import StragglerDetector
 from mcore.observe.training_log.log import log_state_of
 from mcore.parallel.groups import world_size

@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from mcore.observe.config import ConfigContainer, LoggerConfig
-from mcore.observe.energy import EnergyMonitor
-from mcore.observe.process_end import on_process_end, status_of
-from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.scalars import Scalars
+from mcore.observe.process.process_end import on_process_end, status_of
+from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.reports.energy import EnergyMonitor
+from mcore.observe.settings.config import ConfigContainer, LoggerConfig
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.background import BackgroundRun, close_together
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
@@ -26,6 +25,7 @@ from mcore.observe.sinks.trackers import TRACKERS, emit, open_tracker
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.counted import CountedSteps
 from mcore.observe.training_log.log import LOG_STATE, log_state_of
+from mcore.observe.values.scalars import Scalars
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.scalars import read_scalars, widest_float
+from mcore.observe.values.scalars import read_scalars, widest_float
 
 ADVANCED = "advanced iterations"
 SKIPPED = "skipped iterations"
@@ -39,6 +39,8 @@ def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> No
     terms: list[torch.Tensor] = []
     for key, loss in losses.items():
         term = loss.detach().reshape(1)
+        if term.is_floating_point() and term.element_size() == 1:
+            term = term.float()  # torch does not add such to others
         if key in totals:
             totals[key] = _as_sum(totals[key], term)
             sums.append(totals[key])
