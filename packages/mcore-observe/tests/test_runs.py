@@ -111,3 +111,19 @@ def test_a_run_without_metrics_and_runs_without_common_ones_say_so(tmp_path, cap
     assert "empty has no metrics yet" in capsys.readouterr().err
     assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
     assert "one and two have no metric at the same step" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_folder_are_one_warning_and_both_are_written(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    first, second = JsonlSink(path), JsonlSink(path)
+    for step in (1, 2):
+        first.log({"a": 1.0}, step)
+        second.log({"b": 2.0}, step)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"another run writes {path} too: give each run a folder of its own"
+    ]
+    assert Run.read(path).curves == {"a": {1: 1.0, 2: 1.0}, "b": {1: 2.0, 2: 2.0}}
+    first.close()
+    second.close()
+    JsonlSink(path).log({"a": 3.0}, 3)  # a run that goes on
+    assert len(caplog.records) == 1

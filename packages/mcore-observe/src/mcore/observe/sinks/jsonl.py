@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.sinks.spool import record_of
+from mcore.observe.sinks.spool import lock, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -97,7 +97,16 @@ class JsonlSink:
             with self.path.open("ab+") as file:
                 _repair_last_line(file)
             self._file = self.path.open("ab")
+            self._claim(self._file)
         return self._file
+
+    def _claim(self, file: BinaryIO) -> None:
+        try:
+            lock(file.fileno())
+        except BlockingIOError:
+            logger.warning(
+                "another run writes %s too: give each run a folder of its own", self.path
+            )
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:

@@ -253,7 +253,7 @@ class SpoolOwner:
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         try:
-            _lock(self._file)
+            lock(self._file)
         except BlockingIOError:
             os.close(self._file)
             raise
@@ -335,11 +335,11 @@ def _ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 def _open_locked(path: Path) -> int:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
-    _lock(file)
+    lock(file)
     return file
 
 
-def _lock(file: int) -> None:
+def lock(file: int) -> None:
     """Lock a file while this process lives, where the system and the file system can."""
     try:
         import fcntl
