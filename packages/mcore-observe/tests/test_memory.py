@@ -7,10 +7,10 @@ from mcore.observe import (
     MEMORY_KEYS,
     MEMORY_KEYS_TABLE,
     ProfilingConfig,
-    memory,
     report_memory,
     start_memory_history_recording,
 )
+from mcore.observe.reports import memory
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
 
 
