@@ -31,9 +31,10 @@ def problems(workspace: Workspace) -> Iterator[str]:
 def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
     """Yield what a package imports without declaring it, and declares without importing it.
 
-    A dependency that only an extra brings may be imported in functions and for type checkers,
-    never while a module loads. The same holds for modules that no index has, which the package
-    names under ``[tool.monorepo] not-on-an-index``.
+    A dependency that only an extra brings may be imported in functions and for type checkers, and
+    while a module loads only where ``require_extra`` is called with the extra's name before. The
+    same holds for modules that no index has, which the package names under ``[tool.monorepo]
+    not-on-an-index``.
     """
     required: set[str] = {canonicalize_name(one.name) for one in package.dependencies}
     optional = _optional(package)
@@ -44,13 +45,27 @@ def disagreements(workspace: Workspace, package: Distribution) -> Iterator[str]:
         for providers in provided_by(workspace, package, imported.name):
             used |= providers
             place = f"{imported.file.relative_to(workspace.root)}:{imported.line}"
-            yield from _judge(imported, providers, place, required, optional)
+            brought = _demanded_extras(imported.file)
+            allowed = required | {name for name in optional if optional[name] in brought}
+            yield from _judge(imported, providers, place, allowed, optional)
     pyproject = (package.folder / "pyproject.toml").relative_to(workspace.root)
     for name in sorted(required - used):
         yield f"{pyproject}: {name} is declared, but nothing imports it"
     for name in sorted(set(optional) - used):
         yield f"{pyproject}: {name} is declared by {optional[name]}, but nothing imports it"
     yield from _undeclared_by_tests(workspace, package, required | set(optional))
+
+
+@functools.cache
+def _demanded_extras(file: Path) -> frozenset[str]:
+    """The extras without which a module refuses to be imported, as :func:`_optional` words them."""
+    calls = [
+        node.value
+        for node in ast.parse(file.read_text(encoding="utf-8")).body
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ]
+    named = [call.args[0] for call in calls if _called(call) == "require_extra" and call.args]
+    return frozenset(f"extra {one.value!s}" for one in named if isinstance(one, ast.Constant))
 
 
 def _undeclared_by_tests(

@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from mcore.observe.extras import is_extra_installed, require_extra
+from mcore.observe.settings.extras import is_extra_installed, require_extra
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
@@ -31,7 +31,7 @@ def test_any_distribution_with_the_library_will_do(monkeypatch):
 
 
 def test_every_extra_is_declared_by_the_distribution():
-    from mcore.observe.extras import _DISTRIBUTIONS
+    from mcore.observe.settings.extras import _DISTRIBUTIONS
 
     declared = importlib.metadata.metadata("mcore-observe").get_all("Provides-Extra")
     assert set(declared) == set(_DISTRIBUTIONS)

@@ -7,11 +7,11 @@ from mcore.observe import (
     MEMORY_KEYS,
     MEMORY_KEYS_TABLE,
     ProfilingConfig,
-    memory,
     report_memory,
     start_memory_history_recording,
 )
-from mcore.observe.memory import save_snapshot_at_profile_end
+from mcore.observe.reports import memory
+from mcore.observe.reports.memory import save_snapshot_at_profile_end
 
 
 def with_stats(monkeypatch, stats):

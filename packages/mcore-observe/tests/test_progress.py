@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe import TrainState, progress, report_runtime, report_throughput
+from mcore.observe import TrainState, report_runtime, report_throughput
+from mcore.observe.reports import progress
 
 TRAIN = SimpleNamespace(micro_batch_size=4, global_batch_size=64)
 

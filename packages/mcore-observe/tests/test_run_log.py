@@ -60,6 +60,19 @@ def test_tokens_and_the_wait_for_data_are_shown(tmp_path, capsys):
     assert int(found[2].replace(",", "")) > 1_000_000_000  # two steps in less than two seconds
 
 
+def test_a_call_may_stand_for_several_steps_whose_losses_are_averages(tmp_path, capsys):
+    kept = MemorySink()
+    with RunLog(tmp_path, batch_size=4, log_every=4, sinks=[kept]) as log:
+        log.log_step({"loss": 1.0}, steps=3, samples=12)
+        log.log_step({"loss": 5.0})
+        log.log_step({"loss": 2.0}, steps=10, samples=40)  # ends the intervals of steps 8 and 12
+        assert log.state_dict()["consumed_train_samples"] == 56
+    assert re.findall(r" \| loss: (\S+) \|", capsys.readouterr().out) == [
+        "2.000000E+00", "2.000000E+00",
+    ]  # fmt: skip
+    assert {step: values["loss"] for step, values in kept.steps.items()} == {4: 5.0, 14: 2.0}
+
+
 def test_a_state_of_another_configuration_counts_too():
     kept = MemorySink()
     state = GlobalState(extra_sinks=[kept])

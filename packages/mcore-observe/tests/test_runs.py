@@ -8,7 +8,7 @@ import pytest
 
 from mcore.observe import JsonlSink
 from mcore.observe.__main__ import main
-from mcore.observe.runs.tables import sparkline
+from mcore.observe.runs.tables import Run, sparkline
 
 
 @pytest.fixture
@@ -83,3 +83,47 @@ def test_sparklines():
     assert sparkline([0.0, math.nan, 1.0]) == "▁x█"
     assert sparkline([]) == ""
     assert len(sparkline(range(1000))) == 32
+
+
+def test_a_damaged_file_shows_what_is_whole(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"loss": 2.0}, 1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "lo\n\x00\xff\n[1]\n{"loss": 9.0}\n{"step": "x", "loss": 9.0}\n')
+        file.write(b'{"step": 3, "loss": "abc", "other": [1], "good": 1}\n')
+    sink.log({"loss": 4.0}, 4)
+    sink.close()
+    assert Run.read(tmp_path).curves == {"loss": {1: 2.0, 4: 4.0}, "good": {3: 1.0}}
+    again = JsonlSink(tmp_path / "metrics.jsonl", resume_step=3)
+    again.log({"loss": 5.0}, 4)
+    again.close()
+    assert Run.read(tmp_path).curves["loss"] == {1: 2.0, 4: 5.0}
+
+
+def test_a_run_without_metrics_and_runs_without_common_ones_say_so(tmp_path, capsys):
+    for name, metric in (("empty", None), ("one", "a"), ("two", "b")):
+        (tmp_path / name).mkdir()
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        if metric is not None:
+            sink.log({metric: 1.0}, 1)
+        sink.close()
+    assert main(["show", str(tmp_path / "empty")]) == 1
+    assert "empty has no metrics yet" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    assert "one and two have no metric at the same step" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_folder_are_one_warning_and_both_are_written(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    first, second = JsonlSink(path), JsonlSink(path)
+    for step in (1, 2):
+        first.log({"a": 1.0}, step)
+        second.log({"b": 2.0}, step)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"another run writes {path} too: give each run a folder of its own"
+    ]
+    assert Run.read(path).curves == {"a": {1: 1.0, 2: 1.0}, "b": {1: 2.0, 2: 2.0}}
+    first.close()
+    second.close()
+    JsonlSink(path).log({"a": 3.0}, 3)  # a run that goes on
+    assert len(caplog.records) == 1

@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 
-from mcore.observe.scalars import Scalar, Scalars, as_number, read_scalars
+from mcore.observe.sinks.base import plain_numbers
+from mcore.observe.values.loss_totals import add_step
+from mcore.observe.values.scalars import Scalar, Scalars, as_number, one_number, read_scalars
 
 
 def test_names_that_repeat_open_a_further_batch():
@@ -58,12 +60,47 @@ def test_what_is_no_number_is_named():
         read_scalars({"lr": "1e-4"})
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(1.0, device="meta"),
+        torch.tensor([1.0]).to_sparse(),
+        torch.tensor([1 + 1j]),
+        torch.ones(2),
+        10**400,  # no float holds it
+        "1.0",
+    ],
+)
+def test_what_no_host_can_read_as_one_number_is_left_out(value):
+    assert one_number("x", value) is None
+    assert plain_numbers({"x": value, "y": 1.0}) == {"y": 1.0}
+
+
+def test_any_name_becomes_a_text_that_every_file_takes():
+    scalars = Scalars()
+    scalars.add(7, 1.0)
+    given = {("a", 1): 1.0, "\ud800b": 2.0, "unit \u00b5": 3.0, 7: 4.0}
+    names = ["('a', 1)", "?b", "unit \u00b5", "7"]
+    assert plain_numbers(given) == dict(zip(names, (1.0, 2.0, 3.0, 4.0), strict=True))
+    assert list(scalars.batches[0]) == ["7"]
+
+
+def test_losses_of_eight_bits_are_added():
+    totals = {}
+    for _ in range(2):
+        add_step(totals, {"loss": torch.tensor(1.5).to(torch.float8_e4m3fn)}, False)
+    assert totals["loss"].tolist() == [3.0]
+
+
 def test_numpy_numbers():
     numpy = pytest.importorskip("numpy")
     assert as_number(numpy.float32(0.5)) == 0.5
     assert type(as_number(numpy.int64(3))) is int
     assert as_number(numpy.bool_(True)) is None
     assert read_scalars({"a": numpy.float64(0.25)}) == {"a": 0.25}
+    arrays = {"none": numpy.array(2.5), "one": numpy.array([3]), "flag": numpy.bool_(True)}
+    assert plain_numbers(arrays) == {"none": 2.5, "one": 3, "flag": 1}
+    assert one_number("two", numpy.ones(2)) is None
 
 
 @pytest.mark.cuda

@@ -12,7 +12,7 @@ from mcore.observe import (
     config_params,
     mask_secrets,
 )
-from mcore.observe.secrets import without_secrets
+from mcore.observe.settings.secrets import without_secrets
 
 
 @pytest.mark.parametrize(

@@ -3,9 +3,9 @@ import math
 import pytest
 import torch
 
-from mcore.observe.scalars import _warn_left_out
 from mcore.observe.sinks import GuardedSink, MemorySink
 from mcore.observe.sinks.base import plain_numbers
+from mcore.observe.values.scalars import _warn_left_out
 
 
 @pytest.fixture(autouse=True)

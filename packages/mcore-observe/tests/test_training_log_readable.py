@@ -80,6 +80,8 @@ def test_settings_that_know_no_format_get_megatrons_line(make_state, log_step, p
         ("NVIDIA L4", 121.0),
         ("NVIDIA L40S", 362.0),
         ("NVIDIA L40", None),
+        ("AMD Instinct MI300X", 1307.4),
+        ("AMD Instinct MI250X", None),  # a device is half of one
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
         ("a device of tomorrow", None),

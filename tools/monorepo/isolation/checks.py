@@ -11,11 +11,15 @@ TORCH = "torch"
 
 _IMPORT_ALL = """
 import importlib, importlib.util, pkgutil, sys
-name, *absent = sys.argv[1:]
+name, distribution, *absent = sys.argv[1:]
 package = importlib.import_module(name)
 for module in pkgutil.walk_packages(package.__path__, name + "."):
     if not module.name.endswith(".__main__"):
-        importlib.import_module(module.name)
+        try:
+            importlib.import_module(module.name)
+        except ModuleNotFoundError as error:
+            if f'pip install "{distribution}[' not in str(error):  # the extra that it needs
+                raise
 for other in absent:
     if importlib.util.find_spec(other) is not None:
         raise SystemExit(f"{other} can be imported, which {name} does not declare")
@@ -37,9 +41,12 @@ def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) 
 
 
 def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] = ()) -> None:
-    """Import every module of a distribution from its installation; ``absent`` must not be found."""
+    """Import every module of a distribution from its installation; ``absent`` must not be found.
+
+    A module may refuse, if it names the extra that it needs.
+    """
     try:
-        venv.run_code(_IMPORT_ALL, target.module, *absent)
+        venv.run_code(_IMPORT_ALL, target.module, target.name, *absent)
     except RuntimeError as error:
         raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
 

@@ -106,6 +106,8 @@ def test_extra_that_nothing_imports_is_named(repository: SampleRepository) -> No
         ("def late():\n    import numpy\n", True),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import numpy\n", True),
         ("try:\n    import numpy\nexcept ImportError:\n    numpy = None\n", False),
+        ("require_extra('fast', 'it')\nimport numpy\n", True),
+        ("require_extra('other', 'it')\nimport numpy\n", False),
     ],
 )
 def test_library_of_an_extra_is_imported_late(

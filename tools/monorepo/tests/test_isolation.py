@@ -59,6 +59,8 @@ def installed(workspace: Workspace, tmp_path: Path, name: str) -> CleanVenv:
 def test_package_comes_with_its_siblings_and_no_other(
     repository: SampleRepository, tmp_path: Path
 ) -> None:
+    refuses = "raise ModuleNotFoundError('needs x: pip install \"mcore-middle[x]\"')\n"
+    repository.write({"packages/mcore-middle/src/mcore/middle/of_an_extra.py": refuses})
     workspace = load_workspace(repository.root)
     venv = installed(workspace, tmp_path, "mcore-middle")
     assert venv.installed() == {"mcore-base": "0.1.0", "mcore-middle": "0.1.0"}

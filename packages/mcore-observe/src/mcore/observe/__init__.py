@@ -2,14 +2,6 @@
 
 from mcore.observe._version import __version__
 from mcore.observe.async_tasks import get_asyncio_loop, trace_async_exceptions
-from mcore.observe.config import (
-    ConfigContainer,
-    DatasetConfig,
-    LoggerConfig,
-    ProfilingConfig,
-    TrainingConfig,
-)
-from mcore.observe.energy import EnergyMonitor
 from mcore.observe.experts import (
     MoEMetricsTracker,
     MTPMetricsTracker,
@@ -17,17 +9,6 @@ from mcore.observe.experts import (
     _MoeMetricFanoutWriter,
     get_moe_metrics_tracker,
     get_mtp_metrics_tracker,
-)
-from mcore.observe.forward_step import (
-    maybe_inject_state,
-    needs_global_state_injection,
-    prepare_forward_step_func,
-)
-from mcore.observe.memory import (
-    MEMORY_KEYS,
-    MEMORY_KEYS_TABLE,
-    report_memory,
-    start_memory_history_recording,
 )
 from mcore.observe.norms import (
     calc_dtensor_params_l2_norm,
@@ -41,16 +22,36 @@ from mcore.observe.nvtx import (
     nvtx_range_pop,
     nvtx_range_push,
 )
-from mcore.observe.process_end import status_of
-from mcore.observe.progress import report_runtime, report_throughput
-from mcore.observe.rank_logging import (
+from mcore.observe.process.process_end import status_of
+from mcore.observe.process.rank_logging import (
     log_on_each_pipeline_stage,
     log_single_rank,
     safe_get_rank,
     safe_get_world_size,
 )
+from mcore.observe.reports.energy import EnergyMonitor
+from mcore.observe.reports.memory import (
+    MEMORY_KEYS,
+    MEMORY_KEYS_TABLE,
+    report_memory,
+    start_memory_history_recording,
+)
+from mcore.observe.reports.progress import report_runtime, report_throughput
+from mcore.observe.runs.forward_step import (
+    maybe_inject_state,
+    needs_global_state_injection,
+    prepare_forward_step_func,
+)
 from mcore.observe.runs.run_log import RunLog
-from mcore.observe.secrets import config_params, mask_secrets
+from mcore.observe.runs.state import GlobalState, TrainState
+from mcore.observe.settings.config import (
+    ConfigContainer,
+    DatasetConfig,
+    LoggerConfig,
+    ProfilingConfig,
+    TrainingConfig,
+)
+from mcore.observe.settings.secrets import config_params, mask_secrets
 from mcore.observe.sinks import (
     CometSink,
     JsonlSink,
@@ -60,7 +61,6 @@ from mcore.observe.sinks import (
     TensorBoardSink,
     WandbSink,
 )
-from mcore.observe.state import GlobalState, TrainState
 from mcore.observe.straggler.detector import (
     StragglerDetector,
     StragglerFoundError,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -30,6 +31,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         for line in options.call(options):
             print(line, flush=True)  # noqa: T201
+    except BrokenPipeError:  # of head, or a pager that was left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
     except Exception as error:
         text = error.args[0] if isinstance(error, KeyError) else error
         print(f"{parser.prog}: error: {text}", file=sys.stderr)  # noqa: T201

@@ -8,8 +8,8 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from mcore.observe.extras import require_extra
 from mcore.observe.runs.tables import Run
+from mcore.observe.settings.extras import require_extra
 
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 _WIDTH, _HEIGHT, _MARGIN = 420, 180, 6

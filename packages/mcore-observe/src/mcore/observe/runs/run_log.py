@@ -8,9 +8,14 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.config import ConfigContainer, DatasetConfig, LoggerConfig, TrainingConfig
+from mcore.observe.runs.state import GlobalState
+from mcore.observe.settings.config import (
+    ConfigContainer,
+    DatasetConfig,
+    LoggerConfig,
+    TrainingConfig,
+)
 from mcore.observe.sinks.base import MetricSink
-from mcore.observe.state import GlobalState
 from mcore.observe.training_log.figures import DATA_TIMER
 
 

@@ -54,8 +54,9 @@ class Run:
         for record in records_of(file):
             step = record.pop("step")
             for name, value in record.items():
-                curve = run.curves.setdefault(name, {})
-                curve[step] = math.nan if value is None else float(value)
+                if value is None or isinstance(value, (int, float)):
+                    curve = run.curves.setdefault(name, {})
+                    curve[step] = math.nan if value is None else float(value)
         return run
 
     def points(self, name: str) -> list[tuple[int, float]]:
@@ -73,11 +74,17 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
     Yields:
         Lines.
 
+    Raises:
+        KeyError: It has no such metric.
+        ValueError: It has none at all.
+
     Example:
         >>> lines = list(show(Run("r", {"loss": {1: 4.0, 2: 2.0}})))
         >>> lines[1].split()[:6]
         ['loss', '1-2', '4', '2', '2', '4']
     """
+    if not run.curves:
+        raise ValueError(f"{run.name} has no metrics yet")
     rows = [("metric", "steps", "first", "last", "least", "largest", "")]
     for name in names or run.curves:
         points = run.points(name)
@@ -109,6 +116,9 @@ def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]
     Yields:
         Lines.
 
+    Raises:
+        ValueError: They have no metric at the same step.
+
     Example:
         >>> for line in compare(Run("a", {"x": {1: 2.0, 2: 4.0}}), Run("b", {"x": {1: 3.0}})):
         ...     print(line.encode("ascii", "replace").decode())
@@ -125,6 +135,8 @@ def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]
         change = f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
         lines = f"{sparkline(list(one.values()))}  {sparkline(list(other.values()))}"
         rows.append((name, str(common), f"{before:.4g}", f"{after:.4g}", change, lines))
+    if len(rows) == 1:
+        raise ValueError(f"{first.name} and {second.name} have no metric at the same step")
     yield from _table(rows)
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import abc
 import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from mcore.observe.process_end import on_process_end
-from mcore.observe.secrets import mask_secrets
+from mcore.observe.process.process_end import on_process_end
+from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.base import plain_numbers
 from mcore.observe.sinks.sender import MetricSender
 from mcore.observe.sinks.spool import EarlierSpools, Spool, SpoolOwner, StepMetrics
@@ -21,7 +22,7 @@ _ENTRIES_PER_CALL = 20
 _Client = TypeVar("_Client")
 
 
-class BackgroundRun(Generic[_Client]):
+class BackgroundRun(abc.ABC, Generic[_Client]):
     """One run of a tracker, which may be logged to before it is open.
 
     Metrics wait in memory, and with a spool on the disk too. A tracker that cannot be opened or
@@ -273,13 +274,13 @@ class BackgroundRun(Generic[_Client]):
         """Return the run's name in the tracker."""
         return ""
 
+    @abc.abstractmethod
     def _write(self, connection: _Client, entries: Sequence[StepMetrics]) -> None:
         """Hand entries to the tracker, waiting for it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def _end(self, connection: _Client, status: str) -> None:
         """End the run, waiting for it."""
-        raise NotImplementedError
 
     def _finish(self) -> None:
         if self._connection is None:

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from mcore.observe.scalars import as_number, only_numbers, read_scalars
-from mcore.observe.secrets import mask_secrets
+from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.spool import EarlierSpools, Spool
+from mcore.observe.values.scalars import as_name, as_number, only_numbers, read_scalars
 
 logger = logging.getLogger(__name__)
 
@@ -250,6 +250,10 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
     None is left out, and so is anything else that is not a number, with one WARNING for each name.
     """
-    if all(type(value) in (float, int) for value in metrics.values()):
-        return dict(metrics)
-    return read_scalars(only_numbers(metrics))
+    if all(type(value) is float for value in metrics.values()):
+        numbers: dict[str, float] = dict(metrics)
+    else:
+        numbers = read_scalars(only_numbers(metrics))
+    if all(type(name) is str and name.isascii() for name in numbers):
+        return numbers
+    return {as_name(name): value for name, value in numbers.items()}

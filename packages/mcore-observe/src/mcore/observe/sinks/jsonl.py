@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from mcore.observe.sinks.base import plain_numbers
+from mcore.observe.sinks.spool import lock, record_of
 
 logger = logging.getLogger(__name__)
 
@@ -96,14 +97,24 @@ class JsonlSink:
             with self.path.open("ab+") as file:
                 _repair_last_line(file)
             self._file = self.path.open("ab")
+            self._claim(self._file)
         return self._file
+
+    def _claim(self, file: BinaryIO) -> None:
+        try:
+            lock(file.fileno())
+        except BlockingIOError:
+            logger.warning(
+                "another run writes %s too: give each run a folder of its own", self.path
+            )
 
 
 def records_of(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the records of a file that a :class:`mcore.observe.JsonlSink` writes.
 
     Args:
-        path: The file, which may grow meanwhile; a last line without its end is left out.
+        path: The file, which may grow meanwhile; a last line without its end is left out, and so
+            are damaged ones.
 
     Yields:
         A dict for each line, with its ``step``.
@@ -117,8 +128,9 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
     """
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):  # a killed process leaves the last one cut off
-                yield json.loads(line)
+            record = record_of(line)
+            if record is not None and isinstance(record.get("step"), int):
+                yield record
 
 
 def _forget_later_steps(path: Path, step: int) -> None:

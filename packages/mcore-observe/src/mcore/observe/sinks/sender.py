@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from mcore.observe.secrets import mask_secrets
+from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.spool import Spool, StepMetrics, read_spool
 
 logger = logging.getLogger(__name__)

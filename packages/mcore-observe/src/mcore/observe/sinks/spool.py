@@ -16,6 +16,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 _SUFFIX = ".spool.jsonl"
+_ENDING_S = 2.0  # that the end of a run waits for the disk
 _PAUSE_S = 0.05  # between two writes, so that the steps of that time go in one
 _LARGE_BYTES = 8 << 20  # a file that has grown so much is rewritten without what has arrived
 
@@ -105,7 +106,7 @@ class Spool:
             self.num_left -= len(numbers)
             self._put({"arrived": list(_ranges(numbers))})
 
-    def sync(self, timeout_s: float = 2.0) -> bool:
+    def sync(self, timeout_s: float = _ENDING_S) -> bool:
         """Wait until everything is with the operating system; return whether it is."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
@@ -123,8 +124,8 @@ class Spool:
         with self._changed:
             self._failed = True
             self._lines.clear()
-            while self._is_writing:
-                self._changed.wait(0.2)
+            if not self._changed.wait_for(lambda: not self._is_writing, _ENDING_S):
+                return  # the disk hangs
             self._close()
             self.path.unlink(missing_ok=True)
             _remove_if_empty(self.path.parent)
@@ -179,7 +180,7 @@ class Spool:
         self._is_writing = False
 
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        data = b"".join(json.dumps(line).encode() + b"\n" for line in lines)
+        data = b"".join(map(_encoded, lines))
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -222,13 +223,23 @@ def spool_files(folder: Path, tracker: str = "") -> list[Path]:
 
 
 def read_spool(path: Path) -> SpoolContents:
-    """Read a spool file; a last line that a crash cut off is left out."""
+    """Read a spool file; lines that are damaged, such as a last one cut off, are left out."""
     contents = SpoolContents()
     with path.open("rb") as file:
         for line in file:
-            if line.endswith(b"\n"):
-                contents.take(json.loads(line))
+            record = record_of(line)
+            if record is not None:
+                contents.take(record)
     return contents
+
+
+def record_of(line: bytes) -> dict[str, Any] | None:
+    """Return the object in a line of JSON; None for one that is cut off or damaged."""
+    try:
+        record = json.loads(line) if line.endswith(b"\n") else None
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) else None
 
 
 class SpoolOwner:
@@ -242,7 +253,7 @@ class SpoolOwner:
         self.path = path
         self._file = os.open(path, os.O_RDWR | os.O_APPEND)
         try:
-            _lock(self._file)
+            lock(self._file)
         except BlockingIOError:
             os.close(self._file)
             raise
@@ -290,6 +301,14 @@ class EarlierSpools:
                 owner.close()
 
 
+def _encoded(line: Mapping[str, Any]) -> bytes:
+    """Return a line of the file, empty for what JSON does not take."""
+    try:
+        return json.dumps(line).encode() + b"\n"
+    except (TypeError, ValueError):
+        return b""
+
+
 def _as_line(entry: StepMetrics) -> str:
     return json.dumps(
         {
@@ -316,11 +335,11 @@ def _ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
 
 def _open_locked(path: Path) -> int:
     file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_TRUNC, 0o600)
-    _lock(file)
+    lock(file)
     return file
 
 
-def _lock(file: int) -> None:
+def lock(file: int) -> None:
     """Lock a file while this process lives, where the system and the file system can."""
     try:
         import fcntl

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.secrets import config_params, config_secrets, mask_secrets
+from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.settings.secrets import config_params, config_secrets, mask_secrets
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Opening, ScalarRules, Tracker
 from mcore.observe.sinks.jsonl import JsonlSink

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from mcore.observe.model_groups import find_process_groups
-from mcore.observe.scalars import as_number
 from mcore.observe.training_log.log import log_training_step
 from mcore.observe.training_log.step import find_num_microbatches, samples_per_step
+from mcore.observe.values.scalars import as_number
 
 
 class CountedSteps:
@@ -30,25 +30,26 @@ class CountedSteps:
         *,
         samples: int | None,
         tokens: int | None,
+        steps: int,
         skipped: bool,
         model: Any,
         pg_collection: Any,
         scalars: Mapping[str, Any],
     ) -> None:
-        """Advance the counters by a step and log it; all ranks call it."""
+        """Advance the counters by steps and log them; all ranks call it."""
         progress = global_state.train_state
         if self._first_step is None:
             self._first_step = progress.step
         if samples is None:
             groups = find_process_groups(pg_collection, model)
             microbatches = find_num_microbatches(config, global_state, groups)
-            samples = samples_per_step(config, microbatches, groups)
-        progress.step += 1
+            samples = samples_per_step(config, microbatches, groups) * steps
+        progress.step += steps
         progress.consumed_train_samples += int(samples)
         if skipped:
             progress.skipped_train_samples += int(samples)
         window = as_number(getattr(config.logger, "throughput_window_size", None)) or 100
-        self._finished.append(time.time())
+        self._finished.extend(self._stamps(steps))
         while len(self._finished) > window + 1:
             self._finished.popleft()
         log_training_step(
@@ -63,5 +64,14 @@ class CountedSteps:
             pg_collection=pg_collection,
             loaded_iteration=self._first_step,
             further=scalars,
+            samples=samples,
             tokens=tokens,
+            steps=steps,
         )
+
+    def _stamps(self, steps: int) -> Iterator[float]:
+        """Yield a time stamp for each of the steps that have ended since the last call."""
+        now_s = time.time()
+        since_s = self._finished[-1] if self._finished else now_s
+        for left in range(steps - 1, -1, -1):
+            yield now_s - (now_s - since_s) * left / steps

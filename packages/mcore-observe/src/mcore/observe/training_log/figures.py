@@ -12,11 +12,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.loss_totals import loss_averages
-from mcore.observe.scalars import widest_float
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues
+from mcore.observe.values.loss_totals import loss_averages
+from mcore.observe.values.scalars import widest_float
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed
 
@@ -24,9 +24,10 @@ DATA_TIMER = "batch-generator"
 _NUM_LOSSES = 8  # whose largest value over the ranks is shown
 _NOTHING = -math.inf  # what a rank without a figure adds to a maximum
 
-# Dense bf16 TFLOP/s by the start of torch's device name, the longest first. From NVIDIA's data
-# sheets (A100, H100, H200, L4, L40S; those with sparsity halved), the HGX B200 and GB200 NVL72 data
-# sheets (halved likewise) and AMD's of the MI250X, MI300X and MI325X.
+# Dense bf16 TFLOP/s by the start of torch's device name, from the makers' data sheets: NVIDIA's of
+# the A100, H100 (SXM, PCIe, NVL), H200 (SXM, NVL), HGX B200, GB200 NVL72, L4 and L40S, where those
+# with sparsity are halved, and AMD's of the MI300X and MI325X. Not the MI250X: torch shows each of
+# its two dies as a device.
 PEAK_TFLOPS = {
     "NVIDIA A100": 312.0,
     "NVIDIA H100 PCIe": 756.5,
@@ -38,7 +39,6 @@ PEAK_TFLOPS = {
     "NVIDIA GB200": 2500.0,
     "NVIDIA L4": 121.0,
     "NVIDIA L40S": 362.0,
-    "AMD Instinct MI250X": 383.0,
     "AMD Instinct MI300X": 1307.4,
     "AMD Instinct MI325X": 1307.4,
 }
@@ -63,12 +63,18 @@ class DataClock:
 
     def __init__(self) -> None:
         self._seen_s = 0.0
+        self._added_s: float | None = None
+
+    def add(self, seconds: float) -> None:
+        """Add a wait that no timer measures."""
+        self._added_s = (self._added_s or 0.0) + seconds
 
     def take_seconds(self, timers: Any) -> float | None:
-        """Return the time of the timer ``batch-generator`` since the last call, if it runs."""
+        """Return the waits since the last call: what was added, else ``batch-generator``'s time."""
+        added_s, self._added_s = self._added_s, None
         timer = timers.find(DATA_TIMER) if isinstance(timers, Timers) else None
-        if timer is None:
-            return None
+        if timer is None or added_s is not None:
+            return added_s
         active_s = timer.active_time()
         waited_s, self._seen_s = active_s - self._seen_s, active_s
         return waited_s if waited_s >= 0 else active_s
@@ -82,11 +88,13 @@ def measure_figures(
     *,
     iterations: int,
     waited_s: float | None,
+    samples: float | None,
     tokens: float | None,
 ) -> Figures:
     """Measure the figures of an interval; one maximum over the world, which all ranks enter."""
     seconds = (interval.seconds_per_iteration or 0.0) * iterations
-    samples = values.batch_size * iterations
+    if samples is None:
+        samples = values.batch_size * iterations
     if tokens is None and step.seq_length:
         tokens = samples * step.seq_length
     share = waited_s / seconds if waited_s is not None and seconds else None

@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
-from mcore.observe.scalars import as_number
 from mcore.observe.timers import Timers
+from mcore.observe.values.scalars import as_number
 
 _TIMER = "interval-time"
 _ANCHOR = "_flops_at_last_log"
@@ -36,12 +36,21 @@ class IntervalClock:
         self._anchor_s: float | None = None
         self._calls = 0
 
-    def note_call(self) -> None:
-        """Count a step."""
+    def start(self) -> None:
+        """Start now, not with the first step."""
+        self._anchor_s = time.perf_counter()
+
+    def note_steps(self, steps: int) -> None:
+        """Count steps."""
         if self._anchor_s is None:
             self._anchor_s = time.perf_counter()
         else:
-            self._calls += 1
+            self._calls += steps
+
+    def leave_out(self, seconds: float) -> None:
+        """Leave out what was no training, such as an evaluation."""
+        if self._anchor_s is not None:
+            self._anchor_s += seconds
 
     def take_seconds(self, timers: Any, iterations: int) -> float | None:
         """Return the time since the last line, if known, and start again.

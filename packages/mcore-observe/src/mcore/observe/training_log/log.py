@@ -9,11 +9,9 @@ from typing import Any
 
 import torch
 
-from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
-from mcore.observe.memory import save_snapshot_at_profile_end
-from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.scalars import Scalars, as_number, one_number, only_numbers
-from mcore.observe.secrets import mask_secrets
+from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.reports.memory import save_snapshot_at_profile_end
+from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.trackers import SinkTable, emit
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.console import (
@@ -41,6 +39,8 @@ from mcore.observe.training_log.timer_intervals import (
     timer_names,
     write_foreign_timers,
 )
+from mcore.observe.values.loss_totals import add_step, count_iterations, reset_totals
+from mcore.observe.values.scalars import Scalars, as_number, one_number, only_numbers
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,8 @@ class LogState:
     flops: IntervalFlops = field(default_factory=IntervalFlops)
     experts: ExpertReport = field(default_factory=ExpertReport)
     data: DataClock = field(default_factory=DataClock)
-    tokens: float | None = None  # since the last line, where they are counted
+    samples: float | None = None  # since the last line, where they are counted
+    tokens: float | None = None  # likewise
     has_warned_of_timers: bool = False
 
 
@@ -190,9 +191,11 @@ def log_training_step(
     loaded_iteration: int = 0,
     seq_length: int | None = None,
     further: Mapping[str, Any] | None = None,
+    samples: float | None = None,
     tokens: float | None = None,
+    steps: int = 1,
 ) -> bool:
-    """Do what :func:`training_log` does, with further scalars and the tokens of the step."""
+    """Do what :func:`training_log` does, with further scalars and counts, for several steps."""
     if is_on(config.logger, "skip_train_metrics_log"):
         return report_memory_flag
     step = LogStep.of(
@@ -203,10 +206,13 @@ def log_training_step(
         pg_collection=pg_collection,
         loaded_iteration=loaded_iteration,
         seq_length=seq_length,
+        steps=steps,
     )
     state = log_state_of(global_state)
     losses = only_numbers(loss_dict, warns=is_last_rank())
-    _note_step(state, step, losses, total_loss_dict)
+    _note_step(state, step, losses, total_loss_dict, steps)
+    if samples is not None:
+        state.samples = (state.samples or 0) + samples
     if tokens is not None:
         state.tokens = (state.tokens or 0) + tokens
     scalars = Scalars()
@@ -281,18 +287,23 @@ def _line_fields(
         interval,
         iterations=count_iterations(totals),
         waited_s=state.data.take_seconds(getattr(step.global_state, "timers", None)),
+        samples=state.samples,
         tokens=state.tokens,
     )
-    state.tokens = None
+    state.samples = state.tokens = None
     return readable_fields(step, values, totals, interval, figures)
 
 
 def _note_step(
-    state: LogState, step: LogStep, losses: Mapping[str, torch.Tensor], totals: dict[str, Any]
+    state: LogState,
+    step: LogStep,
+    losses: Mapping[str, torch.Tensor],
+    totals: dict[str, Any],
+    steps: int,
 ) -> None:
     """Do what every step needs, logged or not; read no device unless the step was skipped."""
-    add_step(totals, losses, step.skipped)
-    state.clock.note_call()
+    add_step(totals, losses, step.skipped, steps)
+    state.clock.note_steps(steps)
     state.flops.seed(step.global_state, step.loaded_iteration)
     # A monitor that is created on its first read starts counting then.
     getattr(step.global_state, "energy_monitor", None)

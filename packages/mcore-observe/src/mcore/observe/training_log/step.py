@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore.observe.model_groups import find_process_groups
-from mcore.observe.scalars import as_number
+from mcore.observe.values.scalars import as_number
 from mcore.parallel.groups import get_pg_size, world_size
 from mcore.versioning.process_rank import process_world_size
 
@@ -42,6 +42,7 @@ class LogStep:
         pg_collection: Any,
         loaded_iteration: int,
         seq_length: int | None,
+        steps: int = 1,
     ) -> LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
@@ -56,8 +57,8 @@ class LogStep:
             iteration=iteration,
             num_microbatches=find_num_microbatches(config, global_state, groups),
             skipped=bool(skipped_iter),
-            ends_sink_interval=_ends(sink_interval, iteration),
-            ends_console_interval=_ends(config.logger.log_interval, iteration),
+            ends_sink_interval=_ends(sink_interval, iteration, steps),
+            ends_console_interval=_ends(config.logger.log_interval, iteration, steps),
             loaded_iteration=loaded_iteration,
             world_size=world_size(),
             seq_length=None if length is None else int(length),
@@ -137,11 +138,12 @@ def samples_per_step(config: Any, num_microbatches: int, pg_collection: Any = No
     return micro_batch_size * data_parallel_size(config, pg_collection) * num_microbatches
 
 
-def _ends(interval: Any, iteration: int) -> bool:
+def _ends(interval: Any, iteration: int, steps: int) -> bool:
+    """Return whether one of the last steps ended an interval."""
     every = as_number(interval)
     if every is None or every < 1:
         raise ValueError(f"a logging interval is {interval!r}; give 1 step or more")
-    return iteration % int(every) == 0
+    return iteration // int(every) > (iteration - steps) // int(every)
 
 
 def data_parallel_size(config: Any, pg_collection: Any = None) -> int:

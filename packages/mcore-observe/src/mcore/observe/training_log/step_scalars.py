@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from mcore.observe.memory import report_memory
 from mcore.observe.norms import gradient_norms
-from mcore.observe.progress import report_runtime, report_throughput
-from mcore.observe.scalars import Scalars, as_number
+from mcore.observe.reports.memory import report_memory
+from mcore.observe.reports.progress import report_runtime, report_throughput
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues, is_on
+from mcore.observe.values.scalars import Scalars, as_number
 from mcore.parallel.reductions import reduce_max_memory_across_pp_group
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from numbers import Real
@@ -14,6 +15,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
+_LARGEST = int(sys.float_info.max)
 
 
 def as_number(value: object) -> float | int | None:
@@ -26,19 +28,35 @@ def as_number(value: object) -> float | int | None:
 
 
 def is_one_number(value: object) -> bool:
-    """Return whether a value is a number or a real tensor of one element."""
+    """Return whether a value is a number, or a real tensor of one element that can be read."""
     if isinstance(value, torch.Tensor):
-        return value.numel() == 1 and not value.is_complex()
+        is_plain = value.layout is torch.strided and not value.is_meta and not value.is_quantized
+        return value.numel() == 1 and is_plain and not value.is_complex()
+    if type(value) is int:
+        return abs(value) <= _LARGEST
     return isinstance(value, bool) or as_number(value) is not None
 
 
-def one_number(name: str, value: Any, *, warns: bool = True) -> Any:
-    """Return a number as it is, and None, with one WARNING for each name, for anything else."""
+def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
+    """Return a number, and None, with one WARNING for each name, for anything else.
+
+    A tensor stays one; an array of one element, such as NumPy's, becomes its number.
+    """
     if value is None or is_one_number(value):
         return value
+    if not isinstance(value, torch.Tensor) and getattr(value, "size", None) == 1:
+        found = value.item() if callable(getattr(value, "item", None)) else None
+        if found is not None and is_one_number(found):
+            return found
     if warns:
-        _warn_left_out(name, type(value).__name__)
+        _warn_left_out(as_name(name), type(value).__name__)
     return None
+
+
+def as_name(name: object) -> str:
+    """Return the name of a value as a text that every file takes."""
+    text = name if isinstance(name, str) else str(name)
+    return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
@@ -121,8 +139,10 @@ class Scalars:
 
     def add(self, name: str, value: Any, *, versus_samples: bool = False) -> None:
         """Collect one value; None and what is not one number are left out."""
-        if one_number(name, value) is None:
+        value = one_number(name, value)
+        if value is None:
             return
+        name = as_name(name)
         if not self.batches or name in self.batches[-1]:
             self.batches.append({})
         self.batches[-1][name] = Scalar(value, versus_samples)

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from mcore.observe.secrets import mask_secrets
+from mcore.observe.settings.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -45,18 +45,20 @@ def status_of(error: BaseException | None) -> str:
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
-def on_process_end(callback: Callable[[str], None]) -> Callable[[], None]:
+def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> Callable[[], None]:
     """Call a function with the status when the interpreter exits; return what cancels that.
 
     It is called before what others have registered with :mod:`atexit` by then. ``os._exit`` and
-    SIGKILL call nothing; ``raise SystemExit(1)`` without a ``with`` block looks finished here.
+    SIGKILL call nothing; ``raise SystemExit(1)`` without a ``with`` block looks finished here. The
+    latest is called first, after those that ask to be ``first``.
     """
     _WATCH.install()
-    _WATCH.callbacks.append(callback)
+    callbacks = _WATCH.first_callbacks if first else _WATCH.callbacks
+    callbacks.append(callback)
 
     def cancel() -> None:
-        if callback in _WATCH.callbacks:
-            _WATCH.callbacks.remove(callback)
+        if callback in callbacks:
+            callbacks.remove(callback)
 
     return cancel
 
@@ -66,6 +68,7 @@ class _ProcessWatch:
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str], None]] = []
+        self.first_callbacks: list[Callable[[str], None]] = []
         self._status = "FINISHED"
         self._installed_in: int | None = None
 
@@ -109,7 +112,7 @@ class _ProcessWatch:
     def _run_callbacks(self) -> None:
         if os.getpid() != self._installed_in:
             return
-        for callback in reversed(tuple(self.callbacks)):
+        for callback in reversed((*self.callbacks, *self.first_callbacks)):
             try:
                 callback(self._status)
             except Exception:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore.observe.extras import require_extra
-from mcore.observe.progress import SECONDS_PER_UNIT
-from mcore.observe.secrets import mask_secrets
+from mcore.observe.reports.progress import SECONDS_PER_UNIT
+from mcore.observe.settings.extras import require_extra
+from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
 CONSOLE_FORMATS = ("readable", "megatron")

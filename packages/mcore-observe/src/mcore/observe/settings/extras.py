@@ -13,6 +13,9 @@ _DISTRIBUTIONS = {
     "nvml": ("nvidia-ml-py",),
     "nvtx": ("nvtx",),
     "charts": ("matplotlib",),
+    "transformers": ("transformers",),
+    "lightning": ("lightning",),
+    "torchtitan": ("torchtitan",),
 }
 
 

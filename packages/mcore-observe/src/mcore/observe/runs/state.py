@@ -12,11 +12,10 @@ from typing import Any
 
 import torch
 
-from mcore.observe.config import ConfigContainer, LoggerConfig
-from mcore.observe.energy import EnergyMonitor
-from mcore.observe.process_end import on_process_end, status_of
-from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.scalars import Scalars
+from mcore.observe.process.process_end import on_process_end, status_of
+from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.reports.energy import EnergyMonitor
+from mcore.observe.settings.config import ConfigContainer, LoggerConfig
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.background import BackgroundRun, close_together
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
@@ -26,6 +25,7 @@ from mcore.observe.sinks.trackers import TRACKERS, emit, open_tracker
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.counted import CountedSteps
 from mcore.observe.training_log.log import LOG_STATE, log_state_of
+from mcore.observe.values.scalars import Scalars
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -293,12 +293,13 @@ class GlobalState:
         grad_norm: Any = None,
         samples: int | None = None,
         tokens: int | None = None,
+        steps: int = 1,
         skipped: bool = False,
         model: Any = None,
         pg_collection: Any = None,
         **scalars: Any,
     ) -> None:
-        """Count a step and log it; all ranks call it after every step.
+        """Count a step and log it; all ranks call it after every step, or every few steps.
 
         It does what :func:`mcore.observe.training_log` does, with the same collectives and the
         same waits for the device, and keeps the counters, the sums and the time stamps itself.
@@ -307,12 +308,16 @@ class GlobalState:
             losses: Losses of the step by name, or one loss, which is called ``loss``.
             lr: Learning rate.
             grad_norm: L2 norm of the gradients.
-            samples: Samples of the step over all ranks; None takes the configured batch.
-            tokens: Tokens of the step over all ranks; None takes samples times ``seq_length``.
+            samples: Samples of the steps over all ranks; None takes the configured batch.
+            tokens: Tokens of the steps over all ranks; None takes samples times ``seq_length``.
+            steps: Steps since the last call, whose average the losses are.
             skipped: The optimizer skipped the step.
             model: The model, where its norms are logged or it has the groups.
             pg_collection: The process groups; None as in :func:`mcore.observe.training_log`.
             scalars: Further values for the trackers, by name.
+
+        Raises:
+            ValueError: ``steps`` below 1.
 
         Example:
             >>> from mcore.observe import MemorySink
@@ -322,6 +327,8 @@ class GlobalState:
             >>> state.train_state.step, kept.steps[1]["loss"], kept.steps[1]["accuracy"]
             (1, 2.5, 0.5)
         """
+        if steps < 1:
+            raise ValueError(f"log_step got steps={steps}; give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
         self._counted.log(
             config,
@@ -330,6 +337,7 @@ class GlobalState:
             {"learning_rate": lr, "grad_norm": grad_norm, "loss_scale": 1.0},
             samples=samples,
             tokens=tokens,
+            steps=steps,
             skipped=skipped,
             model=model,
             pg_collection=pg_collection,

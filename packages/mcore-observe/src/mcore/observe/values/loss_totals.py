@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.scalars import read_scalars, widest_float
+from mcore.observe.values.scalars import read_scalars, widest_float
 
 ADVANCED = "advanced iterations"
 SKIPPED = "skipped iterations"
@@ -16,17 +16,21 @@ NAN = "nan iterations"
 _COUNTERS = (ADVANCED, SKIPPED, NAN)
 
 
-def add_step(totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped: bool) -> None:
-    """Count a step, and add its losses unless it was skipped.
+def add_step(
+    totals: dict[str, Any], losses: Mapping[str, torch.Tensor], skipped: bool, steps: int = 1
+) -> None:
+    """Count a step, or several with their average losses; add the losses unless it was skipped.
 
     Only the losses of a skipped step are copied to the host, to see whether they were finite.
     """
     checked = {key: _as_tensor(loss) for key, loss in losses.items()}
     is_nan = skipped and not all(math.isfinite(loss) for loss in read_scalars(checked).values())
     for counter, increment in ((ADVANCED, not skipped), (SKIPPED, skipped), (NAN, is_nan)):
-        totals[counter] = totals.get(counter, 0) + int(increment)
+        totals[counter] = totals.get(counter, 0) + int(increment) * steps
     if not skipped:
-        add_losses(totals, checked)
+        add_losses(
+            totals, checked if steps == 1 else {key: loss * steps for key, loss in checked.items()}
+        )
 
 
 def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> None:
@@ -35,6 +39,8 @@ def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> No
     terms: list[torch.Tensor] = []
     for key, loss in losses.items():
         term = loss.detach().reshape(1)
+        if term.is_floating_point() and term.element_size() == 1:
+            term = term.float()  # torch does not add such to others
         if key in totals:
             totals[key] = _as_sum(totals[key], term)
             sums.append(totals[key])

@@ -1,0 +1,282 @@
+"""The log of a run and the detector of slow ranks for Lightning's ``Trainer``."""
+
+from __future__ import annotations
+
+import os
+import sys
+from argparse import Namespace
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore.observe.adapters.trainer_log import TrainerLog
+from mcore.observe.process.process_end import status_of
+from mcore.observe.runs.run_log import RunLog
+from mcore.observe.settings.extras import require_extra
+
+require_extra("lightning", "mcore.observe.adapters.lightning")
+
+from lightning.pytorch.callbacks import Callback  # noqa: E402
+from lightning.pytorch.loggers import Logger  # noqa: E402
+from lightning.pytorch.utilities.exceptions import SIGTERMException  # noqa: E402
+
+__all__ = ["ObserveCallback", "ObserveLogger"]
+
+
+class ObserveCallback(Callback):
+    """Logs the steps of a ``Trainer``, with a console line, and compares its ranks.
+
+    Every rank of the job has one; the last rank writes. A step is one of the optimizer: its loss
+    is that of all its batches, its samples and tokens are those of this rank's batches times the
+    data-parallel ranks. Metrics of validation and test go to the sinks; give the trainer
+    :attr:`logger` as well for all that modules log. ``fit`` goes on with the run where its step
+    goes on, also from a checkpoint, which holds the counters; else it has a folder of its own
+    (``-2``). The run ends with an exception, or with the process.
+
+    The time from a batch to the backward pass is compared over the ranks, and so is each wait for
+    data, about every five minutes. Where the forward pass has collectives, as with FSDP, it hides
+    who is slow.
+
+    Args:
+        run_dir: Folder of the run.
+        straggler: Whether to compare ranks, or settings of
+            :meth:`mcore.observe.StragglerDetector.configure`.
+        settings: As for :class:`mcore.observe.RunLog`.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting that there is not.
+
+    Example:
+        >>> import tempfile
+        >>> callback = ObserveCallback(tempfile.mkdtemp(), log_every=50, tensorboard=True)
+        >>> trainer = Trainer(callbacks=[callback], logger=callback.logger)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        straggler: bool | Mapping[str, Any] = True,
+        **settings: Any,
+    ) -> None:
+        self._runs = TrainerLog(run_dir, straggler, settings)
+        self._logger = ObserveLogger._of(self._runs)
+        self._loaded: Mapping[str, Any] = {}
+        self._step = 0
+        self._lr: float | None = None
+        self._loss: Any = None
+        self._is_forward = False
+        self._has_saved = False
+
+    @property
+    def run_log(self) -> RunLog:
+        """The log of the present run."""
+        return self._runs.log
+
+    @property
+    def logger(self) -> ObserveLogger:
+        """A logger that writes to the same run."""
+        return self._logger
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the counters of the run, for a checkpoint."""
+        return {name: value.item() for name, value in self.run_log.state_dict().items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Take the counters of a checkpoint.
+
+        Args:
+            state_dict: What :meth:`state_dict` returned.
+        """
+        self._loaded = state_dict
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin the run, or continue it."""
+        self._step, self._loss = trainer.global_step, None
+        last = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
+        self._runs.begin(
+            self._step,
+            self._loaded,
+            {**self._logger.params, **dict(pl_module.hparams)},
+            train_iters=int(last) if last != float("inf") else None,
+        )
+        self._loaded = {}
+
+    def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        """Begin to wait for data."""
+        self._runs.begin_wait()
+
+    def on_train_batch_start(
+        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End the wait for data, count the batch, and time its forward pass."""
+        self._runs.end_wait(is_data=not self._has_saved)
+        self._has_saved = False
+        self._runs.count(batch)
+        if self._runs.detector is not None:
+            self._runs.detector.start()
+            self._is_forward = True
+
+    def on_before_backward(self, trainer: Any, pl_module: Any, loss: Any) -> None:
+        """End the time of a forward pass."""
+        if self._is_forward and self._runs.detector is not None:
+            self._runs.detector.stop()
+        self._is_forward = False
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        """Keep the learning rate before a scheduler changes it."""
+        self._lr = optimizer.param_groups[0]["lr"]
+
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Log a step of the optimizer; all ranks compare themselves where that is due."""
+        self.on_before_backward(trainer, pl_module, None)
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, torch.Tensor):
+            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+        steps = trainer.global_step - self._step
+        if steps > 0:
+            ranks = _data_parallel_ranks(trainer)
+            self._runs.end_step(ranks, steps=steps)
+            losses = {} if self._loss is None else {"loss": self._loss}
+            self._runs.log_line(losses, ranks, lr=self._lr)
+            self._step, self._loss = trainer.global_step, None
+            self._runs.report_ranks()
+        self._runs.begin_wait()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log metrics of the validation, and leave it out of the time of the steps."""
+        if not trainer.sanity_checking:
+            self._log_evaluation(trainer)
+        self._runs.begin_wait()
+
+    def on_test_end(self, trainer: Any, pl_module: Any) -> None:
+        """Log metrics of the test."""
+        self._log_evaluation(trainer)
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
+        """Leave a save out of the wait for data."""
+        self._has_saved = True
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """End the training; a test may follow."""
+        self._runs.finish()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """End the run as failed or killed."""
+        self._runs.close(_status_of(exception))
+
+    def close(self, status: str = "FINISHED") -> None:
+        """End the run before the process does; closing twice is fine.
+
+        Args:
+            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
+        """
+        self._runs.close(status)
+
+    def _log_evaluation(self, trainer: Any) -> None:
+        if self._logger not in trainer.loggers:
+            self.run_log.log_metrics(dict(trainer.callback_metrics))
+
+
+class ObserveLogger(Logger):
+    """Writes what modules log to the files and trackers of a run, on the last rank.
+
+    Steps count from 1, as everywhere here: Lightning's number plus one. Checkpoints go to the
+    run's folder. :class:`ObserveCallback` adds console lines, counters and the comparison of ranks;
+    its ``logger`` writes to the same run.
+
+    Args:
+        run_dir: Folder of the run.
+        settings: As for :class:`mcore.observe.RunLog`.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting that there is not.
+
+    Example:
+        >>> import tempfile
+        >>> logger = ObserveLogger(tempfile.mkdtemp(), tensorboard=True)
+        >>> trainer = Trainer(logger=logger)  # doctest: +SKIP
+    """
+
+    def __init__(self, run_dir: str | os.PathLike[str], **settings: Any) -> None:
+        super().__init__()
+        self._runs = TrainerLog(run_dir, straggler=False, settings=settings)
+        self._owns_steps = True
+        self.params: Mapping[str, Any] = {}
+
+    @classmethod
+    def _of(cls, runs: TrainerLog) -> ObserveLogger:
+        made = cls.__new__(cls)
+        Logger.__init__(made)
+        made._runs, made._owns_steps, made.params = runs, False, {}
+        return made
+
+    @property
+    def experiment(self) -> RunLog:
+        """The log of the present run."""
+        return self._runs.log
+
+    @property
+    def name(self) -> str:
+        """The name of the run's folder."""
+        return self._runs.folder.name
+
+    @property
+    def version(self) -> str:
+        """Empty: a folder is one run."""
+        return ""
+
+    @property
+    def save_dir(self) -> str:
+        """The folder of the run's folder."""
+        return str(self._runs.folder.parent)
+
+    @property
+    def log_dir(self) -> str:
+        """The run's folder."""
+        return str(self._runs.folder)
+
+    def log_hyperparams(
+        self, params: Mapping[str, Any] | Namespace, *args: Any, **kwargs: Any
+    ) -> None:
+        """Keep settings for the trackers, which show them from the start of the run.
+
+        Args:
+            params: Settings; keys, passwords and tokens are masked.
+        """
+        self.params = vars(params) if isinstance(params, Namespace) else dict(params)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        """Send metrics to the sinks; only the last rank does.
+
+        Args:
+            metrics: Numbers by name.
+            step: Lightning's number of the step; None is the present one.
+        """
+        progress = self._runs.log.train_state
+        if self._owns_steps and step is not None:
+            progress.step = max(progress.step, int(step) + 1)
+        self._runs.log.log_metrics(dict(metrics))
+
+    def finalize(self, status: str) -> None:
+        """End the run if the trainer failed; else it goes on until the process ends.
+
+        Args:
+            status: The trainer's.
+        """
+        if status == "failed":
+            self._runs.close(_status_of(sys.exc_info()[1]) if sys.exc_info()[1] else "FAILED")
+
+
+def _status_of(error: BaseException | None) -> str:
+    return "KILLED" if isinstance(error, SIGTERMException) else status_of(error)
+
+
+def _data_parallel_ranks(trainer: Any) -> int:
+    sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
+    return int(sampler.get("num_replicas", trainer.world_size))

@@ -1,0 +1,117 @@
+"""The log of a run and the detector of slow ranks for torchtitan."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from mcore.observe.adapters.trainer_log import TrainerLog
+from mcore.observe.process.process_end import status_of
+from mcore.observe.runs.run_log import RunLog
+from mcore.observe.settings.extras import require_extra
+from mcore.observe.training_log.log import log_state_of
+
+require_extra("torchtitan", "mcore.observe.adapters.torchtitan")
+
+from torchtitan.components.metrics import BaseLogger  # noqa: E402
+
+__all__ = ["ObserveLogger"]
+
+_LOSS = "loss_metrics/global_avg_loss"
+_WAIT = "time_metrics/data_loading(s)"  # the average of the steps
+
+
+class ObserveLogger(BaseLogger):
+    """A logger for torchtitan's ``MetricsProcessor``, with a console line and compared ranks.
+
+    Every rank makes one, since all ranks log; the last rank writes. Lines come when torchtitan
+    logs (``log_freq``), with its loss of that step; tokens are those that it has seen. A first
+    line after step 1 continues the run from its checkpoint: what was logged from that step on is
+    dropped or overwritten. The run ends with ``close``, as failed during an exception.
+
+    Ranks are compared at each line, by the forward passes of the model. Where those have
+    collectives, as with FSDP, they hide who is slow.
+
+    Args:
+        run_dir: Folder of the run.
+        model: The model whose forward passes are timed; None times nothing.
+        straggler: Whether to compare ranks, or settings of
+            :meth:`mcore.observe.StragglerDetector.configure`.
+        settings: As for :class:`mcore.observe.RunLog`, but ``log_every``.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting that there is not.
+
+    Example:
+        >>> import tempfile
+        >>> logger = ObserveLogger(tempfile.mkdtemp(), seq_length=2048)
+        >>> trainer.metrics_processor.logger = logger  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        model: torch.nn.Module | None = None,
+        straggler: bool | Mapping[str, Any] = True,
+        **settings: Any,
+    ) -> None:
+        self._runs = TrainerLog(
+            run_dir, straggler and model is not None, {**settings, "log_every": 1}
+        )
+        self._seq_length = settings.get("seq_length") or 1
+        self._model = model
+        self._tokens_seen = 0
+        self._has_begun = False
+
+    @property
+    def run_log(self) -> RunLog:
+        """The log of the run."""
+        return self._runs.log
+
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
+        """Log what a processor has measured; with a loss of training it is a line.
+
+        Args:
+            metrics: Numbers by name.
+            step: The step.
+        """
+        values = dict(metrics)
+        if _LOSS not in values:
+            self._runs.log.train_state.step = max(step, self._runs.log.train_state.step)
+            self._runs.log.log_metrics(values)
+            return
+        seen = int(values.get("n_tokens_seen") or 0)
+        if not self._has_begun:
+            self._begin(step, seen)
+        steps = step - self._runs.log.train_state.step
+        tokens, self._tokens_seen = seen - self._tokens_seen, seen
+        self._runs.end_step(1, steps=max(steps, 1), samples=tokens // self._seq_length)
+        log_state_of(self._runs.log).data.add(values.get(_WAIT, 0.0) * steps)
+        self._runs.log_line(
+            {"loss": values.pop(_LOSS)},
+            1,
+            lr=values.pop("lr", None),
+            grad_norm=values.pop("grad_norm", None),
+            tokens=tokens or None,
+            scalars=values,
+        )
+        if self._runs.detector is not None:
+            self._runs.detector.report(0.0, steps)
+
+    def close(self) -> None:
+        """End the run, as failed or killed while an exception is handled."""
+        self._runs.close(status_of(sys.exc_info()[1]))
+
+    def _begin(self, step: int, seen: int) -> None:
+        self._has_begun = True
+        self._tokens_seen = seen - seen // step  # each step has as many
+        counters = {"consumed_train_samples": self._tokens_seen // self._seq_length}
+        self._runs.begin(step - 1, counters, {}, is_timed=False)
+        if self._model is not None:
+            self._runs.watch_forward(self._model)

@@ -1,0 +1,158 @@
+"""The log of a run and the detector of slow ranks for the ``Trainer`` of transformers."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from mcore.observe.adapters.trainer_log import TrainerLog
+from mcore.observe.runs.run_log import RunLog
+from mcore.observe.settings.extras import require_extra
+from mcore.observe.values.scalars import as_number
+
+require_extra("transformers", "mcore.observe.adapters.transformers")
+
+from transformers import TrainerCallback  # noqa: E402
+
+__all__ = ["ObserveCallback"]
+
+_COUNTERS = "mcore_observe.json"  # in a checkpoint
+
+
+class ObserveCallback(TrainerCallback):
+    """Logs what a ``Trainer`` logs, with a console line, and compares its ranks.
+
+    Every rank of the job has one; the last rank writes. Lines come when the trainer logs
+    (``logging_steps``), with its average loss; evaluations, and what else it logs, go to the
+    sinks. Samples and tokens are those of this rank's batches times the data-parallel ranks.
+    Training that continues from a checkpoint continues its run; another ``train()`` from step 0
+    has a folder of its own (``-2``). The run ends with the process, as failed when training was
+    cut off, or with :meth:`close`.
+
+    Each forward pass of the model is timed, and each wait for data between two steps; all ranks
+    compare them about every five minutes. Where the forward pass has collectives, as with FSDP,
+    it hides who is slow. A model that ``torch_compile`` compiles is not timed.
+
+    Args:
+        run_dir: Folder of the run.
+        straggler: Whether to compare ranks, or settings of
+            :meth:`mcore.observe.StragglerDetector.configure`.
+        settings: As for :class:`mcore.observe.RunLog`, but ``log_every``.
+
+    Raises:
+        ValueError: A setting is out of range.
+        TypeError: A setting that there is not.
+
+    Example:
+        >>> import tempfile
+        >>> callback = ObserveCallback(tempfile.mkdtemp(), tensorboard=True)
+        >>> trainer = Trainer(model, args, callbacks=[callback])  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        run_dir: str | os.PathLike[str],
+        *,
+        straggler: bool | Mapping[str, Any] = True,
+        **settings: Any,
+    ) -> None:
+        self._runs = TrainerLog(run_dir, straggler, {**settings, "log_every": 1})
+        self._tokens_seen = 0
+
+    @property
+    def run_log(self) -> RunLog:
+        """The log of the present run."""
+        return self._runs.log
+
+    def close(self, status: str = "FINISHED") -> None:
+        """End the run before the process does; closing twice is fine.
+
+        Args:
+            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
+        """
+        self._runs.close(status)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin the run, or continue that of a checkpoint."""
+        self._tokens_seen = state.num_input_tokens_seen
+        self._runs.begin(
+            state.global_step,
+            _read_counters(args, state.global_step),
+            args.to_dict(),
+            train_iters=state.max_steps,
+        )
+        if others.get("model") is not None and not args.torch_compile:
+            self._runs.watch_forward(others["model"])
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Begin to wait for data."""
+        self._runs.begin_wait()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """End the wait for data."""
+        self._runs.end_wait()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Count a step; all ranks compare themselves where that is due."""
+        ranks = _data_parallel_ranks(args)
+        batch = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
+        self._runs.end_step(ranks, most_samples=batch * ranks)
+        self._runs.report_ranks()
+        self._runs.begin_wait()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
+        """Log what the trainer logs; with a loss it is a line."""
+        numbers = dict(logs or {})
+        if "loss" not in numbers or not self._runs.has_unlogged_steps:
+            self.run_log.log_metrics(numbers)
+            return
+        self.run_log.train_state.floating_point_operations_so_far = as_number(state.total_flos) or 0
+        tokens = state.num_input_tokens_seen - self._tokens_seen
+        self._tokens_seen = state.num_input_tokens_seen
+        self._runs.log_line(
+            {"loss": numbers.pop("loss")},
+            _data_parallel_ranks(args),
+            lr=numbers.pop("learning_rate", None),
+            grad_norm=numbers.pop("grad_norm", None),
+            tokens=tokens or None,
+            scalars=numbers,
+        )
+        self._runs.begin_wait()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Leave the evaluation out of the time of the steps."""
+        self._runs.begin_wait()
+
+    def on_save(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Add the counters to a checkpoint, whose time is left out too."""
+        folder = Path(args.output_dir, f"checkpoint-{state.global_step}")
+        if args.should_save and folder.is_dir():
+            counters = {name: value.item() for name, value in self.run_log.state_dict().items()}
+            Path(folder, _COUNTERS).write_text(json.dumps(counters) + "\n")
+        self._runs.begin_wait()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """End the training; evaluations may follow."""
+        self._runs.finish()
+
+
+def _data_parallel_ranks(args: Any) -> int:
+    layout = getattr(args, "parallelism_config", None)
+    sizes = (getattr(layout, name, 1) for name in ("tp_size", "cp_size", "sp_size"))
+    return max(int(args.world_size) // math.prod(sizes), 1)
+
+
+def _read_counters(args: Any, step: int) -> dict[str, Any]:
+    """Return the counters of the checkpoint of a step, or what the settings make of it."""
+    try:
+        found = json.loads(Path(args.output_dir, f"checkpoint-{step}", _COUNTERS).read_text())
+    except (OSError, ValueError):
+        found = None
+    if isinstance(found, dict):
+        return found
+    batch = args.train_batch_size * args.gradient_accumulation_steps * _data_parallel_ranks(args)
+    return {"consumed_train_samples": step * batch}

@@ -1,0 +1,1 @@
+"""The process: its rank in what it logs, and the status with which it ends."""

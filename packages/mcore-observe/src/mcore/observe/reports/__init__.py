@@ -1,0 +1,1 @@
+"""Reports on a run: memory, energy, time used and left, throughput."""

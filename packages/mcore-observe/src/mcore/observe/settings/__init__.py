@@ -1,0 +1,1 @@
+"""Settings of a run: what is logged and where, without secrets, and the extras they need."""
