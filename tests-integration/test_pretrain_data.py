@@ -26,7 +26,7 @@ from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache
 from pretrain.text.tokenizer import open_tokenizer
 from pretrain.usage import UsageError
-from pretrain.windows import permuted
+from pretrain.windows import permuted, starts_in_order
 from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, train_here
 from rank_testing import run_ranks
 
@@ -89,6 +89,15 @@ def test_every_window_comes_once_an_epoch_in_any_layout_and_after_a_resume(
     for epoch in range(3):
         own = drawn[epoch * len(windows) : (epoch + 1) * len(windows)]
         assert collections.Counter(own) == collections.Counter(windows)
+
+
+def test_the_order_follows_from_seed_and_epoch() -> None:
+    orders = [
+        tuple(starts_in_order(201, seq_length=2, seed=seed, first=first, count=100).tolist())
+        for seed, first in ((1, 0), (1, 100), (2, 0), (1, 0))
+    ]
+    assert len(set(orders)) == 3
+    assert orders[0] == orders[3] != tuple(range(0, 200, 2))
 
 
 def seen_here(settings: Settings, run_dir: str, *, resume: bool = False) -> list[list[int]]:

@@ -138,11 +138,13 @@ def _smallest_kind(vocabulary_size: int) -> str:
 def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
     """Pieces in lists of about 8 MiB, which a tokenizer's threads share."""
     batch: list[_Piece] = []
+    size = 0
     for piece in pieces:
         batch.append(piece)
-        if sum(len(text) for _, text, _ in batch) >= _BATCH_BYTES:
+        size += len(piece[1])
+        if size >= _BATCH_BYTES:
             yield batch
-            batch = []
+            batch, size = [], 0
     if batch:
         yield batch
 
