@@ -1,29 +1,130 @@
-"""The text: source files of the running Python's standard library, as bytes."""
+"""The text: the running Python's standard library, or one's own, and the batches drawn from it."""
 
 from __future__ import annotations
 
+import datetime
 import os
 import sysconfig
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
+import torch.distributed as dist
 
+from mcore.parallel.agreement import reports_of_failures
+from pretrain.settings import Settings
+from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache
 from pretrain.usage import UsageError
+from pretrain.windows import Batch, Text, batch_at, starts_in_order
 
-VOCABULARY_SIZE = 256
-_TRAIN_SHARE = 0.95
+Result = TypeVar("Result")
+_DEFAULT_SHARE = 0.05
+_LONGEST_WAIT = datetime.timedelta(days=7)
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two parts of the text as uint8 tensors, and a checksum of the whole."""
+    """Two parts of a text as unsigned integers, and a checksum of the whole.
 
-    train: torch.Tensor
-    validation: torch.Tensor
+    Training batches have random windows, or with ``each_once`` every window once an epoch.
+    """
+
+    train: Text
+    validation: Text
     checksum: int
+    unit: str = "MB"
+    each_once: bool = False
+
+    @property
+    def description(self) -> str:
+        """How long the two parts are."""
+        trained, validated = (len(part) / 1e6 for part in (self.train, self.validation))
+        return f"{trained:.1f} {self.unit} to train on, {validated:.1f} {self.unit} to validate"
+
+    def training_batch(self, settings: Settings, rows: slice, step: int) -> Batch:
+        """The rows of a step (from 1): the same in every layout, even after a resume.
+
+        With ``each_once`` they follow from the samples that the steps before have consumed.
+        """
+        if not self.each_once:
+            return self._drawn(self.train, settings, rows, settings.seed, step)
+        consumed = (step - 1) * settings.global_batch_size
+        starts = starts_in_order(
+            len(self.train),
+            seq_length=settings.seq_length,
+            seed=settings.seed,
+            first=consumed + rows.start,
+            count=rows.stop - rows.start,
+        )
+        return batch_at(self.train, starts, settings.seq_length)
+
+    def validation_batch(self, settings: Settings, rows: slice, number: int) -> Batch:
+        """Rows of one of the validation batches (from 0), which are random windows."""
+        return self._drawn(self.validation, settings, rows, settings.seed + 1, number)
+
+    def _drawn(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
+        return draw_batch(
+            text,
+            rows=rows,
+            batch_size=settings.global_batch_size,
+            seq_length=settings.seq_length,
+            seed=seed,
+            step=step,
+        )
+
+
+def load_text(settings: Settings, run_dir: Path) -> Corpus:
+    """The text of a run; with ``--data`` collective on the world.
+
+    The first rank of each node makes the cache of tokens where it is missing, while all wait. What
+    fails on a rank is a UsageError on all.
+    """
+    if not settings.data:
+        return load_corpus(settings.validation_share)
+    # Making a cache may take longer than any collective of a run.
+    waiting = dist.new_group(timeout=_LONGEST_WAIT, backend="gloo")
+
+    def make() -> None:
+        if os.environ.get("LOCAL_RANK", "0") == "0":
+            make_cache(settings, find_cache(settings, run_dir))
+
+    _on_all(make, waiting)
+    corpus = _on_all(lambda: own_corpus(settings, find_cache(settings, run_dir)), waiting)
+    dist.destroy_process_group(waiting)
+    return corpus
+
+
+def _on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Do some work on all ranks of a group, and raise what fails on one of them on all."""
+    results: list[Result] = []
+    report = None
+    try:
+        results.append(work())
+    except UsageError as error:
+        report = str(error)
+    for told in reports_of_failures(report, group).values():
+        raise UsageError(told)
+    return results[0]
+
+
+def own_corpus(settings: Settings, cache: TokenCache) -> Corpus:
+    """One's own text from a cache that is there; UsageError where it is too short."""
+    tokens, checksum = open_cache(cache)
+    split = int(len(tokens) * (1 - settings.validation_share))
+    shorter = min(split, len(tokens) - split)
+    kind = "tokens" if settings.tokenizer_digest else "bytes"
+    if shorter <= settings.seq_length:
+        raise UsageError(
+            f"--data {settings.data}: of its {len(tokens)} {kind} {split} are to train on and "
+            f"{len(tokens) - split} to validate, but both must be above --seq-length "
+            f"{settings.seq_length}"
+        )
+    unit = "M tokens" if settings.tokenizer_digest else "MB"
+    return Corpus(tokens[:split], tokens[split:], checksum, unit, each_once=True)
 
 
 def standard_library_files() -> list[Path]:
@@ -37,36 +138,30 @@ def standard_library_files() -> list[Path]:
     return [root / name for name in sorted(names)]
 
 
-def require_text(seq_length: int) -> None:
-    """Raise UsageError where the text, known by its size alone, is too short for a sequence."""
+def require_text(settings: Settings) -> None:
+    """Raise UsageError where the built-in text, known by its size alone, is too short."""
     total = sum(path.stat().st_size for path in standard_library_files())
-    shorter = total - int(total * _TRAIN_SHARE)
-    if shorter <= seq_length:
+    split = int(total * (1 - settings.validation_share))
+    shorter = min(split, total - split)
+    if shorter <= settings.seq_length:
         raise UsageError(
-            f"--seq-length {seq_length} is not below the {shorter} bytes of validation text"
+            f"--seq-length {settings.seq_length} is not below the {total - split} bytes of "
+            f"validation text and the {split} to train on"
         )
 
 
-def load_corpus() -> Corpus:
-    """Read and concatenate the files; the first 95 % of the bytes are for training."""
+def load_corpus(validation_share: float = _DEFAULT_SHARE) -> Corpus:
+    """Read and concatenate the files of the standard library; its end is for validation."""
     data = b"".join(path.read_bytes() for path in standard_library_files())
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    split = int(len(data) * _TRAIN_SHARE)
+    split = int(len(data) * (1 - validation_share))
     return Corpus(text[:split], text[split:], zlib.crc32(data))
 
 
 def draw_batch(
-    text: torch.Tensor, *, rows: slice, batch_size: int, seq_length: int, seed: int, step: int
-) -> dict[str, torch.Tensor]:
+    text: Text, *, rows: slice, batch_size: int, seq_length: int, seed: int, step: int
+) -> Batch:
     """Draw the batch of one step: the same sequences in every layout, even after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)[rows]
-    positions = torch.arange(seq_length)
-    index = starts[:, None] + torch.arange(seq_length + 1)
-    window = text[index].long()
-    return {
-        "tokens": window[:, :-1],
-        "labels": window[:, 1:],
-        "loss_mask": torch.ones(len(starts), seq_length),
-        "position_ids": positions.expand(len(starts), -1),
-    }
+    return batch_at(text, starts, seq_length)

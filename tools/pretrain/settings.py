@@ -43,6 +43,7 @@ def _at_least(minimum: int) -> Limit:
 
 _FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
+_PART = Limit("between 0 and 1", lambda value: 0.0 < value < 1.0)
 _DURATION = Limit("finite and above 0", lambda value: 0 < value < math.inf)
 _PORT = Limit("from 0 to 65535", lambda value: 0 <= value <= 65535)
 
@@ -55,14 +56,16 @@ def _option(
     fixed: bool = False,
     kept: bool = True,
     choices: tuple[str, ...] | None = None,
+    derived: bool = False,
 ) -> Any:
     """A field of the settings.
 
     When a run is resumed, ``fixed`` ones may not change, and those not ``kept`` return to their
-    defaults.
+    defaults. ``derived`` ones follow from others and are no options.
     """
     metadata = {
-        "help": help_text, "limit": limit, "fixed": fixed, "kept": kept, "choices": choices,
+        "help": help_text, "limit": limit, "fixed": fixed, "kept": kept and not derived,
+        "choices": choices, "derived": derived,
     }  # fmt: skip
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -90,10 +93,20 @@ class Settings:
         choices=("none", "local"),
     )
 
+    data: str = _option("", "file, folder or glob of one's own text (a .jsonl file has records)")
+    field: str = _option("text", "what holds the text in records of --data", fixed=True)
+    tokenizer: str = _option("", "Hugging Face tokenizer file for --data, else its bytes are used")
+    data_cache: str = _option("", "folder for the tokens of --data, else one beside the run")
+    validation_share: float = _option(
+        0.05, "part of the text, at its end, to validate on", _PART, fixed=True
+    )
+    vocabulary_size: int = _option(256, "numbers that the tokenizer gives", derived=True)
+    tokenizer_digest: str = _option("", "what tells the tokenizer from others", derived=True)
+
     num_layers: int = _option(4, "transformer layers", _at_least(1), fixed=True)
     hidden_size: int = _option(128, "width of the hidden states", _at_least(1), fixed=True)
     num_attention_heads: int = _option(4, "attention heads", _at_least(1), fixed=True)
-    seq_length: int = _option(128, "bytes per sequence", _at_least(1), fixed=True)
+    seq_length: int = _option(128, "bytes or tokens per sequence", _at_least(1), fixed=True)
     untied: bool = _option(False, "give the output head a weight of its own", fixed=True)
     bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=True)
     dropout: float = _option(0.0, "dropout on attention weights and residuals", _SHARE, fixed=True)
@@ -186,19 +199,24 @@ def write_settings(settings: Settings, run_dir: Path, facts: Iterable[tuple[str,
     partial.replace(target)
 
 
-def read_settings(run_dir: Path) -> dict[str, Any]:
+def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
     """Read the settings of a run; UsageError says why the folder is not one."""
     path = run_dir / "config.json"
     if not path.is_file():
-        raise UsageError(f"--resume {run_dir}: not a run folder (it has no config.json)")
+        raise UsageError(f"{option} {run_dir}: not a run folder (it has no config.json)")
     fields = dataclasses.fields(Settings)
     try:
         stored = _checked(json.loads(path.read_text())["settings"])
     except (ValueError, KeyError, TypeError) as error:
         raise UsageError(
-            f"--resume {run_dir}: config.json is not from this job ({error})"
+            f"{option} {run_dir}: config.json is not from this job ({error})"
         ) from None
     return {field.name: field.default for field in fields} | stored  # it may be of an older job
+
+
+def read_fact(run_dir: Path, name: str) -> Any:
+    """One of the facts that an earlier start noted in ``config.json``; None where it is missing."""
+    return json.loads((run_dir / "config.json").read_text()).get(name)
 
 
 def read_config(path: Path) -> dict[str, Any]:
@@ -207,7 +225,8 @@ def read_config(path: Path) -> dict[str, Any]:
         text = path.read_text()
         if path.suffix == ".json":
             return kept_settings(_checked(json.loads(text)["settings"]))
-        return _checked({name.replace("-", "_"): v for name, v in tomllib.loads(text).items()})
+        given = {name.replace("-", "_"): v for name, v in tomllib.loads(text).items()}
+        return _checked(given, may_be_derived=False)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
     except (ValueError, KeyError, TypeError) as error:
@@ -220,9 +239,13 @@ def kept_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in stored.items() if name in kept}
 
 
-def _checked(stored: Mapping[str, Any]) -> dict[str, Any]:
+def _checked(stored: Mapping[str, Any], *, may_be_derived: bool = True) -> dict[str, Any]:
     """Settings of the right names and types, else ValueError."""
-    fields = {field.name: field for field in dataclasses.fields(Settings)}
+    fields = {
+        field.name: field
+        for field in dataclasses.fields(Settings)
+        if may_be_derived or not field.metadata["derived"]
+    }
     if unknown := sorted(set(stored) - set(fields)):
         raise ValueError(f"unknown settings: {', '.join(unknown)}")
     for name, value in stored.items():

@@ -33,6 +33,13 @@ def check(settings: Settings, available: int | None) -> None:
             "--untied gives the head over bytes a weight of its own, but with --value-head there "
             "is no such head: leave one of them out"
         )
+    if settings.tokenizer and not settings.data:
+        raise UsageError("--tokenizer is for a text of your own: name it with --data")
+    if settings.tokenizer and settings.value_head:
+        raise UsageError(
+            "--value-head learns the column of each byte, but --tokenizer leaves no bytes: leave "
+            "one of them out"
+        )
     if not settings.straggler and settings.straggler_port:
         raise UsageError(f"--straggler-port {settings.straggler_port} needs --straggler")
     SlowRank.parse(settings.slow_rank, settings.world_size)

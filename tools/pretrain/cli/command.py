@@ -37,6 +37,7 @@ def _start_ranks(argv: list[str]) -> int:
         check_unclaimed(request.resume)
     _check_tracking(request)
     _start_step(request)
+    _require_own_text(request)
     folder = _folder(request)
     from pretrain.cli.launch import launch
 
@@ -118,8 +119,12 @@ def _check_tracking(request: Request) -> None:
 def _start_step(request: Request) -> int:
     """The step to continue from, 0 for a new run; UsageError where there is none."""
     from pretrain.corpus import require_text
+    from pretrain.text.sources import find_sources
 
-    require_text(request.settings.seq_length)
+    if request.settings.data:
+        find_sources(request.settings.data)
+    else:
+        require_text(request.settings)
     if request.resume is None:
         return 0
     step = _step_to_resume(RunFolder(request.resume))
@@ -129,6 +134,19 @@ def _start_step(request: Request) -> int:
             f"{request.settings.train_iters}: give a larger --train-iters"
         )
     return step
+
+
+def _require_own_text(request: Request) -> None:
+    """Make the tokens of one's own text before there is a run folder; UsageError where it fails."""
+    if not request.settings.data:
+        return
+    from pretrain.corpus import own_corpus
+    from pretrain.text.cache import find_cache, make_cache
+
+    run_dir = request.resume or request.run_dir or request.runs_dir / "run"
+    cache = find_cache(request.settings, run_dir)
+    make_cache(request.settings, cache)
+    own_corpus(request.settings, cache)
 
 
 def _step_to_resume(folder: RunFolder) -> int:

@@ -15,9 +15,11 @@ from pretrain.usage import UsageError
 
 MLFLOW_URI = "--mlflow-uri"
 _SIZES = ("tp", "cp", "dp")
+_PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
     "tp": "layout",
+    "data": "text",
     "num_layers": "model",
     "train_iters": "training",
     "log_interval": "reports and checkpoints",
@@ -26,6 +28,7 @@ _GROUPS = {
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
   pretrain --fsdp --bf16 --train-iters 600   parameters cut over the ranks
+  pretrain --data "books/*.txt"              one's own text
   pretrain --resume runs/RUN                 go on from the last complete checkpoint
   pretrain --config runs/RUN/config.json     a new run with the settings of another
 """
@@ -44,7 +47,7 @@ class Request:
     claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser that refuses in one line, as everything else here does."""
 
     def error(self, message: str) -> NoReturn:
@@ -53,10 +56,10 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Parse the command line; options that were not given are absent from the result."""
-    parser = _Parser(
+    parser = Parser(
         prog="pretrain",
         usage="pretrain [options]",
-        description="Train a small byte-level GPT on the text of Python's standard library.",
+        description="Train a small GPT on the bytes of Python's standard library, or on --data.",
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         argument_default=argparse.SUPPRESS,
@@ -85,7 +88,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     for field in dataclasses.fields(Settings):
         if field.name in _GROUPS:
             group = parser.add_argument_group(_GROUPS[field.name])
-        _add_option(group, field)
+        if not field.metadata["derived"]:
+            _add_option(group, field)
     return parser.parse_args(argv)
 
 
@@ -119,7 +123,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     base: Mapping[str, Any] = {} if resume is None else read_settings(resume)
     _refuse_changes(base, options)
     options = {**kept_settings(base), **options, **_layout(vars(given), base, ranks, world_size)}
-    settings = Settings(**options)
+    settings = Settings(**_with_tokenizer(options, base))
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
@@ -133,6 +137,25 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
         stored_layout="" if stored == settings.layout else stored,
         mlflow_uri=mlflow_uri,
     )
+
+
+def _with_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with whole paths, and with what follows from the tokenizer's file."""
+    paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options.get(name)}
+    options = {**options, **paths}
+    digest, path = "", paths.get("tokenizer", "")
+    if path:
+        from pretrain.text.tokenizer import open_tokenizer
+
+        tokenizer = open_tokenizer(path)
+        digest = tokenizer.digest
+        options |= {"vocabulary_size": tokenizer.vocabulary_size, "tokenizer_digest": digest}
+    if base and base["tokenizer_digest"] != digest:
+        raise UsageError(
+            f"--tokenizer {path or '(none)'} is another tokenizer than that of the run to resume, "
+            f"{base['tokenizer'] or 'which has none'}: give the same one or start a new run"
+        )
+    return options
 
 
 def _layout(

@@ -1,4 +1,4 @@
-"""The GPT: embedding, transformer layers, and a tied or untied head over bytes or a value head."""
+"""The GPT: embedding, transformer layers, and a tied or untied head over tokens or a value head."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ from mcore.modules import (
 )
 from mcore.parallel import ProcessGroups, checkpoint_activations
 from mcore.tensor import make_viewless_tensor
-from pretrain.corpus import VOCABULARY_SIZE
 from pretrain.model.attention import SelfAttention, causal_mask, rotary_table
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
 from pretrain.model.tensor_parallel import (
@@ -111,14 +110,16 @@ class OutputHead(TensorParallelModule):
     shard_axes: ClassVar = {"weight": 0}
     padded: ClassVar = ("weight",)
 
-    def __init__(self, config: TransformerConfig, init: ParameterInit) -> None:
+    def __init__(
+        self, config: TransformerConfig, init: ParameterInit, vocabulary_size: int
+    ) -> None:
         super().__init__(config, init)
-        shape = (VOCABULARY_SIZE, config.hidden_size)
+        shape = (vocabulary_size, config.hidden_size)
         self.weight = init.shard("head.weight", shape, inner_init(config), axis=0)
 
 
 class GPT(MegatronModule):
-    """Byte ids of this rank's part of the sequences to logits of this rank's part of the bytes.
+    """Token ids of this rank's part of the sequences to logits of its part of the vocabulary.
 
     ``output_layer`` is None where the embedding's weight gives the logits. A value head put there
     makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks.
@@ -130,6 +131,7 @@ class GPT(MegatronModule):
         init: ParameterInit,
         groups: ProcessGroups,
         *,
+        vocabulary_size: int,
         untied: bool,
         dropout: float,
         recompute: bool = False,
@@ -140,7 +142,7 @@ class GPT(MegatronModule):
         self.tp_group = groups.tp
         self.cp_group = groups.cp
         self.head_size = config.hidden_size // config.num_attention_heads
-        self.embedding = VocabParallelEmbedding(config, init, VOCABULARY_SIZE)
+        self.embedding = VocabParallelEmbedding(config, init, vocabulary_size)
         self.layers = torch.nn.ModuleList(
             TransformerLayer(config, init, number, cp_group=groups.cp, dropout=dropout)
             for number in range(config.num_layers)
@@ -149,7 +151,7 @@ class GPT(MegatronModule):
         if config.sequence_parallel:
             mark_partial_gradients(self.final_norm.parameters())
         self.output_layer: OutputHead | LinearForLastLayer | None = (
-            OutputHead(config, init) if untied else None
+            OutputHead(config, init, vocabulary_size) if untied else None
         )
 
     def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,8 @@
-"""What the model learns: the target of each byte, the loss, and how it is named and shown."""
+"""What the model learns: the target of each token, the loss, and how it is named and shown."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -9,7 +10,6 @@ import torch
 import torch.distributed as dist
 
 from mcore.parallel import vocab_parallel_cross_entropy
-from pretrain.corpus import VOCABULARY_SIZE
 from pretrain.settings import Settings
 
 Batch = dict[str, torch.Tensor]
@@ -21,7 +21,7 @@ class Objective:
     """One thing to learn: its labels, its losses and their names.
 
     ``with_labels`` puts labels of whole sequences into a batch; ``losses`` gives the loss of each
-    byte ``[s, b]``, equal on all tp ranks; ``digits`` of it are shown after the point.
+    token ``[s, b]``, equal on all tp ranks; ``digits`` of it are shown after the point.
     """
 
     loss_name: str
@@ -40,7 +40,19 @@ class Objective:
 
 def objective_of(settings: Settings) -> Objective:
     """The objective that the settings ask for."""
-    return _COLUMN if settings.value_head else _NEXT_BYTE
+    if settings.value_head:
+        return _COLUMN
+    losses = functools.partial(_next_token_losses, vocabulary_size=settings.vocabulary_size)
+    kind = "token" if settings.tokenizer_digest else "byte"
+    return Objective(
+        loss_name="lm loss",
+        unit=f"nats per {kind}",
+        digits=3,
+        description=f"the next {kind}",
+        is_likelihood=True,
+        with_labels=lambda batch: batch,
+        losses=losses,
+    )
 
 
 def _with_columns(batch: Batch) -> Batch:
@@ -53,11 +65,15 @@ def _squared_errors(
     return (values[..., 0] - labels).square()
 
 
-def _next_byte_losses(
-    logits: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None
+def _next_token_losses(
+    logits: torch.Tensor,
+    labels: torch.Tensor,
+    tp_group: dist.ProcessGroup | None,
+    *,
+    vocabulary_size: int,
 ) -> torch.Tensor:
     return vocab_parallel_cross_entropy(
-        logits, labels, tp_group=tp_group, vocab_size=VOCABULARY_SIZE
+        logits, labels, tp_group=tp_group, vocab_size=vocabulary_size
     )
 
 
@@ -72,15 +88,6 @@ def line_columns(tokens: torch.Tensor) -> torch.Tensor:
     return (columns / _LONGEST_COLUMN).clamp(max=1.0)
 
 
-_NEXT_BYTE = Objective(
-    loss_name="lm loss",
-    unit="nats per byte",
-    digits=3,
-    description="the next byte",
-    is_likelihood=True,
-    with_labels=lambda batch: batch,
-    losses=_next_byte_losses,
-)
 _COLUMN = Objective(
     loss_name="value loss",
     unit="mean squared error",

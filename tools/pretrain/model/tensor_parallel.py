@@ -127,7 +127,7 @@ class RowParallelLinear(TensorParallelModule):
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Byte ids to vectors; the rows of the table are split over the tp group."""
+    """Token ids to vectors; the rows of the table are split over the tp group."""
 
     shard_axes: ClassVar = {"weight": 0}
     padded: ClassVar = ("weight",)

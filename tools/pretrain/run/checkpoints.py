@@ -29,12 +29,12 @@ from pretrain.usage import UsageError
 _NAME = re.compile(r"step_(\d+)")
 
 
-def latest_step(folder: RunFolder) -> int:
+def latest_step(folder: RunFolder, option: str = "--resume") -> int:
     """The step of the last complete checkpoint; UsageError where there is none."""
     path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
     step = -1 if path is None else _step_of(path)
     if step < 0:
-        raise UsageError(f"--resume {folder.path}: no complete checkpoint in {folder.checkpoints}")
+        raise UsageError(f"{option} {folder.path}: no complete checkpoint in {folder.checkpoints}")
     return step
 
 

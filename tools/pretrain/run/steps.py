@@ -9,13 +9,12 @@ import torch.distributed as dist
 
 from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank, get_pg_size
-from pretrain.corpus import Corpus, draw_batch
+from pretrain.corpus import Corpus
 from pretrain.model.objective import objective_of
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
-
-_VALIDATION_SEED = 1
+from pretrain.windows import Batch
 
 
 class Steps:
@@ -53,7 +52,7 @@ class Steps:
         for first in range(0, self.rows_per_rank, settings.rows_per_forward):
             rows = self._rows(first, settings.rows_per_forward)
             with self.ranges.data():
-                batch = self._batch(self.corpus.train, rows, settings.seed, step)
+                batch = self._part(self.corpus.training_batch(settings, rows, step))
             with self.ranges.forward():
                 loss = self._loss(batch)
             with self.ranges.backward():
@@ -82,10 +81,10 @@ class Steps:
         """Mean loss over the same validation batches each time; one all-reduce over ``dp_cp``."""
         self.model.eval()
         rows = self._rows(0, self.rows_per_rank)
-        seed = self.settings.seed + _VALIDATION_SEED
         total = torch.zeros((), device=self.device)
         for number in range(self.settings.eval_batches):
-            total += self._loss(self._batch(self.corpus.validation, rows, seed, number))
+            batch = self.corpus.validation_batch(self.settings, rows, number)
+            total += self._loss(self._part(batch))
         if get_pg_size(self.groups.dp_cp) > 1:
             dist.all_reduce(total, group=self.groups.dp_cp)
         return float(total.item()) / (self.settings.eval_batches * get_pg_size(self.groups.dp_cp))
@@ -94,22 +93,13 @@ class Steps:
         start = self.groups.rank("dp") * self.rows_per_rank + first
         return slice(start, start + count)
 
-    def _batch(
-        self, text: torch.Tensor, rows: slice, seed: int, step: int
-    ) -> dict[str, torch.Tensor]:
-        batch = draw_batch(
-            text,
-            rows=rows,
-            batch_size=self.settings.global_batch_size,
-            seq_length=self.settings.seq_length,
-            seed=seed,
-            step=step,
-        )
+    def _part(self, batch: Batch) -> Batch:
+        """This rank's part of the sequences, on its device."""
         local = get_batch_on_this_cp_rank(self.objective.with_labels(batch), self.groups.cp)
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean over this rank's bytes; ranks hold equally many, so means may be averaged."""
+        """Mean over this rank's tokens; ranks hold equally many, so means may be averaged."""
         output = self.model(batch["tokens"], batch["position_ids"])
         losses = self.objective.losses(output, batch["labels"].transpose(0, 1), self.groups.tp)
         mask = batch["loss_mask"].transpose(0, 1)

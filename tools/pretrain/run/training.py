@@ -13,7 +13,7 @@ import torch.distributed as dist
 from mcore.modules import Float16Module, MegatronModule, TransformerConfig
 from mcore.observe import TrainState, configure_nvtx_profiling
 from mcore.parallel import ProcessGroups
-from pretrain.corpus import Corpus, load_corpus
+from pretrain.corpus import Corpus, load_text
 from pretrain.model.gpt import GPT, put_value_head
 from pretrain.model.randomness import ParameterInit, seed_streams
 from pretrain.optim.adamw import TrainingOptimizer
@@ -23,7 +23,7 @@ from pretrain.run.checkpoints import CheckpointedState, latest_step
 from pretrain.run.loop import Loop
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, SlowRank, surroundings, write_settings
+from pretrain.settings import Settings, SlowRank, read_fact, surroundings, write_settings
 from pretrain.usage import UsageError
 from pretrain.watch.logs import is_writer, observe_run
 from pretrain.watch.mlflow_run import JobRun
@@ -66,8 +66,10 @@ def _build(
 ) -> Loop:
     """What ``train`` runs, loaded and ready."""
     groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
-    corpus = load_corpus()
+    corpus = load_text(settings, folder.path)
     _check_corpus(corpus, device)
+    if resume is not None and settings.data:
+        _check_same_text(corpus, folder)
     seed_streams(settings.seed, groups, device, for_graphs=settings.cuda_graph != "none")
     config = transformer_config(settings)
     model = build_model(settings, config, groups, device)
@@ -114,6 +116,7 @@ def build_model(
         config,
         init,
         groups,
+        vocabulary_size=settings.vocabulary_size,
         untied=settings.untied,
         dropout=settings.dropout,
         recompute=settings.recompute,
@@ -141,5 +144,16 @@ def _check_corpus(corpus: Corpus, device: torch.device) -> None:
     dist.all_reduce(facts, op=dist.ReduceOp.MAX)
     if facts[0] != -facts[1]:
         raise UsageError(
-            "the ranks read different texts: start them all with the same Python version"
+            "the ranks read different texts: start them all with the same Python version, or the "
+            "same files of --data"
+        )
+
+
+def _check_same_text(corpus: Corpus, folder: RunFolder) -> None:
+    """Raise UsageError where the text is not that of the run to resume, whose order it has."""
+    before = read_fact(folder.path, "corpus_crc32")
+    if before != corpus.checksum:
+        raise UsageError(
+            f"--data: its text (checksum {corpus.checksum}) is not that of the run to resume "
+            f"({before}), in which the position would mean nothing: start a new run"
         )

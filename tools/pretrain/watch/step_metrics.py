@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from mcore.observe import calc_params_l2_norm, report_memory
 from mcore.parallel import ProcessGroups
-from pretrain.corpus import VOCABULARY_SIZE
 from pretrain.settings import Settings
 
 _ON_AN_ACCELERATOR = (
@@ -62,6 +61,6 @@ def training_flops(settings: Settings) -> int:
     """
     hidden, length = settings.hidden_size, settings.seq_length
     layer = 24 * hidden * hidden + 4 * length * hidden
-    num_outputs = 1 if settings.value_head else VOCABULARY_SIZE
+    num_outputs = 1 if settings.value_head else settings.vocabulary_size
     forward = settings.num_layers * layer + 2 * hidden * num_outputs
     return 3 * forward * settings.global_batch_size * length

@@ -39,8 +39,7 @@ def opening_lines(
         f"layout           {settings.layout} on {settings.world_size} ranks, a global batch of "
         f"{settings.global_batch_size} x {settings.seq_length}, "
         f"{settings.rows_per_forward} sequences a rank at once",
-        f"data             {len(corpus.train) / 1e6:.1f} MB to train on, "
-        f"{len(corpus.validation) / 1e6:.1f} MB to validate",
+        f"data             {corpus.description}",
         f"device           {device.type} on {socket.gethostname()}; run folder {folder.path}",
     ]
 

@@ -1,0 +1,151 @@
+"""Command line: ``python -m pretrain.sample``, which continues a text from a run's checkpoint."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from mcore.modules import MegatronModule
+from mcore.parallel import ProcessGroups
+from mcore.parallel.checkpoint import CheckpointingException, load_sharded_state_dict
+from pretrain.cli.options import Parser
+from pretrain.run.checkpoints import latest_step
+from pretrain.run.training import build_model, transformer_config
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, read_settings
+from pretrain.text.tokenizer import Tokenizer, open_tokenizer
+from pretrain.usage import EXIT_USAGE, UsageError
+
+_CPU = torch.device("cpu")
+_ALONE = {
+    "tp": 1, "cp": 1, "dp": 1, "fsdp": False, "hsdp_outer": 1, "sequence_parallel": False,
+    "recompute": False, "cuda_graph": "none",
+}  # fmt: skip
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the prompt and how the model goes on; return 0, or 2 where one line says why not."""
+    try:
+        given = _parse(argv)
+        settings = _read(given.run)
+        tokenizer = _tokenizer(settings, given.tokenizer)
+        prompt = _encode(tokenizer, given.prompt)
+        model = load_model(settings, RunFolder(given.run))
+        more = continue_tokens(
+            model, settings, prompt, num_tokens=given.tokens,
+            temperature=given.temperature, top_k=given.top_k, seed=given.seed,
+        )  # fmt: skip
+    except UsageError as error:
+        print(f"sample: error: {error}", file=sys.stderr)
+        return EXIT_USAGE
+    print(tokenizer.decode([*prompt, *more]))
+    return 0
+
+
+def load_model(settings: Settings, folder: RunFolder) -> MegatronModule:
+    """The model of a run's last complete checkpoint, of any layout, in this one process."""
+    path = folder.checkpoint(latest_step(folder, "--run"))
+    groups = ProcessGroups.from_sizes()
+    model = build_model(settings, transformer_config(settings), groups, _CPU)
+    metadata = {"dp_cp_group": groups.dp_cp, "tp_group": groups.tp}
+    state = model.sharded_state_dict(prefix="model.", metadata=metadata)
+    try:
+        load_sharded_state_dict(state, path, unexpected="ignore")
+    except CheckpointingException as error:
+        raise UsageError(f"--run: cannot read {path} ({str(error).splitlines()[0]})") from None
+    return model.eval()
+
+
+@torch.no_grad()
+def continue_tokens(
+    model: MegatronModule,
+    settings: Settings,
+    prompt: Sequence[int],
+    *,
+    num_tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+) -> list[int]:
+    """The tokens behind a prompt, each from the ``seq_length`` before it at most.
+
+    The likeliest one with temperature 0, else one drawn from the ``top_k`` likeliest (0: all).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
+    for _ in range(num_tokens):
+        seen = torch.tensor([tokens[-settings.seq_length :]])
+        logits = model(seen, torch.arange(seen.shape[1])[None])[-1, 0].float()
+        tokens.append(_choose(logits[: settings.vocabulary_size], temperature, top_k, generator))
+    return tokens[len(prompt) :]
+
+
+def _choose(
+    logits: torch.Tensor, temperature: float, top_k: int, generator: torch.Generator
+) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    values, numbers = logits.topk(min(top_k or len(logits), len(logits)))
+    chances = ((values - values[0]) / temperature).softmax(dim=0)
+    return int(numbers[torch.multinomial(chances, 1, generator=generator)])
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = Parser(
+        prog="sample",
+        description="Continue a text with the model of a run, on the CPU of this process.",
+        allow_abbrev=False,
+    )
+    parser.add_argument("prompt", help="the text to continue")
+    parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR", help="the run")
+    parser.add_argument("--tokens", type=int, default=200, help="how many to add (default: 200)")
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default: always the likeliest token"
+    )
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="with --temperature: draw from so many; 0: from all"
+    )
+    parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
+    parser.add_argument("--tokenizer", metavar="FILE", help="where the run's tokenizer is now")
+    given = parser.parse_args(argv)
+    for flag in ("tokens", "temperature", "top_k", "seed"):
+        if not 0 <= getattr(given, flag) < math.inf:
+            raise UsageError(f"--{flag.replace('_', '-')} must be at least 0 and finite")
+    return given
+
+
+def _read(run_dir: Path) -> Settings:
+    settings = Settings(**{**read_settings(run_dir, "--run"), **_ALONE})
+    if settings.value_head:
+        raise UsageError(f"--run {run_dir} learned values (--value-head), not text")
+    return settings
+
+
+def _tokenizer(settings: Settings, moved_to: str | None) -> Tokenizer:
+    path = moved_to or settings.tokenizer
+    tokenizer = open_tokenizer(path)
+    if tokenizer.digest != settings.tokenizer_digest:
+        raise UsageError(
+            f"--tokenizer {path} is not the one of the run"
+            + ("" if settings.tokenizer else ", which learned bytes")
+        )
+    return tokenizer
+
+
+def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
+    try:
+        [numbers] = tokenizer.encode([prompt.encode(errors="surrogateescape")])
+    except UnicodeDecodeError:
+        raise UsageError("the prompt is not UTF-8, which the run's tokenizer needs") from None
+    if not len(numbers):
+        raise UsageError("the prompt is empty: there is nothing to continue")
+    return [int(number) for number in numbers]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,75 @@
+"""The files of one's own text, and what they say, piece by piece."""
+
+from __future__ import annotations
+
+import glob
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from pretrain.usage import UsageError
+
+_PIECE_BYTES = 1 << 20
+
+
+def find_sources(data: str) -> list[Path]:
+    """The files that ``--data`` names, in sorted order; of a folder all that are not hidden."""
+    path = Path(data)
+    if path.is_dir():
+        found = [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
+    elif path.exists():
+        found = [path]
+    else:
+        found = [Path(name) for name in glob.glob(data, recursive=True)]
+    files = sorted(one for one in found if one.is_file())
+    if not files:
+        raise UsageError(f"--data {data}: no file matches")
+    return files
+
+
+def read_pieces(path: Path, field: str) -> Iterator[tuple[bytes, int]]:
+    """Pieces of a file and how many of its bytes each took; UsageError where it cannot be read.
+
+    A piece is about 1 MiB and ends with a line break. Of a ``.jsonl`` file it is the text of one
+    line's field, with a line break behind it.
+    """
+    try:
+        with path.open("rb") as file:
+            yield from _read_records(file, path, field) if _is_jsonl(path) else _read_lines(file)
+    except OSError as error:
+        raise UsageError(f"--data: cannot read {path}: {error.strerror}") from None
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _is_jsonl(path: Path) -> bool:
+    return path.suffix == ".jsonl"
+
+
+def _read_lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
+    while block := file.read(_PIECE_BYTES):
+        piece = block + file.readline()
+        yield piece, len(piece)
+
+
+def _read_records(file: IO[bytes], path: Path, field: str) -> Iterator[tuple[bytes, int]]:
+    for number, line in enumerate(file, 1):
+        if line.strip():
+            yield _text_of(line, f"--data: {path}, line {number}", field) + b"\n", len(line)
+
+
+def _text_of(line: bytes, place: str, field: str) -> bytes:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise UsageError(f"{place} is not JSON ({error})") from None
+    text = record.get(field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        raise UsageError(f"{place} has no text in a field {field!r}: name its field with --field")
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:
+        raise UsageError(f"{place}: its text is not Unicode ({error})") from None

@@ -1,0 +1,82 @@
+"""The windows of a text as batches, and their order: each once an epoch, anew in each epoch."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+Batch = dict[str, torch.Tensor]
+Text = torch.Tensor | NDArray[Any]
+_ROUNDS = 8
+
+
+def batch_at(text: Text, starts: torch.Tensor, seq_length: int) -> Batch:
+    """The sequences of ``seq_length`` tokens from each start, and the token behind each."""
+    index = starts[:, None] + torch.arange(seq_length + 1)
+    if isinstance(text, torch.Tensor):
+        window = text[index].long()
+    else:
+        window = torch.from_numpy(np.asarray(text[index.numpy()], dtype=np.int64))
+    return {
+        "tokens": window[:, :-1],
+        "labels": window[:, 1:],
+        "loss_mask": torch.ones(len(starts), seq_length),
+        "position_ids": torch.arange(seq_length).expand(len(starts), -1),
+    }
+
+
+def starts_in_order(
+    num_tokens: int, *, seq_length: int, seed: int, first: int, count: int
+) -> torch.Tensor:
+    """Where the windows of ``count`` samples of a run start, from its sample ``first`` (from 0).
+
+    Windows have ``seq_length + 1`` tokens and start ``seq_length`` apart, so that each token but
+    the first is a label once; a rest that fills no window is left out.
+    """
+    windows = (num_tokens - 1) // seq_length
+    epochs, places = np.divmod(np.arange(first, first + count), windows)
+    for epoch in np.unique(epochs):
+        among = epochs == epoch
+        places[among] = permuted(places[among], windows, f"{seed} {epoch}")
+    return torch.from_numpy(places * seq_length)
+
+
+def permuted(places: NDArray[Any], size: int, key: str) -> NDArray[Any]:
+    """Where a permutation of ``range(size)``, named by a key, puts each place; nothing is stored.
+
+    A Feistel network over the next power of four, repeated until it is inside (Black and Rogaway
+    2002, "Ciphers with Arbitrary Finite Domains").
+    """
+    half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
+    keys = [_round_key(f"{key} {number}") for number in range(_ROUNDS)]
+    result = places.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        result[outside] = _network(result[outside], half, keys)
+        outside = result >= size
+    return result.astype(np.int64)
+
+
+def _network(numbers: NDArray[Any], half: np.uint64, keys: list[NDArray[Any]]) -> NDArray[Any]:
+    mask = (np.uint64(1) << half) - np.uint64(1)
+    left, right = numbers >> half, numbers & mask
+    for key in keys:
+        left, right = right, left ^ (_mixed(right + key) & mask)
+    joined: NDArray[Any] = (left << half) | right
+    return joined
+
+
+def _mixed(numbers: NDArray[Any]) -> NDArray[Any]:
+    """Numbers whose every bit depends on all bits of the given ones."""
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
+        numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
+    mixed: NDArray[Any] = numbers ^ (numbers >> np.uint64(31))
+    return mixed
+
+
+def _round_key(name: str) -> NDArray[Any]:
+    return np.array(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"), np.uint64)
