@@ -266,9 +266,11 @@ def test_a_storage_that_is_away_is_not_a_damaged_checkpoint(server: Server) -> N
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(RemotePath, "read_range", away)
-        with pytest.raises(CheckpointingException, match="Could not connect") as raised:
-            manager.load_latest(*trained(0.0))
-    server.restart()
+        try:
+            with pytest.raises(CheckpointingException, match="Could not connect") as raised:
+                manager.load_latest(*trained(0.0))
+        finally:
+            server.restart()
     assert not isinstance(raised.value, DamagedCheckpointError)
 
 

@@ -128,6 +128,9 @@ class RemotePath(os.PathLike[str]):
         keys = [self._key] * len(ends)
         with self._named_errors():
             parts = self._filesystem.cat_ranges(keys, list(starts), ends, on_error="raise")
+            for part in parts:
+                if isinstance(part, Exception):  # which some filesystems do not raise
+                    raise part
             return b"".join(parts)
 
     @contextmanager
