@@ -36,7 +36,7 @@ def start(cwd: Path, words: list[str]) -> subprocess.Popen[str]:
 def test_the_readme_s_line_on_two_nodes_and_again_after_a_lost_rank(tmp_path: Path) -> None:
     words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")
-    nodes = [start(tmp_path, [*words, "--train-iters", "300"]) for _ in range(2)]
+    nodes = [start(tmp_path, [*words, "--train-iters", "100"]) for _ in range(2)]
     try:
         wait_until(lambda: has_checkpoint(folder) or nodes[0].poll() is not None)
         for pid in list(ranks_below(nodes[1].pid).values())[:1]:
@@ -46,7 +46,7 @@ def test_the_readme_s_line_on_two_nodes_and_again_after_a_lost_rank(tmp_path: Pa
         for node in nodes:
             node.kill()
     assert [node.returncode for node in nodes] == [0, 0], printed
-    assert len(losses_of(folder.path)) == 300
+    assert len(losses_of(folder.path)) == 100
     assert "failed (exitcode: -9)" in "".join(printed)
 
 

@@ -186,13 +186,14 @@ def next_script(descriptor: int, modules: list[str]) -> str:
                 os._exit(0)
             (length,) = _LENGTH.unpack(header)
             request = json.loads(requests.recv(length, socket.MSG_WAITALL))
+            server = os.getpid()
             if os.fork() == 0:
                 break
             for file in files:
                 os.close(file)
             _reap()
     stdout, stderr, status = files
-    _end_with_parent()
+    _end_with(server)
     _fork_and_tell(socket.socket(fileno=status))
     for number, file in ((1, stdout), (2, stderr)):
         os.dup2(file, number)
@@ -213,10 +214,10 @@ def _reap() -> None:
 
 def _fork_and_tell(status: socket.socket) -> None:
     """Return in a child; this process tells its number and its exit status, and is gone."""
-    child = os.fork()
+    waiter, child = os.getpid(), os.fork()
     if child == 0:
         status.close()
-        _end_with_parent()
+        _end_with(waiter)
         return
     status.sendall(_NUMBER.pack(child))
     _, ended = os.waitpid(child, 0)
@@ -225,6 +226,8 @@ def _fork_and_tell(status: socket.socket) -> None:
     os._exit(0)
 
 
-def _end_with_parent() -> None:
+def _end_with(parent: int) -> None:
     if Path("/proc").is_dir():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # which ended before
+        os._exit(1)
