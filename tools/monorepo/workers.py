@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Generator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,10 +20,35 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
     return (yield)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """Tell a worker about groups: it reads the command line again, which does not name them."""
+    node.workerinput["keeps_groups"] = node.config.option.dist == "loadgroup"
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep tests of a group, and those that share a fixture of their file, on one worker."""
+    if not getattr(config, "workerinput", {}).get("keeps_groups"):
+        return
+    config.option.loadgroup = True
+    for item in items:
+        if item.get_closest_marker("xdist_group") is None and _shares_a_fixture(item):
+            item.add_marker(pytest.mark.xdist_group(str(item.path)))
+
+
 def pytest_collection_finish() -> None:
     """Take what is imported by now out of garbage collections, of which tests ask for many."""
     gc.collect()
     gc.freeze()
+
+
+def _shares_a_fixture(item: pytest.Item) -> bool:
+    """Return whether another test of the file uses what one of the test's fixtures made."""
+    found = getattr(item, "_fixtureinfo", None)
+    if found is None:  # no function, so without fixtures
+        return False
+    return any(made[-1].scope == "module" for made in found.name2fixturedefs.values() if made)
 
 
 def _are_wanted(config: pytest.Config) -> bool:

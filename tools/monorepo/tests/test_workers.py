@@ -18,6 +18,45 @@ def test_one():
 """
 
 
+GROUPS = """
+import os, pathlib, pytest
+
+HERE = pathlib.Path(__file__)
+
+def leave_worker(kind, number):
+    file = HERE.with_name(f"{kind}-{HERE.stem}-{number}")
+    file.write_text(os.environ["PYTEST_XDIST_WORKER"])
+
+@pytest.mark.xdist_group("one")
+@pytest.mark.parametrize("number", range(4))
+def test_grouped(number):
+    leave_worker("grouped", number)
+
+@pytest.fixture(scope="module")
+def shared():
+    return None
+
+@pytest.mark.parametrize("number", range(4))
+def test_sharing(number, shared):
+    leave_worker("sharing", number)
+"""
+
+
+def run(
+    arguments: list[str], folder: Path, monkeypatch: pytest.MonkeyPatch, *, workers: int
+) -> str:
+    """Run pytest in a folder with the plugin and return what it printed."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tools"))
+    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", str(workers))
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-p", "monorepo.workers", "-q", *arguments],
+        cwd=folder, capture_output=True, text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -34,15 +73,20 @@ def test_workers_start_unless_a_file_is_named(
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "test_a.py").write_text(TEST)
     monkeypatch.setenv("EXPECTED", expected)
-    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY / "tools"))
-    monkeypatch.setenv("PYTEST_XDIST_AUTO_NUM_WORKERS", "1")
-    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "monorepo.workers", "-q", *arguments],
-        cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "1 passed" in done.stdout
+    assert "1 passed" in run(arguments, tmp_path, monkeypatch, workers=1)
+
+
+def test_groups_and_tests_that_share_a_fixture_stay_on_one_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("test_a", "test_b"):
+        (tmp_path / f"{name}.py").write_text(GROUPS)
+    run([], tmp_path, monkeypatch, workers=2)
+
+    def workers(pattern: str) -> int:
+        return len({file.read_text() for file in tmp_path.glob(pattern)})
+
+    assert workers("grouped-*") == workers("sharing-test_a-*") == workers("sharing-test_b-*") == 1
 
 
 def test_the_test_command_uses_the_plugin() -> None:
