@@ -1,0 +1,1 @@
+"""Imports of Megatron's helpers rewritten to those of the mcore packages."""

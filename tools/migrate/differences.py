@@ -1,0 +1,106 @@
+"""Calls that mean something else after the move, and what to do about each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import libcst as cst
+
+from .table import Home
+
+# The group of a call: its place among the arguments (None: only by keyword), and its names.
+_GROUPS: dict[str, tuple[int | None, tuple[str, ...]]] = {
+    "get_data_parallel_group_if_dtensor": (1, ("data_parallel_group",)),
+    "GlobalSymmetricMemoryBuffer": (1, ("process_group",)),
+    "check_param_hashes_across_dp_replicas": (None, ("dp_group",)),
+    "drain_embedding_wgrad_compute": (4, ("tp_group",)),
+    "get_batch_on_this_cp_rank": (1, ("cp_group",)),
+    "get_pg_rank": (0, ("group",)),
+    "get_pg_size": (0, ("group",)),
+    "get_pg_src_rank": (0, ("group",)),
+    "get_tensor_model_parallel_group_if_none": (0, ("tp_group",)),
+    "logical_and_across_model_parallel_group": (1, ("mp_group",)),
+    "make_sharded_tensor_for_checkpoint": (None, ("tp_group", "dp_cp_group", "pg_collection")),
+    "make_tp_sharded_tensor_for_checkpoint": (None, ("tp_group", "dp_cp_group", "pg_collection")),
+    "reduce_max_memory_across_pp_group": (1, ("pp_group",)),
+    "reduce_max_stat_across_model_parallel_group": (1, ("mp_group",)),
+    "create_value_head_hook": (None, ("pp_group", "pg_collection")),
+    "Float16Module": (None, ("pp_group", "pg_collection")),
+    "LinearForLastLayer": (None, ("tp_group",)),
+    "make_value_model": (None, ("pp_group", "pg_collection")),
+    "calc_params_l2_norm": (None, ("pg_collection",)),
+    "log_on_each_pipeline_stage": (None, ("tp_group", "dp_cp_group")),
+    "report_l2_norm_grad": (None, ("group",)),
+    "training_log": (None, ("pg_collection",)),
+}
+# How many arguments may come without a name; what follows is keyword-only.
+POSITIONAL = {
+    "calc_params_l2_norm": 4,
+    "check_param_hashes_across_dp_replicas": 2,
+    "create_value_head_hook": 3,
+    "Float16Module": 2,
+    "get_batch_on_this_cp_rank": 2,
+    "LinearForLastLayer": 5,
+    "make_value_model": 2,
+    "report_l2_norm_grad": 1,
+    "report_throughput": 5,
+    "training_log": 14,
+}
+# What holds for every call.
+_ALWAYS = {
+    "local_multi_tensor_l2_norm": "sets the flag for a norm that is not finite; the flag is an "
+    "integer tensor with one element (a float one is refused) or None",
+    "local_multi_tensor_scale": "sets the flag for sources that are not finite, and multiplies in "
+    "float32; the flag is an integer tensor with one element (a float one is refused) or None",
+    "StragglerDetector": "the controller answers on loopback and changes with POST only; "
+    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
+    "__straggler__": "the controller answers on loopback and changes with POST only; "
+    "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
+    "trace_async_exceptions": "an error in a thread's event loop ends the process by SIGTERM; "
+    "on_error= chooses otherwise",
+    "WrappedTensor": "can't be copied or pickled, and unwraps once",
+}
+_VERSION_CHECK = "is_{}_min_version"
+_VERSION_CHECKS = {_VERSION_CHECK.format(one) for one in ("torch", "te", "fa", "mamba")}
+
+
+def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[str]:
+    """What a call of a moved name does otherwise than before, a sentence each.
+
+    Args:
+        home: The name that is called.
+        call: The call.
+        is_statement: Whether nothing uses its result.
+    """
+    if home.name in _ALWAYS:
+        yield _ALWAYS[home.name]
+    unpacked = any(argument.star for argument in call.args)
+    positional = [one for one in call.args if not one.star and one.keyword is None]
+    by_name = {one.keyword.value: one.value for one in call.args if one.keyword is not None}
+    most = POSITIONAL.get(home.name)
+    if most is not None and len(positional) > most:
+        yield f"takes {most} arguments by position; name the others"
+    if home.absent_group and not unpacked and _has_no_group(home.name, positional, by_name):
+        yield f"no group is given, which now means: {home.absent_group}"
+    if home.name == "get_batch_on_this_cp_rank" and is_statement:
+        yield "returns a new dict and leaves the batch as it is: use what it returns"
+    equality = by_name.get("check_equality") or (
+        positional[1].value if len(positional) > 1 else None
+    )
+    if home.name in _VERSION_CHECKS and _is(equality, "False"):
+        yield "an equal version with a local part (2.13.0+cpu for 2.13.0) no longer counts as newer"
+
+
+def _has_no_group(
+    name: str, positional: list[cst.Arg], by_name: dict[str, cst.BaseExpression]
+) -> bool:
+    place, names = _GROUPS.get(name, (None, ()))
+    if not names:
+        return False
+    if place is not None and len(positional) > place:
+        return _is(positional[place].value, "None")
+    return all(one not in by_name or _is(by_name[one], "None") for one in names)
+
+
+def _is(expression: cst.BaseExpression | None, word: str) -> bool:
+    return isinstance(expression, cst.Name) and expression.value == word

@@ -1,0 +1,325 @@
+"""Rewritten sources, held to what a person would have written; and what is left alone."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import inspect
+import json
+import os
+import re
+import shutil
+import stat
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from migrate.__main__ import main
+from migrate.differences import _GROUPS, POSITIONAL
+from migrate.rewrite import LayoutError, rewrite
+from migrate.table import Table, read_table
+from monorepo.isolation.wheels import build
+
+TABLE = read_table()
+HERE = Path(__file__).parents[1]
+
+# Each before, and what a person would write.
+CASES = {
+    "one name": (
+        "from megatron.core.utils import divide\n",
+        "from mcore.tensor import divide\n",
+    ),
+    "under another name": (
+        "from megatron.core.utils import divide as d  # why\n",
+        "from mcore.tensor import divide as d  # why\n",
+    ),
+    "what stays comes first": (
+        "from megatron.core.utils import divide, other, get_pg_size\n",
+        "from megatron.core.utils import other\n"
+        "from mcore.parallel import get_pg_size\n"
+        "from mcore.tensor import divide\n",
+    ),
+    "in parentheses": (
+        "from megatron.core.utils import (\n    divide,  # a\n    other,  # b\n"
+        "    WrappedTensor,\n)\n",
+        "from megatron.core.utils import (\n    other,  # b\n)\n"
+        "from mcore.tensor import (\n    divide,  # a\n    WrappedTensor,\n)\n",
+    ),
+    "in parentheses without a last comma": (
+        "from megatron.core.utils import (\n    other, # b\n    divide\n)\n",
+        "from megatron.core.utils import (\n    other, # b\n)\n"
+        "from mcore.tensor import (\n    divide\n)\n",
+    ),
+    "comments for linters": (
+        "from megatron.core.utils import divide, get_pg_size  # noqa: F401\n",
+        "from mcore.parallel import get_pg_size  # noqa: F401\n"
+        "from mcore.tensor import divide  # noqa: F401\n",
+    ),
+    "other spellings of a module": (
+        "from megatron_fsdp.utils import FSDPDistributedIndex\n"
+        "from megatron.core.distributed.fsdp.src.megatron_fsdp.utils import get_mesh_names\n",
+        "from mcore.parallel import FSDPDistributedIndex\n"
+        "from mcore.parallel import get_mesh_names\n",
+    ),
+    "conditional": (
+        "try:\n    from megatron.core.utils import divide\n    HAVE = True\nexcept ImportError:\n"
+        "    HAVE = False\n",
+        "try:\n    from mcore.tensor import divide\n    HAVE = True\nexcept ImportError:\n"
+        "    HAVE = False\n",
+    ),
+    "for type checkers": (
+        "if TYPE_CHECKING:\n\tfrom megatron.core.utils import (WrappedTensor,\n\t\tother)\n",
+        "if TYPE_CHECKING:\n\tfrom megatron.core.utils import (other)\n"
+        "\tfrom mcore.tensor import (WrappedTensor)\n",
+    ),
+    "several on a line": (
+        "if x: from megatron.core.utils import divide, other; y = 1\n",
+        "if x: from megatron.core.utils import other; from mcore.tensor import divide; y = 1\n",
+    ),
+    "re-exported": (
+        "from megatron.core.utils import divide as divide\n__all__ = ['divide']\n",
+        "from mcore.tensor import divide as divide\n__all__ = ['divide']\n",
+    ),
+    "a module": (
+        "import megatron.core.utils as u\nu.divide(4, 2)\nu.divide.__name__\n",
+        "import mcore.tensor as mcore_tensor\nmcore_tensor.divide(4, 2)\n"
+        "mcore_tensor.divide.__name__\n",
+    ),
+    "a module that is still needed": (
+        "import os, megatron.core.utils as u\nu.divide(4, 2)\nu.other\n",
+        "import os, megatron.core.utils as u\nimport mcore.tensor as mcore_tensor\n"
+        "mcore_tensor.divide(4, 2)\nu.other\n",
+    ),
+    "a module by its whole path": (
+        "import megatron.core.utils\nimport megatron.core.other\nmegatron.core.utils.divide(4, 2)\n"
+        "megatron.core.other.f()\n",
+        "import mcore.tensor as mcore_tensor\nimport megatron.core.other\n"
+        "mcore_tensor.divide(4, 2)\nmegatron.core.other.f()\n",
+    ),
+    "a module from its package, twice": (
+        "from megatron.core import utils, models\nfrom megatron import core\nutils.divide\n"
+        "core.utils.divide\nmodels.x\n",
+        "from megatron.core import models\nimport mcore.tensor as mcore_tensor\n"
+        "mcore_tensor.divide\nmcore_tensor.divide\nmodels.x\n",
+    ),
+    "a module that is exported": (
+        "from megatron.core import utils\n__all__ = ['utils']\nutils.divide\n",
+        "from megatron.core import utils\nimport mcore.tensor as mcore_tensor\n"
+        "__all__ = ['utils']\nmcore_tensor.divide\n",
+    ),
+    "a name that is taken": (
+        "import megatron.core.utils as u\nmcore_tensor = u.divide(4, 2)\n",
+        "import mcore.tensor as mcore_tensor_\nmcore_tensor = mcore_tensor_.divide(4, 2)\n",
+    ),
+    "in a function": (
+        "def f():\n    import megatron.core.utils as u\n    return u.divide(4, 2)\n",
+        "def f():\n    import mcore.tensor as mcore_tensor\n    return mcore_tensor.divide(4, 2)\n",
+    ),
+    "patches": (
+        "@mock.patch('megatron.core.utils.divide', None)\n"
+        '@patch.object(x, "megatron.core.utils.divide")\n'
+        "def f(monkeypatch):\n"
+        '    monkeypatch.setattr("megatron.core.utils.GlobalMemoryBuffer.get", 1)\n',
+        "@mock.patch('mcore.tensor.divide', None)\n"
+        '@patch.object(x, "megatron.core.utils.divide")\n'
+        'def f(monkeypatch):\n    monkeypatch.setattr("mcore.tensor.GlobalMemoryBuffer.get", 1)\n',
+    ),
+}
+LEFT = {
+    "a parameter of that name": "import megatron.core.utils as u\ndef f(u):\n    return u.divide\n",
+    "relative": "from .utils import divide\nfrom megatron.core.utils import other\n",
+    "a text": "x = 'megatron.core.utils.divide'\nmock.patch('my.megatron.core.utils.divide')\n",
+    "an unknown module": "from megatron.core.models import divide\nimport megatron.core.utils\n",
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_rewritten_source_is_what_a_person_would_write(case: str) -> None:
+    before, after = CASES[case]
+    assert rewrite(before.encode(), TABLE).source.decode() == after
+    assert rewrite(after.encode(), TABLE).source.decode() == after
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_what_has_not_moved_is_left(case: str) -> None:
+    assert rewrite(LEFT[case].encode(), TABLE).source.decode() == LEFT[case]
+
+
+@given(
+    st.lists(st.sampled_from([b"x = 1", b"if y: pass  ", b"", b"# \xc3\xa9", b"f( 1,2 )"])),
+    st.sampled_from([b"\n", b"\r\n", b"\r"]),
+    st.booleans(),
+    st.booleans(),
+)
+@settings(deadline=None, max_examples=60)
+def test_everything_else_keeps_every_byte(
+    lines: list[bytes], newline: bytes, has_mark: bool, ends: bool
+) -> None:
+    old = b"from megatron.core.utils import divide"
+    text = newline.join([*lines, b"%s", *lines]) + newline * ends
+    text = (b"\xef\xbb\xbf" if has_mark else b"") + text
+    before, after = text % old, text % b"from mcore.tensor import divide"
+    assert rewrite(before, TABLE).source == after
+
+
+def test_a_source_that_cannot_be_kept_is_refused() -> None:
+    with pytest.raises(LayoutError):
+        rewrite(b"from megatron.core.utils import divide\n\n\x0c", TABLE)
+
+
+def test_a_source_in_another_encoding() -> None:
+    before = b"# coding: latin-1\nx = '\xe9'\nfrom megatron.core.utils import divide\n"
+    assert rewrite(before, TABLE).source == before.replace(b"megatron.core.utils", b"mcore.tensor")
+
+
+def test_calls_that_mean_something_else_are_told_with_their_lines() -> None:
+    source = (
+        "from megatron.core.utils import *\n"
+        "from megatron.core.utils import get_pg_size as size, is_torch_min_version, divide\n"
+        "from megatron.core.utils import get_batch_on_this_cp_rank, StragglerDetector\n"
+        "from megatron.bridge.training.utils.train_utils import training_log\n"
+        "size()\nsize(None)\nsize(group)\nsize(**given)\n"
+        "is_torch_min_version('2.1', check_equality=False)\nis_torch_min_version('2.1')\n"
+        "get_batch_on_this_cp_rank(b, cp_group=g)\nb = get_batch_on_this_cp_rank(b, g)\n"
+        "training_log(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, pg_collection=x)\n"
+        "StragglerDetector()\ndivide(4, 2)\n"
+        "try:\n    import megatron.core.utils as v\nexcept ImportError:\n    v = Fake()\n"
+        "v.divide(4, 2)\n"
+    )
+    notes = [(note.line, note.name, note.is_left) for note in rewrite(source.encode(), TABLE).notes]
+    assert notes == [
+        (1, "megatron.core.utils.*", True),
+        (5, "get_pg_size", False),
+        (6, "get_pg_size", False),
+        (9, "is_torch_min_version", False),
+        (11, "get_batch_on_this_cp_rank", False),
+        (13, "training_log", False),
+        (14, "StragglerDetector", False),
+        (20, "divide", True),
+    ]
+
+
+def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
+    for path, home in TABLE.homes.items():
+        source = f"from {path.rpartition('.')[0]} import {home.name}\n"
+        done = rewrite(source.encode(), TABLE)
+        assert done.source.decode() == f"from {home.module} import {home.name}\n"
+        assert done.packages == {home.package}
+        assert hasattr(importlib.import_module(home.module), home.name)
+
+
+def test_what_is_said_about_arguments_holds_for_the_packages() -> None:
+    homes = {home.name: home for home in TABLE.homes.values()}
+    for name, most in POSITIONAL.items():
+        kinds = [one.kind for one in parameters(homes[name]).values()]
+        assert kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD) == most, name
+        assert set(kinds) & {inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD}, name
+    for name, (place, groups) in _GROUPS.items():
+        there = list(parameters(homes[name]))
+        assert homes[name].absent_group
+        assert place is None or there[place] in groups, name
+        assert place is not None or "kwargs" in there or "options" in there or groups[0] in there
+
+
+def parameters(home: object) -> dict[str, inspect.Parameter]:
+    found = getattr(importlib.import_module(home.module), home.name)
+    return dict(inspect.signature(found).parameters)
+
+
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """Files as people have them: one to rewrite, one broken, some that are nobody's business."""
+    root = tmp_path / "src"
+    for folder in (".git", "venv/lib", "sub"):
+        (root / folder).mkdir(parents=True)
+    (root / "venv/pyvenv.cfg").touch()
+    old = "from megatron.core.utils import divide, get_pg_size\nget_pg_size()\n"
+    for name in (".git/a.py", "venv/lib/a.py", "sub/a.py", "notes.txt"):
+        (root / name).write_text(old)
+    (root / "broken.py").write_text("from megatron.core.utils import divide\nx = = 1\n")
+    (root / "plain.py").write_text("x = = megatron\n")  # not Python, and no matter of ours
+    (root / "sub/a.py").chmod(0o750)
+    (root / "link.py").symlink_to("sub/a.py")
+    return root
+
+
+def contents(root: Path) -> dict[str, bytes]:
+    files = (one for one in root.rglob("*") if one.is_file())
+    return {str(one.relative_to(root)): one.read_bytes() for one in files}
+
+
+def test_files_are_rewritten_in_their_place_and_the_rest_is_left(
+    tree: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = contents(tree)
+    assert main([str(tree)]) == 2
+    after = contents(tree)
+    imports = b"from mcore.parallel import get_pg_size\nfrom mcore.tensor import divide\n"
+    new = imports + b"get_pg_size()\n"
+    assert after == {**before, "sub/a.py": new, "link.py": new}
+    assert (tree / "link.py").is_symlink()
+    assert stat.S_IMODE((tree / "sub/a.py").stat().st_mode) == 0o750
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].startswith(f"{tree}/broken.py: is not Python that can be read: ")
+    told = rf"{tree}/(link|sub/a).py:2: get_pg_size: no group is given, .*"
+    assert re.fullmatch(told, printed[1])
+    assert printed[2:] == ["1 file rewritten", "pip install mcore-parallel mcore-tensor"]
+    (tree / "broken.py").unlink()
+    assert main([str(tree), "--check"]) == 0
+
+
+def test_a_check_and_a_diff_write_nothing(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tree / "broken.py").unlink()
+    before = contents(tree)
+    assert main([str(tree), "--check", "--json"]) == 1
+    [file] = json.loads(capsys.readouterr().out)["files"]
+    assert (file["rewritten"], file["error"]) == (True, None)
+    assert [one["line"] for one in file["notes"]] == [2]
+    assert main(["--diff", str(tree / "sub")]) == 0
+    assert contents(tree) == before
+    diff = capsys.readouterr().out.partition(f"{tree}/sub/a.py:2:")[0]
+    place = shutil.copytree(tree, tree.parent / "copy")
+    patch = diff.replace(f"{tree.as_posix()[1:]}/", "")
+    subprocess.run(["git", "apply", "-"], input=patch, cwd=place, text=True, check=True)
+    assert main([str(tree)]) == 0
+    assert (place / "sub/a.py").read_bytes() == (tree / "sub/a.py").read_bytes()
+
+
+def test_a_file_that_cannot_be_written_is_named_and_stays(
+    tree: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "replace", full)
+    before = contents(tree)
+    assert main([str(tree / "sub")]) == 2
+    assert "a.py: can't be written: No space left on device" in capsys.readouterr().out
+    assert contents(tree) == before
+
+
+def test_a_path_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        main(["nowhere"])
+    assert refused.value.code == 2
+    assert "there is no nowhere" in capsys.readouterr().err
+
+
+def test_the_wheel_has_the_page_and_runs_by_itself(tmp_path: Path, tree: Path) -> None:
+    wheel = build(HERE, "wheel", tmp_path / "wheel")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(tmp_path / "site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mcore_migrate", "--check", str(tree / "sub")],
+        cwd=tmp_path, env={"PYTHONPATH": str(tmp_path / "site")}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert "pip install mcore-parallel mcore-tensor" in done.stdout
+    assert not (tmp_path / "site" / "mcore_migrate" / "tests").exists()
+    assert Table((tmp_path / "site/mcore_migrate/migration.md").read_text()).homes == TABLE.homes
