@@ -27,13 +27,13 @@ def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:
 
 def read_on(stream: Unbuffered, memory: memoryview) -> None:
     """Fill memory with the next bytes of a file; EOFError when it ends before."""
-    done = 0
-    while done < len(memory):
-        count = stream.readinto(memory[done:])
+    left = memory
+    while left:
+        count = stream.readinto(left)
         if not count:
             end = stream.tell()
-            raise EOFError(f"it ends at byte {end}, not {end + len(memory) - done}")
-        done += count
+            raise EOFError(f"it ends at byte {end}, not {end + len(left)}")
+        left = left[count:]
 
 
 class Scratch:

@@ -76,8 +76,6 @@ def open_regular(path: Place) -> io.RawIOBase:
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise CheckpointingException(f"{path} is not a regular file; take another checkpoint")
-    if hasattr(os, "posix_fadvise"):
-        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)  # reads further ahead
     return stream
 
 
