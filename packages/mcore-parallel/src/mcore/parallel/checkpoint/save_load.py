@@ -330,7 +330,7 @@ def load_opened(
             lambda: _planned(build(), directory, index, planner, team, verify)
         )
         extra = _unexpected_keys(index, planner.wanted.union(accounted), team)
-        if extra and unexpected != "ignore":
+        if extra:  # equal on all ranks, which ``unexpected`` need not be
             team.agree(lambda: _handle_unexpected(extra, unexpected, team))
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error
@@ -455,6 +455,8 @@ def _unexpected_keys(index: Index, wanted: frozenset[str], team: Team) -> list[s
 
 
 def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team) -> None:
+    if unexpected == "ignore":
+        return
     title = "no rank asks for some keys of the checkpoint, which are not loaded"
     if unexpected == "raise":
         raise CheckpointingException(titled_list(title, extra, "key"))
