@@ -17,7 +17,7 @@ from mcore.modules.graphs import (
     resolve_graph_runner,
     set_current_microbatch,
 )
-from mcore.modules.graphs.capturing import preserved_state
+from mcore.modules.graphs.runner import preserved_state
 from mcore.parallel.rng import get_cuda_rng_tracker
 
 CPU = torch.device("cpu")

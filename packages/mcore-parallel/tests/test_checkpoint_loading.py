@@ -15,6 +15,7 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
+from rank_testing import run_ranks
 
 
 def stepped(model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -156,3 +157,17 @@ def test_damage_in_what_another_rank_needs_is_found_too(
         content[at] ^= 1
         path.write_bytes(content)
     assert torch.equal(load(), want)
+
+
+def load_with_choices_of_two(folder: str) -> str:
+    save_sharded_state_dict({"n": 1, "more": 2}, folder)
+    choice: Any = ("ignore", "raise")[torch.distributed.get_rank()]
+    with pytest.raises(CheckpointingException) as caught:
+        load_sharded_state_dict({"n": 0}, folder, unexpected=choice)
+    return str(caught.value)
+
+
+def test_ranks_that_treat_unexpected_keys_differently_still_agree(tmp_path: Path) -> None:
+    first, second = run_ranks(load_with_choices_of_two, 2, str(tmp_path / "a"))
+    assert first == second
+    assert "rank 1: no rank asks for some keys" in first

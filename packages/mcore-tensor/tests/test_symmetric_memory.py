@@ -317,7 +317,8 @@ def test_gpus_read_each_others_memory():
 def reduce_in_the_switch():
     torch.cuda.set_device(dist.get_rank())
     buffer = GlobalSymmetricMemoryBuffer(1, None)
-    if not buffer.available or buffer.symm_mem_hdl.multicast_ptr == 0:
+    assert buffer.available, buffer.init_failure_reason
+    if buffer.symm_mem_hdl.multicast_ptr == 0:
         return None
     mine = buffer.maybe_get_tensor((1024,), torch.bfloat16)["tensor"]
     mine.fill_(dist.get_rank() + 1)

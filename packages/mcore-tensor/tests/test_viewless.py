@@ -3,6 +3,7 @@ import weakref
 
 import pytest
 import torch
+from torch.autograd import forward_ad
 
 from mcore.tensor import (
     MakeViewlessTensor,
@@ -180,6 +181,37 @@ def test_a_compiled_function_under_a_transform():
     compiled = torch.compile(torch.func.grad(cubes), fullgraph=True, backend="aot_eager")
     x = torch.randn(3, 4)
     torch.testing.assert_close(compiled(x), 24 * x**2)
+
+
+def tangent_of_dual(function, x, t):
+    with forward_ad.dual_level():
+        return forward_ad.unpack_dual(function(forward_ad.make_dual(x, t))).tangent
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_forward_mode_derivatives(is_compiled):
+    x, t = torch.randn(3, 4), torch.randn(3, 4)
+
+    def checked(x):
+        return assert_viewless_tensor(make_viewless_tensor(doubled_view(x), True, True)).pow(3)
+
+    def plain(x):
+        return (2 * x).view(4, 3).pow(3)
+
+    def squares(function):
+        return lambda x: function(x).pow(2).sum()
+
+    def derivatives(function):
+        return (
+            torch.func.jvp(function, (x,), (t,))[1],
+            tangent_of_dual(function, x, t),
+            torch.func.jvp(torch.func.grad(squares(function)), (x,), (t,))[1],
+            torch.func.hessian(squares(function))(x),
+        )
+
+    compiled = torch.compile(derivatives, fullgraph=True, backend="aot_eager")
+    found = (compiled if is_compiled else derivatives)(checked)
+    torch.testing.assert_close(found, derivatives(plain))
 
 
 def test_in_inference_mode():

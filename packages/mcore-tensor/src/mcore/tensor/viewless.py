@@ -10,6 +10,7 @@ from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from mcore.versioning import internal_api
 
@@ -69,7 +70,10 @@ class MakeViewlessTensor(torch.autograd.Function):
 
 
 class _TransformableViewlessTensor(torch.autograd.Function):
-    """The same function in the form that ``torch.func`` transforms can differentiate and batch."""
+    """The same function for forward-mode derivatives and for ``torch.func``, which also batches.
+
+    ``torch.compile`` takes no function with a ``jvp``, hence the two.
+    """
 
     generate_vmap_rule = True
 
@@ -85,11 +89,15 @@ class _TransformableViewlessTensor(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> Tensor:
         return grad_output
 
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor) -> Tensor:
+        return tangent.view_as(tangent)
+
 
 def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> Tensor:
     """Return a tensor on the memory of a view that does not keep the view's base alive.
 
-    Works in inference mode, under ``torch.func`` transforms and in
+    Works in inference mode, under ``torch.func`` transforms, with forward-mode derivatives and in
     ``torch.compile(fullgraph=True)`` (which itself cannot return a new leaf that requires grad from
     a compiled region).
 
@@ -125,17 +133,25 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     return inp.detach()  # the kernel, without the call: that would add a fifth to its time
 
 
+def _is_derived() -> bool:
+    """Return whether a transform of ``torch.func`` or forward-mode differentiation is active."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
 def _in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
-    if torch._C._are_functorch_transforms_active():
-        viewless = _TransformableViewlessTensor.apply(inp)  # type: ignore[no-untyped-call]
-    else:
+    if not _is_derived():
         viewless = MakeViewlessTensor.apply(inp, requires_grad)  # type: ignore[no-untyped-call]
+    elif torch.compiler.is_compiling():
+        # A traced forward would lose tangents; in a compiled graph no base is kept for a view.
+        viewless = inp.view_as(inp)
+    else:
+        viewless = _TransformableViewlessTensor.apply(inp)  # type: ignore[no-untyped-call]
     return cast("Tensor", viewless)
 
 
 def _require_viewless(value: object, where: str, extra_msg: str | None) -> None:
     if isinstance(value, Tensor):
-        if value._base is None:
+        if value._base is None or (torch.compiler.is_compiling() and _is_derived()):
             return
         message = (
             f"{where} of shape {tuple(value.shape)} is a view: its base, of shape "

@@ -1,21 +1,21 @@
 """Graphs of layers: specs, runners, the choice among them, and captures of all layers."""
 
-from mcore.modules.graphs.capture import (
+from mcore.modules.graphs.checked import CheckedGraph, GraphCall
+from mcore.modules.graphs.graphable import (
     capture_graphs,
     delete_graphs,
     num_graphs_needed,
     set_current_microbatch,
 )
-from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing
 from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.resolve import EagerGraphRunner, resolve_graph_runner
 from mcore.modules.graphs.runner import (
-    CheckedGraph,
-    GraphCall,
     GraphedCallable,
     GraphRunner,
     GraphSpec,
     MemoryPool,
+    graph_capturing,
+    is_graph_capturing,
 )
 from mcore.modules.graphs.te_runner import TEGraphRunner
 from mcore.modules.graphs.torch_runner import TorchGraphRunner

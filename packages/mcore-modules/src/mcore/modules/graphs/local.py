@@ -7,7 +7,6 @@ import functools
 import logging
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -16,7 +15,12 @@ import torch
 
 from mcore.modules.config import read_field
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.capturing import graph_capturing, is_graph_capturing, preserved_state
+from mcore.modules.graphs.checked import (
+    ReplacedTensorError,
+    autocast_dtype,
+    differentiable,
+    signature_of,
+)
 from mcore.modules.graphs.resolve import resolve_graph_runner
 from mcore.modules.graphs.runner import (
     FlightToken,
@@ -24,9 +28,10 @@ from mcore.modules.graphs.runner import (
     GraphRunner,
     GraphSpec,
     MemoryPool,
-    differentiable,
+    graph_capturing,
+    is_graph_capturing,
+    preserved_state,
 )
-from mcore.modules.graphs.signatures import ReplacedTensorError, autocast_dtype, signature_of
 from mcore.modules.precision import conversion_helper
 from mcore.tensor.device import device_of
 
@@ -177,8 +182,8 @@ class LocalGraphManager:
     def reset(self) -> None:
         """Free all graphs and start again with warm-up calls; does nothing without graphs."""
         for records in self._records.values():
-            for record in records.values():
-                _free(record)
+            for graph in chain.from_iterable(record.graphs for record in records.values()):
+                graph.reset()
         self._records.clear()
 
     def _record_of(self, module: torch.nn.Module, call: LocalCall) -> _Record:
@@ -205,7 +210,9 @@ class LocalGraphManager:
             microbatch=slot,
             pool=pool,
         )
-        with graph_capturing(), preserved_state([module], device), _without_outer_hooks():
+        # What a capture saves is kept from hooks around it, such as those of a checkpoint.
+        without_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        with graph_capturing(), preserved_state([module], device), without_hooks:
             [graph] = self.runner.capture(
                 [spec],
                 num_warmup_iters=read_field(self.config, "cuda_graph_warmup_steps", 3),
@@ -214,20 +221,8 @@ class LocalGraphManager:
         return graph
 
 
-def _without_outer_hooks() -> AbstractContextManager[None]:
-    """Keep what a capture saves from hooks around it, such as those of a checkpoint."""
-    hooks: AbstractContextManager[None] = torch.autograd.graph.saved_tensors_hooks(_same, _same)
-    return hooks
-
-
 def _same(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
-
-
-def _free(record: _Record) -> None:
-    for graph in record.graphs:
-        graph.reset()
-    record.graphs.clear()
 
 
 def _is_free(graph: Any, pool: MemoryPool | None) -> bool:
@@ -269,16 +264,16 @@ def _graphable_call(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> LocalCall | None:
     if module._forward_hooks or module._forward_pre_hooks:
-        _log_eager(type(module).__name__, "it has forward hooks")
-        return None
-    if module._backward_hooks or module._backward_pre_hooks:
-        _log_eager(type(module).__name__, "it has backward hooks")
-        return None
-    try:
-        return LocalCall(args, kwargs)
-    except TypeError as error:
-        _log_eager(type(module).__name__, str(error))
-        return None
+        reason = "it has forward hooks"
+    elif module._backward_hooks or module._backward_pre_hooks:
+        reason = "it has backward hooks"
+    else:
+        try:
+            return LocalCall(args, kwargs)
+        except TypeError as error:
+            reason = str(error)
+    _log_eager(type(module).__name__, reason)
+    return None
 
 
 @functools.cache
@@ -364,17 +359,8 @@ def _key_of(place: str, value: Any) -> Hashable:
         return type(value), repr(value)  # 0.0 equals -0.0, and nan not even itself
     if isinstance(value, _CONSTANTS):
         return type(value), value
-    if type(value) is tuple:
-        return _key_of_tuple(place, value)
-    raise TypeError(f"{place} is a {type(value).__name__}, neither a tensor nor a constant")
-
-
-def _key_of_tuple(place: str, items: tuple[Any, ...]) -> Hashable:
-    keys = []
-    for item in items:
-        if isinstance(item, torch.Tensor):
-            raise TypeError(
-                f"{place} is a tuple with a tensor in it; only plain tensors are captured"
-            )
-        keys.append(_key_of(place, item))
-    return tuple(keys)
+    if type(value) is not tuple:
+        raise TypeError(f"{place} is a {type(value).__name__}, neither a tensor nor a constant")
+    if any(isinstance(item, torch.Tensor) for item in value):
+        raise TypeError(f"{place} is a tuple with a tensor in it; only plain tensors are captured")
+    return tuple(_key_of(place, item) for item in value)

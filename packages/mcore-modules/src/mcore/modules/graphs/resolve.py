@@ -10,13 +10,12 @@ from typing import Any
 import torch
 
 from mcore.modules.config import read_field
-from mcore.modules.graphs.capturing import refusing_plain_forks
+from mcore.modules.graphs.checked import CheckedGraph, GraphCall
 from mcore.modules.graphs.runner import (
-    CheckedGraph,
-    GraphCall,
     GraphedCallable,
     GraphRunner,
     GraphSpec,
+    refusing_plain_forks,
 )
 from mcore.modules.graphs.te_runner import TEGraphRunner, recipe_of
 from mcore.modules.graphs.torch_runner import TorchGraphRunner

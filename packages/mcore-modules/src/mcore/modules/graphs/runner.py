@@ -1,17 +1,22 @@
-"""What graph runners are given and give back, and the contract that their graphs keep."""
+"""What graph runners are given and give back, and what surrounds their captures."""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
 from mcore.modules.errors import GraphStateError
-from mcore.modules.graphs.signatures import InputSignature, LayerTensors
-from mcore.modules.precision import conversion_helper
+from mcore.parallel.rng import (
+    get_all_rng_states,
+    get_cuda_rng_tracker,
+    is_graph_safe_cuda_rng_tracker,
+)
 
 
 class MemoryPool:
@@ -45,6 +50,37 @@ class MemoryPool:
                 return token
             self._in_flight.pop()
         return None
+
+
+class FlightToken:
+    """Lives as long as the autograd graph of one call, whose nodes hold the only reference."""
+
+    __slots__ = ("__weakref__", "backward_ran", "is_overwritten", "is_tracked", "number", "pool")
+
+    def __init__(self, number: int, pool: MemoryPool | None) -> None:
+        self.number, self.pool = number, pool
+        self.is_tracked = self.is_overwritten = self.backward_ran = False
+
+    def start(self) -> None:
+        """Note that an autograd node holds the token: its graph's memory is in use from now on."""
+        self.is_tracked = True
+        if self.pool is not None:
+            self.pool.enter(self)
+
+    def finish(self) -> None:
+        """Note that the backward comes now; GraphStateError if the tensors it needs are gone."""
+        if self.backward_ran:
+            raise GraphStateError(
+                "a second backward of one call, whose tensors the first has overwritten; run "
+                "one backward for all outputs"
+            )
+        innermost = None if self.pool is None else self.pool.innermost
+        if self.is_overwritten or innermost not in (None, self):
+            raise GraphStateError(
+                "backward comes after another call has overwritten the tensors of this one; run "
+                "the backward of a call before the next call, those of later layers first"
+            )
+        self.backward_ran = True
 
 
 @dataclass(frozen=True)
@@ -126,206 +162,144 @@ class GraphRunner(Protocol):
         """
 
 
-def by_slot(specs: Sequence[GraphSpec]) -> list[list[GraphSpec]]:
-    """Group specs by microbatch slot, in order of appearance."""
+def capture_by_slot(
+    specs: Sequence[GraphSpec], capture: Callable[[list[GraphSpec]], Iterable[GraphedCallable]]
+) -> list[GraphedCallable]:
+    """Capture the layers of each microbatch slot together; return the graphs as the specs lie."""
     slots: dict[int, list[GraphSpec]] = {}
     for spec in specs:
         slots.setdefault(spec.microbatch, []).append(spec)
-    return list(slots.values())
+    captured: dict[int, GraphedCallable] = {}
+    for slot in slots.values():
+        captured.update(zip(map(id, slot), capture(slot), strict=True))
+    return [captured[id(spec)] for spec in specs]
 
 
-class GraphCall(NamedTuple):
-    """One checked call of a graph, for the runner's way of running it.
+class FunctionShell(torch.nn.Module):
+    """A module that runs a spec's function and has its layer's parameters."""
 
-    Attributes:
-        args: Positional tensors.
-        kwargs: Keyword tensors.
-        parameters: The layer's parameters, in the order of ``named_parameters()``.
-        token: A runner with autograd nodes of its own stores it in them as ``token``.
-        is_first_microbatch: As given.
-    """
+    def __init__(self, spec: GraphSpec) -> None:
+        super().__init__()
+        self.layer = spec.module
+        self.training = spec.module.training
+        self._function = spec.fn
 
-    args: tuple[torch.Tensor, ...]
-    kwargs: dict[str, torch.Tensor]
-    parameters: list[torch.Tensor]
-    token: FlightToken
-    is_first_microbatch: bool | None
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
 
 
-class CheckedGraph:
-    """A graph with the contract of GraphedCallable around a runner's way of running it.
+_capturing: ContextVar[bool] = ContextVar("mcore_modules_graph_capturing", default=False)
 
-    Args:
-        spec: What was captured; not kept, so that a layer that is deleted frees its graphs.
-        replay: Called with a :class:`GraphCall`; returns the outputs.
-        strict: Also compare gradients, and refuse a call before the last one's backward.
-        watches_backward: Whether ``replay`` calls ``token.finish()`` in its backward itself;
-            otherwise outputs are watched here.
-        free: Called once on reset.
+
+def is_graph_capturing() -> bool:
+    """Return whether this thread is inside :func:`graph_capturing`.
 
     Example:
-        >>> import torch
-        >>> layer = torch.nn.Linear(2, 2)
-        >>> spec = GraphSpec(layer, layer.forward, (torch.ones(1, 2),))
-        >>> graph = CheckedGraph(spec, lambda call: layer(*call.args))
-        >>> graph(torch.ones(1, 2), is_first_microbatch=True).shape
-        torch.Size([1, 2])
+        >>> is_graph_capturing()
+        False
     """
-
-    def __init__(
-        self,
-        spec: GraphSpec,
-        replay: Callable[[GraphCall], Any],
-        *,
-        strict: bool = True,
-        watches_backward: bool = False,
-        free: Callable[[], object] | None = None,
-    ) -> None:
-        self.pool = spec.pool
-        self.number = 0 if spec.pool is None else spec.pool.add_graph()
-        self._place = f"the graph of layer {spec.order}, slot {spec.microbatch}"
-        self._signature = InputSignature(spec.args, _present(spec.kwargs))
-        self._tensors = LayerTensors(spec.module)
-        self._replay: Callable[[GraphCall], Any] | None = replay
-        self._free = free
-        self._strict = strict
-        self._watches_backward = watches_backward
-        self._last: weakref.ref[FlightToken] | None = None
-
-    @property
-    def is_busy(self) -> bool:
-        """Whether the backward of the last call is still to come."""
-        token = None if self._last is None else self._last()
-        return token is not None and token.is_tracked and not token.backward_ran
-
-    def is_last_call(self, token: FlightToken) -> bool:
-        """Return whether no other call has come since."""
-        return self._last is not None and self._last() is token
-
-    def __call__(
-        self,
-        *args: torch.Tensor,
-        is_first_microbatch: bool | None = None,
-        **kwargs: Any,
-    ) -> Any:
-        """Check the inputs, run the graph and watch its outputs."""
-        if self._replay is None:
-            raise GraphStateError(f"{self._place} was reset; capture it again")
-        tensors = _present(kwargs) if kwargs else kwargs
-        with_gradients = self._strict and torch.is_grad_enabled()
-        self._signature.check(args, tensors, with_gradients=with_gradients)
-        parameters = self._tensors.check(with_gradients=with_gradients)
-        if self._strict:
-            self._check_memory()
-        token = FlightToken(self)
-        self._last = weakref.ref(token)
-        outputs = self._replay(GraphCall(args, tensors, parameters, token, is_first_microbatch))
-        if self._strict and not self._watches_backward:
-            outputs = _watch(outputs, token)
-        return outputs
-
-    def _check_memory(self) -> None:
-        """Raise GraphStateError if a call in flight needs memory that this one overwrites."""
-        if self.is_busy:
-            raise GraphStateError(
-                f"{self._place} is called again before the backward of its last call, whose "
-                "tensors would be overwritten; run backward first, drop the outputs, or capture "
-                "more slots"
-            )
-        innermost = None if self.pool is None else self.pool.innermost
-        if innermost is not None and innermost.number > self.number:
-            raise GraphStateError(
-                f"{self._place} shares memory with a graph that was captured later and whose "
-                "backward is still to come; run that first, or capture this one again"
-            )
-
-    def reset(self) -> None:
-        """Free the graph; later calls raise GraphStateError. Does nothing the second time."""
-        self._replay = None
-        free, self._free = self._free, None
-        if free is not None:
-            free()
+    return _capturing.get()
 
 
-def _present(named: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in named.items() if value is not None}
+@contextmanager
+def graph_capturing() -> Iterator[None]:
+    """Tell layers inside the ``with`` block to run what goes into their graphs.
+
+    Ends with the block, whatever is raised in it; may be nested.
+
+    Example:
+        >>> with graph_capturing():
+        ...     is_graph_capturing()
+        True
+    """
+    token = _capturing.set(True)
+    try:
+        yield
+    finally:
+        _capturing.reset(token)
 
 
-class FlightToken:
-    """Lives as long as the autograd graph of one call, whose nodes hold the only reference."""
+@contextmanager
+def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
+    """Restore buffers and random states (the CPU's, the device's, the tracker's) after the block.
 
-    __slots__ = ("__weakref__", "_graph", "backward_ran", "is_tracked", "number", "pool")
-
-    def __init__(self, graph: CheckedGraph) -> None:
-        self._graph = graph
-        self.backward_ran = False
-        self.is_tracked = False
-        self.number = graph.number
-        self.pool = graph.pool
-
-    def start(self) -> None:
-        """Note that an autograd node holds the token: its graph's memory is in use from now on."""
-        self.is_tracked = True
-        if self.pool is not None:
-            self.pool.enter(self)
-
-    def finish(self) -> None:
-        """Note that the backward comes now; GraphStateError if the tensors it needs are gone."""
-        if self.backward_ran:
-            raise GraphStateError(
-                "a second backward of one call, whose tensors the first has overwritten; run "
-                "one backward for all outputs"
-            )
-        innermost = None if self.pool is None else self.pool.innermost
-        if not self._graph.is_last_call(self) or innermost not in (None, self):
-            raise GraphStateError(
-                "backward comes after another call has overwritten the tensors of this one; run "
-                "the backward of a call before the next call, those of later layers first"
-            )
-        self.backward_ran = True
+    Also after an exception. Buffers are restored in place, since captured graphs hold their memory.
+    """
+    buffers = _buffers(modules)
+    saved = [buffer.detach().clone() for buffer in buffers]
+    tracker = _TrackerState()
+    try:
+        with _preserved_generators(device):
+            yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in zip(buffers, saved, strict=True):
+                buffer.copy_(value)
+        tracker.restore()
 
 
-class _Watch(torch.autograd.Function):
-    """Identity of all outputs of a call that notes when a backward passes."""
-
-    @staticmethod
-    def forward(ctx: Any, token: FlightToken, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        ctx.token = token
-        token.start()
-        ctx.set_materialize_grads(False)
-        # A view would have a _base, which pipeline schedules refuse to send.
-        return tuple(tensor.detach() for tensor in tensors)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        ctx.token.finish()
-        return None, *grads
+def _buffers(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+    distinct = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    return list(distinct.values())
 
 
-def _watch(outputs: Any, token: FlightToken) -> Any:
-    """Return the outputs, those that require grad replaced by watched identities of them."""
-    if isinstance(outputs, torch.Tensor):
-        return _watched((outputs,), token)[0] if outputs.requires_grad else outputs
-    found = differentiable(outputs)
-    if not found:
-        return outputs
-    replaced = {id(a): b for a, b in zip(found, _watched(tuple(found), token), strict=True)}
-    return conversion_helper(outputs, lambda leaf: replaced.get(id(leaf), leaf))
+@contextmanager
+def _preserved_generators(device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        with torch.random.fork_rng(devices=[]):
+            yield
+    else:
+        index = torch.accelerator.current_device_index() if device.index is None else device.index
+        with torch.random.fork_rng(devices=[index], device_type=device.type):
+            yield
 
 
-def differentiable(outputs: Any) -> list[torch.Tensor]:
-    """Return the tensors in a structure that require grad."""
-    found: list[torch.Tensor] = []
+class _TrackerState:
+    """The random streams of the process-wide tracker: tensors, or generators that are live."""
 
-    def collect(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-            found.append(leaf)
-        return leaf
+    def __init__(self) -> None:
+        self._tracker = get_cuda_rng_tracker()
+        self._states: dict[str, Any] = dict(self._tracker.get_states())
+        self._live = {
+            name: state.get_state()
+            for name, state in self._states.items()
+            if isinstance(state, torch.Generator)
+        }
+        self._seeds = set(getattr(self._tracker, "seeds_", ()))
 
-    conversion_helper(outputs, collect)
-    return found
+    def restore(self) -> None:
+        # In place: captured graphs are tied to the generators.
+        for name, state in self._live.items():
+            self._states[name].set_state(state)
+        if self._states:
+            self._tracker.set_states(self._states)
+            # set_states forgets which seeds are taken.
+            self._tracker.seeds_ = self._seeds  # type: ignore[attr-defined]
 
 
-def _watched(tensors: tuple[torch.Tensor, ...], token: FlightToken) -> tuple[torch.Tensor, ...]:
-    watched: tuple[torch.Tensor, ...] = _Watch.apply(token, *tensors)  # type: ignore[no-untyped-call]
-    return watched
+def tracker_generators() -> list[torch.Generator]:
+    """Return the tracker's generators, which a graph must know to draw new numbers from them."""
+    states = get_all_rng_states().values()
+    return [state for state in states if isinstance(state, torch.Generator)]
+
+
+@contextmanager
+def refusing_plain_forks() -> Iterator[None]:
+    """Refuse forks of a tracker with plain states, whose numbers a graph would repeat for ever."""
+    tracker: Any = get_cuda_rng_tracker()
+    if is_graph_safe_cuda_rng_tracker(tracker) or tracker.is_inference_rng_tracker:
+        yield
+        return
+    tracker.fork = _refused_fork
+    try:
+        yield
+    finally:
+        del tracker.fork
+
+
+def _refused_fork(*_: Any, **__: Any) -> Any:
+    raise GraphStateError(
+        "a layer draws from a stream of the random tracker, whose plain states no graph can "
+        "advance, so that each replay would repeat its numbers; pass use_cudagraphable_rng=True to "
+        "model_parallel_cuda_manual_seed() or initialize_rng_tracker()"
+    )

@@ -6,21 +6,22 @@ import importlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from mcore.modules.config import is_switched_on, read_field
-from mcore.modules.graphs.capturing import refusing_plain_forks, tracker_generators
+from mcore.modules.graphs.checked import CheckedGraph, GraphCall
 from mcore.modules.graphs.runner import (
-    CheckedGraph,
-    GraphCall,
+    FunctionShell,
     GraphedCallable,
     GraphSpec,
-    by_slot,
+    capture_by_slot,
+    refusing_plain_forks,
+    tracker_generators,
 )
-from mcore.modules.graphs.torch_runner import FunctionShell, TorchGraphRunner
+from mcore.modules.graphs.torch_runner import TorchGraphRunner
 from mcore.versioning import experimental_api
 
 # Options of this runner with the names that TransformerEngine has given them, newest first.
@@ -100,8 +101,8 @@ class TEGraphRunner:
         make = _te_function()
         _tell_generators()
         known = inspect.signature(make).parameters
-        captured: dict[int, GraphedCallable] = {}
-        for slot in by_slot(specs):
+
+        def capture_slot(slot: list[GraphSpec]) -> Iterator[GraphedCallable]:
             options = self._options(slot, known)
             with refusing_plain_forks():
                 graphed = make(
@@ -114,8 +115,9 @@ class TEGraphRunner:
                 )
             for spec, call in zip(slot, graphed, strict=True):
                 free = getattr(call, "reset", None)
-                captured[id(spec)] = CheckedGraph(spec, _replay_with(call), free=free)
-        return [captured[id(spec)] for spec in specs]
+                yield CheckedGraph(spec, _replay_with(call), free=free)
+
+        return capture_by_slot(specs, capture_slot)
 
     def _options(self, slot: list[GraphSpec], known: Mapping[str, Any]) -> dict[str, Any]:
         if any(spec.kwargs for spec in slot) and "sample_kwargs" not in known:

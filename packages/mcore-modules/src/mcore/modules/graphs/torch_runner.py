@@ -11,16 +11,16 @@ from typing import Any, Protocol
 import torch
 from torch.autograd.function import once_differentiable
 
-from mcore.modules.graphs.capturing import refusing_plain_forks, tracker_generators
+from mcore.modules.graphs.checked import CheckedGraph, GraphCall, autocast_dtype
 from mcore.modules.graphs.runner import (
-    CheckedGraph,
     FlightToken,
-    GraphCall,
+    FunctionShell,
     GraphedCallable,
     GraphSpec,
-    by_slot,
+    capture_by_slot,
+    refusing_plain_forks,
+    tracker_generators,
 )
-from mcore.modules.graphs.signatures import autocast_dtype
 from mcore.modules.precision import conversion_helper
 from mcore.tensor.device import device_of
 from mcore.versioning import experimental_api
@@ -118,8 +118,8 @@ class TorchGraphRunner:
             RuntimeError: The device of the inputs has no graphs.
             GraphStateError: A layer draws from a random tracker with plain states.
         """
-        captured: dict[int, GraphedCallable] = {}
-        for slot in by_slot(specs):
+
+        def capture_slot(slot: list[GraphSpec]) -> Iterator[GraphedCallable]:
             location = device_of(chain(*map(_tensors_of, slot)))
             device = self._device or _device_of(location)
             generators = [g for g in tracker_generators() if g.device.type == location.type]
@@ -128,10 +128,9 @@ class TorchGraphRunner:
                 _record(recordings, device, num_warmup_iters, slot)
             for spec, recording in zip(slot, recordings, strict=True):
                 replay = _Replay(recording, clone_param_grads=self.clone_param_grads)
-                captured[id(spec)] = CheckedGraph(
-                    spec, replay, watches_backward=True, free=replay.free
-                )
-        return [captured[id(spec)] for spec in specs]
+                yield CheckedGraph(spec, replay, watches_backward=True, free=replay.free)
+
+        return capture_by_slot(specs, capture_slot)
 
 
 def _record(
@@ -231,19 +230,6 @@ class _Recording:
         )
         remaining = iter(computed)
         self.grads = [next(remaining) if t.requires_grad else None for t in self.statics]
-
-
-class FunctionShell(torch.nn.Module):
-    """A module that runs a spec's function and has its layer's parameters."""
-
-    def __init__(self, spec: GraphSpec) -> None:
-        super().__init__()
-        self.layer = spec.module
-        self.training = spec.module.training
-        self._function = spec.fn
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(*args, **kwargs)
 
 
 class _Replay:

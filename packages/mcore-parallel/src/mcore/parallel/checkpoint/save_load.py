@@ -305,9 +305,7 @@ def open_checkpoint(path: PathLike, team: Team) -> tuple[Place, Index]:
     """Return on all ranks where a checkpoint is and what it holds, after a check of its files."""
     directory = team.agree(lambda: place_of(path))
     with _as_damage(directory, team):
-        index = _shared_index(directory, team)
-        team.agree(lambda: _check_files(directory, index) if team.is_first else None)
-    return directory, index
+        return directory, _shared_index(directory, team)
 
 
 def load_opened(
@@ -332,7 +330,8 @@ def load_opened(
             lambda: _planned(build(), directory, index, planner, team, verify)
         )
         extra = _unexpected_keys(index, planner.wanted.union(accounted), team)
-        team.agree(lambda: _handle_unexpected(extra, unexpected, team))
+        if extra:  # equal on all ranks, which ``unexpected`` need not be
+            team.agree(lambda: _handle_unexpected(extra, unexpected, team))
     except CheckpointingException as error:
         raise CheckpointingException(f"cannot load {directory}: {error}") from error
     with _as_damage(directory, team):
@@ -360,7 +359,7 @@ def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> No
 
 
 def _shared_index(directory: Place, team: Team) -> Index:
-    """Read on the first rank what the checkpoint holds, and return it on all."""
+    """Read on the first rank what the checkpoint holds and check its files; return it on all."""
 
     def read() -> RawIndex:
         if is_incomplete_name(directory.name):
@@ -369,9 +368,14 @@ def _shared_index(directory: Place, team: Team) -> Index:
             )
         return read_raw_index(directory) if team.is_first else RawIndex(b"", b"")
 
-    raw = team.agree(read)
-    raw = RawIndex(team.share_bytes(raw.manifest), team.share_bytes(raw.metadata))
-    return team.agree(lambda: parsed_index(directory, raw))
+    def parsed() -> Index:
+        index = parsed_index(directory, raw)
+        if team.is_first:
+            _check_files(directory, index)
+        return index
+
+    raw = RawIndex(*team.share_bytes(*team.agree(read)))
+    return team.agree(parsed)
 
 
 def _planned(
@@ -451,7 +455,7 @@ def _unexpected_keys(index: Index, wanted: frozenset[str], team: Team) -> list[s
 
 
 def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team) -> None:
-    if not extra or unexpected == "ignore":
+    if unexpected == "ignore":
         return
     title = "no rank asks for some keys of the checkpoint, which are not loaded"
     if unexpected == "raise":

@@ -73,11 +73,17 @@ class Team:
             for padded, length in zip(received or [], lengths, strict=False)
         ]
 
-    def share_bytes(self, payload: bytes) -> bytes:
-        """Return the first rank's bytes on every rank."""
+    def share_bytes(self, *payloads: bytes) -> list[bytes]:
+        """Return the first rank's bytes, of which each rank gives as many, on every rank."""
         if self.group is None:
-            return payload
-        [length] = self.max([len(payload) if self.is_first else 0])
+            return list(payloads)
+        lengths = self.max([len(one) if self.is_first else 0 for one in payloads])
+        return [
+            self._broadcast(one, length) if length else b""
+            for one, length in zip(payloads, lengths, strict=True)
+        ]
+
+    def _broadcast(self, payload: bytes, length: int) -> bytes:
         device = comm_device(self.group)
         if self.is_first:
             message = _as_tensor(payload).to(device)

@@ -25,13 +25,12 @@ _CRC_IN_DIRECTORY, _NAME_IN_DIRECTORY = 16, 46
 Readable = BinaryIO | io.RawIOBase
 
 
-class FileSlice(io.RawIOBase):
-    """A read-only, seekable view of some bytes of an open file, which must outlive it."""
+class Seekable(io.RawIOBase):
+    """A position in a read-only file of known length; subclasses read from there on."""
 
-    def __init__(self, stream: Readable, offset: int, length: int) -> None:
+    def __init__(self, length: int) -> None:
         super().__init__()
-        self._stream, self._offset, self._length = stream, offset, length
-        self._position = 0
+        self._length, self._position = length, 0
 
     def readable(self) -> bool:
         return True
@@ -45,9 +44,17 @@ class FileSlice(io.RawIOBase):
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
         base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._length}[whence]
         if base + offset < 0:
-            raise ValueError(f"cannot seek to {base + offset} in a slice of a file")
+            raise ValueError(f"cannot seek to {base + offset}, before the start of a file")
         self._position = base + offset
         return self._position
+
+
+class FileSlice(Seekable):
+    """A read-only, seekable view of some bytes of an open file, which must outlive it."""
+
+    def __init__(self, stream: Readable, offset: int, length: int) -> None:
+        super().__init__(length)
+        self._stream, self._offset = stream, offset
 
     def read(self, size: int | None = -1) -> bytes:
         left = max(0, self._length - self._position)

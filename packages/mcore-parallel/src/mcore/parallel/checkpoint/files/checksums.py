@@ -22,12 +22,18 @@ Unbuffered = io.RawIOBase | io.BytesIO
 def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:
     """Fill memory with the bytes of a file from an offset on; EOFError when it ends before."""
     stream.seek(offset)
-    done = 0
-    while done < len(memory):
-        count = stream.readinto(memory[done:])
+    read_on(stream, memory)
+
+
+def read_on(stream: Unbuffered, memory: memoryview) -> None:
+    """Fill memory with the next bytes of a file; EOFError when it ends before."""
+    left = memory
+    while left:
+        count = stream.readinto(left)
         if not count:
-            raise EOFError(f"it ends at byte {offset + done}, not {offset + len(memory)}")
-        done += count
+            end = stream.tell()
+            raise EOFError(f"it ends at byte {end}, not {end + len(left)}")
+        left = left[count:]
 
 
 class Scratch:

@@ -204,10 +204,10 @@ class CheckedReader:
         with self._named_problems(wanted):
             if is_checked_on_the_way:
                 num_bytes = prod(piece.shape) * dtype.itemsize
-                checked = CheckedStream(stream, scratch)
-                checked.skip(piece.at, piece.elements)
-                sweep(checked, first, piece.shape, parts, dtype)
-                checked.skip(first + num_bytes, piece.at + piece.span - first - num_bytes)
+                checked = CheckedStream(stream, piece.at, scratch)
+                checked.skip(piece.elements)
+                sweep(checked, piece.shape, parts, dtype)
+                checked.skip(piece.span - piece.elements - num_bytes)
                 if checked.running.digits() != piece.checksum:
                     raise self._changed(wanted, "its checksum differs")
             else:

@@ -13,6 +13,7 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files.archive import Seekable
 
 # Of the first read; where reads follow each other, each fetches twice as much.
 _FIRST_BYTES = 1 << 20
@@ -119,7 +120,7 @@ class RemotePath(os.PathLike[str]):
 
     def open(self) -> io.RawIOBase:
         """Open a file to read."""
-        return _RangeReader(self, self.size())
+        return _RangeReader(self)
 
     def read_range(self, start: int, end: int) -> bytes:
         """Read some bytes of a file, parts of many at the same time."""
@@ -204,31 +205,17 @@ class _Upload:
         return len(memory)
 
 
-class _RangeReader(io.RawIOBase):
+class _RangeReader(Seekable):
     """A file that is fetched in larger and larger blocks as long as it is read in order."""
 
-    def __init__(self, path: RemotePath, size: int) -> None:
-        super().__init__()
-        self._path, self._size, self._position = path, size, 0
+    def __init__(self, path: RemotePath) -> None:
+        super().__init__(path.size())
+        self._path = path
         self._block, self._block_at, self._block_bytes = b"", 0, _FIRST_BYTES
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._position
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        base = {os.SEEK_SET: 0, os.SEEK_CUR: self._position, os.SEEK_END: self._size}[whence]
-        self._position = base + offset
-        return self._position
 
     def readinto(self, buffer: Any) -> int:
         memory = memoryview(buffer).cast("B")
-        wanted = min(len(memory), self._size - self._position)
+        wanted = min(len(memory), self._length - self._position)
         if wanted <= 0:
             return 0
         if not 0 <= self._position - self._block_at < len(self._block):
@@ -242,10 +229,10 @@ class _RangeReader(io.RawIOBase):
     def _fetch(self, wanted: int) -> None:
         follows = self._block and self._position == self._block_at + len(self._block)
         self._block_bytes = min(2 * self._block_bytes, _MOST_BYTES) if follows else _FIRST_BYTES
-        end = min(self._position + max(wanted, self._block_bytes), self._size)
+        end = min(self._position + max(wanted, self._block_bytes), self._length)
         self._block, self._block_at = self._path.read_range(self._position, end), self._position
         if not self._block:
-            raise EOFError(f"{self._path} ends at byte {self._position}, not {self._size}")
+            raise EOFError(f"{self._path} ends at byte {self._position}, not {self._length}")
 
 
 def remote_path(url: str) -> RemotePath:

@@ -13,11 +13,12 @@ from mcore.parallel.checkpoint.files.checksums import (
     Scratch,
     Unbuffered,
     read_exactly,
+    read_on,
 )
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.tensor_memory import memory_of
 
-_STEP_BYTES = 1 << 18  # read and checked at a time: small enough to stay in the nearest cache
+_STEP_BYTES = 1 << 19  # read and checked at a time: small enough to stay in the cache of a core
 
 
 class Part(NamedTuple):
@@ -30,57 +31,51 @@ class Part(NamedTuple):
 class CheckedStream:
     """A file that is read in order, through memory or into targets, with a running checksum."""
 
-    def __init__(self, stream: Unbuffered, scratch: Scratch) -> None:
+    def __init__(self, stream: Unbuffered, at: int, scratch: Scratch) -> None:
         self.running = RunningChecksum()
         self.scratch = scratch
         self._stream = stream
+        stream.seek(at)
 
-    def read(self, at: int, memory: memoryview) -> None:
+    def read(self, memory: memoryview) -> None:
         """Fill memory step by step, adding up each step while it is in the cache."""
         for start in range(0, len(memory), _STEP_BYTES):
             step = memory[start : start + _STEP_BYTES]
-            read_exactly(self._stream, at + start, step)
+            read_on(self._stream, step)
             self.running.update(step)
 
-    def skip(self, at: int, length: int) -> None:
+    def skip(self, length: int) -> None:
         """Add up bytes that nobody needs."""
         size = len(self.scratch.memory)
         for start in range(0, length, size):
-            self.read(at + start, self.scratch.memory[: min(size, length - start)])
+            self.read(self.scratch.memory[: min(size, length - start)])
 
 
-def sweep(
-    stream: CheckedStream,
-    at: int,
-    shape: Shape,
-    parts: Sequence[Part],
-    dtype: torch.dtype,
-) -> None:
-    """Read a whole shard, row-major from ``at`` on, and fill the targets with their parts of it."""
+def sweep(stream: CheckedStream, shape: Shape, parts: Sequence[Part], dtype: torch.dtype) -> None:
+    """Read a whole shard, which comes next, row-major, and fill the targets with their parts."""
     if not shape:
         shape = (1,)
         parts = [Part((0,), part.target.unsqueeze(0)) for part in parts]
     row_bytes = prod(shape[1:]) * dtype.itemsize
     if len(parts) == 1 and _lies_alike(shape, parts[0].target, dtype):
         start, target = parts[0].start[0], parts[0].target
-        end = start + target.shape[0]
-        stream.skip(at, start * row_bytes)
-        stream.read(at + start * row_bytes, memory_of(target))
-        stream.skip(at + end * row_bytes, (shape[0] - end) * row_bytes)
+        stream.skip(start * row_bytes)
+        stream.read(memory_of(target))
+        stream.skip((shape[0] - start - target.shape[0]) * row_bytes)
         target[:0].zero_()  # autograd counts changes and has not seen this one
         return
     if not parts:
-        stream.skip(at, shape[0] * row_bytes)
+        stream.skip(shape[0] * row_bytes)
         return
     if len(shape) > 1 and row_bytes > len(stream.scratch.memory):
         for row in range(shape[0]):
-            sweep(stream, at + row * row_bytes, shape[1:], _in_row(parts, row), dtype)
+            sweep(stream, shape[1:], _in_row(parts, row), dtype)
         return
     step = max(1, len(stream.scratch.memory) // max(1, row_bytes))
     for first in range(0, shape[0], step):
         count = min(step, shape[0] - first)
         memory = stream.scratch.memory[: count * row_bytes]
-        stream.read(at + first * row_bytes, memory)
+        stream.read(memory)
         rows = stream.scratch.tensor[: len(memory)].view(dtype).view(count, *shape[1:])
         for part in parts:
             _copy_rows(rows, first, part)

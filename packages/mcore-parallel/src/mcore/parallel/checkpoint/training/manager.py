@@ -209,8 +209,8 @@ class CheckpointManager:
         """Return on every rank what the first rank finds, damaged checkpoints included."""
         team = team_of(self._group)
         names = team.agree(lambda: _step_names(self.root) if team.is_first else [])
-        shared: list[str] = json.loads(team.share_bytes(json.dumps(names).encode()))
-        return [self.root / name for name in shared]
+        [shared] = team.share_bytes(json.dumps(names).encode())
+        return [self.root / name for name in json.loads(shared)]
 
     def _make_room(self, path: Place) -> None:
         remove_incomplete(self.root)

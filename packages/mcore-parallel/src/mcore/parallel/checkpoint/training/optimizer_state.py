@@ -87,7 +87,8 @@ class OptimizerState:
             return own
         packed = team.gather_bytes(pickle.dumps(own))
         merged = team.agree(lambda: _merged(map(pickle.loads, packed)))
-        found: Groups = pickle.loads(team.share_bytes(pickle.dumps(merged)))
+        [shared] = team.share_bytes(pickle.dumps(merged))
+        found: Groups = pickle.loads(shared)
         return found
 
     def _own_groups(self) -> Groups:

@@ -1,15 +1,180 @@
-"""What the inputs and tensors of a layer must be in every call of a graph of it."""
+"""Graphs that check each call: its inputs, the layer's tensors, and the memory in flight."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
 
-from mcore.modules.errors import GraphInputMismatch
+from mcore.modules.errors import GraphInputMismatch, GraphStateError
+from mcore.modules.graphs.runner import FlightToken, GraphSpec
+from mcore.modules.precision import conversion_helper
 from mcore.modules.traversal import iter_modules
+
+
+class GraphCall(NamedTuple):
+    """One checked call of a graph, for the runner's way of running it.
+
+    Attributes:
+        args: Positional tensors.
+        kwargs: Keyword tensors.
+        parameters: The layer's parameters, in the order of ``named_parameters()``.
+        token: A runner with autograd nodes of its own stores it in them as ``token``.
+        is_first_microbatch: As given.
+    """
+
+    args: tuple[torch.Tensor, ...]
+    kwargs: dict[str, torch.Tensor]
+    parameters: list[torch.Tensor]
+    token: FlightToken
+    is_first_microbatch: bool | None
+
+
+class CheckedGraph:
+    """A graph with the contract of GraphedCallable around a runner's way of running it.
+
+    Args:
+        spec: What was captured; not kept, so that a layer that is deleted frees its graphs.
+        replay: Called with a :class:`GraphCall`; returns the outputs.
+        strict: Also compare gradients, and refuse a call before the last one's backward.
+        watches_backward: Whether ``replay`` calls ``token.finish()`` in its backward itself;
+            otherwise outputs are watched here.
+        free: Called once on reset.
+
+    Example:
+        >>> import torch
+        >>> layer = torch.nn.Linear(2, 2)
+        >>> spec = GraphSpec(layer, layer.forward, (torch.ones(1, 2),))
+        >>> graph = CheckedGraph(spec, lambda call: layer(*call.args))
+        >>> graph(torch.ones(1, 2), is_first_microbatch=True).shape
+        torch.Size([1, 2])
+    """
+
+    def __init__(
+        self,
+        spec: GraphSpec,
+        replay: Callable[[GraphCall], Any],
+        *,
+        strict: bool = True,
+        watches_backward: bool = False,
+        free: Callable[[], object] | None = None,
+    ) -> None:
+        self.pool = spec.pool
+        self.number = 0 if spec.pool is None else spec.pool.add_graph()
+        self._place = f"the graph of layer {spec.order}, slot {spec.microbatch}"
+        self._signature = InputSignature(spec.args, _present(spec.kwargs))
+        self._tensors = LayerTensors(spec.module)
+        self._replay: Callable[[GraphCall], Any] | None = replay
+        self._free = free
+        self._strict = strict
+        self._watches_backward = watches_backward
+        self._last: weakref.ref[FlightToken] | None = None
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether the backward of the last call is still to come."""
+        token = None if self._last is None else self._last()
+        return token is not None and token.is_tracked and not token.backward_ran
+
+    def __call__(
+        self,
+        *args: torch.Tensor,
+        is_first_microbatch: bool | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Check the inputs, run the graph and watch its outputs."""
+        if self._replay is None:
+            raise GraphStateError(f"{self._place} was reset; capture it again")
+        tensors = _present(kwargs) if kwargs else kwargs
+        with_gradients = self._strict and torch.is_grad_enabled()
+        self._signature.check(args, tensors, with_gradients=with_gradients)
+        parameters = self._tensors.check(with_gradients=with_gradients)
+        if self._strict:
+            self._check_memory()
+        last = None if self._last is None else self._last()
+        if last is not None:
+            last.is_overwritten = True
+        token = FlightToken(self.number, self.pool)
+        self._last = weakref.ref(token)
+        outputs = self._replay(GraphCall(args, tensors, parameters, token, is_first_microbatch))
+        if self._strict and not self._watches_backward:
+            outputs = _watch(outputs, token)
+        return outputs
+
+    def _check_memory(self) -> None:
+        """Raise GraphStateError if a call in flight needs memory that this one overwrites."""
+        if self.is_busy:
+            raise GraphStateError(
+                f"{self._place} is called again before the backward of its last call, whose "
+                "tensors would be overwritten; run backward first, drop the outputs, or capture "
+                "more slots"
+            )
+        innermost = None if self.pool is None else self.pool.innermost
+        if innermost is not None and innermost.number > self.number:
+            raise GraphStateError(
+                f"{self._place} shares memory with a graph that was captured later and whose "
+                "backward is still to come; run that first, or capture this one again"
+            )
+
+    def reset(self) -> None:
+        """Free the graph; later calls raise GraphStateError. Does nothing the second time."""
+        self._replay = None
+        free, self._free = self._free, None
+        if free is not None:
+            free()
+
+
+def _present(named: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in named.items() if value is not None}
+
+
+class _Watch(torch.autograd.Function):
+    """Identity of all outputs of a call that notes when a backward passes."""
+
+    @staticmethod
+    def forward(ctx: Any, token: FlightToken, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.token = token
+        token.start()
+        ctx.set_materialize_grads(False)
+        # A view would have a _base, which pipeline schedules refuse to send.
+        return tuple(tensor.detach() for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        ctx.token.finish()
+        return None, *grads
+
+
+def _watch(outputs: Any, token: FlightToken) -> Any:
+    """Return the outputs, those that require grad replaced by watched identities of them."""
+    if isinstance(outputs, torch.Tensor):
+        return _watched((outputs,), token)[0] if outputs.requires_grad else outputs
+    found = differentiable(outputs)
+    if not found:
+        return outputs
+    replaced = {id(a): b for a, b in zip(found, _watched(tuple(found), token), strict=True)}
+    return conversion_helper(outputs, lambda leaf: replaced.get(id(leaf), leaf))
+
+
+def differentiable(outputs: Any) -> list[torch.Tensor]:
+    """Return the tensors in a structure that require grad."""
+    found: list[torch.Tensor] = []
+
+    def collect(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+            found.append(leaf)
+        return leaf
+
+    conversion_helper(outputs, collect)
+    return found
+
+
+def _watched(tensors: tuple[torch.Tensor, ...], token: FlightToken) -> tuple[torch.Tensor, ...]:
+    watched: tuple[torch.Tensor, ...] = _Watch.apply(token, *tensors)  # type: ignore[no-untyped-call]
+    return watched
 
 
 class TensorSignature(NamedTuple):
