@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -22,19 +21,14 @@ from pretrain.model.mtp import likeliest, loss_ahead, with_labels_ahead
 from pretrain.model.objective import objective_of
 from pretrain.model.router import choose
 from pretrain.run.training import build_model
-from pretrain.settings import Settings, read_settings
+from pretrain.settings import Settings
 from pretrain.usage import UsageError
 from pretrain.watch.step_metrics import training_flops
 from pretrain_reference import PlainGPT
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import (
-    TINY,
     curves_of,
-    events_of,
-    known_to_mlflow,
-    mlflow_of,
     norm_of,
-    pretrain,
     train_here,
     whole_parameters,
 )
@@ -43,7 +37,7 @@ from rank_testing import run_ranks
 SMALL: dict[str, Any] = {**BASE, "experts": 4, "mtp": 1, "balance_loss": 0.5, "z_loss": 0.2}
 
 
-QUIET = {"tensorboard": False, "straggler": False, "log_interval": 1}
+QUIET = {"tensorboard": False, "straggler": False, "mlflow": False, "log_interval": 1}
 # Runs of four ranks that change their layout every two steps; the last part of "first" has one.
 CHAINS: dict[str, list[dict[str, Any]]] = {
     "first": [
@@ -60,24 +54,26 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
 }
 COMPARED = (
     *("lm loss", "grad-norm", "load_balancing_loss", "z_loss", "mtp_1 loss"),
-    *("mtp_1_acceptance_rate", "moe/load_balancing_loss_layer_2", "moe/z_loss_layer_0"),
+    *("mtp_1_acceptance_rate", "moe/load_balancing_loss_layer_1", "moe/z_loss_layer_0"),
 )
 
 
 def settings_of(**chosen: Any) -> Settings:
     """The settings of a small run that logs every step."""
-    return Settings(**{**SMALL, **QUIET, "dp": 1, "mlflow": False, **chosen})
+    return Settings(**{**SMALL, **QUIET, "dp": 1, "num_layers": 1, **chosen})
 
 
-def train_on_four(root: str) -> None:
-    """Be one of four ranks of each layout in turn, of a run in bf16, and of one that diverges."""
+def train_on_four(root: str) -> str:
+    """Be one of four ranks in all runs; return what it prints in the one with frozen routers."""
     for name, layouts in CHAINS.items():
         for number, layout in enumerate(layouts):
             settings = settings_of(exit_after=2, **layout)
             train_here(settings, f"{root}/{name}", resume=number > 0)
-    train_here(settings_of(dp=4, ep=2, bf16=True), f"{root}/bf16")
     away = {"lr": 1e30, "min_lr": 1.0, "warmup_iters": 0, "max_skipped": 0, "train_iters": 3}
     train_here(settings_of(dp=4, ep=2, **away), f"{root}/diverged")
+    train_here(settings_of(dp=4, ep=2, bf16=True), f"{root}/bf16")
+    frozen = settings_of(dp=4, ep=4, freeze_router=True, train_iters=2)
+    return train_here(frozen, f"{root}/frozen")
 
 
 def train_alone(root: str) -> None:
@@ -85,6 +81,15 @@ def train_alone(root: str) -> None:
     train_here(settings_of(), f"{root}/alone")
     train_here(settings_of(bf16=True), f"{root}/alone-bf16")
     train_here(settings_of(), f"{root}/first", resume=True)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The folder of all runs, and what the rank that writes logs has printed in the last."""
+    root = tmp_path_factory.mktemp("runs")
+    printed = run_ranks(train_on_four, 4, str(root), timeout_s=300)
+    run_ranks(train_alone, 1, str(root), timeout_s=300)
+    return root, printed[-1]
 
 
 class PlainExperts(PlainGPT):
@@ -201,33 +206,52 @@ def test_rows_that_fill_up_the_vocabulary_are_no_predictions() -> None:
     assert likeliest(logits, None, 3).tolist() == [1, 0]
 
 
-def test_layouts_do_the_same_and_go_on_from_each_other(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run_ranks(train_on_four, 4, str(tmp_path), timeout_s=300)
-    run_ranks(train_alone, 1, str(tmp_path), timeout_s=300)
-    expected = curves_of(tmp_path / "alone")
-    weights = whole_parameters(tmp_path / "alone/checkpoints/step_00000008")
+def test_layouts_do_the_same_and_go_on_from_each_other(runs: tuple[Path, str]) -> None:
+    root, _ = runs
+    expected = curves_of(root / "alone")
+    weights = whole_parameters(root / "alone/checkpoints/step_00000008")
     assert expected["lm loss"][8] < expected["lm loss"][1] - 0.1
     for name in CHAINS:
-        found = curves_of(tmp_path / name)
+        found = curves_of(root / name)
         for metric in COMPARED:
             assert list(expected[metric]) == list(range(1, 9))
             assert found[metric] == pytest.approx(expected[metric], rel=1e-5), (name, metric)
-        after = whole_parameters(tmp_path / name / "checkpoints/step_00000008")
+        after = whole_parameters(root / name / "checkpoints/step_00000008")
         assert after.keys() == weights.keys()
-        assert norm_of(after[key] - weights[key] for key in after) < 1e-5 * norm_of(
-            weights.values()
-        )
+        difference = norm_of(after[key] - weights[key] for key in after)
+        assert difference < 1e-5 * norm_of(weights.values())
         for key, values in after.items():
             torch.testing.assert_close(values, weights[key], rtol=1e-5, atol=2e-5, msg=key)
-    low, low_alone = curves_of(tmp_path / "bf16"), curves_of(tmp_path / "alone-bf16")
+
+
+def test_bf16_stays_near_itself_on_one_rank(runs: tuple[Path, str]) -> None:
+    found, expected = (curves_of(runs[0] / name) for name in ("bf16", "alone-bf16"))
     for metric in ("lm loss", "mtp_1 loss", "load_balancing_loss", "grad-norm"):
-        assert low[metric] == pytest.approx(low_alone[metric], rel=2e-2), metric
-    diverged = curves_of(tmp_path / "diverged")
+        assert found[metric] == pytest.approx(expected[metric], rel=2e-2), metric
+
+
+def test_skipped_steps_have_no_metrics_of_experts(runs: tuple[Path, str]) -> None:
+    diverged = curves_of(runs[0] / "diverged")
     assert diverged["skipped-train-samples"][3] == 16
-    assert list(diverged["load_balancing_loss"]) == [1]
-    assert sample.main(["--run", str(tmp_path / "second"), "import ", "--tokens", "4"]) == 0
+    assert list(diverged["load_balancing_loss"]) == list(diverged["mtp_1 loss"]) == [1]
+
+
+def test_frozen_routers_stay_as_they_were(runs: tuple[Path, str]) -> None:
+    root, printed = runs
+    for name in ("load_balancing_loss", "z_loss", "mtp_1 loss"):
+        assert len(re.findall(rf"{name}: \d\.\d+E[+-]\d+", printed)) == 2, printed
+    assert re.search(r"^model .* 4 experts, 2 for each token$", printed, re.MULTILINE)
+    settings, groups = settings_of(), ProcessGroups.from_sizes()
+    started = build_model(settings, transformer_config(settings), groups, torch.device("cpu"))
+    after = whole_parameters(root / "frozen/checkpoints/step_00000002")
+    for name, parameter in started.named_parameters():
+        assert torch.equal(parameter, after[name]) is ("router" in name), name
+
+
+def test_one_process_continues_a_text(
+    runs: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert sample.main(["--run", str(runs[0] / "second"), "import ", "--tokens", "4"]) == 0
     assert len(capsys.readouterr().out) == len("import ") + 4 + 1
 
 
@@ -251,29 +275,3 @@ def test_layouts_do_the_same_and_go_on_from_each_other(
 def test_what_makes_no_sense_is_refused(chosen: dict[str, Any], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         check(Settings(**chosen), None)
-
-
-def test_frozen_routers_stay_as_they_were_and_all_trackers_have_the_metrics(tmp_path: Path) -> None:
-    done = pretrain(
-        tmp_path, *TINY, "--no-straggler", "--train-iters", "2", "--log-interval", "1",
-        "--experts", "4", "--ep", "2", "--freeze-router", "--mtp", "1", "--run-dir", "run",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    run = tmp_path / "run"
-    curves = curves_of(run)
-    for name in ("load_balancing_loss", "z_loss", "mtp_1 loss"):
-        assert len(re.findall(rf"{name}: \d\.\d+E[+-]\d+", done.stdout)) == 2, done.stdout
-    assert re.search(r"^model .* 4 experts, 2 for each token$", done.stdout, re.MULTILINE)
-    run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
-    _, history = mlflow_of(f"sqlite:///{run / 'mlflow.db'}", run_id)
-    assert history == known_to_mlflow(curves)
-    events = events_of(run)
-    for name in ("load_balancing_loss", "moe/z_loss_layer_1", "mtp_1_acceptance_rate"):
-        assert list(curves[name]) == [1, 2]
-        assert events[name] == [(step, pytest.approx(v)) for step, v in curves[name].items()]
-    settings = Settings(**{**read_settings(run), "dp": 1, "ep": 1})
-    config, groups = transformer_config(settings), ProcessGroups.from_sizes()
-    started = build_model(settings, config, groups, torch.device("cpu"))
-    after = whole_parameters(run / "checkpoints/step_00000002")
-    for name, parameter in started.named_parameters():
-        assert torch.equal(parameter, after[name]) is ("router" in name), name
