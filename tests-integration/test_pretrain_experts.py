@@ -52,6 +52,11 @@ CHAINS: dict[str, list[dict[str, Any]]] = {
         {"tp": 2, "cp": 2, "dp": 1},
     ],
 }
+LOW: list[dict[str, Any]] = [
+    {"dp": 4, "ep": 2},
+    {"dp": 4, "ep": 4, "fsdp": True},
+    {"tp": 2, "dp": 2, "ep": 2},
+]
 COMPARED = (
     *("lm loss", "grad-norm", "load_balancing_loss", "z_loss", "mtp_1 loss"),
     *("mtp_1_acceptance_rate", "moe/load_balancing_loss_layer_1", "moe/z_loss_layer_0"),
@@ -71,7 +76,9 @@ def train_on_four(root: str) -> str:
             train_here(settings, f"{root}/{name}", resume=number > 0)
     away = {"lr": 1e30, "min_lr": 1.0, "warmup_iters": 0, "max_skipped": 0, "train_iters": 3}
     train_here(settings_of(dp=4, ep=2, **away), f"{root}/diverged")
-    train_here(settings_of(dp=4, ep=2, bf16=True), f"{root}/bf16")
+    for number, layout in enumerate(LOW):
+        settings = settings_of(exit_after=3, bf16=True, **layout)
+        train_here(settings, f"{root}/bf16", resume=number > 0)
     frozen = settings_of(dp=4, ep=4, freeze_router=True, train_iters=2)
     return train_here(frozen, f"{root}/frozen")
 

@@ -112,7 +112,8 @@ def _check_experts(settings: Settings) -> None:
     if ranks % settings.ep:
         raise UsageError(
             f"--ep {settings.ep} does not divide cp * dp = {settings.cp} * {settings.dp} = "
-            f"{ranks}, the ranks whose tokens the experts share (tp cuts the experts themselves)"
+            f"{ranks}, the ranks whose tokens the experts share (tp cuts the experts themselves): "
+            "change one of them"
         )
     if ranks // settings.ep % settings.hsdp_outer:
         raise UsageError(

@@ -152,12 +152,14 @@ class GPT(MegatronModule):
         self.cp_group = groups.cp
         self.head_size = config.hidden_size // config.num_attention_heads
         self.embedding = VocabParallelEmbedding(config, init, vocabulary_size)
-        blocks = [
+        self.layers = torch.nn.ModuleList(
             TransformerLayer(config, init, number, groups=groups, dropout=dropout)
-            for number in range(config.num_blocks)
-        ]
-        self.layers = torch.nn.ModuleList(blocks[: config.num_layers])
-        self.mtp = PredictionAhead(config, init, blocks[-1]) if config.mtp_num_layers else None
+            for number in range(config.num_layers)
+        )
+        self.mtp: PredictionAhead | None = None
+        if config.mtp_num_layers:
+            more = TransformerLayer(config, init, config.num_layers, groups=groups, dropout=dropout)
+            self.mtp = PredictionAhead(config, init, more)
         self.final_norm = torch.nn.LayerNorm(config.hidden_size, device=init.device)
         if config.sequence_parallel:
             mark_partial_gradients(self.final_norm.parameters())

@@ -94,9 +94,11 @@ class FullyShardedOptimizer:
         index: FSDPDistributedIndex,
         *,
         weight_decay: float,
+        low_precision: bool = False,
     ) -> None:
         self.groups = groups
         self.index = index
+        self.low_precision = low_precision
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.adamw = AdamW(self.params, weight_decay=weight_decay)
         self._accumulated = 0
@@ -146,7 +148,10 @@ class FullyShardedOptimizer:
             limit,
             tp_group=self.groups.tp,
             shard_groups=[self.index.get_fsdp_group()],
-            expert_groups=[self.index.get_fsdp_group(is_expert_parallel=True), self.groups.tp_ep],
+            expert_groups=[
+                self.index.get_fsdp_group(is_expert_parallel=True),
+                self.groups.tp_ep_pp,
+            ],
         )
 
     def step(self, learning_rate: float) -> None:
@@ -160,10 +165,14 @@ class FullyShardedOptimizer:
             param.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Moments, sharded like the parameters they belong to."""
-        return sharded_beside(
-            model_state, self.params, lambda place: self.adamw.moments(self.params[place])
-        )
+        """Main weights and moments, sharded like the parameters they belong to."""
+        return sharded_beside(model_state, self.params, self._tensors)
+
+    def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        param = self.params[place]
+        if self.low_precision:  # what the model computes with is rounded from the shard
+            yield "main", param.detach()
+        yield from self.adamw.moments(param)
 
     def _local_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for param in self.params:

@@ -20,7 +20,7 @@ class MainWeightOptimizer:
 
     All ranks build it over their own slices of the same model and call its methods together:
     ``dp_cp`` replicas average gradients, ``expt_dp`` replicas those of experts; ``tp`` ranks share
-    the gradient norm, ``tp_ep`` ranks that of experts.
+    the gradient norm, ``tp_ep_pp`` ranks that of experts.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MainWeightOptimizer:
         """Scale the gradients to a global norm of at most ``limit``; one all-reduce over ``tp``."""
         gradients = [(main, main.grad) for main in self.main if main.grad is not None]
         return clip_to_norm(
-            gradients, limit, tp_group=self.groups.tp, expert_groups=[self.groups.tp_ep]
+            gradients, limit, tp_group=self.groups.tp, expert_groups=[self.groups.tp_ep_pp]
         )
 
     def step(self, learning_rate: float) -> None:

@@ -103,22 +103,27 @@ class Steps:
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean over this rank's tokens; ranks hold equally many, so means may be averaged."""
-        ahead = {"next_tokens": batch["labels"]} if self._looks_ahead() else {}
-        output = self.model(batch["tokens"], batch["position_ids"], **ahead)
-        own = output[0] if ahead else output
+        looks_ahead = self.settings.mtp > 0 and self.model.training
+        ahead = {"next_tokens": batch["labels"]} if looks_ahead else {}
+        return self._loss_of(self.model(batch["tokens"], batch["position_ids"], **ahead), batch)
+
+    def _loss_of(
+        self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor], batch: Batch
+    ) -> torch.Tensor:
+        """Mean over this rank's tokens; ranks hold equally many, so means may be averaged.
+
+        Of two outputs it has the gradient of both losses and the value of the first.
+        """
+        own = output[0] if isinstance(output, tuple) else output
         losses = self.objective.losses(own, batch["labels"].transpose(0, 1), self.groups.tp)
         mask = batch["loss_mask"].transpose(0, 1)
         loss = (losses * mask).sum() / mask.sum()
-        if not ahead:
+        if not isinstance(output, tuple):
             return loss
         more = self.settings.mtp_loss * loss_ahead(
             output, batch, self.objective.losses, self.groups, self.settings.vocabulary_size
         )
-        return loss + (more - more.detach())  # the gradient of both, the value of the first
-
-    def _looks_ahead(self) -> bool:
-        return self.settings.mtp > 0 and self.model.training
+        return loss + (more - more.detach())
 
 
 def learning_rate_at(
