@@ -42,14 +42,14 @@ QUIET = {"tensorboard": False, "straggler": False, "mlflow": False, "log_interva
 CHAINS: dict[str, list[dict[str, Any]]] = {
     "first": [
         {"dp": 4, "ep": 4},
-        {"dp": 4, "ep": 2, "fsdp": True, "hsdp_outer": 2},
+        {"dp": 4, "ep": 2, "fsdp": True},
         {"tp": 2, "cp": 2, "dp": 1, "ep": 2, "fsdp": True, "recompute": True},
     ],
     "second": [
         {"dp": 4, "ep": 2, "recompute": True, "check_replicas_interval": 2},
         {"tp": 2, "dp": 2, "ep": 2, "sequence_parallel": True, "check_replicas_interval": 2},
         {"cp": 2, "dp": 2, "ep": 2, "async_save": True},
-        {"tp": 2, "cp": 2, "dp": 1},
+        {"dp": 4, "fsdp": True, "hsdp_outer": 2},
     ],
 }
 LOW: list[dict[str, Any]] = [
