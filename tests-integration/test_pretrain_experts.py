@@ -146,7 +146,7 @@ class PlainExperts(PlainGPT):
             x = self._block(f"layers/{layer}", x)
         following = self._norm("mtp/next_norm", table[batch["labels"]])
         joined = torch.cat((self._norm("mtp/hidden_norm", x), following), -1)
-        ahead = self._block("mtp/layer", joined @ self.weights["mtp/projection/weight"].T)
+        ahead = self._block("mtp/layer", joined @ self.weights["mtp/projection"].T)
         return self._norm("final_norm", x) @ table.T, self._norm("mtp/final_norm", ahead) @ table.T
 
 

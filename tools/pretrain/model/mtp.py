@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from mcore.modules import MegatronModule
 from mcore.observe import get_mtp_metrics_tracker
@@ -33,14 +33,12 @@ class PredictionAhead(MegatronModule):
         hidden, device = config.hidden_size, init.device
         self.hidden_norm = torch.nn.LayerNorm(hidden, device=device)
         self.next_norm = torch.nn.LayerNorm(hidden, device=device)
-        self.projection = torch.nn.Linear(2 * hidden, hidden, bias=False, device="meta")
         shape = (hidden, 2 * hidden)
-        self.projection.weight = init.replica("mtp.projection.weight", shape, inner_init(config))
-        self.layer = layer
+        self.projection = init.replica("mtp.projection", shape, inner_init(config))
         self.final_norm = torch.nn.LayerNorm(hidden, device=device)
         if config.sequence_parallel:
-            for own in (self.hidden_norm, self.next_norm, self.projection, self.final_norm):
-                mark_partial_gradients(own.parameters())
+            mark_partial_gradients(self.parameters())
+        self.layer = layer
 
     def forward(
         self,
@@ -50,7 +48,7 @@ class PredictionAhead(MegatronModule):
     ) -> torch.Tensor:
         """``[s, b, h]`` each to ``[s, b, h]``; ``run`` runs the layer as the model's others."""
         joined = torch.cat((self.hidden_norm(hidden), self.next_norm(embedded)), dim=-1)
-        ahead: torch.Tensor = self.final_norm(run(self.layer, self.projection(joined)))
+        ahead: torch.Tensor = self.final_norm(run(self.layer, F.linear(joined, self.projection)))
         return ahead
 
 
@@ -97,7 +95,7 @@ def _accepted(
     vocabulary_size: int,
 ) -> torch.Tensor:
     """How many tokens ahead are the likeliest ones of the model at the next position."""
-    own, ahead = likeliest(torch.stack(outputs), groups.tp, vocabulary_size)
+    own, ahead = (likeliest(logits, groups.tp, vocabulary_size) for logits in outputs)
     positions = batch["position_ids"][0]
     ranks = _gathered(torch.cat((positions[:, None], own), dim=1), groups.cp)
     every = torch.cat(ranks)
@@ -111,17 +109,17 @@ def likeliest(
     logits: torch.Tensor, tp_group: dist.ProcessGroup | None, vocabulary_size: int
 ) -> torch.Tensor:
     """Numbers of the largest logits ``[..., v / tp]``, equal on all tp ranks; no filled-up rows."""
-    rows = torch.arange(logits.shape[-1], device=logits.device)
-    rows += get_pg_rank(tp_group) * logits.shape[-1]
-    best, number = logits.masked_fill(rows >= vocabulary_size, -math.inf).max(dim=-1)
-    number = rows[number]
-    values, numbers = _gathered(best, tp_group), _gathered(number, tp_group)
+    start = get_pg_rank(tp_group) * logits.shape[-1]
+    best, number = logits[..., : max(1, vocabulary_size - start)].max(dim=-1)
+    if start >= vocabulary_size:
+        best = torch.full_like(best, -math.inf)
+    values, numbers = _gathered(best, tp_group), _gathered(number + start, tp_group)
     first = torch.stack(values).max(dim=0).indices
     chosen: torch.Tensor = torch.stack(numbers).gather(0, first[None])[0]
     return chosen
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[Any]:
+def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     if get_pg_size(group) == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(get_pg_size(group))]
