@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import math
 import os
 import shlex
 import signal
@@ -21,6 +22,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mcore.observe.sinks import sanitize_metric_name
@@ -196,6 +198,23 @@ def curves_of(run: Path) -> Curves:
                 assert record["step"] not in curves[name], f"{name} twice at {record['step']}"
                 curves[name][record["step"]] = value
     return curves
+
+
+def whole_parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
+    """The parameters of a checkpoint, read by PyTorch alone."""
+    stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    state = {
+        name: torch.empty(entry.size, dtype=entry.properties.dtype)
+        for name, entry in stored.items()
+        if name.startswith("model.") and hasattr(entry, "size")
+    }
+    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
+    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
+
+
+def norm_of(tensors: Any) -> float:
+    """The norm of all elements, summed in float64."""
+    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def events_of(run: Path) -> dict[str, list[tuple[int, float]]]:

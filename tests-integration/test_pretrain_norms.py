@@ -3,44 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 import torch.nn.functional as F
 
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import draw_batch, load_corpus
-from pretrain.run.training import build_model, transformer_config
+from pretrain.model.configuration import transformer_config
+from pretrain.run.training import build_model
 from pretrain.settings import Settings
 from pretrain_runs import SMALL as BASE
-from pretrain_runs import curves_of, train_on_ranks
+from pretrain_runs import curves_of, norm_of, train_on_ranks, whole_parameters
 from rank_testing import run_ranks
 
 SMALL = Settings(
     dp=1, tensorboard=False, log_interval=2, **{**BASE, "train_iters": 3, "save_interval": 2}
 )
-
-
-def whole_parameters(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """The parameters of a checkpoint, read by PyTorch alone."""
-    stored = dcp.FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
-    state = {
-        name: torch.empty(entry.size, dtype=entry.properties.dtype)
-        for name, entry in stored.items()
-        if name.startswith("model.") and hasattr(entry, "size")
-    }
-    dcp.load(state, checkpoint_id=str(checkpoint), no_dist=True)
-    return {name.removeprefix("model."): tensor for name, tensor in state.items()}
-
-
-def norm_of(tensors: Any) -> float:
-    """The norm of all elements, summed in float64."""
-    return math.sqrt(sum(float(tensor.double().square().sum()) for tensor in tensors))
 
 
 def gradient_norm_of_one_process(checkpoint: str, step: int) -> float:

@@ -41,7 +41,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     folder = tmp_path_factory.mktemp("finished")
     done = pretrain(
         folder, *TINY, "--train-iters", "8", "--exit-after", "6", "--log-interval", "2",
-        "--save-interval", "4", "--run-dir", "run",
+        "--save-interval", "4", "--run-dir", "run", "--experts", "2", "--ep", "2", "--mtp", "1",
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return folder / "run", done.stdout
@@ -60,6 +60,7 @@ def test_mlflow_has_every_metric_of_every_step(finished: tuple[Path, str]) -> No
     assert {"lm loss", "grad-norm", "params-norm", "step-time", "time/remaining_estimate"} <= set(
         history
     )
+    assert {"moe/load_balancing_loss_layer_1", "z_loss", "mtp_1_acceptance_rate"} <= set(history)
     assert found.info.status == "FINISHED"
     assert found.info.run_name == "run"
     assert found.data.params["global_batch_size"] == "8"

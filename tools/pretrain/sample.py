@@ -14,8 +14,9 @@ from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import CheckpointingException, load_sharded_state_dict
 from pretrain.cli.options import Parser
+from pretrain.model.configuration import transformer_config
 from pretrain.run.checkpoints import latest_step
-from pretrain.run.training import build_model, transformer_config
+from pretrain.run.training import build_model
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
@@ -23,7 +24,7 @@ from pretrain.usage import EXIT_USAGE, UsageError
 
 _CPU = torch.device("cpu")
 _ALONE = {
-    "tp": 1, "cp": 1, "dp": 1, "fsdp": False, "hsdp_outer": 1, "sequence_parallel": False,
+    "tp": 1, "cp": 1, "dp": 1, "ep": 1, "fsdp": False, "hsdp_outer": 1, "sequence_parallel": False,
     "recompute": False, "cuda_graph": "none",
 }  # fmt: skip
 

@@ -45,6 +45,7 @@ _FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
 _PART = Limit("between 0 and 1", lambda value: 0.0 < value < 1.0)
 _DURATION = Limit("finite and above 0", lambda value: 0 < value < math.inf)
+_UP_TO_ONE = Limit("0 or 1", lambda value: value in (0, 1))
 _PORT = Limit("from 0 to 65535", lambda value: 0 <= value <= 65535)
 
 
@@ -81,6 +82,7 @@ class Settings:
     )
     fsdp: bool = _option(False, "cut parameters and optimizer over the dp x cp ranks")
     hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp", _at_least(1))
+    ep: int = _option(1, "expert-parallel size: ranks that share the experts", _at_least(1))
     sequence_parallel: bool = _option(
         False, "with --tp: cut what lies between the split matrices along the sequence"
     )
@@ -113,6 +115,24 @@ class Settings:
     value_head: bool = _option(
         False, "learn the column of each byte in its line instead of the next byte", fixed=True
     )
+
+    experts: int = _option(
+        0, "experts in each layer instead of one feed-forward; 0: none", _at_least(0), fixed=True
+    )
+    topk: int = _option(2, "experts that take each token", _at_least(1), fixed=True)
+    balance: Literal["batch", "sequence"] = _option(
+        "batch",
+        "what the loads of the experts are balanced over: the sequences of a forward pass or each",
+        choices=("batch", "sequence"),
+        fixed=True,
+    )
+    balance_loss: float = _option(0.01, "weight of the load-balancing loss", _FINITE, fixed=True)
+    z_loss: float = _option(0.001, "weight of the routers' z loss", _FINITE, fixed=True)
+    freeze_router: bool = _option(False, "leave the routers as they are", fixed=True)
+    mtp: int = _option(
+        0, "1: learn the token after the next too, with one more layer", _UP_TO_ONE, fixed=True
+    )
+    mtp_loss: float = _option(0.3, "weight of that token's loss", _FINITE, fixed=True)
 
     train_iters: int = _option(200, "total number of optimizer steps", _at_least(1))
     global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1), fixed=True)
@@ -176,8 +196,9 @@ class Settings:
 
     @property
     def run_kind(self) -> str:
-        """What names run folders: the layout, and the objective where it is not the usual one."""
-        return self.layout + ("-value-head" if self.value_head else "")
+        """What names run folders: the layout, and the objective where it is an unusual one."""
+        experts = f"-ep{self.ep}" if self.ep > 1 else ""
+        return self.layout + experts + ("-value-head" if self.value_head else "")
 
     @property
     def rows_per_forward(self) -> int:

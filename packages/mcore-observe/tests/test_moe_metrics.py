@@ -152,6 +152,14 @@ def test_steps_are_kept_or_dropped_as_a_whole():
     assert writer.add_scalar.mock_calls == [mock.call("z_loss", 2.0, 3)]
 
 
+def test_after_a_reset_a_model_of_another_depth_records():
+    tracker = recorded([100.0])
+    tracker.commit_step()
+    tracker.reset()
+    tracker.record("z_loss", torch.tensor(4.0), 2, 2)
+    assert tracker.take(1.0).layers["z_loss"].tolist() == [0.0, 4.0]
+
+
 def test_a_recorded_value_keeps_no_graph():
     tracker = MoEMetricsTracker()
     tracker.record("z_loss", torch.tensor(1.0, requires_grad=True) * 2, 1, 1)

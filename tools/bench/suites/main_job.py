@@ -17,9 +17,10 @@ import torch.distributed as dist
 from bench.measure import Row
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
+from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.steps import Steps
-from pretrain.run.training import build_model, build_optimizer, transformer_config
+from pretrain.run.training import build_model, build_optimizer
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops

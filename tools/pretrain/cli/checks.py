@@ -28,6 +28,12 @@ def check(settings: Settings, available: int | None) -> None:
         _check_sequence_parallel(settings)
     if settings.cuda_graph != "none":
         _check_graphs(settings)
+    _check_experts(settings)
+    if settings.value_head and settings.mtp:
+        raise UsageError(
+            "--mtp learns tokens, but with --value-head there is no head over them: leave one of "
+            "them out"
+        )
     if settings.value_head and settings.untied:
         raise UsageError(
             "--untied gives the head over bytes a weight of its own, but with --value-head there "
@@ -90,6 +96,34 @@ def _check_sequence_parallel(settings: Settings) -> None:
         raise UsageError(
             f"--seq-length {settings.seq_length} is not divisible by --cp {settings.cp} times "
             f"--tp {settings.tp}, which --sequence-parallel needs"
+        )
+
+
+def _check_experts(settings: Settings) -> None:
+    if not settings.experts:
+        if settings.ep > 1 or settings.freeze_router:
+            flag = "--freeze-router" if settings.ep == 1 else f"--ep {settings.ep}"
+            raise UsageError(f"{flag} is for a model with experts: give --experts too")
+        return
+    _check_divisible("--experts", settings.experts, "--ep", settings.ep)
+    if settings.topk > settings.experts:
+        raise UsageError(f"--topk {settings.topk} is more than there are --experts")
+    ranks = settings.cp * settings.dp
+    if ranks % settings.ep:
+        raise UsageError(
+            f"--ep {settings.ep} does not divide cp * dp = {settings.cp} * {settings.dp} = "
+            f"{ranks}, the ranks whose tokens the experts share (tp cuts the experts themselves): "
+            "change one of them"
+        )
+    if ranks // settings.ep % settings.hsdp_outer:
+        raise UsageError(
+            f"--hsdp-outer {settings.hsdp_outer} does not divide cp * dp / ep = "
+            f"{ranks // settings.ep}, the copies of an expert"
+        )
+    if settings.cuda_graph != "none":
+        raise UsageError(
+            f"--cuda-graph {settings.cuda_graph} needs equal shapes in every step, which --experts "
+            "have not: leave one of them out"
         )
 
 

@@ -21,6 +21,7 @@ _GROUPS = {
     "tp": "layout",
     "data": "text",
     "num_layers": "model",
+    "experts": "experts and a second token",
     "train_iters": "training",
     "log_interval": "reports and checkpoints",
     "timeout_s": "trackers and what is watched",
@@ -28,6 +29,7 @@ _GROUPS = {
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
   pretrain --fsdp --bf16 --train-iters 600   parameters cut over the ranks
+  pretrain --dp 4 --experts 8 --ep 4         experts spread over four ranks
   pretrain --data "books/*.txt"              one's own text
   pretrain --resume runs/RUN                 go on from the last complete checkpoint
   pretrain --config runs/RUN/config.json     a new run with the settings of another

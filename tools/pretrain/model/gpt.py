@@ -19,6 +19,9 @@ from mcore.modules import (
 from mcore.parallel import ProcessGroups, checkpoint_activations
 from mcore.tensor import make_viewless_tensor
 from pretrain.model.attention import SelfAttention, causal_mask, rotary_table
+from pretrain.model.configuration import ModelConfig
+from pretrain.model.experts import ExpertFeedForward
+from pretrain.model.mtp import PredictionAhead
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
 from pretrain.model.tensor_parallel import (
     ColumnParallelLinear,
@@ -59,11 +62,11 @@ class TransformerLayer(GraphableMegatronModule):
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         init: ParameterInit,
         number: int,
         *,
-        cp_group: torch.distributed.ProcessGroup | None,
+        groups: ProcessGroups,
         dropout: float,
     ) -> None:
         super().__init__(config)
@@ -71,10 +74,15 @@ class TransformerLayer(GraphableMegatronModule):
         device = init.device
         self.attention_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
         self.attention = SelfAttention(
-            config, init, f"{name}.attention", cp_group=cp_group, dropout=dropout
+            config, init, f"{name}.attention", cp_group=groups.cp, dropout=dropout
         )
         self.feed_forward_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
-        self.feed_forward = FeedForward(config, init, f"{name}.feed_forward")
+        name = f"{name}.feed_forward"
+        self.feed_forward = (
+            ExpertFeedForward(config, init, name, groups, number=number)
+            if config.num_moe_experts
+            else FeedForward(config, init, name)
+        )
         self.dropout = dropout
         if config.sequence_parallel:
             for norm in (self.attention_norm, self.feed_forward_norm):
@@ -122,12 +130,13 @@ class GPT(MegatronModule):
     """Token ids of this rank's part of the sequences to logits of its part of the vocabulary.
 
     ``output_layer`` is None where the embedding's weight gives the logits. A value head put there
-    makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks.
+    makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks. With
+    ``mtp_num_layers`` there is one block for the tokens after the next ones.
     """
 
     def __init__(
         self,
-        config: TransformerConfig,
+        config: ModelConfig,
         init: ParameterInit,
         groups: ProcessGroups,
         *,
@@ -144,9 +153,13 @@ class GPT(MegatronModule):
         self.head_size = config.hidden_size // config.num_attention_heads
         self.embedding = VocabParallelEmbedding(config, init, vocabulary_size)
         self.layers = torch.nn.ModuleList(
-            TransformerLayer(config, init, number, cp_group=groups.cp, dropout=dropout)
+            TransformerLayer(config, init, number, groups=groups, dropout=dropout)
             for number in range(config.num_layers)
         )
+        self.mtp: PredictionAhead | None = None
+        if config.mtp_num_layers:
+            more = TransformerLayer(config, init, config.num_layers, groups=groups, dropout=dropout)
+            self.mtp = PredictionAhead(config, init, more)
         self.final_norm = torch.nn.LayerNorm(config.hidden_size, device=init.device)
         if config.sequence_parallel:
             mark_partial_gradients(self.final_norm.parameters())
@@ -154,16 +167,35 @@ class GPT(MegatronModule):
             OutputHead(config, init, vocabulary_size) if untied else None
         )
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits."""
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        next_tokens: torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits.
+
+        With the next tokens, two of these: the second is for the tokens after them.
+        """
         positions = position_ids[0]
         rotary = rotary_table(positions, self.head_size)
         mask = causal_mask(positions, self.cp_group)
         hidden = self.embedding(tokens.transpose(0, 1))
+
+        def run(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+            one = functools.partial(layer, rotary=rotary, attention_mask=mask)
+            made: torch.Tensor = self._recomputed(one, hidden) if self.recompute else one(hidden)
+            return made
+
         for layer in self.layers:
-            run = functools.partial(layer, rotary=rotary, attention_mask=mask)
-            hidden = self._recomputed(run, hidden) if self.recompute else run(hidden)
-        hidden = self.final_norm(hidden)
+            hidden = run(layer, hidden)
+        logits = self._output(self.final_norm(hidden))
+        if self.mtp is None or next_tokens is None:
+            return logits
+        ahead = self.mtp(hidden, self.embedding(next_tokens.transpose(0, 1)), run)
+        return logits, self._output(ahead)
+
+    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(self.output_layer, LinearForLastLayer):
             values: torch.Tensor = self.output_layer(hidden)[0]
             return values

@@ -99,8 +99,8 @@ def seed_streams(
         use_cudagraphable_rng=for_graphs,
         force_reset_rng=True,
         tp_rank=groups.rank("tp"),
-        ep_rank=0,
-        etp_rank=0,
+        ep_rank=groups.rank("ep"),
+        etp_rank=groups.rank("expt_tp"),
         device=device,
     )
 

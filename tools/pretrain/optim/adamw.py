@@ -16,6 +16,7 @@ from mcore.tensor import (
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
 )
+from pretrain.model.experts import is_expert
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -124,27 +125,43 @@ def clip_to_norm(
     *,
     tp_group: dist.ProcessGroup | None,
     shard_groups: Iterable[dist.ProcessGroup | None] = (),
+    expert_groups: Iterable[dist.ProcessGroup | None] = (),
 ) -> torch.Tensor:
     """Scale gradients in place to a global norm of at most ``limit`` (0 only measures).
 
-    One all-reduce over each of ``shard_groups`` and one over tp, whose copies count once. Returns
-    the norm before, 0-d, equal on all ranks of the groups.
+    One all-reduce over each of ``shard_groups`` and one over tp, whose copies count once; where
+    there are experts, another over each of ``expert_groups`` for theirs. Returns the norm before,
+    0-d, equal on all ranks of the groups.
     """
     every = [gradient for _, gradient in gradients]
     counted = [
         gradient
         for parameter, gradient in gradients
-        if param_is_not_tensor_parallel_duplicate(parameter, tp_group=tp_group)
+        if not is_expert(parameter)
+        and param_is_not_tensor_parallel_duplicate(parameter, tp_group=tp_group)
     ]
     flag = torch.zeros(1, dtype=torch.int, device=every[0].device)
-    norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [counted], False)
-    square = norm.square()
-    for group in (*shard_groups, tp_group):
-        if get_pg_size(group) > 1:
-            dist.all_reduce(square, group=group)
+    square = _square_over(counted, flag, (*shard_groups, tp_group))
+    of_experts = [gradient for parameter, gradient in gradients if is_expert(parameter)]
+    if of_experts:
+        square += _square_over(of_experts, flag, expert_groups)
     norm = square.sqrt()
     if limit > 0:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
         local_multi_tensor_applier(local_multi_tensor_scale, flag, [every, every], scale)
     total: torch.Tensor = norm[0]
     return total
+
+
+def _square_over(
+    gradients: list[torch.Tensor],
+    flag: torch.Tensor,
+    groups: Iterable[dist.ProcessGroup | None],
+) -> torch.Tensor:
+    """The squared norm ``[1]`` of gradients of which the ranks of the groups have parts."""
+    norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [gradients], False)
+    square: torch.Tensor = norm.square()
+    for group in groups:
+        if get_pg_size(group) > 1:
+            dist.all_reduce(square, group=group)
+    return square

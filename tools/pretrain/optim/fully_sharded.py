@@ -18,6 +18,7 @@ from mcore.parallel import (
     get_pg_size,
 )
 from mcore.tensor import to_local_if_dtensor
+from pretrain.model.experts import Experts, is_expert, mark_expert
 from pretrain.model.gpt import TransformerLayer
 from pretrain.model.tensor_parallel import (
     has_partial_gradient,
@@ -32,25 +33,41 @@ _SHARD, _OUTER, _TP = "dp_shard", "dp_outer", "tp"
 def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
     """The index over the job's mesh: shards over dp x cp / outer ranks, ``outer`` copies of them.
 
-    Collective on the world group. ``groups.dp_cp`` already has its ranks in outer-major order.
+    That of experts shards over the rest of dp x cp / ep. Collective on the world group.
+    ``groups.dp_cp`` and ``groups.expt_dp`` already have their ranks in outer-major order.
     """
-    if groups.dense_mesh is None:
+    if groups.dense_mesh is None or groups.expert_mesh is None:
         raise ValueError("the process groups have no mesh: make them with from_sizes")
     sizes = (outer, groups.size("dp") // outer)
     mesh = groups.dense_mesh._unflatten("dp", sizes, (_OUTER, "dp_inner"))
     mesh["dp_inner", "cp"]._flatten(_SHARD)
+    sizes = (outer, groups.size("expt_dp") // outer)
+    experts = groups.expert_mesh._unflatten("expt_dp", sizes, (_OUTER, _SHARD))
     if outer == 1:
-        return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP)
-    return FSDPDistributedIndex(mesh, _SHARD, _OUTER, _TP, hybrid_fsdp_group=groups.dp_cp)
+        return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP, expt_device_mesh=experts)
+    return FSDPDistributedIndex(
+        mesh,
+        _SHARD,
+        _OUTER,
+        _TP,
+        hybrid_fsdp_group=groups.dp_cp,
+        expt_device_mesh=experts,
+        hybrid_fsdp_expt_group=groups.expt_dp,
+    )
 
 
 def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: bool) -> None:
     """Make every parameter a DTensor over the data-parallel ranks, one layer at a time."""
-    mesh = index.get_submesh((_OUTER, _SHARD) if index.use_hybrid_fsdp else _SHARD)
+    dims = (_OUTER, _SHARD) if index.use_hybrid_fsdp else _SHARD
+    mesh = index.get_submesh(dims)
+    expert_mesh = index.get_submesh(dims, is_expert_parallel=True)
     low = torch.bfloat16 if bf16 else None
     policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
     at_the_end = dataclasses.replace(policy, output_dtype=torch.float32 if bf16 else None)
     whole = dict(model.named_parameters())
+    for module in model.modules():
+        if isinstance(module, Experts):
+            fully_shard(module, mesh=expert_mesh, mp_policy=policy)
     for module in model.modules():
         if isinstance(module, TransformerLayer):
             fully_shard(module, mesh=mesh, mp_policy=policy)
@@ -59,6 +76,8 @@ def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: boo
         copy_tensor_model_parallel_attributes(param, whole[name])
         if has_partial_gradient(whole[name]):
             mark_partial_gradients([param])
+        if is_expert(whole[name]):
+            mark_expert([param])
 
 
 class FullyShardedOptimizer:
@@ -75,9 +94,11 @@ class FullyShardedOptimizer:
         index: FSDPDistributedIndex,
         *,
         weight_decay: float,
+        low_precision: bool = False,
     ) -> None:
         self.groups = groups
         self.index = index
+        self.low_precision = low_precision
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.adamw = AdamW(self.params, weight_decay=weight_decay)
         self._accumulated = 0
@@ -98,11 +119,15 @@ class FullyShardedOptimizer:
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Average over the micro-batches; FSDP has averaged the gradients over ``dp_cp``.
 
+        Those of experts over ``expt_dp`` only, of what they have got from all ``ep`` ranks.
         One all-reduce of the loss over ``dp_cp``; with sequence parallelism one over ``tp`` of the
         partial gradients.
         """
         gradients = list(self._local_gradients())
         torch._foreach_div_([grad for _, grad in gradients], self._accumulated)
+        for param, grad in gradients:
+            if is_expert(param):
+                grad /= get_pg_size(self.groups.ep)
         sum_partial_gradients(
             [grad for param, grad in gradients if has_partial_gradient(param)], self.groups.tp
         )
@@ -123,6 +148,10 @@ class FullyShardedOptimizer:
             limit,
             tp_group=self.groups.tp,
             shard_groups=[self.index.get_fsdp_group()],
+            expert_groups=[
+                self.index.get_fsdp_group(is_expert_parallel=True),
+                self.groups.tp_ep_pp,
+            ],
         )
 
     def step(self, learning_rate: float) -> None:
@@ -136,10 +165,14 @@ class FullyShardedOptimizer:
             param.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Moments, sharded like the parameters they belong to."""
-        return sharded_beside(
-            model_state, self.params, lambda place: self.adamw.moments(self.params[place])
-        )
+        """Main weights and moments, sharded like the parameters they belong to."""
+        return sharded_beside(model_state, self.params, self._tensors)
+
+    def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+        param = self.params[place]
+        if self.low_precision:  # what the model computes with is rounded from the shard
+            yield "main", param.detach()
+        yield from self.adamw.moments(param)
 
     def _local_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for param in self.params:

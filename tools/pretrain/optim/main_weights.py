@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from mcore.parallel import ProcessGroups, copy_tensor_model_parallel_attributes, get_pg_size
 from mcore.tensor import get_global_memory_buffer
+from pretrain.model.experts import is_expert, mark_expert
 from pretrain.model.tensor_parallel import has_partial_gradient, sum_partial_gradients
 from pretrain.optim.adamw import AdamW, clip_to_norm, sharded_beside
 
@@ -18,7 +19,8 @@ class MainWeightOptimizer:
     """Keeps fp32 weights beside a model of any precision and updates both.
 
     All ranks build it over their own slices of the same model and call its methods together:
-    ``dp_cp`` replicas average gradients, ``tp`` ranks share the gradient norm.
+    ``dp_cp`` replicas average gradients, ``expt_dp`` replicas those of experts; ``tp`` ranks share
+    the gradient norm, ``tp_ep_pp`` ranks that of experts.
     """
 
     def __init__(
@@ -26,8 +28,9 @@ class MainWeightOptimizer:
     ) -> None:
         self.groups = groups
         trained = [param for param in model.parameters() if param.requires_grad]
-        # Those to sum over tp come first, so that they form one piece of the bucket.
-        self.params = sorted(trained, key=has_partial_gradient, reverse=True)
+        # Those of experts and those to sum over tp come first: each form a piece of the bucket.
+        order = sorted(trained, key=has_partial_gradient, reverse=True)
+        self.params = sorted(order, key=is_expert, reverse=True)
         self.main = [_main_weight(param) for param in self.params]
         self.adamw = AdamW(self.main, weight_decay=weight_decay)
         numel = sum(param.numel() for param in self.params) + 1
@@ -36,6 +39,8 @@ class MainWeightOptimizer:
             (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
         )
         self._views = _views(self._bucket, self.params)
+        num_expert = sum(p.numel() for p in self.params if is_expert(p))
+        self._of_experts, self._dense = self._bucket[:num_expert], self._bucket[num_expert:]
         self._accumulated = 0
 
     @property
@@ -62,13 +67,16 @@ class MainWeightOptimizer:
         """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
 
         One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss; with
-        sequence parallelism, one over ``tp`` of the partial gradients precedes it.
+        sequence parallelism, one over ``tp`` of the partial gradients precedes it. What experts
+        have got from all ``ep`` ranks is summed over ``expt_dp``.
         """
         self._bucket[-1] = loss_sum.detach()
         if self._num_partial:
-            sum_partial_gradients([self._bucket[: self._num_partial]], self.groups.tp)
+            sum_partial_gradients([self._dense[: self._num_partial]], self.groups.tp)
         if get_pg_size(self.groups.dp_cp) > 1:
-            dist.all_reduce(self._bucket, group=self.groups.dp_cp)
+            dist.all_reduce(self._dense, group=self.groups.dp_cp)
+        if len(self._of_experts) and get_pg_size(self.groups.expt_dp) > 1:
+            dist.all_reduce(self._of_experts, group=self.groups.expt_dp)
         self._bucket /= self._accumulated * get_pg_size(self.groups.dp_cp)
         for main, view in zip(self.main, self._views, strict=True):
             main.grad = view
@@ -78,7 +86,9 @@ class MainWeightOptimizer:
     def clip_gradients(self, limit: float) -> torch.Tensor:
         """Scale the gradients to a global norm of at most ``limit``; one all-reduce over ``tp``."""
         gradients = [(main, main.grad) for main in self.main if main.grad is not None]
-        return clip_to_norm(gradients, limit, tp_group=self.groups.tp)
+        return clip_to_norm(
+            gradients, limit, tp_group=self.groups.tp, expert_groups=[self.groups.tp_ep_pp]
+        )
 
     def step(self, learning_rate: float) -> None:
         """Update the main weights and copy them into the model."""
@@ -110,6 +120,8 @@ def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
         return param
     main = torch.nn.Parameter(param.detach().float())
     copy_tensor_model_parallel_attributes(main, param)
+    if is_expert(param):
+        mark_expert([main])
     return main
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import (
     CheckpointingException,
     SaveHandle,
+    ShardedTensor,
     is_complete_checkpoint,
     latest_checkpoint,
     load_sharded_state_dict,
@@ -125,7 +127,13 @@ class CheckpointedState:
     def _tensors(self) -> dict[str, Any]:
         metadata = {"dp_cp_group": self.groups.dp_cp, "tp_group": self.groups.tp}
         model = self.model.sharded_state_dict(prefix="model.", metadata=metadata)
-        return {**model, **self.optimizer.sharded_state_dict(model)}
+        beside = self.optimizer.sharded_state_dict(model)
+        if self.settings.fsdp:  # whose parameters are the main weights, so that any layout fits
+            model = {
+                name: _rounded(entry) if f"optimizer.main.{name}" in beside else entry
+                for name, entry in model.items()
+            }
+        return {**model, **beside}
 
     def _facts(self) -> dict[str, Any]:
         return {
@@ -146,6 +154,12 @@ class CheckpointedState:
             save_streams(self.device), "random_streams", offsets, replica_id=0
         )
         return {"random_streams": streams}
+
+
+def _rounded(entry: ShardedTensor) -> ShardedTensor:
+    """A parameter as the model computes with it, in bfloat16."""
+    data = None if entry.data is None else entry.data.detach().bfloat16()
+    return dataclasses.replace(entry, data=data, dtype=torch.bfloat16)
 
 
 def damaged_after(folder: RunFolder, step: int) -> dict[Path, str]:

@@ -81,9 +81,13 @@ class ReplicasDifferError(Exception):
 def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> None:
     """Compare the parameters of all ranks of ``dp_cp``, bit by bit; all ranks call it together.
 
+    Those of experts are compared over ``expt_dp``.
+
     A rank logs each parameter of its own that differs from the copy on its group's first rank.
     """
-    equal = check_param_hashes_across_dp_replicas(model, cross_check=True, dp_group=groups.dp_cp)
+    equal = check_param_hashes_across_dp_replicas(
+        model, cross_check=True, dp_group=groups.dp_cp, expert_dp_group=groups.expt_dp
+    )
     if logical_and_across_model_parallel_group(equal, dist.group.WORLD):
         return
     raise ReplicasDifferError(

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank, get_pg_size
 from pretrain.corpus import Corpus
+from pretrain.model.mtp import loss_ahead, with_labels_ahead
 from pretrain.model.objective import objective_of
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.settings import Settings
@@ -95,15 +96,34 @@ class Steps:
 
     def _part(self, batch: Batch) -> Batch:
         """This rank's part of the sequences, on its device."""
-        local = get_batch_on_this_cp_rank(self.objective.with_labels(batch), self.groups.cp)
+        batch = self.objective.with_labels(batch)
+        if self.settings.mtp:
+            batch = with_labels_ahead(batch)
+        local = get_batch_on_this_cp_rank(batch, self.groups.cp)
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-        """Mean over this rank's tokens; ranks hold equally many, so means may be averaged."""
-        output = self.model(batch["tokens"], batch["position_ids"])
-        losses = self.objective.losses(output, batch["labels"].transpose(0, 1), self.groups.tp)
+        looks_ahead = self.settings.mtp > 0 and self.model.training
+        ahead = {"next_tokens": batch["labels"]} if looks_ahead else {}
+        return self._loss_of(self.model(batch["tokens"], batch["position_ids"], **ahead), batch)
+
+    def _loss_of(
+        self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor], batch: Batch
+    ) -> torch.Tensor:
+        """Mean over this rank's tokens; ranks hold equally many, so means may be averaged.
+
+        Of two outputs it has the gradient of both losses and the value of the first.
+        """
+        own = output[0] if isinstance(output, tuple) else output
+        losses = self.objective.losses(own, batch["labels"].transpose(0, 1), self.groups.tp)
         mask = batch["loss_mask"].transpose(0, 1)
-        return (losses * mask).sum() / mask.sum()
+        loss = (losses * mask).sum() / mask.sum()
+        if not isinstance(output, tuple):
+            return loss
+        more = self.settings.mtp_loss * loss_ahead(
+            output, batch, self.objective.losses, self.groups, self.settings.vocabulary_size
+        )
+        return loss + (more - more.detach())
 
 
 def learning_rate_at(

@@ -10,10 +10,16 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from mcore.modules import Float16Module, MegatronModule, TransformerConfig
-from mcore.observe import TrainState, configure_nvtx_profiling
+from mcore.modules import Float16Module, MegatronModule, freeze_moe_router
+from mcore.observe import (
+    TrainState,
+    configure_nvtx_profiling,
+    get_moe_metrics_tracker,
+    get_mtp_metrics_tracker,
+)
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import Corpus, load_text
+from pretrain.model.configuration import ModelConfig, transformer_config
 from pretrain.model.gpt import GPT, put_value_head
 from pretrain.model.randomness import ParameterInit, seed_streams
 from pretrain.optim.adamw import TrainingOptimizer
@@ -65,7 +71,7 @@ def _build(
     signal: Callable[[], int],
 ) -> Loop:
     """What ``train`` runs, loaded and ready."""
-    groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp)
+    groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp, ep=settings.ep)
     corpus = load_text(settings, folder.path)
     _check_corpus(corpus, device)
     if resume is not None and settings.data:
@@ -74,6 +80,8 @@ def _build(
     config = transformer_config(settings)
     model = build_model(settings, config, groups, device)
     optimizer = build_optimizer(settings, model, groups)
+    get_moe_metrics_tracker().reset()
+    get_mtp_metrics_tracker().reset()
     progress = TrainState()
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
@@ -92,23 +100,8 @@ def _build(
     return Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal)
 
 
-def transformer_config(settings: Settings) -> TransformerConfig:
-    """The configuration that the model's modules read."""
-    return TransformerConfig(
-        num_layers=settings.num_layers,
-        hidden_size=settings.hidden_size,
-        num_attention_heads=settings.num_attention_heads,
-        tensor_model_parallel_size=settings.tp,
-        context_parallel_size=settings.cp,
-        sequence_parallel=settings.sequence_parallel,
-        cuda_graph_impl=settings.cuda_graph,
-        bf16=settings.bf16,
-        params_dtype=torch.bfloat16 if settings.bf16 else torch.float32,
-    )
-
-
 def build_model(
-    settings: Settings, config: TransformerConfig, groups: ProcessGroups, device: torch.device
+    settings: Settings, config: ModelConfig, groups: ProcessGroups, device: torch.device
 ) -> MegatronModule:
     """The GPT on ``device``, in bfloat16 if requested; collective on the tp group."""
     init = ParameterInit(settings.seed, device, groups.tp)
@@ -123,6 +116,8 @@ def build_model(
     )
     if settings.value_head:
         put_value_head(model, config, init)
+    if settings.freeze_router:
+        freeze_moe_router(model)
     # FSDP casts by itself, from fp32 shards.
     return Float16Module(config, model) if settings.bf16 and not settings.fsdp else model
 
@@ -135,7 +130,9 @@ def build_optimizer(
         return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
     index = sharding_index(groups, settings.hsdp_outer)
     shard_model(model, index, bf16=settings.bf16)
-    return FullyShardedOptimizer(model, groups, index, weight_decay=settings.weight_decay)
+    return FullyShardedOptimizer(
+        model, groups, index, weight_decay=settings.weight_decay, low_precision=settings.bf16
+    )
 
 
 def _check_corpus(corpus: Corpus, device: torch.device) -> None:

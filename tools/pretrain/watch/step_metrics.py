@@ -57,10 +57,17 @@ def training_flops(settings: Settings) -> int:
     """Floating point operations of one step's matrix products, forward and backward, of all ranks.
 
     Forward, per token and layer ``24 h^2`` in the linears and ``4 s h`` in attention, causal or
-    not; per token ``2 h v`` for the logits or ``2 h`` for a value. Backward costs twice that.
+    not; per token ``2 h v`` for the logits or ``2 h`` for a value. With experts ``16 h^2`` of a
+    layer count for each that a token goes to, and ``2 h e`` for the router. A second token costs
+    a layer, ``4 h^2`` and the logits. Backward costs twice that.
     """
     hidden, length = settings.hidden_size, settings.seq_length
     layer = 24 * hidden * hidden + 4 * length * hidden
+    if settings.experts:
+        layer += 16 * (settings.topk - 1) * hidden * hidden + 2 * hidden * settings.experts
     num_outputs = 1 if settings.value_head else settings.vocabulary_size
-    forward = settings.num_layers * layer + 2 * hidden * num_outputs
+    outputs = 2 * hidden * num_outputs
+    forward = settings.num_layers * layer + outputs
+    if settings.mtp:
+        forward += layer + 4 * hidden * hidden + outputs
     return 3 * forward * settings.global_batch_size * length

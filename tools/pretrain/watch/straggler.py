@@ -23,8 +23,8 @@ logger = logging.getLogger("mcore.observe.straggler")
 class StepRanges:
     """Context managers around the parts of a step.
 
-    Nothing in a part waits for another rank, except what tensor- and context-parallel layers and
-    FSDP wait for inside it.
+    Nothing in a part waits for another rank, except what tensor- and context-parallel layers,
+    experts and FSDP wait for inside it.
 
     The forward of a slow rank takes ``factor`` times as long as the longest of all ranks, pass by
     pass, so that it stands out on a busy machine too.

@@ -151,6 +151,10 @@ class MoEMetricsTracker:
         for metric in self._metrics.values():
             metric.pending.zero_()
 
+    def reset(self) -> None:
+        """Forget everything, the number of layers included: another run starts."""
+        self._metrics = {}
+
     def take(
         self,
         loss_scale: float,
