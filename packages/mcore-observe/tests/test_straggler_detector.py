@@ -46,7 +46,7 @@ def clock(monkeypatch):
     made = lambda device, *, prefill, sample_every: HostRanges(  # noqa: E731
         sample_every=sample_every, now_ns=clock
     )
-    monkeypatch.setattr("mcore.observe.straggler.detector.make_ranges", made)
+    monkeypatch.setattr("mcore.observe.straggler.detector_settings.make_ranges", made)
     return clock
 
 
