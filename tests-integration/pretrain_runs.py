@@ -194,7 +194,7 @@ def curves_of(run: Path) -> Curves:
     curves: Curves = defaultdict(dict)
     for record in records_of(run):
         for name, value in record.items():
-            if name != "step":
+            if name not in ("step", "time"):
                 assert record["step"] not in curves[name], f"{name} twice at {record['step']}"
                 curves[name][record["step"]] = value
     return curves

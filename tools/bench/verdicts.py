@@ -62,13 +62,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if of_scores(times) != run_ranks(of_peer, world, times.tolist())[0]:
                 print(f"{world} ranks: the peer's verdicts are not those of its scores")
                 return 1
-        num = max(20, reports // max(1, world // 64))
-        wrong = [_share_wrong(judge, world, num) for judge in judges]
-        print(f"{world:6} ranks  equal, reports that name some: {_shown(wrong)} of {num}")
+        wrong = [_share_wrong(judge, world, reports) for judge in judges]
+        print(f"{world:6} ranks  equal, reports that name some: {_shown(wrong)} of {reports}")
         for case in _SLOW:
-            num_jobs = max(20, num // 20)
+            num_jobs = max(20, reports // 20)
             found = [_share_found(judge, case, world, num_jobs) for judge in judges]
-            print(f"{'':14}{case.name}, named within {_WITHIN} reports: {_shown(found)}")
+            text = f"{case.name}, named within {_WITHIN} reports"
+            print(f"{'':14}{text}: {_shown(found)} of {num_jobs} jobs", flush=True)
     return 0
 
 
@@ -76,7 +76,7 @@ def simulated(case: Case, world: int, reports: int, *, seed: int) -> torch.Tenso
     """Times of an iteration in ms, ``[reports, world]``."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(reports, world, generator=generator, dtype=torch.float64)
-    times = 100 * (1 + _NOISE * noise)
+    times = noise.mul_(_NOISE).add_(1).mul_(100)
     times[_BEFORE:, sorted(case.slow(world))] *= case.factor
     return times
 

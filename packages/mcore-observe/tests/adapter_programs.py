@@ -6,6 +6,7 @@ prints goes to ``NAME.RANK.txt``, what it returns to ``NAME.RANK.json``.
 
 import contextlib
 import doctest
+import gc
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ from types import SimpleNamespace
 
 import lightning.pytorch as pl
 import torch
-from transformers import Trainer, TrainingArguments
+from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from mcore.observe import MemorySink, StragglerDetector
 from mcore.observe.adapters import lightning as for_lightning
@@ -25,6 +26,7 @@ from mcore.observe.adapters import torchtitan as for_torchtitan
 from mcore.observe.adapters import transformers as for_transformers
 
 SLOW_S = 0.003  # the second rank's forward pass takes at least as long
+WAIT_S = 0.05
 QUICK = {"accelerator": "cpu", "enable_progress_bar": False, "enable_model_summary": False}
 
 
@@ -78,7 +80,7 @@ def rows(count):
     ]
 
 
-def hf_trainer(folder, callback, model=None, count=22, **options):
+def hf_trainer(folder, callback, model=None, count=22, made_by=Trainer, **options):
     chosen = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -92,8 +94,9 @@ def hf_trainer(folder, callback, model=None, count=22, **options):
         **options,
     }
     args = TrainingArguments(str(folder / "hf"), **chosen)
-    return Trainer(
-        model or Line(), args, train_dataset=rows(count), eval_dataset=rows(4), callbacks=[callback]
+    callbacks = callback if isinstance(callback, list) else [callback]
+    return made_by(
+        model or Line(), args, train_dataset=rows(count), eval_dataset=rows(4), callbacks=callbacks
     )
 
 
@@ -118,6 +121,49 @@ def hf_train(folder):
         "consumed": again.run_log.train_state.consumed_train_samples,
         "params": again.run_log.cfg.trainer["learning_rate"],
         "hooks": len(trainer.model._forward_hooks),
+    }
+
+
+class WaitsForTheDevice(Trainer):
+    """Waits where the trainer reads the losses of its steps."""
+
+    def log(self, *args, **kwargs):
+        time.sleep(WAIT_S)
+        super().log(*args, **kwargs)
+
+
+class OtherCallback(TrainerCallback):
+    """Logs the number of a step as its loss, and adds a callback after the second step."""
+
+    def __init__(self, added=None):
+        self.trainer, self.added = None, added
+
+    def on_step_end(self, args, state, control, **others):
+        if self.added is not None and state.global_step == 2:
+            self.trainer.add_callback(self.added)
+        self.trainer.log({"loss": float(state.global_step)})
+
+
+def hf_odd(folder):
+    """Wait for a device, go on with another batch and log early, and join training late."""
+    kept = [Kept(folder / "hf_odd.status") for _ in range(3)]
+    callbacks = [
+        for_transformers.ObserveCallback(folder / f"hf_odd{number}", sinks=[sink], straggler=False)
+        for number, sink in enumerate(kept)
+    ]
+    saves = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "logging_steps": 1}
+    hf_trainer(folder / "odd", callbacks[0], made_by=WaitsForTheDevice, **saves).train()
+    for others, options in (
+        ([OtherCallback(), callbacks[1]], {"per_device_train_batch_size": 4}),
+        ([OtherCallback(callbacks[2])], {"max_steps": 4}),
+    ):
+        trainer = hf_trainer(folder / "odd", others, count=48, logging_strategy="no", **options)
+        others[0].trainer = trainer
+        checkpoint = folder / "odd" / "hf" / "checkpoint-3"
+        trainer.train(resume_from_checkpoint=str(checkpoint) if len(others) > 1 else None)
+    return {
+        "losses": [{s: v.get("loss") for s, v in sink.steps.items()} for sink in kept],
+        "consumed": [each.run_log.train_state.consumed_train_samples for each in callbacks],
     }
 
 
@@ -316,6 +362,7 @@ def titan_log(folder):
             if processor.should_log(step):
                 more = {"n_tokens_seen": 64 * step, "lr": 1e-3}
                 processor.log(step, 10.0 + first / step, 3.0, 1.5, more)
+                processor.logger.log({"loss_metrics/global_avg_loss": 0.0, "again": 1.0}, step)
         processor.log_validation(1.0, last)
         with contextlib.suppress(RuntimeError):
             try:
@@ -323,7 +370,14 @@ def titan_log(folder):
                     raise RuntimeError("training failed")
             finally:
                 processor.logger.close()
+        odd = Kept(folder / "titan_odd.status")
+        logger = for_torchtitan.ObserveLogger(folder / f"odd{first}", seq_length=16, sinks=[odd])
+        for step, seen in ((0, 0), (1, 64), (2, 128), (4, None), (2, 128), (3, 192)):
+            loss = {"loss_metrics/global_avg_loss": float(step), "n_tokens_seen": seen}
+            logger.log(loss, step)
+        logger.close()
         found[first] = {
+            "odd": odd.steps,
             "steps": kept.steps,
             "consumed": processor.logger.run_log.train_state.consumed_train_samples,
         }
@@ -331,7 +385,8 @@ def titan_log(folder):
 
 
 SCENARIOS = {
-    hf_train: 1, hf_fails: 1, hf_ranks: 2, pl_fit: 1, pl_fails: 1, pl_ranks: 2, titan_log: 2,
+    hf_train: 1, hf_odd: 1, hf_fails: 1, hf_ranks: 2,
+    pl_fit: 1, pl_fails: 1, pl_ranks: 2, titan_log: 2,
 }  # fmt: skip
 
 
@@ -358,6 +413,7 @@ def main(folder, ports):
     for module in (for_lightning, for_torchtitan, for_transformers):
         if doctest.testmod(module).failed:
             return 1
+    gc.freeze()  # else the end of each child collects what the libraries made, in two seconds
     children = {}
     for scenario, port in zip(SCENARIOS, ports, strict=True):
         size = SCENARIOS[scenario]

@@ -22,7 +22,7 @@ pytestmark = [
 def ran(tmp_path_factory):
     """The folder in which all programs have run."""
     folder = tmp_path_factory.mktemp("adapters")
-    ports = [str(port) for port in {free_port() for _ in range(40)}][:7]
+    ports = [str(port) for port in {free_port() for _ in range(40)}][:8]
     program = Path(__file__).with_name("adapter_programs.py")
     done = subprocess.run(
         [sys.executable, str(program), str(folder), *ports],
@@ -78,6 +78,15 @@ def test_transformers_continue_a_run_from_a_checkpoint_and_open_another_from_ste
     assert list(Run.read(ran / "hf_run-2").curves["loss"]) == [2, 4]
     assert status(ran, "hf_train") == ["FINISHED"]
     assert (found["params"], found["hooks"]) == (1e-3, 0)
+
+
+def test_transformers_steps_keep_their_time_and_number_whatever_other_callbacks_do(ran):
+    waited, early, late = lines(ran, "hf_odd.0")[:3], *result(ran, "hf_odd.0")["losses"][1:]
+    assert all(float(line["step ms"]) >= 50 for line in waited)
+    assert early == {"4": 4.0, "5": 5.0}
+    assert late == {"2": 2.0, "3": 3.0, "4": 4.0}
+    # 3 steps of 2 x 2; the same and 2 of 2 x 4; the last two of 4 steps, and before them as many.
+    assert result(ran, "hf_odd.0")["consumed"] == [12, 28, 16]
 
 
 def test_training_that_fails_is_told_to_the_sinks_even_if_the_program_goes_on(ran):
@@ -142,6 +151,9 @@ def test_torchtitan_logs_what_its_processor_measures(ran):
     names = ("loss", "learning-rate", "grad-norm", "samples vs steps", "n_tokens_seen")
     assert [step[name] for name in names] == [10.25, 1e-3, 1.5, 16, 256]
     assert last["1"]["steps"]["6"]["validation_metrics/loss"] == 1.0
+    assert step["again"] == 1.0  # of the same step: no further one
+    odd = {int(s): (v.get("loss"), v.get("samples vs steps")) for s, v in last["1"]["odd"].items()}
+    assert odd == {0: (None, None), 1: (1.0, 4), 2: (2.0, 8), 4: (4.0, 10), 3: (3.0, 12)}
     run = Run.read(ran / "titan")
     # The run that goes on from step 4 logs step 6 again.
     assert run.curves["loss"] == pytest.approx({1: 11, 2: 10.5, 4: 10.25, 6: 10 + 5 / 6, 8: 10.625})

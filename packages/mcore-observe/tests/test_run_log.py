@@ -31,6 +31,29 @@ def test_counters_totals_and_scalars_are_kept(tmp_path, capsys):
     assert [line["accuracy"] for line in lines_of(tmp_path)] == [0.2, 0.4, 0.6]
 
 
+def test_a_loss_that_does_not_come_again_is_not_shown_as_0(tmp_path, capsys):
+    with RunLog(tmp_path, log_every=1) as log:
+        for losses in ({"a": 1.0, "b": 2.0}, {"a": 3.0}, {"b": None}, {"b": 5.0}):
+            log.log_step(losses)
+    shown = [
+        re.findall(r" \| ([ab]): (\S+)", line) for line in capsys.readouterr().out.splitlines()
+    ]
+    assert [[(name, float(value)) for name, value in line] for line in shown if line] == [
+        [("a", 1.0), ("b", 2.0)], [("a", 3.0)], [("b", 5.0)],
+    ]  # fmt: skip
+
+
+def test_a_folder_that_cannot_be_made_is_a_warning(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    kept = MemorySink()
+    settings = {"log_every": 1, "tensorboard": True, "closing_s": 0.01}
+    with RunLog(tmp_path / "file" / "run", sinks=[kept], **settings) as log:
+        log.log_step(1.0)
+        log.log_step(2.0)
+    assert [values["loss"] for values in kept.steps.values()] == [1.0, 2.0]
+    assert [r.levelname for r in caplog.records if "metrics.jsonl" in r.message] == ["WARNING"]
+
+
 def test_a_run_that_goes_on_after_a_checkpoint(tmp_path):
     with RunLog(tmp_path, batch_size=4, log_every=1) as log:
         for step in range(1, 6):

@@ -87,7 +87,7 @@ def read_jsonl(folder, _):
         (name, line["step"], value)
         for line in lines
         for name, value in line.items()
-        if name != "step"
+        if name not in ("step", "time")
     )
 
 

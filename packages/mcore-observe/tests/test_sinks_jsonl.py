@@ -1,7 +1,9 @@
 import json
 import math
 import os
+import re
 import signal
+import time
 from unittest import mock
 
 import pytest
@@ -9,21 +11,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import JsonlSink, MetricSink
+from mcore.observe.sinks import records_of
 from rank_testing.scripts import Script
 
 
 def lines_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return list(records_of(path))
 
 
 def test_one_line_for_each_step_in_a_new_folder(tmp_path):
-    path = tmp_path / "new" / "metrics.jsonl"
+    path, before_s = tmp_path / "new" / "metrics.jsonl", time.time()
     sink = JsonlSink(path)
     sink.log({"lm loss": 2.5, "batch-size": 64}, 1)
     sink.log({"lm loss": math.nan, "grad-norm": math.inf}, 2)
+    times = re.findall(r'"time": ([0-9.]+)', path.read_text())
+    assert before_s - 0.001 <= float(times[0]) <= float(times[1]) <= time.time() + 0.001
     assert path.read_text() == (
-        '{"step": 1, "lm loss": 2.5, "batch-size": 64}\n'
-        '{"step": 2, "lm loss": null, "grad-norm": null}\n'
+        f'{{"step": 1, "time": {times[0]}, "lm loss": 2.5, "batch-size": 64}}\n'
+        f'{{"step": 2, "time": {times[1]}, "lm loss": null, "grad-norm": null}}\n'
     )
     assert isinstance(sink, MetricSink)
 
@@ -86,11 +91,14 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
     assert [line["step"] for line in lines_of(path)] == list(range(100))
 
 
-def test_a_metric_called_step_does_not_replace_the_step(tmp_path, caplog):
+def test_metrics_called_as_what_each_line_has_do_not_replace_it(tmp_path, caplog):
     path = tmp_path / "metrics.jsonl"
-    JsonlSink(path).log({"step": 7.0, "a": 1.0}, 1)
+    JsonlSink(path).log({"step": 7.0, "a": 1.0, "time": 0.25}, 1)
     assert lines_of(path) == [{"step": 1, "a": 1.0}]
-    assert "a metric is called 'step'" in caplog.text
+    assert json.loads(path.read_text())["time"] > 1e9
+    assert sorted(record.getMessage()[:23] for record in caplog.records) == [
+        "a metric is called 'ste", "a metric is called 'tim",
+    ]  # fmt: skip
 
 
 def test_a_resumed_run_drops_later_lines(tmp_path):
@@ -99,14 +107,20 @@ def test_a_resumed_run_drops_later_lines(tmp_path):
     for step in range(1, 6):
         first.log({"a": step / 2}, step)
     first.close()
+    with path.open("a") as file:  # as it was before lines had their time
+        file.write('{"step": 2, "a": 1.0}\n')
+    times = [record.get("time") for record in records_of(path, with_time=True)]
     JsonlSink(path, resume_step=3)  # on a rank that never writes
-    assert len(lines_of(path)) == 5
+    assert len(lines_of(path)) == 6
     again = JsonlSink(path, resume_step=3)
     again.log({"a": 7.0}, 4)
     again.log({"a": 8.0}, 5)
     assert [(line["step"], line["a"]) for line in lines_of(path)] == [
-        (1, 0.5), (2, 1.0), (3, 1.5), (4, 7.0), (5, 8.0),
+        (1, 0.5), (2, 1.0), (3, 1.5), (2, 1.0), (4, 7.0), (5, 8.0),
     ]  # fmt: skip
+    kept = [record.get("time") for record in records_of(path, with_time=True)][:4]
+    assert kept == [*times[:3], None]
+    assert None not in kept[:3]
 
 
 def test_flush_reaches_the_disk_and_is_fine_after_close(tmp_path, monkeypatch):

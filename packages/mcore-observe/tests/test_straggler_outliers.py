@@ -6,6 +6,7 @@ import tracemalloc
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from mcore.observe import SectionStats
 from mcore.observe.straggler.comparison import Past, RankComparison
@@ -79,6 +80,28 @@ def test_a_rank_that_takes_30_percent_longer_is_named_within_three_reports(
 def test_half_of_the_ranks_are_named(world):
     job, slow = Job(world), range(world // 2)
     assert [job.report(slow, 2.0) for _ in range(3)][-1] == elapsed(*slow)
+
+
+def test_many_slow_ranks_cost_no_more_operations_than_one():
+    """Half of 16,384 ranks took 16 s a report, in 16,000 operations."""
+
+    class Count(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            self.number += 1
+            return func(*args, **kwargs or {})
+
+    def operations(num_slow):
+        job = Job(2048)
+        for _ in range(12):
+            job.report()
+        job.report(range(num_slow), 2.0)
+        with Count() as count:
+            assert job.report(range(num_slow), 2.0) == elapsed(*range(num_slow))
+        return count.number
+
+    assert operations(1024) <= operations(1)
 
 
 def test_one_slow_report_is_not_enough():

@@ -71,16 +71,18 @@ def test_settings_that_know_no_format_get_megatrons_line(make_state, log_step, p
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
+        # What the data sheets state, those with sparsity halved.
         ("NVIDIA H100 80GB HBM3", 989.5),
         ("NVIDIA H100 PCIe", 756.5),
         ("NVIDIA A100-SXM4-80GB", 312.0),
         ("NVIDIA A100 80GB PCIe", 312.0),
         ("NVIDIA H200", 989.5),
-        ("NVIDIA H200 NVL", 835.5),
         ("NVIDIA L4", 121.0),
-        ("NVIDIA L40S", 362.0),
-        ("NVIDIA L40", None),
         ("AMD Instinct MI300X", 1307.4),
+        ("AMD Instinct MI325X", 1307.4),
+        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H200 NVL", None),
+        ("NVIDIA L40S", None),
         ("AMD Instinct MI250X", None),  # a device is half of one
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA GeForce RTX 4090", None),
@@ -88,7 +90,7 @@ def test_settings_that_know_no_format_get_megatrons_line(make_state, log_step, p
     ],
 )
 def test_peaks_are_those_of_known_devices_only(name, peak):
-    assert peak_tflops(name) == peak
+    assert peak_tflops(name) == (None if peak is None else pytest.approx(peak, rel=2e-3))
 
 
 def of_two_ranks():

@@ -81,17 +81,18 @@ class ObserveLogger(BaseLogger):
             metrics: Numbers by name.
             step: The step.
         """
-        values = dict(metrics)
-        if _LOSS not in values:
-            self._runs.log.train_state.step = max(step, self._runs.log.train_state.step)
-            self._runs.log.log_metrics(values)
-            return
-        seen = int(values.get("n_tokens_seen") or 0)
-        if not self._has_begun:
+        values, last = dict(metrics), self.run_log.train_state.step
+        seen = int(values.get("n_tokens_seen") or self._tokens_seen)
+        if _LOSS in values and (not self._has_begun or step < last):
             self._begin(step, seen)
-        steps = step - self._runs.log.train_state.step
+            last = self.run_log.train_state.step
+        steps = step - last
+        if _LOSS not in values or not steps:
+            self.run_log.train_state.step = max(step, last)
+            self.run_log.log_metrics(values)
+            return
         tokens, self._tokens_seen = seen - self._tokens_seen, seen
-        self._runs.end_step(1, steps=max(steps, 1), samples=tokens // self._seq_length)
+        self._runs.end_step(1, steps=steps, samples=tokens // self._seq_length)
         log_state_of(self._runs.log).data.add(values.get(_WAIT, 0.0) * steps)
         self._runs.log_line(
             {"loss": values.pop(_LOSS)},
@@ -110,8 +111,8 @@ class ObserveLogger(BaseLogger):
 
     def _begin(self, step: int, seen: int) -> None:
         self._has_begun = True
-        self._tokens_seen = seen - seen // step  # each step has as many
+        self._tokens_seen = seen - seen // max(step, 1)  # each step has as many
         counters = {"consumed_train_samples": self._tokens_seen // self._seq_length}
-        self._runs.begin(step - 1, counters, {}, is_timed=False)
+        self._runs.begin(max(step, 1) - 1, counters, {}, is_timed=False)
         if self._model is not None:
             self._runs.watch_forward(self._model)

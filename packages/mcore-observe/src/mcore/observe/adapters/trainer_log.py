@@ -14,8 +14,10 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.process.process_end import on_process_end
+from mcore.observe.process.rank_logging import is_last_rank
 from mcore.observe.runs.run_log import RunLog
 from mcore.observe.settings.config import ConfigContainer
+from mcore.observe.sinks.trackers import import_libraries
 from mcore.observe.straggler.detector import StragglerDetector
 from mcore.observe.training_log.log import log_state_of
 from mcore.parallel.groups import world_size
@@ -63,6 +65,11 @@ class TrainerLog:
         self._hooks: list[Any] = []
 
     @property
+    def is_training(self) -> bool:
+        """Whether training has begun and not ended."""
+        return self._is_training
+
+    @property
     def has_unlogged_steps(self) -> bool:
         """Whether steps have ended since the last line."""
         return self._steps > 0
@@ -98,6 +105,8 @@ class TrainerLog:
             on_process_end(self._end_with_process, first=True)
         self._is_training = self._is_watching = True
         self._show(trainer, train_iters)
+        if is_last_rank():
+            import_libraries(self.log.cfg.logger)
         self._compare_ranks()
         if is_timed:
             log_state_of(self.log).clock.start()
@@ -224,8 +233,8 @@ class TrainerLog:
         if self.detector is not None:
             self.detector(bdata=True).start()
 
-    def end_wait(self, *, is_data: bool = True) -> None:
-        """End a wait; one that was not for data counts neither as such nor as training."""
+    def end_wait(self, *, is_data: bool = True, is_step: bool = False) -> None:
+        """End a wait; one that was not for data is left out of the time, but for a step's own."""
         if self._waiting_since_s is None:
             return
         seconds = time.perf_counter() - self._waiting_since_s
@@ -233,7 +242,7 @@ class TrainerLog:
         state = log_state_of(self.log)
         if is_data:
             state.data.add(seconds)
-        else:
+        elif not is_step:
             state.clock.leave_out(seconds)
         if self.detector is not None and is_data:
             self.detector.stop()

@@ -94,25 +94,31 @@ class ObserveCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End the wait for data."""
+        if not self._runs.is_training:  # added to a trainer that trains
+            self.on_train_begin(args, state, control, **others)
         self._runs.end_wait()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Count a step; all ranks compare themselves where that is due."""
-        ranks = _data_parallel_ranks(args)
-        batch = (state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
-        self._runs.end_step(ranks, most_samples=batch * ranks)
+        self._count_steps(args, state)
         self._runs.report_ranks()
         self._runs.begin_wait()
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **others: Any) -> None:
         """Log what the trainer logs; with a loss it is a line."""
         numbers = dict(logs or {})
+        step = state.global_step
+        if self._runs.is_training:  # another callback may log before its step has ended here
+            self._count_steps(args, state)
+        elif step > self.run_log.train_state.step:  # of training without this callback
+            self.run_log.load_state_dict({**_read_counters(args, step), "step": step})
         if "loss" not in numbers or not self._runs.has_unlogged_steps:
             self.run_log.log_metrics(numbers)
             return
         self.run_log.train_state.floating_point_operations_so_far = as_number(state.total_flos) or 0
         tokens = state.num_input_tokens_seen - self._tokens_seen
         self._tokens_seen = state.num_input_tokens_seen
+        self._runs.end_wait(is_data=False, is_step=True)  # for the device: the trainer read losses
         self._runs.log_line(
             {"loss": numbers.pop("loss")},
             _data_parallel_ranks(args),
@@ -138,6 +144,16 @@ class ObserveCallback(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """End the training; evaluations may follow."""
         self._runs.finish()
+
+    def _count_steps(self, args: Any, state: Any) -> None:
+        """Count the steps that have ended since the last call."""
+        steps = state.global_step - self.run_log.train_state.step
+        if steps > 0:
+            ranks = _data_parallel_ranks(args)
+            # A checkpoint brings its own size along, which training does not take over.
+            size = state.train_batch_size if args.auto_find_batch_size else None
+            batch = (size or args.train_batch_size) * args.gradient_accumulation_steps
+            self._runs.end_step(ranks, steps=steps, most_samples=steps * batch * ranks)
 
 
 def _data_parallel_ranks(args: Any) -> int:

@@ -20,8 +20,7 @@ from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.background import BackgroundRun, close_together
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
 from mcore.observe.sinks.jsonl import JsonlSink
-from mcore.observe.sinks.run_folder import run_folder_of
-from mcore.observe.sinks.trackers import TRACKERS, emit, open_tracker
+from mcore.observe.sinks.trackers import TRACKERS, emit, open_metrics_file, open_tracker
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.counted import CountedSteps
 from mcore.observe.training_log.log import LOG_STATE, log_state_of
@@ -133,11 +132,7 @@ def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
 
 
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
-    settings = _logger_of(state)
-    folder = run_folder_of(settings)
-    if folder is None or not is_last_rank():
-        return None
-    return JsonlSink(folder.metrics, resume_step=getattr(settings, "resume_step", None))
+    return open_metrics_file(_logger_of(state)) if is_last_rank() else None
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:

@@ -109,6 +109,7 @@ class Tracker:
     settings: tuple[str, ...]  # that a replay needs
     open: Callable[[Opening], Any]  # never waits
     adapt: Callable[[Any], MetricSink]
+    module: str  # that takes long to import
     rules: ScalarRules = ScalarRules()
     restart: Callable[[Any], None] = _do_nothing  # before training starts again in this process
     continues_at_restart: bool = False  # the same run

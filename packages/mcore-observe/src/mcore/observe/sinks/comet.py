@@ -129,4 +129,5 @@ TRACKER = Tracker(
     settings=("comet_project", "comet_experiment_name", "comet_workspace", "comet_tags"),
     open=_open,
     adapt=CometSink,
+    module="comet_ml",
 )

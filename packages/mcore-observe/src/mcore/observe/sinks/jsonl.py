@@ -1,4 +1,4 @@
-"""A sink that writes one line of JSON for each step, for runs without a tracker."""
+"""A sink that writes lines of JSON, for runs without a tracker, and their reader."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import json
 import logging
 import math
 import os
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -17,10 +18,13 @@ from mcore.observe.sinks.spool import lock, record_of
 logger = logging.getLogger(__name__)
 
 _TAIL_BLOCK_BYTES = 64 * 1024
+_RESERVED = {"step": "names the step", "time": "is when a line was written"}
 
 
 class JsonlSink:
-    """Appends ``{"step": ..., "<metric>": ...}`` lines to a file.
+    """Appends ``{"step": ..., "time": ..., "<metric>": ...}`` lines to a file.
+
+    The time is when a line was written, in seconds since 1970.
 
     Each line goes to the operating system before :meth:`log` returns, so that a killed process
     keeps what it logged. An existing file is continued by the first line; a last line that a crash
@@ -43,8 +47,8 @@ class JsonlSink:
         >>> path = Path(tempfile.mkdtemp()) / "metrics.jsonl"
         >>> sink = JsonlSink(path)
         >>> sink.log({"lm loss": 2.5, "grad-norm": float("nan")}, step=1)
-        >>> path.read_text()
-        '{"step": 1, "lm loss": 2.5, "grad-norm": null}\\n'
+        >>> path.read_text()  # doctest: +ELLIPSIS
+        '{"step": 1, "time": ..., "lm loss": 2.5, "grad-norm": null}\\n'
         >>> sink.close()
     """
 
@@ -60,7 +64,7 @@ class JsonlSink:
         """Append one line; NaN and infinities become null.
 
         Args:
-            metrics: Numbers by name; the name ``step`` is reserved.
+            metrics: Numbers by name; the names ``step`` and ``time`` are reserved.
             step: The step.
 
         Raises:
@@ -68,11 +72,12 @@ class JsonlSink:
             OSError: The line cannot be written.
         """
         file = self._opened()
-        numbers = plain_numbers(metrics)
-        if "step" in numbers:
-            _warn_of_the_name()
-        record = {name: _as_json(v) for name, v in numbers.items()}
-        line = json.dumps({"step": int(step)} | record | {"step": int(step)}, allow_nan=False)
+        record = {name: _as_json(value) for name, value in plain_numbers(metrics).items()}
+        for name in _RESERVED.keys() & record:
+            _warn_of_the_name(name)
+            del record[name]
+        head = {"step": int(step), "time": round(time.time(), 3)}
+        line = json.dumps(head | record, allow_nan=False)
         file.write(line.encode() + b"\n")
         file.flush()
 
@@ -109,15 +114,16 @@ class JsonlSink:
             )
 
 
-def records_of(path: Path) -> Iterator[dict[str, Any]]:
+def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the records of a file that a :class:`mcore.observe.JsonlSink` writes.
 
     Args:
         path: The file, which may grow meanwhile; a last line without its end is left out, and so
             are damaged ones.
+        with_time: Whether records have their ``time``; old lines have none.
 
     Yields:
-        A dict for each line, with its ``step``.
+        A dict for each line, with its ``step`` and metrics.
 
     Example:
         >>> import tempfile
@@ -130,20 +136,25 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             record = record_of(line)
             if record is not None and isinstance(record.get("step"), int):
+                if not with_time:
+                    record.pop("time", None)
                 yield record
 
 
 def _forget_later_steps(path: Path, step: int) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:
-        kept = (record for record in records_of(path) if record["step"] <= step)
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+        for record in records_of(path, with_time=True):
+            if record["step"] <= step:
+                file.write(json.dumps(record) + "\n")
     partial.replace(path)
 
 
 @functools.cache
-def _warn_of_the_name() -> None:
-    logger.warning("a metric is called 'step', which names the step, and is not written; rename it")
+def _warn_of_the_name(name: str) -> None:
+    logger.warning(
+        "a metric is called %r, which %s, and is not written; rename it", name, _RESERVED[name]
+    )
 
 
 def _as_json(value: float) -> float | int | None:

@@ -284,6 +284,7 @@ TRACKER = Tracker(
     ),
     open=_open,
     adapt=MlflowSink,
+    module="mlflow.tracking",
     rules=ScalarRules(renamed=RENAMED),
     restart=_release,
     continues_at_restart=True,

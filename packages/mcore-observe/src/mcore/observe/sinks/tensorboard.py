@@ -183,6 +183,7 @@ TRACKER = Tracker(
     settings=("tensorboard_dir", "tensorboard_queue_size"),
     open=_open,
     adapt=TensorBoardSink,
+    module="torch.utils.tensorboard",
     rules=ScalarRules(left_out=frozenset({"samples vs steps"}), versus_samples=True),
     restart=lambda writer: writer.close(),
 )

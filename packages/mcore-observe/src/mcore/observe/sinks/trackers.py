@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import logging
 import os
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Protocol
 
 from mcore.observe.process.rank_logging import is_last_rank
@@ -14,6 +17,8 @@ from mcore.observe.sinks.base import GuardedSink, MetricSink, Opening, ScalarRul
 from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.run_folder import RunFolder, run_folder_of, spool_folder_of
 from mcore.observe.sinks.spool import EarlierSpools, Spool
+
+logger = logging.getLogger(__name__)
 
 TRACKERS = (tensorboard.TRACKER, wandb.TRACKER, mlflow.TRACKER, comet.TRACKER)
 _ALL_SCALARS = ScalarRules()
@@ -55,6 +60,26 @@ def open_tracker(
             else functools.partial(_note, folder, tracker.short_name),
         )
     )
+
+
+def import_libraries(settings: Any) -> None:
+    """Import what the trackers need, which slows down all other threads for seconds."""
+    for tracker in TRACKERS:
+        if getattr(settings, tracker.asked_by, None) is not None:
+            with contextlib.suppress(ImportError):  # a warning when the tracker is opened
+                import_module(tracker.module)
+
+
+def open_metrics_file(settings: Any) -> JsonlSink | None:
+    """Open the file in the run's folder; a warning where that fails, since it is one rank's own."""
+    folder = run_folder_of(settings)
+    if folder is None:
+        return None
+    try:
+        return JsonlSink(folder.metrics, resume_step=getattr(settings, "resume_step", None))
+    except OSError as error:
+        logger.warning("%s is not written: %s", folder.metrics, error)
+        return None
 
 
 def _note(folder: RunFolder, tracker: str, run_id: str) -> None:

@@ -253,5 +253,6 @@ TRACKER = Tracker(
     settings=("wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
     open=_open,
     adapt=WandbSink,
+    module="wandb",
     restart=lambda run: run.finish(),
 )

@@ -128,26 +128,34 @@ class RankComparison:
 
     def _named(self, num_reports: int) -> tuple[Outlier, ...]:
         found = find_outliers(self._history, self._num_times, self._rule, num_reports=num_reports)
-        return tuple(self._outlier(one) for one in found)
+        of_rows = {row: self._of_row(row) for row in {one.row for one in found}}
+        return tuple(self._outlier(one, *of_rows[one.row]) for one in found)
 
-    def _outlier(self, found: Found) -> Outlier:
-        name, index = self._judged_names[found.row], found.index
+    def _of_row(self, row: int) -> tuple[list[float], float, list[float]]:
+        """Return values, their median and scores of the ranks for what is judged in a row."""
+        name = self._judged_names[row]
         if name in METRICS:
             values, section = self._metrics[list(METRICS).index(name)], COMPUTE_KIND
         else:
             section = self._names.index(name)
             sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION * section + 1]
             values = sums / max(self._rows.log_interval, 1)
-        relative = relative_scores(self._medians[section])[index].item()
-        individual = (self._best_medians[section, index] / self._medians[section, index]).item()
+        medians = self._medians[section]
+        scores = relative_scores(medians).fmin(self._best_medians[section] / medians)
+        return values.tolist(), row_medians(values.unsqueeze(0))[0], scores.tolist()
+
+    def _outlier(
+        self, found: Found, values: list[float], median: float, scores: list[float]
+    ) -> Outlier:
+        index = found.index
         return Outlier(
-            name,
+            self._judged_names[found.row],
             self._rows.ranks[index],
             self._hosts[index],
-            values[index].item(),
-            row_medians(values.unsqueeze(0))[0],
+            values[index],
+            median,
             found.z,
-            min(relative, individual),
+            scores[index],
         )
 
     def throughput_ends(self, num_ranks: int) -> ThroughputEnds:

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
 import torch
 
 from mcore.observe.straggler.comparison import RankComparison
-from mcore.observe.straggler.events import make_ranges
+from mcore.observe.straggler.detector_settings import DetectorSettings, OnStraggler
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
-from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
+from mcore.observe.straggler.outliers import outlier_lines
 from mcore.observe.straggler.ranges import (
     COMPUTE_KIND,
     DATA_KIND,
@@ -33,16 +33,12 @@ from mcore.observe.straggler.sections import (
     replace_callables,
     timed_calls,
 )
-from mcore.observe.straggler.telemetry import guarded, telemetry_of
 from mcore.parallel.groups import GroupLike
-from mcore.tensor.device import current_device
 
 if TYPE_CHECKING:
     from mcore.observe.straggler.controller import Listener
 
 logger = logging.getLogger("mcore.observe.straggler")
-
-_MAX_PORT = 65535
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")
@@ -104,7 +100,7 @@ class StragglerDetector:
     _timers: SectionTimers | None
     _listener: Listener | None
     _pace: Pace
-    _on_straggler: Literal["log", "stop"] | Callable[[StragglerReport], object]
+    _on_straggler: OnStraggler
 
     def __new__(cls) -> StragglerDetector:
         """Return the one instance, made at the first call."""
@@ -144,7 +140,7 @@ class StragglerDetector:
         individual_threshold: float = 0.75,
         telemetry: Callable[[], Sequence[float]] | None = None,
         report_every_s: float = 300.0,
-        on_straggler: Literal["log", "stop"] | Callable[[StragglerReport], object] = "log",
+        on_straggler: OnStraggler = "log",
     ) -> None:
         """Make the detector ready; a second call does nothing.
 
@@ -188,51 +184,48 @@ class StragglerDetector:
             return
         if StragglerDetector._instance is not self:
             raise RuntimeError("this straggler detector was replaced; use StragglerDetector()")
-        _check_settings(
-            world=world,
-            rank=rank,
-            amp=amp,
-            port=port,
-            prefill=prefill,
-            sample_every=sample_every,
-            z_threshold=z_threshold,
-            report_every_s=report_every_s,
-        )
-        if on_straggler not in ("log", "stop") and not callable(on_straggler):
-            raise ValueError(
-                f"straggler detector: on_straggler is {on_straggler!r}; give 'log', 'stop' or a "
-                "function of the report"
+        self._set_up(
+            DetectorSettings(
+                world=world,
+                rank=rank,
+                mmcnt=mmcnt,
+                amp=amp,
+                port=port,
+                prefill=prefill,
+                enabled=enabled,
+                group=group,
+                device=device,
+                sections=sections,
+                sample_every=sample_every,
+                bind=bind,
+                token=token,
+                controller=controller,
+                allow_get_toggle=allow_get_toggle,
+                z_threshold=z_threshold,
+                relative_threshold=relative_threshold,
+                individual_threshold=individual_threshold,
+                telemetry=telemetry,
+                report_every_s=report_every_s,
+                on_straggler=on_straggler,
             )
-        names = checked_sections(sections)
-        listener = None
-        if controller and rank == 0:
-            # This imports the standard library's HTTP server, which most ranks never need.
-            from mcore.observe.straggler.controller import Listener
+        )
 
-            listener = Listener(
-                bind=bind, port=port, token=token, allow_get_toggle=allow_get_toggle
-            )
-        exchange = Exchange(group, world=world)
-        # Without an index: the device that is current when a range begins is the one that computes.
-        computing = torch.device(current_device().type if device is None else device)
-        ranges = make_ranges(computing, prefill=prefill, sample_every=sample_every)
-        self.world, self.rank, self.dev = world, rank, exchange.device
-        self.mmcnt, self.amp, self.port = max(mmcnt, 1), amp, port
-        self._reporter = Reporter(
-            exchange,
-            telemetry_of(computing) if telemetry is None else guarded(telemetry),
-            world=world,
-            rank=rank,
-            amp=amp,
-            num_listed=self.mmcnt,
-            names=names,
-            rule=OutlierRule(z_threshold, relative_threshold, individual_threshold),
-        )
+    def _set_up(self, settings: DetectorSettings) -> None:
+        """Take settings; nothing changes where they turn out to be impossible."""
+        names = checked_sections(settings.sections)
+        listener = settings.make_listener()
+        exchange = Exchange(settings.group, world=settings.world)
+        ranges = settings.make_ranges()
+        self.world, self.rank, self.dev = settings.world, settings.rank, exchange.device
+        self.mmcnt, self.amp, self.port = settings.mmcnt, settings.amp, settings.port
+        self._reporter = settings.make_reporter(exchange, names)
         self._timers = SectionTimers(self, names)
-        self._pace, self._on_straggler = Pace(report_every_s), on_straggler
-        self._state = ControllerState(rank=rank, world_size=world, enabled=enabled)
+        self._pace, self._on_straggler = Pace(settings.report_every_s), settings.on_straggler
+        self._state = ControllerState(
+            rank=settings.rank, world_size=settings.world, enabled=settings.enabled
+        )
         self._use_ranges(ranges)
-        self._set_enabled(enabled)
+        self._set_enabled(settings.enabled)
         StragglerDetector._configured = True
         self._listener = listener
         self._controller()
@@ -678,37 +671,6 @@ class StragglerDetector:
         if self.rank != 0 or self._off:
             return None
         return self._reporter.compare(rows, {}).data()
-
-
-def _check_settings(
-    *,
-    world: int,
-    rank: int,
-    amp: float,
-    port: int,
-    prefill: int,
-    sample_every: int,
-    z_threshold: float,
-    report_every_s: float,
-) -> None:
-    """Raise ValueError for an impossible value."""
-    what = "straggler detector"
-    if world < 1:
-        raise ValueError(f"{what}: world is {world}; give at least 1")
-    if not 0 <= rank < world:
-        raise ValueError(f"{what}: rank is {rank}; give 0 to {world - 1}")
-    if not amp > 0:  # nor NaN
-        raise ValueError(f"{what}: amp is {amp}; give a number above 0")
-    if not 0 <= port <= _MAX_PORT:
-        raise ValueError(f"{what}: port is {port}; give 0 to {_MAX_PORT}")
-    if prefill < 0:
-        raise ValueError(f"{what}: prefill is {prefill}; give 0 or more")
-    if sample_every < 1:
-        raise ValueError(f"{what}: sample_every is {sample_every}; give at least 1")
-    if not z_threshold > 0:
-        raise ValueError(f"{what}: z_threshold is {z_threshold}; give a number above 0")
-    if not report_every_s > 0:
-        raise ValueError(f"{what}: report_every_s is {report_every_s}; give seconds above 0")
 
 
 def _untimed(ranges: ThreadRanges, kind: int) -> Entry:

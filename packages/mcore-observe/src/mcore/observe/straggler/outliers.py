@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import NormalDist, fmean
+from typing import TypeAlias
 
 import torch
 
@@ -73,6 +74,15 @@ class Outlier:
     z: float
     score: float
 
+    def __str__(self) -> str:
+        """Return a line for a log."""
+        unit = METRICS.get(self.metric, "ms")
+        return (
+            f"straggler: rank {self.rank} (host {self.host}) "
+            f"{self.metric}={self.value:.2f}{unit} median={self.median:.2f}{unit} "
+            f"z={self.z:.1f} score={self.score:.2f}"
+        )
+
 
 @dataclass(frozen=True)
 class OutlierRule:
@@ -128,6 +138,10 @@ class Found:
     z: float
 
 
+_Distances: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # indices of ranks, and their z
+_NOBODY: _Distances = (torch.empty(0, dtype=torch.long), torch.empty(0))
+
+
 def find_outliers(
     history: Sequence[torch.Tensor], num_times: int, rule: OutlierRule, *, num_reports: int
 ) -> list[Found]:
@@ -144,30 +158,38 @@ def find_outliers(
     judged = (mean.isfinite().sum(dim=1) > 0).tolist()
     world = mean.shape[1]
     limits = _limits(sum(judged) - 1, world, rule.z)
-    earlier = history[-num_reports - _NUM_EARLIER : -num_reports] if num_reports > 1 else ()
-    has_past = len(earlier) == _NUM_EARLIER
     may_differ = _rooms(mean, limits[0] / math.sqrt(len(recent)))
-    if has_past:
-        change = mean - functools.reduce(torch.add, earlier) / _NUM_EARLIER
+    may_have_changed = [False] * num_times
+    earlier = history[-num_reports - _NUM_EARLIER : -num_reports] if num_reports > 1 else ()
+    if len(earlier) == _NUM_EARLIER:
+        change = mean[:num_times] - sum(values[:num_times] for values in earlier) / _NUM_EARLIER
         may_have_changed = _rooms(change, _LEAST_CHANGE, alone=world == 1)
     found: dict[tuple[int, int], float] = {}
-    for row in range(len(judged)):
-        is_time, limit = row < num_times, limits[min(row, 1)]
+    for row, limit in enumerate(limits[:1] + limits[1:] * (len(judged) - 1)):
+        is_time = row < num_times
+        has_changed = is_time and may_have_changed[row]
+        if not (may_differ[row] or has_changed):
+            continue
+        past = torch.stack([values[row] for values in history])
+        if has_changed:
+            index, z = _slower_than_before(past, len(recent), limit, rule.individual)
+            usual = past[-_NUM_EARLIER - len(recent) : -len(recent), index].median(dim=0).values
+            is_felt = _is_felt(mean[row, index], usual, mean[0])
+            _note(found, row, (index[is_felt], z[is_felt]))
         if may_differ[row]:
-            past = torch.stack([values[row] for values in history])
             least = -math.log(rule.relative) / _TIME_NOISE if is_time else 0.0
-            usual = mean[row].nanquantile(0.25, interpolation="lower").item()
-            for index, z in _worse_than_others(past, len(recent), limit, least):
-                if not is_time or _is_felt(mean[row, index].item(), usual, mean[0]):
-                    found[row, index] = z
-        if has_past and is_time and may_have_changed[row]:
-            past = torch.stack([values[row] for values in history])
-            for index, z in _slower_than_before(past, len(recent), limit, rule.individual):
-                usual = past[-_NUM_EARLIER - len(recent) : -len(recent), index].median().item()
-                if _is_felt(mean[row, index].item(), usual, mean[0]):
-                    found.setdefault((row, index), z)
+            index, z = _worse_than_others(past, len(recent), limit, least)
+            if is_time:
+                is_felt = _is_felt(mean[row, index], _quartile(mean[row]), mean[0])
+                index, z = index[is_felt], z[is_felt]
+            _note(found, row, (index, z))
     ordered = sorted(found.items(), key=lambda one: (-one[1], one[0]))
     return [Found(row, index, z) for (row, index), z in ordered]
+
+
+def _note(found: dict[tuple[int, int], float], row: int, distances: _Distances) -> None:
+    indices, z = (values.tolist() for values in distances)
+    found.update(zip(((row, index) for index in indices), z, strict=True))
 
 
 def _rooms(values: torch.Tensor, least: float, *, alone: bool = False) -> list[bool]:
@@ -191,9 +213,7 @@ def _limits(num_others: int, world: int, z: float) -> tuple[float, float]:
     return -normal.inv_cdf(chance), -normal.inv_cdf(chance / max(num_others, 1))
 
 
-def _worse_than_others(
-    past: torch.Tensor, num_reports: int, z: float, least: float
-) -> list[tuple[int, float]]:
+def _worse_than_others(past: torch.Tensor, num_reports: int, z: float, least: float) -> _Distances:
     """Return index and z of the ranks that are worse than the better half of the others.
 
     ``past`` is ``[num_kept, world]``, of which the last ``num_reports`` are judged.
@@ -203,7 +223,7 @@ def _worse_than_others(
     num_known = int(mean.isfinite().sum())
     num_good = num_known // 2
     if num_good == 0:
-        return []
+        return _NOBODY
     good = mean.argsort()[:num_good]  # NaN comes last
     sigma = _noise(past, num_reports)
     spread = sigma * math.sqrt(1 + 1 / num_good)
@@ -212,9 +232,7 @@ def _worse_than_others(
     return _lasting(leads, limit, spread)
 
 
-def _slower_than_before(
-    past: torch.Tensor, num_reports: int, z: float, score: float
-) -> list[tuple[int, float]]:
+def _slower_than_before(past: torch.Tensor, num_reports: int, z: float, score: float) -> _Distances:
     """Return index and z of the ranks that have become slower, and not with all others.
 
     ``past`` is ``[num_kept, world]``. A rank's past is the eight reports before the last ones.
@@ -228,7 +246,7 @@ def _slower_than_before(
     return _lasting(recent - earlier.median(dim=0).values, limit, spread)
 
 
-def _lasting(leads: torch.Tensor, limit: float, spread: float) -> list[tuple[int, float]]:
+def _lasting(leads: torch.Tensor, limit: float, spread: float) -> _Distances:
     """Return where the mean over the reports is over a limit.
 
     The worst report counts as half the limit worse than the second at most: one alone is a hiccup.
@@ -237,8 +255,8 @@ def _lasting(leads: torch.Tensor, limit: float, spread: float) -> list[tuple[int
         second = leads.sort(dim=0).values[-2]
         leads = leads.minimum(second + limit / 2)
     distance = leads.mean(dim=0)
-    is_bad = distance >= limit
-    return [(i, distance[i].item() / spread) for i in is_bad.nonzero().flatten().tolist()]
+    index = (distance >= limit).nonzero().flatten()
+    return index, distance[index].double() / spread
 
 
 def _noise(past: torch.Tensor, num_reports: int) -> float:
@@ -291,25 +309,22 @@ def _expected_lead(num_others: int, num_fast: int) -> float:
     return max(0.0, -fmean(scores))
 
 
-def _is_felt(own: float, usual: float, iterations: torch.Tensor) -> bool:
-    """Return whether what a time is longer than usual is a noticeable part of an iteration."""
-    own_ms, usual_ms, iteration_ms = (
-        math.exp(value * _TIME_NOISE)
-        for value in (own, usual, iterations.nanquantile(0.25, interpolation="lower").item())
-    )
-    return not own_ms - usual_ms < max(_LEAST_EXCESS_MS, _LEAST_EXCESS_SHARE * iteration_ms)
+def _is_felt(own: torch.Tensor, usual: torch.Tensor, iterations: torch.Tensor) -> torch.Tensor:
+    """Return whether what times are longer than usual is a noticeable part of an iteration."""
+    if not len(own):
+        return own > 0
+    least_ms = max(_LEAST_EXCESS_MS, _LEAST_EXCESS_SHARE * _as_ms(_quartile(iterations)).item())
+    return ~(_as_ms(own) - _as_ms(usual) < least_ms)
+
+
+def _as_ms(values: torch.Tensor) -> torch.Tensor:
+    return (values.double() * _TIME_NOISE).exp()
+
+
+def _quartile(values: torch.Tensor) -> torch.Tensor:
+    return values.nanquantile(0.25, interpolation="lower")
 
 
 def outlier_lines(outliers: Sequence[Outlier]) -> list[str]:
     """Return the lines for a log: at most 16, then how many more there are."""
-    lines = [_line(outlier) for outlier in outliers]
-    return shorten(lines, most=_MAX_LINES, more="\u2026 and {} more")
-
-
-def _line(outlier: Outlier) -> str:
-    unit = METRICS.get(outlier.metric, "ms")
-    return (
-        f"straggler: rank {outlier.rank} (host {outlier.host}) "
-        f"{outlier.metric}={outlier.value:.2f}{unit} median={outlier.median:.2f}{unit} "
-        f"z={outlier.z:.1f} score={outlier.score:.2f}"
-    )
+    return shorten(outliers, most=_MAX_LINES, more="\u2026 and {} more")

@@ -89,7 +89,7 @@ class SectionTimers:
         self._detector = detector
         self._lock = threading.Lock()
         self._num_declared = len(names)
-        self._has_warned_of_many = False
+        self._has_warned = self._has_warned_of_many = False
         self._timers = {name: SectionTimer(detector, kind) for kind, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> AbstractContextManager[None]:
@@ -113,11 +113,13 @@ class SectionTimers:
                 return self._one_too_many(name)
             timer = SectionTimer(self._detector, len(self._timers))
             self._timers[name] = timer
-        logger.warning(
-            "straggler: section %r is not among the sections given to configure(); it is timed "
-            "on this rank alone",
-            name,
-        )
+            has_warned, self._has_warned = self._has_warned, True
+        if not has_warned:
+            logger.warning(
+                "straggler: section %r is not among the sections given to configure(); it is timed "
+                "on this rank alone, as any other such section",
+                name,
+            )
         return timer
 
     def _one_too_many(self, name: str) -> AbstractContextManager[None]:

@@ -10,6 +10,7 @@ from typing import Any
 from mcore.observe.model_groups import find_process_groups
 from mcore.observe.training_log.log import log_training_step
 from mcore.observe.training_log.step import find_num_microbatches, samples_per_step
+from mcore.observe.values.loss_totals import count_iterations
 from mcore.observe.values.scalars import as_number
 
 
@@ -68,6 +69,8 @@ class CountedSteps:
             tokens=tokens,
             steps=steps,
         )
+        if not count_iterations(self._totals):  # a line has shown them
+            self._totals.clear()  # else a loss that does not come again would be shown as 0
 
     def _stamps(self, steps: int) -> Iterator[float]:
         """Yield a time stamp for each of the steps that have ended since the last call."""

@@ -26,7 +26,6 @@ from mcore.observe.training_log.console import (
 from mcore.observe.training_log.expert_report import ExpertReport
 from mcore.observe.training_log.figures import DataClock, measure_figures
 from mcore.observe.training_log.interval import (
-    Interval,
     IntervalClock,
     IntervalFlops,
     measure_interval,
@@ -62,6 +61,13 @@ class LogState:
     samples: float | None = None  # since the last line, where they are counted
     tokens: float | None = None  # likewise
     has_warned_of_timers: bool = False
+
+    def count(self, samples: float | None, tokens: float | None) -> None:
+        """Add what a step has had of each, where that is known."""
+        if samples is not None:
+            self.samples = (self.samples or 0) + samples
+        if tokens is not None:
+            self.tokens = (self.tokens or 0) + tokens
 
 
 def log_state_of(global_state: Any) -> LogState:
@@ -211,10 +217,7 @@ def log_training_step(
     state = log_state_of(global_state)
     losses = only_numbers(loss_dict, warns=is_last_rank())
     _note_step(state, step, losses, total_loss_dict, steps)
-    if samples is not None:
-        state.samples = (state.samples or 0) + samples
-    if tokens is not None:
-        state.tokens = (state.tokens or 0) + tokens
+    state.count(samples, tokens)
     scalars = Scalars()
     if not step.logs:
         state.experts.collect(step, scalars, total_loss_dict)
@@ -228,18 +231,8 @@ def log_training_step(
     expert_fields = state.experts.collect(step, scalars, total_loss_dict)
     line: list[Field | str] = []
     if step.ends_console_interval:
-        interval = measure_interval(
-            state.clock,
-            state.flops,
-            global_state,
-            iterations=iterations,
-            world_size=step.world_size,
-        )
-        add_interval_scalars(scalars, interval, config)
-        fields = _line_fields(state, step, values, total_loss_dict, interval)
-        if is_last_rank():
-            line = [*fields, *expert_fields]
-    _send(state, step, scalars, times, line)
+        line = [*_line_fields(state, step, values, total_loss_dict, scalars), *expert_fields]
+    _send(state, step, scalars, times, line if is_last_rank() else ())
     if not step.ends_console_interval:
         return report_memory_flag
     reset_totals(total_loss_dict)
@@ -274,9 +267,18 @@ def _line_fields(
     step: LogStep,
     values: StepValues,
     totals: Mapping[str, Any],
-    interval: Interval,
+    scalars: Scalars,
 ) -> list[Field]:
     """Return the fields of the line; all ranks call it, and all measure what the line shows."""
+    iterations = count_iterations(totals)
+    interval = measure_interval(
+        state.clock,
+        state.flops,
+        step.global_state,
+        iterations=iterations,
+        world_size=step.world_size,
+    )
+    add_interval_scalars(scalars, interval, step.config)
     if is_megatron_line(step.config.logger):
         print_step_time(interval)
         return megatron_fields(step, values, totals, interval)
@@ -285,7 +287,7 @@ def _line_fields(
         values,
         totals,
         interval,
-        iterations=count_iterations(totals),
+        iterations=iterations,
         waited_s=state.data.take_seconds(getattr(step.global_state, "timers", None)),
         samples=state.samples,
         tokens=state.tokens,
