@@ -27,14 +27,21 @@ class StepRanges:
     FSDP wait for inside it.
 
     The forward of a slow rank takes ``factor`` times as long as the longest of all ranks, pass by
-    pass, so that it stands out on a busy machine too.
+    pass, so that it stands out on a busy machine too; in a pipeline, whose ranks are not in the
+    same pass, as long as its own.
     """
 
     def __init__(
-        self, detector: StragglerDetector, slow: SlowRank | None, device: torch.device
+        self,
+        detector: StragglerDetector,
+        slow: SlowRank | None,
+        device: torch.device,
+        *,
+        in_step: bool = True,
     ) -> None:
         self._detector = detector
         self._slow = slow
+        self._in_step = in_step
         self._device = device
 
     @contextmanager
@@ -56,9 +63,13 @@ class StepRanges:
             began = self._now()
             yield
             took = self._now() - began
-            if is_slow:
+            if is_slow and not self._in_step:
+                time.sleep((self._slow.factor - 1.0) * took)
+            elif is_slow:
                 end = began + self._slow.factor * self._longest(took)
                 time.sleep(max(0.0, end - self._now()))
+        if not self._in_step:
+            return
         if not is_slow:
             self._longest(took)
         dist.barrier()  # or the others would wait for the slow rank inside their next part

@@ -24,16 +24,15 @@ from pretrain.watch.straggler import StragglerWatch
 
 def opening_lines(
     settings: Settings,
-    model: torch.nn.Module,
+    num_parameters: int,
     corpus: Corpus,
     device: torch.device,
     folder: RunFolder,
 ) -> list[str]:
     """What is trained, in which layout, on what, and where."""
-    parameters = settings.tp * sum(param.numel() for param in model.parameters())
     kind = "bf16" if settings.bf16 else "fp32"
     return [
-        f"model            about {parameters / 1e6:.2f} M parameters, {kind}: "
+        f"model            about {num_parameters / 1e6:.2f} M parameters, {kind}: "
         f"{settings.num_layers} layers of {settings.hidden_size}, "
         f"{settings.num_attention_heads} heads",
         f"layout           {settings.layout} on {settings.world_size} ranks, a global batch of "
