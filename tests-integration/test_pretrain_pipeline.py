@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -11,14 +12,16 @@ from unittest import mock
 import pytest
 import torch
 
+from pretrain.cli.command import main
 from pretrain.cli.options import parse, resolve
 from pretrain.model.deferred import DeferredWeightGradient
+from pretrain.run import pipeline_steps
 from pretrain.run.pipeline import Pass, forward_order, training_order
 from pretrain.run_folder import RunFolder
 from pretrain.sample import load_model
 from pretrain.settings import Settings
 from pretrain.usage import UsageError
-from pretrain_runs import SMALL, curves_of, losses_of, train_here
+from pretrain_runs import SMALL, TINY, curves_of, losses_of, pretrain, train_here
 from rank_testing import run_ranks
 
 ALONE = Settings(
@@ -149,6 +152,10 @@ def test_every_kind_of_head_equals_one_process_and_a_stopped_run_goes_on(
     assert losses != pytest.approx(losses_of(alone / "fp32"), rel=1e-3)
 
 
+TWO_LAYERS = (*TINY, "--pp", "2", "--num-layers", "2", "--micro-batch-size", "2", "--no-mlflow",
+              "--no-tensorboard", "--train-iters", "8")  # fmt: skip
+
+
 def finished(ranks: int, chunks: int, batches: int) -> tuple[int, int]:
     """When the last rank is done and how many passes a rank keeps, by playing all ranks' orders.
 
@@ -189,10 +196,45 @@ def test_the_order_of_passes_has_no_deadlock_and_the_least_bubble() -> None:
     assert forward_order(2, 1, 3) == [Pass(0, 0), Pass(0, 1), Pass(0, 2)]
 
 
+def main_with_a_failing_stage(arguments: list[str]) -> int:
+    """The command, whose second rank fails in its sixth backward pass."""
+    calls = itertools.count()
+    real = pipeline_steps._Work.backward
+
+    def backward(*given: Any) -> None:
+        if os.environ["RANK"] == "1" and next(calls) == 5:
+            raise ArithmeticError("the second stage fails")
+        real(*given)
+
+    with mock.patch.object(pipeline_steps._Work, "backward", backward):
+        return main(arguments)
+
+
+def test_a_stage_that_fails_takes_the_others_down(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TWO_LAYERS, "--run-dir", "run", entry=main_with_a_failing_stage
+    )  # fmt: skip
+    assert done.returncode == 1
+    assert "rank 1 failed:" in done.stderr
+    assert "ArithmeticError: the second stage fails" in done.stderr
+    assert "pretrain: rank 0 lost its peer" in done.stderr
+    assert len(losses_of(tmp_path / "run")) == 1
+
+
+def test_all_stages_agree_that_a_run_diverges(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TWO_LAYERS, "--run-dir", "run", "--lr", "1e30", "--min-lr", "1",
+        "--warmup-iters", "0", "--max-skipped", "2", "--slow-rank", "1:2", "--save-interval", "1",
+    )  # fmt: skip
+    assert done.returncode == 4
+    assert done.stderr.count("the gradients of 2 steps in a row, to step 3, were not finite") == 1
+    assert "The last complete checkpoint is run/checkpoints/step_00000001" in done.stderr
+
+
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--vpp 2", "--vpp 2 is for a pipeline: it needs --pp above 1"),
+        ("--vpp 2", "--vpp 2 is for a pipeline: it needs --pp above 1, else --vpp 1"),
         ("--defer-embedding-wgrad", "is for a pipeline: it needs --pp above 1"),
         ("--pp 3", "--num-layers 4 is not divisible by --pp * --vpp 3"),
         ("--pp 2 --vpp 4", "--num-layers 4 is not divisible by --pp * --vpp 8"),

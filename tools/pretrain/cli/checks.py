@@ -85,12 +85,16 @@ def _check_batch(settings: Settings) -> None:
 def _check_pipeline(settings: Settings) -> None:
     stages, batches = settings.pp, settings.num_microbatches
     if stages == 1:
-        for flag, is_given in (
-            (f"--vpp {settings.vpp}", settings.vpp > 1),
-            ("--defer-embedding-wgrad", settings.defer_embedding_wgrad),
+        for flag, is_given, off in (
+            (f"--vpp {settings.vpp}", settings.vpp > 1, "--vpp 1"),
+            (
+                "--defer-embedding-wgrad",
+                settings.defer_embedding_wgrad,
+                "--no-defer-embedding-wgrad",
+            ),
         ):
             if is_given:
-                raise UsageError(f"{flag} is for a pipeline: it needs --pp above 1")
+                raise UsageError(f"{flag} is for a pipeline: it needs --pp above 1, else {off}")
         return
     _check_divisible("--num-layers", settings.num_layers, "--pp * --vpp", stages * settings.vpp)
     said = (

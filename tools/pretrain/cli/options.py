@@ -130,7 +130,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
-    before: dict[str, Any] = dict(_stored_layout(base))
+    before: dict[str, Any] = {**_stored_layout(base), **({"vpp": base["vpp"]} if base else {})}
     stored = dataclasses.replace(settings, **before).layout
     return Request(
         settings=settings,
