@@ -72,7 +72,7 @@ def chunks_of(model: torch.nn.Module) -> list[Any]:
     return list(model.chunks) if isinstance(model, ModelChunks) else [model]
 
 
-def mark_shared_embedding(weight: torch.nn.Parameter, *, is_copy: bool) -> None:
+def mark_shared_embedding(weight: torch.Tensor, *, is_copy: bool) -> None:
     """Note that the first and the last stage have this weight, and which one has the copy."""
     setattr(weight, _EMBEDDING, True)
     mark_param_shared(weight, is_copy)
@@ -85,7 +85,7 @@ def is_shared_embedding(weight: torch.Tensor) -> bool:
 
 def copy_shared_mark(target: torch.Tensor, source: torch.Tensor) -> None:
     """Mark what stands for a weight as that is marked."""
-    if isinstance(target, torch.nn.Parameter) and is_shared_embedding(source):
+    if is_shared_embedding(source):
         mark_shared_embedding(target, is_copy=not param_is_not_shared(source))
 
 

@@ -145,22 +145,24 @@ class Pipeline:
         peer = self.rank - 1 if one.is_forward else self.rank + 1
         buffer = torch.empty_like(message, device=self.device)
         work = dist.irecv(buffer, group=self._channel(one, peer), group_src=peer % self.ranks)
-        if work is None:
-            raise RuntimeError(f"rank {self.rank} is not in the group of its pipeline")
-        return _Arriving(buffer, work)
+        return _Arriving(buffer, _begun(work))
 
     def _send(self, one: Pass, tensor: torch.Tensor) -> None:
         peer = self.rank + 1 if one.is_forward else self.rank - 1
         tensor = tensor.contiguous()
         work = dist.isend(tensor, group=self._channel(one, peer), group_dst=peer % self.ranks)
-        if work is None:
-            raise RuntimeError(f"rank {self.rank} is not in the group of its pipeline")
         self._sending = [(done, kept) for done, kept in self._sending if not done.is_completed()]
-        self._sending.append((work, tensor))
+        self._sending.append((_begun(work), tensor))
 
     def _channel(self, one: Pass, peer: int) -> dist.ProcessGroup:
         goes_around = peer not in range(self.ranks)
         return self._groups[2 * goes_around + one.is_forward]
+
+
+def _begun(work: dist.Work | None) -> dist.Work:
+    if work is None:
+        raise RuntimeError("this rank is not in the group of its pipeline")
+    return work
 
 
 def _group_like(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
