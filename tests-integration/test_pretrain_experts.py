@@ -167,7 +167,7 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(topk: int, balance: str
     get_moe_metrics_tracker().reset()
     get_mtp_metrics_tracker().reset()
     with FlopCounterMode(display=False) as counter:
-        outputs = model(batch["tokens"], batch["position_ids"], batch["labels"])
+        outputs = model(batch["tokens"], batch["position_ids"], next_tokens=batch["labels"])
     losses = objective_of(settings).losses
     own = losses(outputs[0], batch["labels"].T, None).mean()
     ahead = loss_ahead(outputs, batch, losses, groups, 256)

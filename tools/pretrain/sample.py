@@ -24,8 +24,9 @@ from pretrain.usage import EXIT_USAGE, UsageError
 
 _CPU = torch.device("cpu")
 _ALONE = {
-    "tp": 1, "cp": 1, "dp": 1, "ep": 1, "fsdp": False, "hsdp_outer": 1, "sequence_parallel": False,
-    "recompute": False, "cuda_graph": "none",
+    "tp": 1, "cp": 1, "pp": 1, "vpp": 1, "dp": 1, "ep": 1, "defer_embedding_wgrad": False,
+    "fsdp": False, "hsdp_outer": 1, "sequence_parallel": False, "recompute": False,
+    "cuda_graph": "none",
 }  # fmt: skip
 
 

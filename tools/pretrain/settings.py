@@ -77,6 +77,13 @@ class Settings:
 
     tp: int = _option(1, "tensor-parallel size: ranks that share each weight matrix", _at_least(1))
     cp: int = _option(1, "context-parallel size: ranks that share each sequence", _at_least(1))
+    pp: int = _option(1, "pipeline stages: ranks that hold different layers", _at_least(1))
+    vpp: int = _option(
+        1, "with --pp: runs of layers on each rank, which take turns (interleaved)", _at_least(1)
+    )
+    defer_embedding_wgrad: bool = _option(
+        False, "with --pp: weight gradient of the head over bytes behind the last backward"
+    )
     dp: int = _option(
         DEFAULT_RANKS, "data-parallel size: ranks that share the global batch", _at_least(1)
     )
@@ -137,7 +144,7 @@ class Settings:
     train_iters: int = _option(200, "total number of optimizer steps", _at_least(1))
     global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1), fixed=True)
     micro_batch_size: int = _option(
-        0, "sequences per rank and forward pass; 0: all at once", _at_least(0)
+        0, "sequences per rank and forward pass; 0: all at once, with --pp one", _at_least(0)
     )
     lr: float = _option(3e-3, "peak learning rate", _FINITE, fixed=True)
     min_lr: float = _option(3e-4, "learning rate at the end", _FINITE, fixed=True)
@@ -187,12 +194,14 @@ class Settings:
     @property
     def world_size(self) -> int:
         """Ranks that this layout needs."""
-        return self.tp * self.cp * self.dp
+        return self.tp * self.cp * self.pp * self.dp
 
     @property
     def layout(self) -> str:
         """The layout in short, such as ``tp2-cp1-dp1``."""
-        return f"tp{self.tp}-cp{self.cp}-dp{self.dp}"
+        pipeline = f"-pp{self.pp}" if self.pp > 1 else ""
+        chunks = f"-vpp{self.vpp}" if self.vpp > 1 else ""
+        return f"tp{self.tp}-cp{self.cp}{pipeline}{chunks}-dp{self.dp}"
 
     @property
     def run_kind(self) -> str:
@@ -203,7 +212,8 @@ class Settings:
     @property
     def rows_per_forward(self) -> int:
         """Sequences of one rank's forward pass."""
-        return self.micro_batch_size or self.global_batch_size // self.dp
+        all_at_once = self.global_batch_size // self.dp
+        return self.micro_batch_size or (all_at_once if self.pp == 1 else 1)
 
     @property
     def num_microbatches(self) -> int:

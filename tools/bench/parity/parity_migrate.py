@@ -22,11 +22,10 @@ def test_a_package(package: str, at_least: int) -> None:
     """Every rewritten file parses, what it imports is there, and a second run changes nothing."""
     spec = importlib.util.find_spec(package)
     assert spec is not None
-    results = [
-        read(file, TABLE) for file in python_files(map(Path, spec.submodule_search_locations))
-    ]
-    rewritten = [one.after for one in results if one is not None and one.differs]
-    assert not [one for one in results if one is not None and one.error]
+    folders = [Path(folder) for folder in spec.submodule_search_locations or ()]
+    results = [result for file in python_files(folders) if (result := read(file, TABLE))]
+    rewritten = [result.after for result in results if result.after and result.differs]
+    assert not [result for result in results if result.error]
     assert len(rewritten) >= at_least
     for one in rewritten:
         for module, name in imports_of(one.source):
@@ -37,5 +36,6 @@ def test_a_package(package: str, at_least: int) -> None:
 def imports_of(source: bytes) -> Iterator[tuple[str, str]]:
     """What a source imports from the packages."""
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("mcore."):
-            yield from ((node.module, one.name) for one in node.names)
+        module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+        if isinstance(node, ast.ImportFrom) and module.startswith("mcore."):
+            yield from ((module, one.name) for one in node.names)

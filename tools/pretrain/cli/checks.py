@@ -13,12 +13,13 @@ def check(settings: Settings, available: int | None) -> None:
     _check_limits(settings)
     if available is not None and available != settings.world_size:
         raise UsageError(
-            f"tp * cp * dp = {settings.tp} * {settings.cp} * {settings.dp} = "
+            f"tp * cp * pp * dp = {settings.tp} * {settings.cp} * {settings.pp} * {settings.dp} = "
             f"{settings.world_size}, but there are {available} ranks: change the layout or the "
             "number of ranks"
         )
     _check_shape(settings)
     _check_batch(settings)
+    _check_pipeline(settings)
     if settings.min_lr > settings.lr:
         raise UsageError(
             f"--min-lr {settings.min_lr} is above --lr {settings.lr}: the learning rate ends at "
@@ -33,6 +34,11 @@ def check(settings: Settings, available: int | None) -> None:
         raise UsageError(
             "--mtp learns tokens, but with --value-head there is no head over them: leave one of "
             "them out"
+        )
+    if settings.mtp and settings.pp > 1:
+        raise UsageError(
+            "--mtp needs the embedding beside the last layer, from which --pp parts it: leave one "
+            "of them out"
         )
     if settings.value_head and settings.untied:
         raise UsageError(
@@ -85,6 +91,55 @@ def _check_batch(settings: Settings) -> None:
         "--micro-batch-size",
         settings.rows_per_forward,
     )
+
+
+def _check_pipeline(settings: Settings) -> None:
+    stages, batches = settings.pp, settings.num_microbatches
+    if stages == 1:
+        for flag, is_given, off in (
+            (f"--vpp {settings.vpp}", settings.vpp > 1, "--vpp 1"),
+            (
+                "--defer-embedding-wgrad",
+                settings.defer_embedding_wgrad,
+                "--no-defer-embedding-wgrad",
+            ),
+        ):
+            if is_given:
+                raise UsageError(f"{flag} is for a pipeline: it needs --pp above 1, else {off}")
+        return
+    _check_divisible("--num-layers", settings.num_layers, "--pp * --vpp", stages * settings.vpp)
+    said = (
+        f"--global-batch-size {settings.global_batch_size} over --dp {settings.dp} and "
+        f"--micro-batch-size {settings.rows_per_forward} makes {batches} micro-batches"
+    )
+    if batches < stages:
+        raise UsageError(
+            f"{said}, but --pp {stages} needs {stages} to have work for every stage: lower "
+            "--micro-batch-size or raise --global-batch-size"
+        )
+    if settings.vpp > 1 and batches % stages:
+        raise UsageError(
+            f"{said}, but --vpp takes turns after --pp {stages} of them: make their number "
+            f"divisible by {stages}"
+        )
+    if settings.cuda_graph != "none":
+        raise UsageError(
+            f"--cuda-graph {settings.cuda_graph} has one set of activations for a layer, and --pp "
+            "several micro-batches under way: leave one of them out"
+        )
+    if settings.defer_embedding_wgrad:
+        _check_deferral(settings)
+
+
+def _check_deferral(settings: Settings) -> None:
+    for flag, is_given, why in (
+        ("--fsdp", settings.fsdp, "which reduces gradients as soon as they are there"),
+        ("--value-head", settings.value_head, "which has no head over bytes"),
+    ):
+        if is_given:
+            raise UsageError(
+                f"--defer-embedding-wgrad cannot work with {flag}, {why}: leave one of them out"
+            )
 
 
 def _check_sequence_parallel(settings: Settings) -> None:

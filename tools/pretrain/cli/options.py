@@ -14,7 +14,7 @@ from pretrain.settings import DEFAULT_RANKS, Settings, kept_settings, read_confi
 from pretrain.usage import UsageError
 
 MLFLOW_URI = "--mlflow-uri"
-_SIZES = ("tp", "cp", "dp")
+_SIZES = ("tp", "cp", "pp", "dp")
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
@@ -28,6 +28,7 @@ _GROUPS = {
 }
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
+  pretrain --pp 2 --vpp 2                    a pipeline of two ranks with two runs of layers each
   pretrain --fsdp --bf16 --train-iters 600   parameters cut over the ranks
   pretrain --dp 4 --experts 8 --ep 4         experts spread over four ranks
   pretrain --data "books/*.txt"              one's own text
@@ -67,7 +68,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
         argument_default=argparse.SUPPRESS,
         allow_abbrev=False,
     )
-    parser.add_argument("--ranks", type=int, help="ranks to start here (default: tp * cp * dp)")
+    parser.add_argument(
+        "--ranks", type=int, help="ranks to start here (default: tp * cp * pp * dp)"
+    )
     parser.add_argument("--runs-dir", type=Path, help="folder of all runs (default: runs)")
     parser.add_argument("--run-dir", type=Path, help="folder of this run (default: a new one)")
     parser.add_argument("--resume", type=Path, metavar="RUN_DIR", help="continue this run")
@@ -129,7 +132,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
-    before: dict[str, Any] = dict(_stored_layout(base))
+    before: dict[str, Any] = {**_stored_layout(base), **({"vpp": base["vpp"]} if base else {})}
     stored = dataclasses.replace(settings, **before).layout
     return Request(
         settings=settings,
@@ -175,14 +178,15 @@ def _layout(
         if ranks is None:
             raise UsageError(
                 f"the run to resume has {needed} ranks and {available} were started: start "
-                f"{needed}, or name another layout with --tp, --cp and --dp"
+                f"{needed}, or name another layout with --tp, --cp, --pp and --dp"
             )
     if "dp" in given or min(sizes.values()) < 1:
         return sizes
     if available is None and not named:
         available = DEFAULT_RANKS
-    if available is not None and available % (sizes["tp"] * sizes["cp"]) == 0:
-        sizes["dp"] = available // (sizes["tp"] * sizes["cp"])
+    taken = sizes["tp"] * sizes["cp"] * sizes["pp"]
+    if available is not None and available % taken == 0:
+        sizes["dp"] = available // taken
     return sizes
 
 

@@ -47,6 +47,8 @@ def transformer_config(settings: Settings) -> ModelConfig:
         hidden_size=settings.hidden_size,
         num_attention_heads=settings.num_attention_heads,
         tensor_model_parallel_size=settings.tp,
+        pipeline_model_parallel_size=settings.pp,
+        virtual_pipeline_model_parallel_size=settings.vpp if settings.vpp > 1 else None,
         context_parallel_size=settings.cp,
         sequence_parallel=settings.sequence_parallel,
         cuda_graph_impl=settings.cuda_graph,

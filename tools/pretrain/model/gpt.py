@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -20,9 +20,11 @@ from mcore.parallel import ProcessGroups, checkpoint_activations
 from mcore.tensor import make_viewless_tensor
 from pretrain.model.attention import SelfAttention, causal_mask, rotary_table
 from pretrain.model.configuration import ModelConfig
+from pretrain.model.deferred import DeferredWeightGradient
 from pretrain.model.experts import ExpertFeedForward
 from pretrain.model.mtp import PredictionAhead
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
+from pretrain.model.stages import Stage, as_replica, mark_shared_embedding
 from pretrain.model.tensor_parallel import (
     ColumnParallelLinear,
     RowParallelLinear,
@@ -130,7 +132,8 @@ class GPT(MegatronModule):
     """Token ids of this rank's part of the sequences to logits of its part of the vocabulary.
 
     ``output_layer`` is None where the embedding's weight gives the logits. A value head put there
-    makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks. With
+    makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks. A stage of a
+    pipeline has some of the layers; the last one has a copy of the embedding where it is tied. With
     ``mtp_num_layers`` there is one block for the tokens after the next ones.
     """
 
@@ -144,43 +147,58 @@ class GPT(MegatronModule):
         untied: bool,
         dropout: float,
         recompute: bool = False,
+        stage: Stage | None = None,
     ) -> None:
         super().__init__(config)
         self.pg_collection = groups
         self.recompute = recompute
+        self.stage = stage = stage or Stage(range(config.num_layers))
+        self.deferred: DeferredWeightGradient | None = None
         self.tp_group = groups.tp
         self.cp_group = groups.cp
         self.head_size = config.hidden_size // config.num_attention_heads
-        self.embedding = VocabParallelEmbedding(config, init, vocabulary_size)
-        self.layers = torch.nn.ModuleList(
-            TransformerLayer(config, init, number, groups=groups, dropout=dropout)
-            for number in range(config.num_layers)
-        )
+        is_copy = stage.is_last and not stage.is_first
+        self.embedding: VocabParallelEmbedding | None = None
+        if stage.is_first or (is_copy and not untied):
+            self.embedding = VocabParallelEmbedding(config, init, vocabulary_size)
+            if not untied and not (stage.is_first and stage.is_last):
+                mark_shared_embedding(self.embedding.weight, is_copy=is_copy)
+        self.layers = torch.nn.ModuleList()
+        for number in stage.layers:  # under the names that they have in the whole model
+            layer = TransformerLayer(config, init, number, groups=groups, dropout=dropout)
+            self.layers.add_module(str(number), layer)
+        self.final_norm: torch.nn.LayerNorm | None = None
+        self.output_layer: OutputHead | LinearForLastLayer | None = None
         self.mtp: PredictionAhead | None = None
+        if not stage.is_last:
+            return
         if config.mtp_num_layers:
             more = TransformerLayer(config, init, config.num_layers, groups=groups, dropout=dropout)
             self.mtp = PredictionAhead(config, init, more)
         self.final_norm = torch.nn.LayerNorm(config.hidden_size, device=init.device)
         if config.sequence_parallel:
             mark_partial_gradients(self.final_norm.parameters())
-        self.output_layer: OutputHead | LinearForLastLayer | None = (
-            OutputHead(config, init, vocabulary_size) if untied else None
-        )
+        if untied:
+            self.output_layer = OutputHead(config, init, vocabulary_size)
 
     def forward(
         self,
         tokens: torch.Tensor,
         position_ids: torch.Tensor,
+        hidden: torch.Tensor | None = None,
         next_tokens: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits.
 
-        With the next tokens, two of these: the second is for the tokens after them.
+        With the next tokens, two of these: the second is for the tokens after them. Stages but the
+        first take the ``hidden`` states of the one before in place of the ids, and stages but the
+        last give theirs: ``[s / cp, b, h]``, or with sequence parallelism 1 / tp of that.
         """
         positions = position_ids[0]
         rotary = rotary_table(positions, self.head_size)
         mask = causal_mask(positions, self.cp_group)
-        hidden = self.embedding(tokens.transpose(0, 1))
+        if hidden is None:
+            hidden = self._embed(tokens)
 
         def run(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             one = functools.partial(layer, rotary=rotary, attention_mask=mask)
@@ -189,21 +207,45 @@ class GPT(MegatronModule):
 
         for layer in self.layers:
             hidden = run(layer, hidden)
+        if self.final_norm is None:
+            return hidden
         logits = self._output(self.final_norm(hidden))
         if self.mtp is None or next_tokens is None:
             return logits
-        ahead = self.mtp(hidden, self.embedding(next_tokens.transpose(0, 1)), run)
-        return logits, self._output(ahead)
+        return logits, self._output(self.mtp(hidden, self._embed(next_tokens), run))
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """As of every module; the first stage saves the embedding, of which the last has a copy."""
+        state = super().sharded_state_dict(prefix, *args, **kwargs)
+        if self.embedding is not None and not self.stage.is_first:
+            name = f"{prefix}embedding.weight"
+            state[name] = as_replica(state[name])
+        return state
+
+    def _embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        if self.embedding is None:
+            raise TypeError(f"the stage of layers {self.stage.layers} needs hidden states")
+        embedded: torch.Tensor = self.embedding(tokens.transpose(0, 1))
+        return embedded
 
     def _output(self, hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(self.output_layer, LinearForLastLayer):
             values: torch.Tensor = self.output_layer(hidden)[0]
             return values
+        is_split = self.config.sequence_parallel
+        entered = enter_split_layers(hidden, self.tp_group, sequence_parallel=is_split)
+        weight = self.logit_weight
+        if self.deferred is not None:
+            return self.deferred.linear(entered, weight, kept=hidden if is_split else entered)
+        return F.linear(entered, weight)
+
+    @property
+    def logit_weight(self) -> torch.nn.Parameter:
+        """The weight of the head over the vocabulary, where this model or stage has one."""
         owner = self.embedding if self.output_layer is None else self.output_layer
-        hidden = enter_split_layers(
-            hidden, self.tp_group, sequence_parallel=self.config.sequence_parallel
-        )
-        return F.linear(hidden, owner.weight)
+        if isinstance(owner, VocabParallelEmbedding | OutputHead):
+            return owner.weight
+        raise TypeError(f"the stage of layers {self.stage.layers} has no head over the vocabulary")
 
     def _recomputed(
         self, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
@@ -213,10 +255,13 @@ class GPT(MegatronModule):
         return checkpoint_activations(run, distribute, hidden, tp_group=self.tp_group)
 
 
-def put_value_head(model: GPT, config: TransformerConfig, init: ParameterInit) -> None:
+def put_value_head(chunks: list[GPT], config: TransformerConfig, init: ParameterInit) -> None:
     """Make the output layer a value head, in any layout the same; collective on the tp group."""
-    make_value_model(config.hidden_size, config.sequence_parallel)(model)
-    head = model.output_layer
+    vp_size = len(chunks) if len(chunks) > 1 else None
+    make_value_model(config.hidden_size, config.sequence_parallel, vp_size=vp_size)(chunks)
+    if not chunks[-1].stage.is_last:
+        return
+    head = chunks[-1].output_layer
     if not isinstance(head, torch.nn.Linear):
         raise TypeError(f"the value head is a {type(head).__name__}, not a linear layer")
     weight = init.whole("output_layer.weight", tuple(head.weight.shape), inner_init(config))

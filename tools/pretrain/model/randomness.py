@@ -34,6 +34,7 @@ from mcore.tensor import round_up_to_nearest_multiple
 
 Init = Callable[[torch.Tensor], object]
 _DATA_PARALLEL_STRIDE = 100_003
+_PIPELINE_STRIDE = 100
 
 
 def inner_init(config: TransformerConfig) -> Init:
@@ -89,10 +90,10 @@ def seed_streams(
 ) -> None:
     """Seed the streams: the default one equal within a tp group, the model-parallel one not.
 
-    Replicas over dp and cp see other data, so all their streams differ. Graphs need streams whose
-    states they can advance; the numbers are the same.
+    Replicas over dp and cp see other data, and stages have other layers, so all their streams
+    differ. Graphs need streams whose states they can advance; the numbers are the same.
     """
-    own = seed + _DATA_PARALLEL_STRIDE * groups.rank("dp_cp")
+    own = seed + _DATA_PARALLEL_STRIDE * groups.rank("dp_cp") + _PIPELINE_STRIDE * groups.rank("pp")
     torch.manual_seed(own)
     model_parallel_cuda_manual_seed(
         own,

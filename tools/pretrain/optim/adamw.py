@@ -16,6 +16,7 @@ from mcore.tensor import (
     local_multi_tensor_l2_norm,
     local_multi_tensor_scale,
 )
+from mcore.tensor.param_flags import param_is_not_shared
 from pretrain.model.experts import is_expert
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -33,8 +34,11 @@ class TrainingOptimizer(Protocol):
         """Set how many updates the moments have seen, as after loading them."""
         ...
 
-    def accumulate_gradients(self) -> None:
-        """Take the gradients of one micro-batch; call after each backward."""
+    def accumulate_gradients(self, *, is_whole: bool = True) -> None:
+        """Take the gradients of one micro-batch; call after each backward.
+
+        ``is_whole`` is False for all but one of a micro-batch's backwards, where there are several.
+        """
         ...
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
@@ -129,15 +133,16 @@ def clip_to_norm(
 ) -> torch.Tensor:
     """Scale gradients in place to a global norm of at most ``limit`` (0 only measures).
 
-    One all-reduce over each of ``shard_groups`` and one over tp, whose copies count once; where
-    there are experts, another over each of ``expert_groups`` for theirs. Returns the norm before,
-    0-d, equal on all ranks of the groups.
+    One all-reduce over each of ``shard_groups`` and one over tp, whose copies count once, as does
+    an embedding that two stages share; where there are experts, another over each of
+    ``expert_groups`` for theirs. Returns the norm before, 0-d, equal on all ranks of the groups.
     """
     every = [gradient for _, gradient in gradients]
     counted = [
         gradient
         for parameter, gradient in gradients
         if not is_expert(parameter)
+        and param_is_not_shared(parameter)
         and param_is_not_tensor_parallel_duplicate(parameter, tp_group=tp_group)
     ]
     flag = torch.zeros(1, dtype=torch.int, device=every[0].device)

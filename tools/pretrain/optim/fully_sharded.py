@@ -20,6 +20,7 @@ from mcore.parallel import (
 from mcore.tensor import to_local_if_dtensor
 from pretrain.model.experts import Experts, is_expert, mark_expert
 from pretrain.model.gpt import TransformerLayer
+from pretrain.model.stages import chunks_of, copy_shared_mark, is_shared_embedding
 from pretrain.model.tensor_parallel import (
     has_partial_gradient,
     mark_partial_gradients,
@@ -71,9 +72,11 @@ def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: boo
     for module in model.modules():
         if isinstance(module, TransformerLayer):
             fully_shard(module, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=at_the_end)
+    for chunk in chunks_of(model):
+        fully_shard(chunk, mesh=mesh, mp_policy=at_the_end if chunk.stage.is_last else policy)
     for name, param in model.named_parameters():  # fully_shard has made new ones
         copy_tensor_model_parallel_attributes(param, whole[name])
+        copy_shared_mark(param, whole[name])
         if has_partial_gradient(whole[name]):
             mark_partial_gradients([param])
         if is_expert(whole[name]):
@@ -112,16 +115,16 @@ class FullyShardedOptimizer:
         """Set how many updates the moments have seen."""
         self.adamw.set_updates(updates)
 
-    def accumulate_gradients(self) -> None:
+    def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Count a micro-batch: FSDP adds its reduced gradients to those of the ones before."""
-        self._accumulated += 1
+        self._accumulated += is_whole
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Average over the micro-batches; FSDP has averaged the gradients over ``dp_cp``.
 
         Those of experts over ``expt_dp`` only, of what they have got from all ``ep`` ranks.
         One all-reduce of the loss over ``dp_cp``; with sequence parallelism one over ``tp`` of the
-        partial gradients.
+        partial gradients; one over ``embd`` of the embedding's where two stages share it.
         """
         gradients = list(self._local_gradients())
         torch._foreach_div_([grad for _, grad in gradients], self._accumulated)
@@ -130,6 +133,9 @@ class FullyShardedOptimizer:
                 grad /= get_pg_size(self.groups.ep)
         sum_partial_gradients(
             [grad for param, grad in gradients if has_partial_gradient(param)], self.groups.tp
+        )
+        sum_partial_gradients(
+            [grad for param, grad in gradients if is_shared_embedding(param)], self.groups.embd
         )
         loss = loss_sum.detach().clone()
         if get_pg_size(self.groups.dp_cp) > 1:
@@ -141,13 +147,14 @@ class FullyShardedOptimizer:
     def clip_gradients(self, limit: float) -> torch.Tensor:
         """Scale the gradients to a global norm of at most ``limit``.
 
-        One all-reduce over the shards' group and one over ``tp``; outer copies are equal.
+        One all-reduce over the shards' group, one over ``pp`` and one over ``tp``; outer copies are
+        equal.
         """
         return clip_to_norm(
             list(self._local_gradients()),
             limit,
             tp_group=self.groups.tp,
-            shard_groups=[self.index.get_fsdp_group()],
+            shard_groups=[self.index.get_fsdp_group(), self.groups.pp],
             expert_groups=[
                 self.index.get_fsdp_group(is_expert_parallel=True),
                 self.groups.tp_ep_pp,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from mcore.parallel import ProcessGroups, copy_tensor_model_parallel_attributes, get_pg_size
 from mcore.tensor import get_global_memory_buffer
 from pretrain.model.experts import is_expert, mark_expert
+from pretrain.model.stages import copy_shared_mark, is_shared_embedding
 from pretrain.model.tensor_parallel import has_partial_gradient, sum_partial_gradients
 from pretrain.optim.adamw import AdamW, clip_to_norm, sharded_beside
 
@@ -42,6 +43,7 @@ class MainWeightOptimizer:
         num_expert = sum(p.numel() for p in self.params if is_expert(p))
         self._of_experts, self._dense = self._bucket[:num_expert], self._bucket[num_expert:]
         self._accumulated = 0
+        self._is_filled = False
 
     @property
     def updates(self) -> int:
@@ -52,23 +54,33 @@ class MainWeightOptimizer:
         """Set how many updates the moments have seen."""
         self.adamw.set_updates(updates)
 
-    def accumulate_gradients(self) -> None:
+    def accumulate_gradients(self, *, is_whole: bool = True) -> None:
         """Add the model's gradients to the fp32 bucket and drop them; call after each backward."""
-        gradients = [_gradient(param) for param in self.params]
-        if self._accumulated:
-            torch._foreach_add_(self._views, gradients)
+        if self._is_filled:
+            ready = [place for place, param in enumerate(self.params) if param.grad is not None]
+            if ready:
+                views = [self._views[place] for place in ready]
+                torch._foreach_add_(views, [_gradient(self.params[place]) for place in ready])
         else:
-            torch._foreach_copy_(self._views, gradients)
-        self._accumulated += 1
+            torch._foreach_copy_(self._views, [_gradient(param) for param in self.params])
+        self._is_filled = True
+        self._accumulated += is_whole
         for param in self.params:
             param.grad = None
+
+    def sum_of(self, param: torch.nn.Parameter) -> torch.Tensor:
+        """Where the gradients of a parameter are accumulated, in fp32."""
+        return next(
+            view for own, view in zip(self.params, self._views, strict=True) if own is param
+        )
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
 
         One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss; with
         sequence parallelism, one over ``tp`` of the partial gradients precedes it. What experts
-        have got from all ``ep`` ranks is summed over ``expt_dp``.
+        have got from all ``ep`` ranks is summed over ``expt_dp``. One over ``embd`` of the
+        embedding's follows where two stages share it.
         """
         self._bucket[-1] = loss_sum.detach()
         if self._num_partial:
@@ -78,16 +90,25 @@ class MainWeightOptimizer:
         if len(self._of_experts) and get_pg_size(self.groups.expt_dp) > 1:
             dist.all_reduce(self._of_experts, group=self.groups.expt_dp)
         self._bucket /= self._accumulated * get_pg_size(self.groups.dp_cp)
+        shared = [param for param in self.params if is_shared_embedding(param)]
+        sum_partial_gradients([self.sum_of(param) for param in shared], self.groups.embd)
         for main, view in zip(self.main, self._views, strict=True):
             main.grad = view
-        self._accumulated = 0
+        self._accumulated, self._is_filled = 0, False
         return self._bucket[-1].clone()
 
     def clip_gradients(self, limit: float) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``limit``; one all-reduce over ``tp``."""
+        """Scale the gradients to a global norm of at most ``limit``.
+
+        One all-reduce over ``pp`` and one over ``tp``.
+        """
         gradients = [(main, main.grad) for main in self.main if main.grad is not None]
         return clip_to_norm(
-            gradients, limit, tp_group=self.groups.tp, expert_groups=[self.groups.tp_ep_pp]
+            gradients,
+            limit,
+            tp_group=self.groups.tp,
+            shard_groups=[self.groups.pp],
+            expert_groups=[self.groups.tp_ep_pp],
         )
 
     def step(self, learning_rate: float) -> None:
@@ -120,6 +141,7 @@ def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
         return param
     main = torch.nn.Parameter(param.detach().float())
     copy_tensor_model_parallel_attributes(main, param)
+    copy_shared_mark(main, param)
     if is_expert(param):
         mark_expert([main])
     return main

@@ -143,12 +143,14 @@ class CheckpointedState:
         }
 
     def _layout(self) -> list[int]:
-        return [self.settings.tp, self.settings.cp, self.settings.dp]
+        settings = self.settings
+        pipeline = [settings.pp, settings.vpp] if settings.pp > 1 else []
+        return [settings.tp, settings.cp, settings.dp, *pipeline]
 
     def _streams(self) -> dict[str, Any]:
+        axes = ("tp", "dp_cp", "pp") if self.settings.pp > 1 else ("tp", "dp_cp")
         offsets = tuple(
-            (axis, self.groups.rank(name), self.groups.size(name))
-            for axis, name in enumerate(("tp", "dp_cp"))
+            (axis, self.groups.rank(name), self.groups.size(name)) for axis, name in enumerate(axes)
         )
         streams = make_sharded_object_for_checkpoint(
             save_streams(self.device), "random_streams", offsets, replica_id=0

@@ -9,6 +9,7 @@ from typing import Any
 
 from mcore.observe import GlobalState, TrainState, status_of, training_log
 from mcore.parallel import ProcessGroups
+from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run.saving import Saver, check_replicas
 from pretrain.run.steps import Steps
@@ -153,7 +154,7 @@ class Loop:
                 self.observed.cfg,
                 self.observed,
                 self.finished,
-                [self.steps.model],
+                chunks_of(self.steps.model),
                 pg_collection=self.groups,
                 loaded_iteration=self.first_step,
                 seq_length=self.settings.seq_length,

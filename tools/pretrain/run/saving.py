@@ -14,6 +14,7 @@ from mcore.parallel import (
     logical_and_across_model_parallel_group,
 )
 from mcore.parallel.checkpoint import SaveHandle, keep_last, remove_incomplete
+from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run_folder import RunFolder
 
@@ -86,7 +87,7 @@ def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> N
     A rank logs each parameter of its own that differs from the copy on its group's first rank.
     """
     equal = check_param_hashes_across_dp_replicas(
-        model, cross_check=True, dp_group=groups.dp_cp, expert_dp_group=groups.expt_dp
+        chunks_of(model), cross_check=True, dp_group=groups.dp_cp, expert_dp_group=groups.expt_dp
     )
     if logical_and_across_model_parallel_group(equal, dist.group.WORLD):
         return

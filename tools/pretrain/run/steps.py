@@ -49,18 +49,8 @@ class Steps:
         """
         settings = self.settings
         self.model.train()
-        loss_sum = torch.zeros((), device=self.device)
-        for first in range(0, self.rows_per_rank, settings.rows_per_forward):
-            rows = self._rows(first, settings.rows_per_forward)
-            with self.ranges.data():
-                batch = self._part(self.corpus.training_batch(settings, rows, step))
-            with self.ranges.forward():
-                loss = self._loss(batch)
-            with self.ranges.backward():
-                torch.autograd.backward(loss)
-            self.optimizer.accumulate_gradients()
-            loss_sum += loss.detach()
-        mean_loss = self.optimizer.reduce_gradients(loss_sum)
+        mean_loss = self.optimizer.reduce_gradients(self._forward_and_backward(step))
+        self._share_over_stages(mean_loss)
         norm = self.optimizer.clip_gradients(settings.clip_grad)
         rate = learning_rate_at(
             step,
@@ -77,18 +67,52 @@ class Steps:
                 self.optimizer.step(rate)
         return mean_loss, norm, rate, skipped
 
+    def _forward_and_backward(self, step: int) -> torch.Tensor:
+        """Accumulate the gradients of all micro-batches of this rank; the sum of their losses."""
+        loss_sum = torch.zeros((), device=self.device)
+        for number in range(self.settings.num_microbatches):
+            with self.ranges.data():
+                batch = self._training_part(step, number)
+            with self.ranges.forward():
+                loss = self._loss(batch)
+            with self.ranges.backward():
+                torch.autograd.backward(loss)
+            self.optimizer.accumulate_gradients()
+            loss_sum += loss.detach()
+        return loss_sum
+
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Mean loss over the same validation batches each time; one all-reduce over ``dp_cp``."""
+        """Mean loss over the same validation batches each time; equal on all ranks.
+
+        One all-reduce over ``pp`` and one over ``dp_cp``.
+        """
         self.model.eval()
-        rows = self._rows(0, self.rows_per_rank)
-        total = torch.zeros((), device=self.device)
-        for number in range(self.settings.eval_batches):
-            batch = self.corpus.validation_batch(self.settings, rows, number)
-            total += self._loss(self._part(batch))
+        total = self._validation_losses()
+        self._share_over_stages(total)
         if get_pg_size(self.groups.dp_cp) > 1:
             dist.all_reduce(total, group=self.groups.dp_cp)
         return float(total.item()) / (self.settings.eval_batches * get_pg_size(self.groups.dp_cp))
+
+    def _validation_losses(self) -> torch.Tensor:
+        """The sum of this rank's losses of the validation batches."""
+        total = torch.zeros((), device=self.device)
+        for number in range(self.settings.eval_batches):
+            total += self._loss(self._validation_part(number))
+        return total
+
+    def _share_over_stages(self, loss: torch.Tensor) -> None:
+        """Give all stages the loss of the last one, in place; the others have zero."""
+        if get_pg_size(self.groups.pp) > 1:
+            dist.all_reduce(loss, group=self.groups.pp)
+
+    def _training_part(self, step: int, number: int) -> Batch:
+        rows = self._rows(number * self.settings.rows_per_forward, self.settings.rows_per_forward)
+        return self._part(self.corpus.training_batch(self.settings, rows, step))
+
+    def _validation_part(self, number: int) -> Batch:
+        rows = self._rows(0, self.rows_per_rank)
+        return self._part(self.corpus.validation_batch(self.settings, rows, number))
 
     def _rows(self, first: int, count: int) -> slice:
         start = self.groups.rank("dp") * self.rows_per_rank + first

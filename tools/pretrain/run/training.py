@@ -22,11 +22,13 @@ from pretrain.corpus import Corpus, load_text
 from pretrain.model.configuration import ModelConfig, transformer_config
 from pretrain.model.gpt import GPT, put_value_head
 from pretrain.model.randomness import ParameterInit, seed_streams
+from pretrain.model.stages import ModelChunks, count_parameters, log_stages, stages_of_rank
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.optim.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
 from pretrain.optim.main_weights import MainWeightOptimizer
 from pretrain.run.checkpoints import CheckpointedState, latest_step
 from pretrain.run.loop import Loop
+from pretrain.run.pipeline_steps import PipelineSteps
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank, read_fact, surroundings, write_settings
@@ -71,7 +73,9 @@ def _build(
     signal: Callable[[], int],
 ) -> Loop:
     """What ``train`` runs, loaded and ready."""
-    groups = ProcessGroups.from_sizes(tp=settings.tp, cp=settings.cp, ep=settings.ep)
+    groups = ProcessGroups.from_sizes(
+        tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep
+    )
     corpus = load_text(settings, folder.path)
     _check_corpus(corpus, device)
     if resume is not None and settings.data:
@@ -92,34 +96,53 @@ def _build(
     watch = StragglerWatch(settings, folder, device, training_flops(settings))
     configure_nvtx_profiling(settings.nvtx)
     slow = SlowRank.parse(settings.slow_rank, settings.world_size)
-    ranges = StepRanges(watch.detector, slow, device)
-    steps = Steps(settings, model, optimizer, corpus, groups, device, ranges)
+    ranges = StepRanges(watch.detector, slow, device, in_step=settings.pp == 1)
+    kind = Steps if settings.pp == 1 else PipelineSteps
+    steps = kind(settings, model, optimizer, corpus, groups, device, ranges)
     observed = observe_run(settings, folder, progress, config, mlflow)
+    count = count_parameters(model, groups)
     if is_writer():
-        print("\n".join(opening_lines(settings, model, corpus, device, folder)), flush=True)
+        print("\n".join(opening_lines(settings, count, corpus, device, folder)), flush=True)
+    if settings.pp > 1:
+        log_stages(model, groups)
     return Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal)
 
 
 def build_model(
     settings: Settings, config: ModelConfig, groups: ProcessGroups, device: torch.device
 ) -> MegatronModule:
-    """The GPT on ``device``, in bfloat16 if requested; collective on the tp group."""
+    """The GPT, or this rank's stages of it, on ``device``, in bfloat16 if requested.
+
+    Collective on the tp group.
+    """
     init = ParameterInit(settings.seed, device, groups.tp)
-    model = GPT(
-        config,
-        init,
-        groups,
-        vocabulary_size=settings.vocabulary_size,
-        untied=settings.untied,
-        dropout=settings.dropout,
-        recompute=settings.recompute,
+    stages = stages_of_rank(
+        settings.num_layers, rank=groups.rank("pp"), ranks=settings.pp, chunks=settings.vpp
     )
+    models = [
+        GPT(
+            config,
+            init,
+            groups,
+            vocabulary_size=settings.vocabulary_size,
+            untied=settings.untied or settings.value_head,
+            dropout=settings.dropout,
+            recompute=settings.recompute,
+            stage=stage,
+        )
+        for stage in stages
+    ]
     if settings.value_head:
-        put_value_head(model, config, init)
+        put_value_head(models, config, init)
+    chunks: list[MegatronModule] = list(models)
     if settings.freeze_router:
-        freeze_moe_router(model)
-    # FSDP casts by itself, from fp32 shards.
-    return Float16Module(config, model) if settings.bf16 and not settings.fsdp else model
+        freeze_moe_router(chunks)
+    if settings.bf16 and not settings.fsdp:  # which casts by itself, from fp32 shards
+        chunks = [
+            Float16Module(config, model, vp_stage=number if settings.vpp > 1 else None)
+            for number, model in enumerate(models)
+        ]
+    return chunks[0] if len(chunks) == 1 else ModelChunks(config, chunks)
 
 
 def build_optimizer(

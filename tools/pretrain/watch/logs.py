@@ -36,6 +36,7 @@ def observe_run(
             log_throughput=True,
             log_throughput_to_tensorboard=True,
             throughput_window_size=max(2, settings.log_interval),
+            log_memory_to_tensorboard=settings.pp > 1,  # the most of all stages
             log_runtime_to_tensorboard=True,
             runtime_time_unit="seconds",
             tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,

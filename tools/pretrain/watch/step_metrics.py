@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from mcore.observe import calc_params_l2_norm, report_memory
 from mcore.parallel import ProcessGroups
+from pretrain.model.stages import chunks_of
 from pretrain.settings import Settings
 
 _ON_AN_ACCELERATOR = (
@@ -30,7 +31,7 @@ def interval_metrics(
     model: torch.nn.Module, model_config: Any, groups: ProcessGroups, device: torch.device
 ) -> dict[str, float]:
     """The norm of all parameters and the memory of every rank; all ranks call it."""
-    norm = calc_params_l2_norm(model, model_config, pg_collection=groups)
+    norm = calc_params_l2_norm(chunks_of(model), model_config, pg_collection=groups)
     return {"params-norm": norm, **_memory_of_ranks(device)}
 
 

@@ -27,14 +27,21 @@ class StepRanges:
     experts and FSDP wait for inside it.
 
     The forward of a slow rank takes ``factor`` times as long as the longest of all ranks, pass by
-    pass, so that it stands out on a busy machine too.
+    pass, so that it stands out on a busy machine too; in a pipeline, whose ranks are not in the
+    same pass, as long as its own.
     """
 
     def __init__(
-        self, detector: StragglerDetector, slow: SlowRank | None, device: torch.device
+        self,
+        detector: StragglerDetector,
+        slow: SlowRank | None,
+        device: torch.device,
+        *,
+        in_step: bool = True,
     ) -> None:
         self._detector = detector
         self._slow = slow
+        self._in_step = in_step
         self._device = device
 
     @contextmanager
@@ -56,9 +63,13 @@ class StepRanges:
             began = self._now()
             yield
             took = self._now() - began
-            if is_slow:
+            if is_slow and not self._in_step:
+                time.sleep((self._slow.factor - 1.0) * took)
+            elif is_slow:
                 end = began + self._slow.factor * self._longest(took)
                 time.sleep(max(0.0, end - self._now()))
+        if not self._in_step:
+            return
         if not is_slow:
             self._longest(took)
         dist.barrier()  # or the others would wait for the slow rank inside their next part
@@ -87,10 +98,16 @@ class StepRanges:
         return time.perf_counter()
 
 
-def times_the_fastest(found: StragglerReport, one: Outlier) -> float:
-    """A rank's time in its section over that of the fastest rank, in the last report."""
-    sums = [of_rank.sum_ms for of_rank in found.sections[one.metric]]
-    return sums[found.ranks.index(one.rank)] / min(sums) if min(sums) > 0 else 1.0
+def times_the_fastest(found: StragglerReport, one: Outlier, *, stages: int = 1) -> float:
+    """A rank's time in its section over that of the fastest rank of its pipeline stage."""
+    per_stage = found.world_size // stages
+    times = {
+        rank: of_rank.sum_ms
+        for rank, of_rank in zip(found.ranks, found.sections[one.metric], strict=True)
+        if rank // per_stage == one.rank // per_stage
+    }
+    fastest = min(times.values())
+    return times[one.rank] / fastest if fastest > 0 else 1.0
 
 
 class StragglerWatch:
@@ -105,6 +122,7 @@ class StragglerWatch:
         self.named: Counter[int] = Counter()
         self._log = folder.straggler_log
         self._flops_per_step = flops_per_step
+        self._stages = settings.pp
         self._steps = 0
         self._handler: logging.Handler | None = None
         if settings.straggler:
@@ -158,16 +176,17 @@ class StragglerWatch:
             return {}
         self.reports += 1
         slow = {
-            (one.rank, one.metric): times_the_fastest(found, one)
+            (one.rank, one.metric): times
             for one in found.stragglers
-            if one.metric in SECTIONS and times_the_fastest(found, one) >= _WORTH_A_LINE
+            if one.metric in SECTIONS
+            and (times := times_the_fastest(found, one, stages=self._stages)) >= _WORTH_A_LINE
         }
         self.named.update({rank for rank, _ in slow})
         if dist.get_rank() == 0:
             for (rank, section), times in slow.items():
                 print(
                     f"straggler: rank {rank} takes {times:.1f} times as long as the fastest rank "
-                    f"for its {section}",
+                    f"{'of its stage ' if self._stages > 1 else ''}for its {section}",
                     flush=True,
                 )
         columns = {

@@ -15,7 +15,6 @@ import torch
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
 from pretrain.corpus import Corpus
-from pretrain.model.experts import is_expert
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
@@ -25,21 +24,19 @@ from pretrain.watch.straggler import StragglerWatch
 
 def opening_lines(
     settings: Settings,
-    model: torch.nn.Module,
+    num_parameters: int,
     corpus: Corpus,
     device: torch.device,
     folder: RunFolder,
 ) -> list[str]:
     """What is trained, in which layout, on what, and where."""
-    sizes = [p.numel() * (settings.ep if is_expert(p) else 1) for p in model.parameters()]
-    parameters = settings.tp * sum(sizes)
     ep = experts = ""
     if settings.experts:
         ep = f"-ep{settings.ep}"
         experts = f", {settings.experts} experts, {settings.topk} for each token"
     kind = "bf16" if settings.bf16 else "fp32"
     return [
-        f"model            about {parameters / 1e6:.2f} M parameters, {kind}: "
+        f"model            about {num_parameters / 1e6:.2f} M parameters, {kind}: "
         f"{settings.num_layers} layers of {settings.hidden_size}, "
         f"{settings.num_attention_heads} heads{experts}",
         f"layout           {settings.layout}{ep} on {settings.world_size} ranks, a global batch of "

@@ -1,0 +1,241 @@
+"""The idle part of a pipeline's steps against the formula, and the steps against torch's."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+
+from bench.measure import Row
+from mcore.parallel import ProcessGroups
+from pretrain.corpus import load_corpus
+from pretrain.model.configuration import transformer_config
+from pretrain.model.randomness import seed_streams
+from pretrain.run.pipeline import Pipeline
+from pretrain.run.pipeline_steps import PipelineSteps
+from pretrain.run.training import build_model, build_optimizer
+from pretrain.settings import Settings
+from rank_testing import run_ranks
+
+_ROUNDS = 6
+_NAP_S = 0.1
+_CPU = torch.device("cpu")
+_MODEL = Settings(
+    pp=2, dp=1, num_layers=4, hidden_size=256, seq_length=256, num_attention_heads=4,
+    micro_batch_size=2,
+)  # fmt: skip
+
+
+def run() -> Iterable[Row]:
+    """Yield the rows; a step is the fastest of some."""
+    for ranks, chunks, batches in ((2, 1, 2), (2, 1, 8), (2, 2, 4), (4, 1, 8)):
+        took, busy = run_ranks(_napping, ranks, chunks, batches, timeout_s=300)[0]
+        yield _idle("passes that sleep", ranks, chunks, batches, took, busy, target=1 / 1.15)
+    for batches in (2, 4):
+        settings = dataclasses.replace(_MODEL, global_batch_size=2 * batches)
+        took, busy = run_ranks(_training, 2, settings, timeout_s=600)[0]
+        yield _idle("a model of 3 M parameters", 2, 1, batches, took, busy)
+    yield _beside_torch(dataclasses.replace(_MODEL, global_batch_size=16))
+
+
+def _idle(
+    what: str,
+    ranks: int,
+    chunks: int,
+    batches: int,
+    took: float,
+    busy: float,
+    target: float | None = None,
+) -> Row:
+    """How long the ranks wait in a step, beside what the formula says of the same step."""
+    share = (ranks - 1) / (chunks * batches + ranks - 1)
+    found = 1 - busy / took
+    return Row(
+        f"idle time of a step of {ranks} stages{' of two parts' if chunks > 1 else ''}, "
+        f"{batches} micro-batches: {what}",
+        took - busy,
+        f"(p - 1) / (v m + p - 1) = {share:.3f} of it",
+        took * share,
+        target=target,
+        agreement="the losses equal those of one process (tests of the main job)",
+        note=f"idle share {found:.3f}, {100 * (found / share - 1):+.0f} % of the formula's",
+    )
+
+
+class _Naps:
+    """Passes that take time and no processor."""
+
+    def __init__(self, pipeline: Pipeline, message: torch.Tensor, busy: _Busy) -> None:
+        self.pipeline = pipeline
+        self.message = message
+        self.busy = busy
+
+    def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """One nap a stage, divided over its chunks."""
+        with self.busy.forward():
+            time.sleep(_NAP_S / self.pipeline.chunks)
+        output = torch.zeros(self.message.shape) if hidden is None else hidden * 1.0
+        return output.sum() if self.pipeline.is_last(chunk) else output.requires_grad_()
+
+    def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Two naps."""
+        with self.busy.backward():
+            time.sleep(2 * _NAP_S / self.pipeline.chunks)
+        torch.autograd.backward(output, gradient)
+
+
+def _napping(chunks: int, batches: int) -> tuple[float, float]:
+    """One rank: seconds of the fastest step, and the mean of what the ranks' passes took in it."""
+    groups = ProcessGroups.from_sizes(pp=dist.get_world_size())
+    pipeline = Pipeline(groups, chunks=chunks, device=_CPU, timeout_s=60)
+    message = torch.empty(64, 2, 64, device="meta")
+    busy = _Busy()
+    naps = _Naps(pipeline, message, busy)
+    return _fastest(lambda: pipeline.train(naps, batches, message), busy)
+
+
+class _Busy:
+    """The parts of a step, of which passes count as work."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """A pass."""
+        started_s = time.perf_counter()
+        yield
+        self.seconds += time.perf_counter() - started_s
+
+    data = backward = optimizer = forward
+
+
+class _Job:
+    """The steps of the main job on one of its stages."""
+
+    def __init__(self, settings: Settings) -> None:
+        groups = ProcessGroups.from_sizes(pp=settings.pp)
+        torch.set_num_threads(1)
+        seed_streams(settings.seed, groups, _CPU)
+        self.model = build_model(settings, transformer_config(settings), groups, _CPU).train()
+        optimizer = build_optimizer(settings, self.model, groups)
+        self.busy: Any = _Busy()
+        self.steps = PipelineSteps(
+            settings, self.model, optimizer, load_corpus(), groups, _CPU, self.busy
+        )
+
+    def passes(self) -> torch.Tensor:
+        """All passes of the first step."""
+        return self.steps._forward_and_backward(1)
+
+
+def _training(settings: Settings) -> tuple[float, float]:
+    """The same for the main job's own passes."""
+    job = _Job(settings)
+    return _fastest(job.passes, job.busy)
+
+
+def _fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
+    rounds = []
+    for _ in range(_ROUNDS):
+        busy.seconds = 0.0
+        took = _seconds(step)
+        mean = torch.tensor(busy.seconds / dist.get_world_size(), dtype=torch.float64)
+        dist.all_reduce(mean)
+        rounds.append((took, float(mean)))
+    return min(rounds)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    """Seconds from when all ranks start to when the last has ended."""
+    dist.barrier()
+    started_s = time.perf_counter()
+    call()
+    dist.barrier()
+    took = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took)
+
+
+class _Torch:
+    """The same stage, micro-batches and loss under torch's 1F1B schedule."""
+
+    def __init__(self, job: _Job) -> None:
+        steps = self.steps = job.steps
+        settings = steps.settings
+        self.model = job.model
+        count, rank = settings.num_microbatches, steps.pipeline.rank
+        self.batches = [steps._training_part(1, number) for number in range(count)]
+        self.numbers = torch.arange(count)
+        self.is_first, self.is_last = rank == 0, rank == settings.pp - 1
+        hidden = torch.empty(
+            settings.seq_length, settings.rows_per_forward, settings.hidden_size, device="meta"
+        )
+        logits = torch.empty(*hidden.shape[:2], settings.vocabulary_size, device="meta")
+        stage = PipelineStage(
+            _Numbered(self), rank, settings.pp, _CPU, group=steps.groups.pp,
+            input_args=self.numbers[:1] if self.is_first else hidden.requires_grad_(),
+            output_args=logits if self.is_last else hidden.requires_grad_(),
+        )  # fmt: skip
+        self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss, scale_grads=False)
+
+    def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+        return self.steps._loss_of(output, self.batches[int(number)])
+
+    def passes(self) -> torch.Tensor:
+        """All passes of the first step; gradients are left on the parameters."""
+        for param in self.model.parameters():
+            param.grad = None
+        losses: list[torch.Tensor] = []
+        target = self.numbers if self.is_last else None
+        given = (self.numbers,) if self.is_first else ()
+        self.schedule.step(
+            *given, number=self.numbers, target=target, losses=losses, return_outputs=False
+        )
+        return torch.stack([torch.zeros(()), *(loss.detach() for loss in losses)]).sum()
+
+
+class _Numbered(torch.nn.Module):
+    """A stage that takes the number of a micro-batch in place of the batch."""
+
+    def __init__(self, job: _Torch) -> None:
+        super().__init__()
+        self.model = job.model
+        self.batches = job.batches
+        self.is_first = job.is_first
+
+    def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
+        """Hidden states or logits."""
+        batch = self.batches[int(number)]
+        hidden = None if self.is_first else given
+        output: torch.Tensor = self.model(batch["tokens"], batch["position_ids"], hidden)
+        return output
+
+
+def _beside_torch(settings: Settings) -> Row:
+    case = f"passes of a step of 2 stages, {settings.num_microbatches} micro-batches"
+    peer = f"torch {torch.__version__.partition('+')[0]} Schedule1F1B"
+    losses, ours_s, peer_s = run_ranks(_both, 2, settings, timeout_s=600)[-1]
+    if abs(losses[0] - losses[1]) > 1e-5 * losses[1]:
+        return Row.disagreement(case, peer, f"losses {losses[0]} and {losses[1]}")
+    return Row(
+        case, ours_s, peer, peer_s, target=0.95, agreement="sum of the losses to 1e-5",
+        note=f"the fastest of {_ROUNDS} in alternation",
+    )  # fmt: skip
+
+
+def _both(settings: Settings) -> tuple[list[float], float, float]:
+    job = _Job(settings)
+    both = (job, _Torch(job))
+    losses = [float(each.passes()) for each in both]
+    took: list[list[float]] = [[], []]
+    for round_ in range(_ROUNDS):
+        for which in (0, 1) if round_ % 2 else (1, 0):
+            took[which].append(_seconds(both[which].passes))
+    return losses, min(took[0]), min(took[1])

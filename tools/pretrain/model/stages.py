@@ -1,0 +1,132 @@
+"""The stages of a pipeline: the part of the model that each has, and the chunks of one rank."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from mcore.modules import MegatronModule, TransformerConfig, param_is_not_shared, unwrap_model
+from mcore.observe import log_on_each_pipeline_stage
+from mcore.parallel import ProcessGroups, get_pg_size
+from mcore.parallel.checkpoint import ShardedTensor
+from mcore.tensor.param_flags import mark_param_shared
+from pretrain.model.experts import is_expert
+
+_EMBEDDING = "shared_embedding"
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A run of layers, with what comes before the first and behind the last of the model."""
+
+    layers: range
+    is_first: bool = True
+    is_last: bool = True
+
+    @property
+    def description(self) -> str:
+        """The layers, and what else is in the stage."""
+        first, last = self.layers[0], self.layers[-1]
+        parts = [f"layer {first}" if first == last else f"layers {first} to {last}"]
+        return ", ".join(
+            ["embedding"] * self.is_first + parts + ["final norm and head"] * self.is_last
+        )
+
+
+def stages_of_rank(num_layers: int, *, rank: int, ranks: int, chunks: int) -> list[Stage]:
+    """The stages of one rank: of ``ranks * chunks`` equal ones every ``ranks``-th."""
+    count = num_layers // (ranks * chunks)
+    return [
+        Stage(
+            range(place * count, (place + 1) * count),
+            is_first=place == 0,
+            is_last=place == ranks * chunks - 1,
+        )
+        for place in range(rank, ranks * chunks, ranks)
+    ]
+
+
+class ModelChunks(MegatronModule):
+    """The stages of a rank that has several, in their order in the model."""
+
+    def __init__(self, config: TransformerConfig, chunks: Sequence[MegatronModule]) -> None:
+        super().__init__(config)
+        self.chunks = torch.nn.ModuleList(chunks)
+
+    def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Those of all chunks, whose names do not overlap."""
+        merged: dict[str, Any] = {}
+        for chunk in chunks_of(self):
+            merged.update(chunk.sharded_state_dict(prefix, *args, **kwargs))
+        return merged
+
+
+def chunks_of(model: torch.nn.Module) -> list[Any]:
+    """The chunks of a rank's model, as packages take them: one where it is whole."""
+    return list(model.chunks) if isinstance(model, ModelChunks) else [model]
+
+
+def mark_shared_embedding(weight: torch.Tensor, *, is_copy: bool) -> None:
+    """Note that the first and the last stage have this weight, and which one has the copy."""
+    setattr(weight, _EMBEDDING, True)
+    mark_param_shared(weight, is_copy)
+
+
+def is_shared_embedding(weight: torch.Tensor) -> bool:
+    """Whether the first and the last stage have this weight."""
+    return bool(getattr(weight, _EMBEDDING, False))
+
+
+def copy_shared_mark(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Mark what stands for a weight as that is marked."""
+    if is_shared_embedding(source):
+        mark_shared_embedding(target, is_copy=not param_is_not_shared(source))
+
+
+def as_replica(entry: ShardedTensor) -> ShardedTensor:
+    """The same entry of a sharded state as one that is loaded, and that another rank saves."""
+    numbers = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
+    return dataclasses.replace(entry, replica_id=(numbers[0] + 1, *numbers[1:]))
+
+
+def count_parameters(model: torch.nn.Module, groups: ProcessGroups) -> int:
+    """About how many parameters all stages have; one all-reduce over the pp group."""
+    own = sum(
+        param.numel() * (get_pg_size(groups.ep) if is_expert(param) else 1)
+        for param in model.parameters()
+        if param_is_not_shared(param)
+    )
+    if get_pg_size(groups.pp) == 1:
+        return own * get_pg_size(groups.tp)
+    device = next(model.parameters()).device
+    total = torch.tensor(own * get_pg_size(groups.tp), device=device)
+    dist.all_reduce(total, group=groups.pp)
+    return int(total.item())
+
+
+def log_stages(model: torch.nn.Module, groups: ProcessGroups) -> None:
+    """Print what each stage of the pipeline has, once for each; no communication."""
+    handler = logging.StreamHandler(sys.stdout)
+    logger.setLevel(logging.INFO)
+    logger.addHandler(handler)
+    logger.propagate = False
+    stages = [chunk.stage for chunk in unwrap_model(chunks_of(model))]
+    log_on_each_pipeline_stage(
+        logger,
+        logging.INFO,
+        "stage %d of %d     %s, about %.2f M parameters",
+        groups.rank("pp") + 1,
+        groups.size("pp"),
+        "; ".join(stage.description for stage in stages),
+        groups.size("tp") * sum(param.numel() for param in model.parameters()) / 1e6,
+        tp_group=groups.tp,
+        dp_cp_group=groups.dp_cp,
+    )
+    logger.removeHandler(handler)

@@ -1,0 +1,101 @@
+"""The steps of a run whose layers are on the stages of a pipeline."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from mcore.modules import get_model_config, unwrap_model
+from mcore.tensor import divide
+from pretrain.model.deferred import DeferredWeightGradient
+from pretrain.model.gpt import GPT
+from pretrain.model.stages import chunks_of
+from pretrain.optim.main_weights import MainWeightOptimizer
+from pretrain.run.pipeline import Pipeline
+from pretrain.run.steps import Steps
+from pretrain.windows import Batch
+
+
+class PipelineSteps(Steps):
+    """Micro-batches go from stage to stage; all ranks draw them alike, and the last has the loss.
+
+    With ``--defer-embedding-wgrad`` the last stage computes the weight gradient of its head after
+    its last backward, while the stages before it are still busy.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.chunks = chunks_of(self.model)
+        self.pipeline = Pipeline(
+            self.groups,
+            chunks=len(self.chunks),
+            device=self.device,
+            timeout_s=self.settings.timeout_s,
+        )
+        self.head: GPT | None = None
+        last = unwrap_model(self.chunks)[-1]
+        if self.settings.defer_embedding_wgrad and last.stage.is_last:
+            self.head = last
+            last.deferred = DeferredWeightGradient(get_model_config(last), self.groups.tp)
+
+    def _forward_and_backward(self, step: int) -> torch.Tensor:
+        def batch_of(number: int) -> Batch:
+            with self.ranges.data():
+                return self._training_part(step, number)
+
+        work = _Work(self, batch_of)
+        message = self._message(self.settings.rows_per_forward)
+        self.pipeline.train(work, self.settings.num_microbatches, message)
+        if self.head is not None and self.head.deferred is not None:
+            weight: Any = self.head.logit_weight
+            if isinstance(self.optimizer, MainWeightOptimizer):
+                weight.main_grad = self.optimizer.sum_of(weight)
+            self.head.deferred.drain(weight)
+        return work.loss_sum
+
+    def _validation_losses(self) -> torch.Tensor:
+        work = _Work(self, self._validation_part)
+        message = self._message(self.rows_per_rank)
+        self.pipeline.evaluate(work, self.settings.eval_batches, message)
+        return work.loss_sum
+
+    def _message(self, rows: int) -> torch.Tensor:
+        """A tensor like the hidden states between two stages, without memory."""
+        settings = self.settings
+        length = divide(settings.seq_length, settings.cp)
+        if settings.sequence_parallel:
+            length = divide(length, settings.tp)
+        dtype = torch.bfloat16 if settings.bf16 else torch.float32
+        return torch.empty(length, rows, settings.hidden_size, dtype=dtype, device="meta")
+
+
+class _Work:
+    """The passes of one step, or of one validation."""
+
+    def __init__(self, steps: PipelineSteps, batch_of: Callable[[int], Batch]) -> None:
+        self.steps = steps
+        self.batch_of = batch_of
+        self.batches: dict[int, Batch] = {}  # those that have a chunk of this rank before them
+        self.loss_sum = torch.zeros((), device=steps.device)
+
+    def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
+        """The hidden states for the next stage, or the loss."""
+        steps = self.steps
+        drawn = self.batches.pop(batch, None) or self.batch_of(batch)
+        if chunk + 1 < len(steps.chunks):
+            self.batches[batch] = drawn
+        with steps.ranges.forward():
+            output: torch.Tensor
+            output = steps.chunks[chunk](drawn["tokens"], drawn["position_ids"], hidden)
+            if steps.pipeline.is_last(chunk):
+                output = steps._loss_of(output, drawn)
+                self.loss_sum += output.detach()
+        return output
+
+    def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
+        """Gradients of one chunk, added to those of the micro-batches before."""
+        with self.steps.ranges.backward():
+            torch.autograd.backward(output, gradient)
+        self.steps.optimizer.accumulate_gradients(is_whole=chunk == 0)
