@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -78,7 +79,7 @@ class PlainGPT(torch.nn.Module):
         size = hidden // self.heads
         qkv = self._linear(f"{name}/qkv", x).view(batch, length, self.heads, 3, size)
         query, key, value = qkv.permute(3, 0, 2, 1, 4)
-        turn = torch.arange(size // 2) * (-math.log(10_000.0) / (size // 2))
+        turn = torch.arange(size // 2, dtype=x.dtype) * (-math.log(10_000.0) / (size // 2))
         angles = torch.arange(length)[:, None] * turn.exp()
         turns = torch.polar(torch.ones_like(angles), angles)
 
@@ -126,6 +127,20 @@ def plain_run(settings: Settings) -> tuple[list[float], float]:
     torch.manual_seed(0)
     text = load_corpus().train
     model = PlainGPT(settings)
+    losses, _ = train_plain(model, settings, lambda step: model.loss(_batch(settings, text, step)))
+    unseen = dataclasses.replace(settings, seed=settings.seed + 1)
+    with torch.no_grad():
+        batches = [
+            _batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
+        ]
+        validation = [model.loss(batch).item() for batch in batches]
+    return losses, sum(validation) / len(validation)
+
+
+def train_plain(
+    model: PlainGPT, settings: Settings, loss_of: Callable[[int], torch.Tensor]
+) -> tuple[list[float], list[float]]:
+    """Train a plain model by its loss of each step; return the losses and the gradient norms."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -133,14 +148,13 @@ def plain_run(settings: Settings) -> tuple[list[float], float]:
         lr=0.0,
         betas=(0.9, 0.95),
     )
-    losses = []
+    losses, norms = [], []
     for step in range(1, settings.train_iters + 1):
-        batch = _batch(settings, text, step)
-        loss = model.loss(batch)
+        loss = loss_of(step)
         losses.append(loss.item())
         optimizer.zero_grad()
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
         if step <= settings.warmup_iters:
             rate = settings.lr * step / settings.warmup_iters
         else:
@@ -150,13 +164,7 @@ def plain_run(settings: Settings) -> tuple[list[float], float]:
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
-    unseen = dataclasses.replace(settings, seed=settings.seed + 1)
-    with torch.no_grad():
-        batches = [
-            _batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
-        ]
-        validation = [model.loss(batch).item() for batch in batches]
-    return losses, sum(validation) / len(validation)
+    return losses, norms
 
 
 def _batch(settings: Settings, text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:

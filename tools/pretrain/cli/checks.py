@@ -66,6 +66,11 @@ def _check_shape(settings: Settings) -> None:
         )
     if settings.cp > 1:
         _check_divisible("--seq-length", settings.seq_length, "2 * --cp", 2 * settings.cp)
+    if settings.packed:
+        multiple = settings.document_multiple
+        _check_divisible("--seq-length", settings.seq_length, "--document-multiple", multiple)
+        if settings.cp > 1:
+            _check_divisible("--document-multiple", multiple, "2 * --cp", 2 * settings.cp)
 
 
 def _check_batch(settings: Settings) -> None:

@@ -28,6 +28,7 @@ from pretrain.model.tensor_parallel import (
     enter_split_layers,
     mark_partial_gradients,
 )
+from pretrain.packing import document_mask
 
 
 class FeedForward(MegatronModule):
@@ -154,11 +155,22 @@ class GPT(MegatronModule):
             OutputHead(config, init, vocabulary_size) if untied else None
         )
 
-    def forward(self, tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits."""
-        positions = position_ids[0]
-        rotary = rotary_table(positions, self.head_size)
-        mask = causal_mask(positions, self.cp_group)
+    def forward(
+        self,
+        tokens: torch.Tensor,
+        position_ids: torch.Tensor,
+        cu_seqlens: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits.
+
+        ``cu_seqlens`` has the borders of the documents that are packed into all sequences.
+        """
+        if cu_seqlens is None:
+            position_ids = position_ids[:1]
+            mask = causal_mask(position_ids[0], self.cp_group)
+        else:
+            mask = document_mask(cu_seqlens, len(tokens), self.cp_group, tokens.device)
+        rotary = rotary_table(position_ids.T, self.head_size)
         hidden = self.embedding(tokens.transpose(0, 1))
         for layer in self.layers:
             run = functools.partial(layer, rotary=rotary, attention_mask=mask)

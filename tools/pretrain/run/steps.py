@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 
 from mcore.modules import MegatronModule
-from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank, get_pg_size
+from mcore.parallel import ProcessGroups, get_pg_size
 from pretrain.corpus import Corpus
 from pretrain.model.objective import objective_of
 from pretrain.optim.adamw import TrainingOptimizer
+from pretrain.packing import part_of_batch
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
 from pretrain.windows import Batch
@@ -95,15 +96,16 @@ class Steps:
 
     def _part(self, batch: Batch) -> Batch:
         """This rank's part of the sequences, on its device."""
-        local = get_batch_on_this_cp_rank(self.objective.with_labels(batch), self.groups.cp)
+        local = part_of_batch(self.objective.with_labels(batch), self.groups.cp)
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean over this rank's tokens; ranks hold equally many, so means may be averaged."""
-        output = self.model(batch["tokens"], batch["position_ids"])
+        documents = {name: batch[name] for name in ("cu_seqlens",) if name in batch}
+        output = self.model(batch["tokens"], batch["position_ids"], **documents)
         losses = self.objective.losses(output, batch["labels"].transpose(0, 1), self.groups.tp)
         mask = batch["loss_mask"].transpose(0, 1)
-        return (losses * mask).sum() / mask.sum()
+        return (losses * mask).mean()
 
 
 def learning_rate_at(
