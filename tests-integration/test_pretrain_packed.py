@@ -7,7 +7,6 @@ import itertools
 import json
 import random
 from collections import Counter
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -15,47 +14,21 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from layouts.reference import Part, PlainGPT, loss_in_parts, parts_of, train_plain
 from pretrain.corpus import Corpus, load_corpus, own_corpus
 from pretrain.run.steps import Steps
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache
 from pretrain.usage import UsageError
-from pretrain.windows import starts_in_order
-from pretrain_reference import PlainGPT, columns_by_counting, train_plain
 from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, train_here
 from rank_testing import run_ranks
 
 OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
 MULTIPLE = 8
-Part = tuple[list[int], list[int]]
-
-
-def parts_of(
-    documents: Sequence[Sequence[int]], seq_length: int, multiple: int
-) -> list[list[Part]]:
-    """The parts of documents in each window, tokens and labels, laid out one token at a time."""
-    places: list[tuple[int, int, int] | None] = []
-    for number, document in enumerate(documents):
-        for at, token in enumerate(document):
-            behind = document[at + 1] if at + 1 < len(document) else -1
-            places.append((number, token, behind))
-        while len(places) % multiple:
-            places.append(None)
-    windows = []
-    for start in range(0, len(places) - seq_length + 1, seq_length):
-        parts: dict[int, Part] = {}
-        for place in places[start : start + seq_length]:
-            if place is not None:
-                tokens, labels = parts.setdefault(place[0], ([], []))
-                tokens.append(place[1])
-                labels.append(place[2])
-        windows.append(list(parts.values()))
-    return windows
 
 
 def write_documents(path: Path, *, count: int) -> list[bytes]:
@@ -69,35 +42,8 @@ def write_documents(path: Path, *, count: int) -> list[bytes]:
 
 def plain_curves(settings: Settings, documents: list[bytes]) -> tuple[list[float], list[float]]:
     """Losses and gradient norms of float64 steps that see each part of a document alone."""
-    split = int(sum(map(len, documents)) * 0.95)
-    trained, left = [], split
-    for document in documents:
-        trained.append(document[:left])
-        left = max(0, left - len(document))
-    windows = parts_of(trained, settings.seq_length, MULTIPLE)
-    order = starts_in_order(
-        len(windows) * settings.seq_length + 1, seq_length=settings.seq_length, seed=settings.seed,
-        first=0, count=settings.train_iters * settings.global_batch_size,
-    )  # fmt: skip
     model = PlainGPT(settings).double()
-
-    def loss_of(step: int) -> torch.Tensor:
-        total, count = torch.zeros((), dtype=torch.float64), 0
-        first = (step - 1) * settings.global_batch_size
-        for start in order[first : first + settings.global_batch_size].tolist():
-            for tokens, labels in windows[start // settings.seq_length]:
-                output = model(torch.tensor([tokens]))[0]
-                known = [at for at, label in enumerate(labels) if label >= 0]
-                if settings.value_head:
-                    wanted = columns_by_counting(torch.tensor([tokens]))[0].double()
-                    total = total + (output[known, 0] - wanted[known]).square().sum()
-                else:
-                    wanted = torch.tensor(labels)[known]
-                    total = total + F.cross_entropy(output[known], wanted, reduction="sum")
-                count += len(known)
-        return total / count
-
-    return train_plain(model, settings, loss_of)
+    return train_plain(model, settings, loss_in_parts(model, settings, documents))
 
 
 def train_layouts(cases: list[tuple[Settings, str]]) -> None:

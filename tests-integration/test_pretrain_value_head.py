@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from layouts.reference import plain_gradients, plain_losses
 from mcore.modules import LinearForLastLayer
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
 from pretrain.corpus import draw_batch, load_corpus
@@ -21,7 +22,6 @@ from pretrain.model.randomness import seed_streams
 from pretrain.run.training import build_model, build_optimizer, transformer_config
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
-from pretrain_reference import plain_gradients, plain_losses
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import curve_of, losses_of, pretrain, train_on_ranks
 from rank_testing import run_ranks

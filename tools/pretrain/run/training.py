@@ -51,12 +51,12 @@ def train(
     with open(os.devnull, "w") as nowhere:
         quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
         with quiet:
-            loop = _build(settings, folder, device, resume, mlflow, signal)
+            loop = build_loop(settings, folder, device, resume, mlflow, signal)
             loop.run()
     loop.print_summary()
 
 
-def _build(
+def build_loop(
     settings: Settings,
     folder: RunFolder,
     device: torch.device,
