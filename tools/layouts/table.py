@@ -14,9 +14,9 @@ from pretrain.settings import Settings
 # errors add up like a random walk, sqrt(10_000) * 2**-24 = 6e-6.
 _FP32 = 1e-5
 # A bf16 number is rounded by up to 2**-9. On its way through the layers and back a value is rounded
-# some hundred times: sqrt(100) * 2**-9 = 2e-2. AdamW divides by the gradients' own size, so that
-# the steps that follow differ by as much again.
-_BF16 = 4e-2
+# some 144 times, and once more in each of 16 sums over tp for each further rank. AdamW divides by
+# the gradients' own size, so that later steps differ by as much again.
+_BF16, _ROUNDINGS, _TP_SUMS = 2.0**-9, 144, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +50,9 @@ class Row:
 
 def tolerance_of(settings: Settings) -> float:
     """How far numbers of a combination may be from those of float64, relatively."""
-    return _BF16 if settings.bf16 else _FP32
+    if not settings.bf16:
+        return _FP32
+    return 2 * _BF16 * math.sqrt(_ROUNDINGS + _TP_SUMS * (settings.tp - 1))
 
 
 def take_steps(row: Row, result: Result, reference: Reference) -> None:
@@ -70,7 +72,7 @@ def take_steps(row: Row, result: Result, reference: Reference) -> None:
     )
     row.gradient = max(norms, each)
     if not max(row.loss, row.gradient) <= row.tolerance:
-        row.problems.append(f"differs by more than {row.tolerance:g}")
+        row.problems.append(f"differs by more than {row.tolerance:.2g}")
 
 
 def take_load(row: Row, result: Result, reference: Reference, layout: str) -> None:

@@ -135,7 +135,9 @@ def build_optimizer(
         return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
     index = sharding_index(groups, settings.hsdp_outer)
     shard_model(model, index, bf16=settings.bf16)
-    return FullyShardedOptimizer(model, groups, index, weight_decay=settings.weight_decay)
+    return FullyShardedOptimizer(
+        model, groups, index, weight_decay=settings.weight_decay, bf16=settings.bf16
+    )
 
 
 def _check_corpus(corpus: Corpus, device: torch.device) -> None:
