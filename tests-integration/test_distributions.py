@@ -151,3 +151,18 @@ def test_pythons_that_a_package_names_are_those_it_is_tested_on(package: str) ->
     named = set(re.findall(r"Python :: (3\.\d+)", classifiers))
     assert named in (set(), tested)
     assert all(python in SpecifierSet(metadata(package)["requires-python"]) for python in tested)
+
+
+def test_what_the_default_environment_hands_on_is_there() -> None:
+    environments = tomllib.loads((ROOT / "hatch.toml").read_text())["envs"]
+    handed = set()
+    for name, line in environments["default"]["scripts"].items():
+        if found := re.fullmatch(r"hatch run (\w+):([\w-]+) \{args\}", line):
+            handed.add((found[1], found[2]))
+            assert found[1] != "dev" or found[2] == name
+        else:
+            assert line.startswith("python -m pretrain")
+    own = {(env, name) for env in ("dev",) for name in environments[env]["scripts"]}
+    assert handed >= own
+    for env, name in handed:
+        assert name in environments[env]["scripts"]

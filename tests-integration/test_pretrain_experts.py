@@ -24,7 +24,7 @@ from pretrain.run.training import build_model
 from pretrain.settings import Settings
 from pretrain.usage import UsageError
 from pretrain.watch.step_metrics import training_flops
-from pretrain_reference import PlainGPT
+from layouts.reference import PlainGPT
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import (
     curves_of,

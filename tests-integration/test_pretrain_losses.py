@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from layouts.reference import plain_losses
 from mcore.parallel import ProcessGroups
 from pretrain.model.configuration import transformer_config
 from pretrain.model.gpt import TransformerLayer
 from pretrain.model.randomness import seed_streams
 from pretrain.run.training import build_model
 from pretrain.settings import Settings
-from pretrain_reference import plain_losses
 from pretrain_runs import SMALL, losses_of, train_on_ranks
 from rank_testing import run_ranks
 

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from layouts.reference import plain_losses
 from pretrain.cli.options import parse, resolve
 from pretrain.settings import Settings, write_settings
 from pretrain.usage import UsageError
-from pretrain_reference import plain_losses
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import losses_of, pretrain, train_on_ranks
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from layouts.reference import plain_run
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.summary import Summary
-from pretrain_reference import plain_run
 from pretrain_runs import SMALL, curve_of, last_value, losses_of, pretrain, train_on_ranks
 
 LABELS = ["run folder", "loss", "validation loss", "speed", "slow ranks", "loss curve", "continue"]

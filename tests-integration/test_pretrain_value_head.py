@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import settings as examples
 from hypothesis import strategies as st
 
+from layouts.reference import plain_gradients, plain_losses
 from mcore.modules import LinearForLastLayer
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
 from pretrain.corpus import draw_batch, load_corpus
@@ -22,7 +23,6 @@ from pretrain.model.randomness import seed_streams
 from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
-from pretrain_reference import plain_gradients, plain_losses
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import curve_of, losses_of, pretrain, train_on_ranks
 from rank_testing import run_ranks
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 def test_columns_count_bytes_since_the_line_break() -> None:
     text = b"ab\n\nc\n" + b"x" * 82
     expected = [1, 2, 0, 0, 1, 0, *range(1, 81), 80, 80]
-    columns = line_columns(torch.tensor([list(text)]))
+    columns = line_columns(torch.tensor([list(text)]), torch.arange(len(text)))
     assert columns.shape == (1, len(expected))
     assert columns[0].tolist() == pytest.approx([column / 80 for column in expected])
 
@@ -43,7 +43,7 @@ def test_columns_count_bytes_since_the_line_break() -> None:
 @given(st.lists(st.binary(min_size=9, max_size=9), min_size=1, max_size=3), st.integers(0, 255))
 def test_columns_are_those_counted_byte_by_byte(rows: list[bytes], replaced: int) -> None:
     text = [[10 if byte >= replaced else byte for byte in row] for row in rows]
-    columns = line_columns(torch.tensor(text))
+    columns = line_columns(torch.tensor(text), torch.arange(9))
     for row, counted in zip(text, columns.mul(80).round().int().tolist(), strict=True):
         for place, column in enumerate(counted):
             assert 10 not in row[place - column + 1 : place + 1]

@@ -32,10 +32,11 @@ def torch_pin(root: Path) -> str:
     return pins[0]
 
 
-def default_dependencies(root: Path) -> tuple[str, ...]:
-    """What the default environment asks for, with torch at its pin."""
+def dev_dependencies(root: Path) -> tuple[str, ...]:
+    """What the environment ``dev`` has, with torch at its pin."""
     pinned = f"torch=={torch_pin(root)}"
-    return tuple(_PIN.sub(pinned, text) for text in _default(root))
+    more = read_toml(root / "hatch.toml")["envs"]["dev"]["extra-dependencies"]
+    return tuple(_PIN.sub(pinned, text) for text in (*_default(root), *more))
 
 
 def matrix_cells(root: Path) -> tuple[Cell, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime
 import os
 import sysconfig
@@ -9,14 +10,17 @@ import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from numpy.typing import NDArray
 
 from mcore.parallel.agreement import reports_of_failures
+from pretrain.packing import PackedText
 from pretrain.settings import Settings
-from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache
+from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
 from pretrain.usage import UsageError
 from pretrain.windows import Batch, Text, batch_at, starts_in_order
 
@@ -42,8 +46,9 @@ class Corpus:
     @property
     def description(self) -> str:
         """How long the two parts are."""
-        trained, validated = (len(part) / 1e6 for part in (self.train, self.validation))
-        return f"{trained:.1f} {self.unit} to train on, {validated:.1f} {self.unit} to validate"
+        return (
+            f"{self._length(self.train)} to train on, {self._length(self.validation)} to validate"
+        )
 
     def training_batch(self, settings: Settings, rows: slice, step: int) -> Batch:
         """The rows of a step (from 1): the same in every layout, even after a resume.
@@ -52,19 +57,36 @@ class Corpus:
         """
         if not self.each_once:
             return self._drawn(self.train, settings, rows, settings.seed, step)
-        consumed = (step - 1) * settings.global_batch_size
         starts = starts_in_order(
             len(self.train),
             seq_length=settings.seq_length,
             seed=settings.seed,
-            first=consumed + rows.start,
-            count=rows.stop - rows.start,
+            first=(step - 1) * settings.global_batch_size,
+            count=settings.global_batch_size,
         )
-        return batch_at(self.train, starts, settings.seq_length)
+        return batch_at(self.train, starts, rows, settings.seq_length)
 
     def validation_batch(self, settings: Settings, rows: slice, number: int) -> Batch:
         """Rows of one of the validation batches (from 0), which are random windows."""
         return self._drawn(self.validation, settings, rows, settings.seed + 1, number)
+
+    def packed(self, borders: NDArray[Any], multiple: int) -> Corpus:
+        """The same text with its documents packed; UsageError where they have nothing to learn."""
+        split = len(self.train)
+        parts = []
+        for text, first in ((self.train, 0), (self.validation, split)):
+            part = PackedText(np.asarray(text), (borders - first).clip(0, len(text)), multiple)
+            if not part.num_labels:
+                raise UsageError("--packed: no document has two tokens, so none has one to predict")
+            parts.append(part)
+        checksum = zlib.crc32(borders.astype("<i8").tobytes(), self.checksum)
+        train, validation = parts
+        return dataclasses.replace(self, train=train, validation=validation, checksum=checksum)
+
+    def _length(self, part: Text) -> str:
+        if isinstance(part, PackedText):
+            return f"{len(part.tokens) / 1e6:.1f} {self.unit} in {part.num_documents} documents"
+        return f"{len(part) / 1e6:.1f} {self.unit}"
 
     def _drawn(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
         return draw_batch(
@@ -83,8 +105,9 @@ def load_text(settings: Settings, run_dir: Path) -> Corpus:
     The first rank of each node makes the cache of tokens where it is missing, while all wait. What
     fails on a rank is a UsageError on all.
     """
+    multiple = settings.document_multiple if settings.packed else 0
     if not settings.data:
-        return load_corpus(settings.validation_share)
+        return load_corpus(settings.validation_share, multiple)
     # Making a cache may take longer than any collective of a run.
     waiting = dist.new_group(timeout=_LONGEST_WAIT, backend="gloo")
 
@@ -124,7 +147,10 @@ def own_corpus(settings: Settings, cache: TokenCache) -> Corpus:
             f"{settings.seq_length}"
         )
     unit = "M tokens" if settings.tokenizer_digest else "MB"
-    return Corpus(tokens[:split], tokens[split:], checksum, unit, each_once=True)
+    corpus = Corpus(tokens[:split], tokens[split:], checksum, unit, each_once=True)
+    if settings.packed:
+        return corpus.packed(read_borders(cache), settings.document_multiple)
+    return corpus
 
 
 def standard_library_files() -> list[Path]:
@@ -150,12 +176,20 @@ def require_text(settings: Settings) -> None:
         )
 
 
-def load_corpus(validation_share: float = _DEFAULT_SHARE) -> Corpus:
-    """Read and concatenate the files of the standard library; its end is for validation."""
-    data = b"".join(path.read_bytes() for path in standard_library_files())
+def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int = 0) -> Corpus:
+    """Read and concatenate the files of the standard library; its end is for validation.
+
+    With a ``document_multiple`` they are packed documents.
+    """
+    files = [path.read_bytes() for path in standard_library_files()]
+    data = b"".join(files)
     text = torch.frombuffer(bytearray(data), dtype=torch.uint8)
     split = int(len(data) * (1 - validation_share))
-    return Corpus(text[:split], text[split:], zlib.crc32(data))
+    corpus = Corpus(text[:split], text[split:], zlib.crc32(data))
+    if document_multiple:
+        borders = np.cumsum([0, *map(len, files)])
+        return corpus.packed(borders, document_multiple)
+    return corpus
 
 
 def draw_batch(
@@ -163,5 +197,5 @@ def draw_batch(
 ) -> Batch:
     """Draw the batch of one step: the same sequences in every layout, even after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
-    starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)[rows]
-    return batch_at(text, starts, seq_length)
+    starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)
+    return batch_at(text, starts, rows, seq_length)

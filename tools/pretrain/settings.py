@@ -109,6 +109,14 @@ class Settings:
     validation_share: float = _option(
         0.05, "part of the text, at its end, to validate on", _PART, fixed=True
     )
+    packed: bool = _option(
+        False,
+        "pack documents into sequences: none sees another (a file or record each)",
+        fixed=True,
+    )
+    document_multiple: int = _option(
+        8, "with --packed: fill documents up to a multiple of this", _at_least(1), fixed=True
+    )
     vocabulary_size: int = _option(256, "numbers that the tokenizer gives", derived=True)
     tokenizer_digest: str = _option("", "what tells the tokenizer from others", derived=True)
 

@@ -9,13 +9,21 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from pretrain.packing import PackedText
+
 Batch = dict[str, torch.Tensor]
-Text = torch.Tensor | NDArray[Any]
+Text = torch.Tensor | NDArray[Any] | PackedText
 _ROUNDS = 8
 
 
-def batch_at(text: Text, starts: torch.Tensor, seq_length: int) -> Batch:
-    """The sequences of ``seq_length`` tokens from each start, and the token behind each."""
+def batch_at(text: Text, starts: torch.Tensor, rows: slice, seq_length: int) -> Batch:
+    """Some rows of the batch whose sequences of ``seq_length`` tokens begin at the starts.
+
+    A label is the token behind, even that of a sequence's last one.
+    """
+    if isinstance(text, PackedText):
+        return text.windows_at(starts, rows, seq_length)
+    starts = starts[rows]
     index = starts[:, None] + torch.arange(seq_length + 1)
     if isinstance(text, torch.Tensor):
         window = text[index].long()

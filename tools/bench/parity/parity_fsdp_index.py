@@ -19,7 +19,7 @@ HYBRID = ("dp_outer", "dp_shard")
 
 
 def peer_index() -> Any:
-    """The peer's class, which the default environment lacks."""
+    """The peer's class, which the environment ``dev`` lacks."""
     return importlib.import_module("megatron_fsdp.utils").FSDPDistributedIndex
 
 

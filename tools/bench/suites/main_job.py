@@ -1,4 +1,4 @@
-"""The main job's steps with and without what watches them."""
+"""The main job's steps beside plain PyTorch, and with and without what watches them."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from bench.measure import Row
+from bench.measure import Row, paired
+from bench.plain_job import PlainJob
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.steps import Steps
-from pretrain.run.training import build_model, build_optimizer
+from pretrain.run.training import build_loop, build_model, build_optimizer
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
@@ -29,12 +30,14 @@ from rank_testing import run_ranks
 
 _STEPS = 10
 _COMPARED_STEPS = 3
+_LOSSES_NEAR = 1e-5
 _SMALL = Settings(num_layers=2, hidden_size=64, seq_length=64, global_batch_size=8)
 _PEER = "the same steps with --no-straggler"
 
 
 def run() -> Iterable[Row]:
     """Yield the rows; steps of both kinds alternate in one process group."""
+    yield _beside_plain(rounds=12)
     cases = (("the default model", Settings(), 12, 0.99), ("a small model", _SMALL, 100, None))
     for what, settings, rounds, target in cases:
         case = (
@@ -55,6 +58,47 @@ def run() -> Iterable[Row]:
             agreement=f"the losses of {_COMPARED_STEPS} steps, bit for bit",
             note=f"mean of the faster half of {rounds} rounds in alternation",
         )
+
+
+def _beside_plain(rounds: int) -> Row:
+    settings = Settings(dp=1, mlflow=False, train_iters=100_000)
+    case = "step of the default model on 1 rank with log, TensorBoard, JSONL and detector"
+    peer = f"plain PyTorch {torch.__version__}: SDPA, fused AdamW, no log"
+    losses, ours_s, peer_s = run_ranks(_plain_rank, 1, settings, rounds, timeout_s=600)[0]
+    far = max(abs(one / other - 1) for one, other in losses)
+    if not far < _LOSSES_NEAR:
+        return Row.disagreement(case, peer, f"losses {losses}")
+    return Row(
+        case, ours_s, peer, peer_s, target=1.0,
+        agreement=f"the losses of {len(losses)} steps to {_LOSSES_NEAR:g}",
+        note=f"fastest of {rounds} rounds of {_STEPS} steps in alternation",
+    )  # fmt: skip
+
+
+def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, float]], float, float]:
+    """The rank: losses of both sides, and seconds of a step of each."""
+    with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
+        loop = build_loop(settings, RunFolder(Path(path)), torch.device("cpu"), None, None, int)
+        model = loop.steps.model
+        weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
+        plain = PlainJob(settings, loop.steps.corpus, weights)
+        loop.observed.timers("interval-time", log_level=0).start()
+        first = loop.steps.train_step
+        losses = [(float(first(step)[0]), float(plain.step(step))) for step in range(1, 6)]
+        loop.progress.step = len(losses)
+
+        def ours() -> None:
+            for _ in range(_STEPS):
+                loop._step()
+
+        def peer() -> None:
+            last = torch.zeros(())
+            for step in range(_STEPS):
+                last = plain.step(step + 10)
+            last.item()
+
+        ours_s, peer_s = paired(ours, peer, number=1, repeats=rounds)
+        return losses, ours_s / _STEPS, peer_s / _STEPS
 
 
 def _rank(settings: Settings, rounds: int) -> tuple[dict[bool, list[float]], float, float]:

@@ -14,7 +14,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from monorepo.hatch_settings import default_dependencies
+from monorepo.hatch_settings import dev_dependencies
 from monorepo.isolation.checks import IsolationError, check_imports
 from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
 from monorepo.isolation.wheels import BuildError, build_wheels
@@ -45,12 +45,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def install_all(workspace: Workspace, scratch: Path, python: str) -> CleanVenv:
-    """Install every package from its wheel, and what the default environment has besides."""
+    """Install every package from its wheel, and what the environment ``dev`` has besides."""
     wheels = build_wheels(workspace.distributions.values(), scratch / "wheels")
     located = [f"{name} @ {wheel.as_uri()}" for name, wheel in wheels.items()]
     venv = make_venv(scratch / "venv", python, located)
     # Runs of a second leave MLflow too little time to be compiled beside them.
-    venv.install([*located, *default_dependencies(workspace.root)], compiled=True)
+    venv.install([*located, *dev_dependencies(workspace.root)], compiled=True)
     return venv
 
 

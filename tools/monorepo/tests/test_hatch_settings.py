@@ -4,11 +4,13 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.hatch_settings import Cell, default_dependencies, matrix_cells, torch_pin
+from monorepo.hatch_settings import Cell, dev_dependencies, matrix_cells, torch_pin
 
 _SETTINGS = """
 [envs.default]
 dependencies = ["numpy", "torch=={matrix:torch:2.13.0}"]
+[envs.dev]
+extra-dependencies = ["pytest"]
 [[envs.matrix.matrix]]
 python = ["3.10", "3.9"]
 torch = ["2.11.0", "2.9.1"]
@@ -40,9 +42,9 @@ def test_pin_is_the_default_of_the_matrix_field(tmp_path: Path) -> None:
     assert torch_pin(tmp_path) == "2.13.0"
 
 
-def test_default_dependencies_have_torch_at_its_pin(tmp_path: Path) -> None:
+def test_dev_dependencies_have_torch_at_its_pin(tmp_path: Path) -> None:
     (tmp_path / "hatch.toml").write_text(_SETTINGS)
-    assert default_dependencies(tmp_path) == ("numpy", "torch==2.13.0")
+    assert dev_dependencies(tmp_path) == ("numpy", "torch==2.13.0", "pytest")
 
 
 def test_missing_pin_is_an_error(tmp_path: Path) -> None:

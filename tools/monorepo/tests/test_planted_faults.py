@@ -58,7 +58,7 @@ def test_a_check_names_its_own_faults(copy: Path, check: str) -> None:
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         "PYTHONPATH": os.pathsep.join([str(copy / "tools"), *sources]),
     }
-    command = read_toml(copy / "hatch.toml")["envs"]["default"]["scripts"][check]
+    command = read_toml(copy / "hatch.toml")["envs"]["dev"]["scripts"][check]
     done = subprocess.run(
         shlex.split(command.replace("{args}", where)),
         cwd=copy, env=environment, capture_output=True, text=True, check=False,

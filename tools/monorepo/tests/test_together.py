@@ -28,7 +28,8 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleReposit
     made.write(
         {
             "hatch.toml": (
-                '[envs.default]\ndependencies = ["pytest>=8", "torch=={matrix:torch:2.13.0}"]\n'
+                '[envs.default]\ndependencies = ["torch=={matrix:torch:2.13.0}"]\n'
+                '[envs.dev]\nextra-dependencies = ["pytest>=8"]\n'
             ),
             "pyproject.toml": "",
             "tools/pretrain/__init__.py": "",

@@ -35,6 +35,11 @@ def check(settings: Settings, available: int | None) -> None:
             "--mtp learns tokens, but with --value-head there is no head over them: leave one of "
             "them out"
         )
+    if settings.mtp and settings.packed:
+        raise UsageError(
+            "--mtp learns tokens beyond the next, which with --packed may be another document's: "
+            "leave one of them out"
+        )
     if settings.mtp and settings.pp > 1:
         raise UsageError(
             "--mtp needs the embedding beside the last layer, from which --pp parts it: leave one "
@@ -78,6 +83,11 @@ def _check_shape(settings: Settings) -> None:
         )
     if settings.cp > 1:
         _check_divisible("--seq-length", settings.seq_length, "2 * --cp", 2 * settings.cp)
+    if settings.packed:
+        multiple = settings.document_multiple
+        _check_divisible("--seq-length", settings.seq_length, "--document-multiple", multiple)
+        if settings.cp > 1:
+            _check_divisible("--document-multiple", multiple, "2 * --cp", 2 * settings.cp)
 
 
 def _check_batch(settings: Settings) -> None:

@@ -15,16 +15,19 @@ _ROTARY_BASE = 10_000.0
 
 
 def rotary_table(positions: torch.Tensor, head_size: int) -> torch.Tensor:
-    """Cosines and sines of rotary positions (Su et al. 2021), ``[2, s, head_size / 2]``."""
+    """Cosines and sines of rotary positions (Su et al. 2021), ``[s, b]``: ``[2, s, b, size / 2]``.
+
+    ``b`` may be 1, for positions that are those of all sequences.
+    """
     half = torch.arange(head_size // 2, device=positions.device, dtype=torch.float32)
     frequencies = _ROTARY_BASE ** (-half / (head_size // 2))
-    angles = positions.float()[:, None] * frequencies
+    angles = positions.float()[..., None] * frequencies
     return torch.stack((angles.cos(), angles.sin()))
 
 
 def apply_rotary(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     """Rotate ``[s, b, heads, head_size]`` by the positions of the table."""
-    cos, sin = table.to(heads.dtype)[:, :, None, None, :]
+    cos, sin = table.to(heads.dtype)[:, :, :, None, :]
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 

@@ -33,6 +33,7 @@ from pretrain.model.tensor_parallel import (
     enter_split_layers,
     mark_partial_gradients,
 )
+from pretrain.packing import document_mask
 
 
 class FeedForward(MegatronModule):
@@ -187,16 +188,21 @@ class GPT(MegatronModule):
         position_ids: torch.Tensor,
         hidden: torch.Tensor | None = None,
         next_tokens: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits.
 
         With the next tokens, two of these: the second is for the tokens after them. Stages but the
         first take the ``hidden`` states of the one before in place of the ids, and stages but the
         last give theirs: ``[s / cp, b, h]``, or with sequence parallelism 1 / tp of that.
+        ``cu_seqlens`` has the borders of the documents that are packed into all sequences.
         """
-        positions = position_ids[0]
-        rotary = rotary_table(positions, self.head_size)
-        mask = causal_mask(positions, self.cp_group)
+        if cu_seqlens is None:
+            position_ids = position_ids[:1]
+            mask = causal_mask(position_ids[0], self.cp_group)
+        else:
+            mask = document_mask(cu_seqlens, len(tokens), self.cp_group, tokens.device)
+        rotary = rotary_table(position_ids.T, self.head_size)
         if hidden is None:
             hidden = self._embed(tokens)
 

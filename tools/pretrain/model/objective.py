@@ -56,7 +56,8 @@ def objective_of(settings: Settings) -> Objective:
 
 
 def _with_columns(batch: Batch) -> Batch:
-    return {**batch, "labels": line_columns(batch["tokens"])}
+    columns = line_columns(batch["tokens"], batch["position_ids"])
+    return {**batch, "labels": columns}
 
 
 def _squared_errors(
@@ -77,14 +78,14 @@ def _next_token_losses(
     )
 
 
-def line_columns(tokens: torch.Tensor) -> torch.Tensor:
+def line_columns(tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
     """Bytes since the last line break, as a share of 80, from 0 (a line break) to 1: ``[b, s]``.
 
-    What comes before a sequence is not known: it counts as a line break.
+    What comes before a sequence, or a document, is not known: it counts as a line break.
     """
     places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
     breaks = torch.where(tokens == ord("\n"), places, 0)
-    columns = places - breaks.cummax(dim=-1).values
+    columns = torch.minimum(places - breaks.cummax(dim=-1).values, position_ids + 1)
     return (columns / _LONGEST_COLUMN).clamp(max=1.0)
 
 

@@ -141,6 +141,8 @@ class VocabParallelEmbedding(TensorParallelModule):
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[s, b]`` ids to ``[s, b, h]`` vectors, or this rank's ``[s / tp, b, h]`` of them."""
+        if get_pg_size(self.tp_group) == 1:
+            return F.embedding(tokens, self.weight)
         rows = self.weight.shape[0]
         local = tokens - get_pg_rank(self.tp_group) * rows
         elsewhere = (local < 0) | (local >= rows)

@@ -74,6 +74,7 @@ class AdamW:
             ],
             betas=(0.9, 0.95),
             lr=0.0,
+            fused=True,
         )
         for weight in weights:
             moments = {name: torch.zeros_like(weight.detach()) for name in _MOMENTS}

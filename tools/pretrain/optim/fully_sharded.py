@@ -17,6 +17,7 @@ from mcore.parallel import (
     copy_tensor_model_parallel_attributes,
     get_pg_size,
 )
+from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor import to_local_if_dtensor
 from pretrain.model.experts import Experts, is_expert, mark_expert
 from pretrain.model.gpt import TransformerLayer
@@ -97,11 +98,11 @@ class FullyShardedOptimizer:
         index: FSDPDistributedIndex,
         *,
         weight_decay: float,
-        low_precision: bool = False,
+        bf16: bool = False,
     ) -> None:
         self.groups = groups
+        self.bf16 = bf16
         self.index = index
-        self.low_precision = low_precision
         self.params = [param for param in model.parameters() if param.requires_grad]
         self.adamw = AdamW(self.params, weight_decay=weight_decay)
         self._accumulated = 0
@@ -172,14 +173,24 @@ class FullyShardedOptimizer:
             param.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Main weights and moments, sharded like the parameters they belong to."""
-        return sharded_beside(model_state, self.params, self._tensors)
+        """Moments, sharded like the parameters they belong to.
+
+        In bf16 also what layouts without FSDP have: the fp32 weights as main ones, and in place of
+        the model's parameters copies in bf16.
+        """
+        state = sharded_beside(model_state, self.params, self._tensors)
+        if self.bf16:
+            mine = {id(param): param for param in self.params}
+            for key, value in model_state.items():
+                if isinstance(value, ShardedTensor) and id(value.data) in mine:
+                    low = mine[id(value.data)].detach().bfloat16()
+                    state[key] = dataclasses.replace(value, data=low, dtype=low.dtype)
+        return state
 
     def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
-        param = self.params[place]
-        if self.low_precision:  # what the model computes with is rounded from the shard
-            yield "main", param.detach()
-        yield from self.adamw.moments(param)
+        if self.bf16:
+            yield "main", self.params[place].detach()
+        yield from self.adamw.moments(self.params[place])
 
     def _local_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for param in self.params:

@@ -88,7 +88,12 @@ class _Work:
             self.batches[batch] = drawn
         with steps.ranges.forward():
             output: torch.Tensor
-            output = steps.chunks[chunk](drawn["tokens"], drawn["position_ids"], hidden)
+            output = steps.chunks[chunk](
+                drawn["tokens"],
+                drawn["position_ids"],
+                hidden,
+                cu_seqlens=drawn.get("cu_seqlens"),
+            )
             if steps.pipeline.is_last(chunk):
                 output = steps._loss_of(output, drawn)
                 self.loss_sum += output.detach()

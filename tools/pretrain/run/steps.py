@@ -8,11 +8,12 @@ import torch
 import torch.distributed as dist
 
 from mcore.modules import MegatronModule
-from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank, get_pg_size
+from mcore.parallel import ProcessGroups, get_pg_size
 from pretrain.corpus import Corpus
 from pretrain.model.mtp import loss_ahead, with_labels_ahead
 from pretrain.model.objective import objective_of
 from pretrain.optim.adamw import TrainingOptimizer
+from pretrain.packing import part_of_batch
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
 from pretrain.windows import Batch
@@ -123,13 +124,18 @@ class Steps:
         batch = self.objective.with_labels(batch)
         if self.settings.mtp:
             batch = with_labels_ahead(batch)
-        local = get_batch_on_this_cp_rank(batch, self.groups.cp)
+        local = part_of_batch(batch, self.groups.cp)
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
     def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         looks_ahead = self.settings.mtp > 0 and self.model.training
-        ahead = {"next_tokens": batch["labels"]} if looks_ahead else {}
-        return self._loss_of(self.model(batch["tokens"], batch["position_ids"], **ahead), batch)
+        output = self.model(
+            batch["tokens"],
+            batch["position_ids"],
+            next_tokens=batch["labels"] if looks_ahead else None,
+            cu_seqlens=batch.get("cu_seqlens"),
+        )
+        return self._loss_of(output, batch)
 
     def _loss_of(
         self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor], batch: Batch
@@ -140,8 +146,7 @@ class Steps:
         """
         own = output[0] if isinstance(output, tuple) else output
         losses = self.objective.losses(own, batch["labels"].transpose(0, 1), self.groups.tp)
-        mask = batch["loss_mask"].transpose(0, 1)
-        loss = (losses * mask).sum() / mask.sum()
+        loss = (losses * batch["loss_mask"].transpose(0, 1)).mean()
         if not isinstance(output, tuple):
             return loss
         more = self.settings.mtp_loss * loss_ahead(

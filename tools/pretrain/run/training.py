@@ -59,12 +59,12 @@ def train(
     with open(os.devnull, "w") as nowhere:
         quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
         with quiet:
-            loop = _build(settings, folder, device, resume, mlflow, signal)
+            loop = build_loop(settings, folder, device, resume, mlflow, signal)
             loop.run()
     loop.print_summary()
 
 
-def _build(
+def build_loop(
     settings: Settings,
     folder: RunFolder,
     device: torch.device,
@@ -154,7 +154,7 @@ def build_optimizer(
     index = sharding_index(groups, settings.hsdp_outer)
     shard_model(model, index, bf16=settings.bf16)
     return FullyShardedOptimizer(
-        model, groups, index, weight_decay=settings.weight_decay, low_precision=settings.bf16
+        model, groups, index, weight_decay=settings.weight_decay, bf16=settings.bf16
     )
 
 

@@ -19,18 +19,18 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from pretrain.settings import Settings
-from pretrain.text.sources import find_sources, read_pieces
+from pretrain.text.sources import find_sources, is_jsonl, read_pieces
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
 from pretrain.usage import UsageError
 
-_FORMAT = 1
+_FORMAT = 2
 _BATCH_BYTES = 8 << 20
 _Piece = tuple[Path, bytes, int]
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """The cache of one text and tokenizer: ``KEY.bin`` and, written last, ``KEY.json``."""
+    """The cache of one text and tokenizer: three files, of which ``KEY.json`` is written last."""
 
     folder: Path
     key: str
@@ -39,6 +39,11 @@ class TokenCache:
     def tokens(self) -> Path:
         """The numbers, one after the other."""
         return self.folder / f"{self.key}.bin"
+
+    @property
+    def borders(self) -> Path:
+        """Where each document starts, and where the last one ends."""
+        return self.folder / f"{self.key}.borders"
 
     @property
     def facts(self) -> Path:
@@ -71,7 +76,9 @@ def make_cache(settings: Settings, cache: TokenCache) -> None:
     try:
         cache.folder.mkdir(parents=True, exist_ok=True)
         with _replacing(cache.tokens) as file:
-            facts = _write(file, settings, tokenizer)
+            facts, borders = _write(file, settings, tokenizer)
+        with _replacing(cache.borders) as file:
+            file.write(np.array(borders, "<i8").tobytes())
         with _replacing(cache.facts) as file:
             file.write(json.dumps(facts).encode())
     except OSError as error:
@@ -96,22 +103,43 @@ def open_cache(cache: TokenCache) -> tuple[NDArray[Any], int]:
         ) from None
 
 
-def _write(file: IO[bytes], settings: Settings, tokenizer: Tokenizer) -> dict[str, Any]:
+def read_borders(cache: TokenCache) -> NDArray[Any]:
+    """Where each document starts, and where the last one ends; UsageError where it is damaged."""
+    try:
+        borders = np.fromfile(cache.borders, "<i8")
+        if not len(borders) or borders[-1] != json.loads(cache.facts.read_text())["count"]:
+            raise ValueError("they do not end where the tokens do")
+        return borders
+    except (OSError, ValueError) as error:
+        raise UsageError(
+            f"the documents of the token cache {cache.borders} cannot be read ({error}): remove "
+            f"it and {cache.facts.name} to have it made again"
+        ) from None
+
+
+def _write(
+    file: IO[bytes], settings: Settings, tokenizer: Tokenizer
+) -> tuple[dict[str, Any], list[int]]:
     kind = _smallest_kind(tokenizer.vocabulary_size)
     sources = find_sources(settings.data)
     count = checksum = 0
+    borders: list[int] = []
+    last: Path | None = None
     total = sum(path.stat().st_size for path in sources)
     with _bar(total, quiet=settings.quiet) as bar:
         pieces = ((path, *piece) for path in sources for piece in read_pieces(path, settings.field))
         for batch in _batches(pieces):
-            for numbers in _encoded(tokenizer, batch):
+            for (path, _, _), numbers in zip(batch, _encoded(tokenizer, batch), strict=True):
+                if path != last or is_jsonl(path):
+                    borders.append(count)
+                    last = path
                 written = numbers.astype(kind, copy=False).tobytes()
                 file.write(written)
                 count, checksum = count + len(numbers), zlib.crc32(written, checksum)
             bar.update(sum(taken for _, _, taken in batch))
     if not count:
         raise UsageError(f"--data {settings.data}: there is no text in it")
-    return {"kind": kind, "count": count, "crc32": checksum}
+    return {"kind": kind, "count": count, "crc32": checksum}, [*borders, count]
 
 
 def _encoded(tokenizer: Tokenizer, batch: list[_Piece]) -> list[NDArray[Any]]:

@@ -36,7 +36,7 @@ def read_pieces(path: Path, field: str) -> Iterator[tuple[bytes, int]]:
     """
     try:
         with path.open("rb") as file:
-            yield from _read_records(file, path, field) if _is_jsonl(path) else _read_lines(file)
+            yield from _read_records(file, path, field) if is_jsonl(path) else _read_lines(file)
     except OSError as error:
         raise UsageError(f"--data: cannot read {path}: {error.strerror}") from None
 
@@ -45,7 +45,8 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _is_jsonl(path: Path) -> bool:
+def is_jsonl(path: Path) -> bool:
+    """Whether each line of a file is a document."""
     return path.suffix == ".jsonl"
 
 

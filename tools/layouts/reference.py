@@ -1,9 +1,10 @@
-"""The main job's model in plain PyTorch on one process, as a reference for its tests."""
+"""The main job's model in plain PyTorch on one process, which its layouts are compared with."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +12,9 @@ import torch.nn.functional as F
 from pretrain.corpus import draw_batch, load_corpus
 from pretrain.model.randomness import ParameterInit
 from pretrain.settings import Settings
+from pretrain.windows import Text, starts_in_order
+
+Part = tuple[list[int], list[int]]
 
 
 def columns_by_counting(tokens: torch.Tensor) -> torch.Tensor:
@@ -66,19 +70,24 @@ class PlainGPT(torch.nn.Module):
         constant("final_norm.bias", hidden, 0.0)
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        return x @ self.weights[f"{name}/weight"].T + self.weights[f"{name}/bias"]
+        weight, bias = self.weights[f"{name}/weight"], self.weights[f"{name}/bias"]
+        result: torch.Tensor = x @ weight.T + bias
+        return result
 
     def _norm(self, name: str, x: torch.Tensor) -> torch.Tensor:
         centred = x - x.mean(-1, keepdim=True)
         scaled = centred / torch.sqrt(centred.square().mean(-1, keepdim=True) + 1e-5)
-        return scaled * self.weights[f"{name}/weight"] + self.weights[f"{name}/bias"]
+        result: torch.Tensor = (
+            scaled * self.weights[f"{name}/weight"] + self.weights[f"{name}/bias"]
+        )
+        return result
 
     def _attention(self, name: str, x: torch.Tensor) -> torch.Tensor:
         batch, length, hidden = x.shape
         size = hidden // self.heads
         qkv = self._linear(f"{name}/qkv", x).view(batch, length, self.heads, 3, size)
         query, key, value = qkv.permute(3, 0, 2, 1, 4)
-        turn = torch.arange(size // 2) * (-math.log(10_000.0) / (size // 2))
+        turn = torch.arange(size // 2, dtype=x.dtype) * (-math.log(10_000.0) / (size // 2))
         angles = torch.arange(length)[:, None] * turn.exp()
         turns = torch.polar(torch.ones_like(angles), angles)
 
@@ -106,7 +115,8 @@ class PlainGPT(torch.nn.Module):
             x = x + self._linear(f"{name}/feed_forward/narrow", wide)
         heads = ("output_layer/weight", "head/weight", "embedding/weight")
         head = next(name for name in heads if name in self.weights)
-        return self._norm("final_norm", x) @ self.weights[head].T
+        result: torch.Tensor = self._norm("final_norm", x) @ self.weights[head].T
+        return result
 
     def loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         """Mean over all bytes of a batch: nats, or squared errors of the column in the line."""
@@ -126,30 +136,7 @@ def plain_run(settings: Settings) -> tuple[list[float], float]:
     torch.manual_seed(0)
     text = load_corpus().train
     model = PlainGPT(settings)
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
-        lr=0.0,
-        betas=(0.9, 0.95),
-    )
-    losses = []
-    for step in range(1, settings.train_iters + 1):
-        batch = _batch(settings, text, step)
-        loss = model.loss(batch)
-        losses.append(loss.item())
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        if step <= settings.warmup_iters:
-            rate = settings.lr * step / settings.warmup_iters
-        else:
-            done = (step - settings.warmup_iters) / (settings.train_iters - settings.warmup_iters)
-            rate = settings.min_lr
-            rate += (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        optimizer.step()
+    losses, _ = train_plain(model, settings, lambda step: model.loss(_batch(settings, text, step)))
     unseen = dataclasses.replace(settings, seed=settings.seed + 1)
     with torch.no_grad():
         batches = [
@@ -159,7 +146,41 @@ def plain_run(settings: Settings) -> tuple[list[float], float]:
     return losses, sum(validation) / len(validation)
 
 
-def _batch(settings: Settings, text: torch.Tensor, step: int) -> dict[str, torch.Tensor]:
+def train_plain(
+    model: PlainGPT,
+    settings: Settings,
+    loss_of: Callable[[int], torch.Tensor],
+    *,
+    steps: int | None = None,
+) -> tuple[list[float], list[float]]:
+    """Train a plain model by its loss of each step; return the losses and the gradient norms."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        lr=0.0,
+        betas=(0.9, 0.95),
+    )
+    losses, norms = [], []
+    for step in range(1, (steps or settings.train_iters) + 1):
+        loss = loss_of(step)
+        losses.append(loss.item())
+        optimizer.zero_grad()
+        torch.autograd.backward(loss)
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item())
+        if step <= settings.warmup_iters:
+            rate = settings.lr * step / settings.warmup_iters
+        else:
+            done = (step - settings.warmup_iters) / (settings.train_iters - settings.warmup_iters)
+            rate = settings.min_lr
+            rate += (settings.lr - settings.min_lr) * (1 + math.cos(math.pi * done)) / 2
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+    return losses, norms
+
+
+def _batch(settings: Settings, text: Text, step: int) -> dict[str, torch.Tensor]:
     return draw_batch(
         text,
         rows=slice(None),
@@ -173,9 +194,78 @@ def _batch(settings: Settings, text: torch.Tensor, step: int) -> dict[str, torch
 def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
     """Run the first step of the plain model and return the gradient of each parameter."""
     model = PlainGPT(settings)
-    model.loss(_batch(settings, load_corpus().train, 1)).backward()
+    torch.autograd.backward(model.loss(_batch(settings, load_corpus().train, 1)))
     return {
         name.replace("/", "."): weight.grad
         for name, weight in model.weights.items()
         if weight.grad is not None
     }
+
+
+def parts_of(
+    documents: Sequence[Sequence[int]], seq_length: int, multiple: int
+) -> list[list[Part]]:
+    """The parts of documents in each window, tokens and labels, laid out one token at a time.
+
+    A label of -1 is none: a document ends there.
+    """
+    places: list[tuple[int, int, int] | None] = []
+    for number, document in enumerate(documents):
+        for at, token in enumerate(document):
+            behind = document[at + 1] if at + 1 < len(document) else -1
+            places.append((number, token, behind))
+        while len(places) % multiple:
+            places.append(None)
+    windows = []
+    for start in range(0, len(places) - seq_length + 1, seq_length):
+        parts: dict[int, Part] = {}
+        for place in places[start : start + seq_length]:
+            if place is not None:
+                tokens, labels = parts.setdefault(place[0], ([], []))
+                tokens.append(place[1])
+                labels.append(place[2])
+        windows.append(list(parts.values()))
+    return windows
+
+
+def loss_in_parts(
+    model: PlainGPT, settings: Settings, documents: Sequence[bytes]
+) -> Callable[[int], torch.Tensor]:
+    """The loss of a step that sees each part of a document alone; without ``--packed`` all is one.
+
+    ``documents`` are those of a ``.jsonl`` file that ``--data`` names.
+    """
+    text = b"".join(documents)
+    split = int(len(text) * (1 - settings.validation_share))
+    windows = [
+        [(list(text[at : at + settings.seq_length]), list(text[at + 1 :][: settings.seq_length]))]
+        for at in range(0, split - settings.seq_length, settings.seq_length)
+    ]
+    if settings.packed:
+        trained, left = [], split
+        for document in documents:
+            trained.append(document[:left])
+            left = max(0, left - len(document))
+        windows = parts_of(trained, settings.seq_length, settings.document_multiple)
+
+    def loss_of(step: int) -> torch.Tensor:
+        first = (step - 1) * settings.global_batch_size
+        starts = starts_in_order(
+            len(windows) * settings.seq_length + 1, seq_length=settings.seq_length,
+            seed=settings.seed, first=first, count=settings.global_batch_size,
+        )  # fmt: skip
+        total, count = torch.zeros(()), 0
+        for start in starts.tolist():
+            for tokens, labels in windows[start // settings.seq_length]:
+                known = [at for at, label in enumerate(labels) if label >= 0]
+                output = model(torch.tensor([tokens]))[0, known]
+                if settings.value_head:
+                    columns = columns_by_counting(torch.tensor([tokens]))[0, known]
+                    total = total + (output[:, 0] - columns).square().sum()
+                else:
+                    wanted = torch.tensor(labels)[known]
+                    total = total + F.cross_entropy(output, wanted, reduction="sum")
+                count += len(known)
+        return total / count
+
+    return loss_of

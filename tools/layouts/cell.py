@@ -1,0 +1,149 @@
+"""One combination on its ranks: the steps, the gradients of the first, and its checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import gc
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.tensor import DTensor
+
+from layouts.combinations import AFTER, STEPS
+from mcore.parallel import ProcessGroups
+from mcore.parallel.checkpoint import ShardedTensor
+from mcore.tensor import to_local_if_dtensor
+from pretrain.optim.main_weights import MainWeightOptimizer
+from pretrain.run.loop import Loop
+from pretrain.run.training import build_loop
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
+
+CPU = torch.device("cpu")
+
+
+@dataclasses.dataclass
+class Result:
+    """What the ranks of a combination found, from step ``first`` on."""
+
+    first: int
+    losses: list[float] = dataclasses.field(default_factory=list)
+    norms: list[float] = dataclasses.field(default_factory=list)
+    gradients: dict[str, float] = dataclasses.field(default_factory=dict)
+    seconds: float = 0.0
+    error: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A combination to train from the start, or behind the checkpoint of another one."""
+
+    settings: Settings
+    run_dir: str
+    goes_on: bool
+    result: str  # the file for it
+
+
+def do_tasks(tasks: list[Task]) -> None:
+    """Do tasks of one number of ranks, one after the other; the first rank writes each result.
+
+    What fails on a rank ends it, and so the others: whoever started them sees which task it was.
+    """
+    for task in tasks:
+        began = time.perf_counter()
+        result = _train(task)
+        result.seconds = time.perf_counter() - began
+        if dist.get_rank() == 0:
+            Path(task.result).write_text(json.dumps(dataclasses.asdict(result)))
+        gc.collect()
+        dist.barrier()
+
+
+def _train(task: Task) -> Result:
+    path = Path(task.run_dir)
+    path.mkdir(parents=True, exist_ok=True)
+    dist.barrier()
+    loop = build_loop(
+        task.settings, RunFolder(path), CPU, path if task.goes_on else None, None, lambda: 0
+    )
+    result = Result(loop.progress.step + 1)
+    for step in range(result.first, result.first + (AFTER if task.goes_on else STEPS)):
+        found = _step(loop, step)
+        if step == 1:
+            result.gradients = found.gradients
+        result.losses += found.losses
+        result.norms += found.norms
+    if not task.goes_on:
+        loop.progress.step = STEPS
+        loop.saver.save(STEPS)
+        loop.saver.wait()
+    loop.observed.close()
+    loop.watch.close()
+    return result
+
+
+def _step(loop: Loop, step: int) -> Result:
+    """One step; the gradients are those before they are clipped, as in the first step alone."""
+    gradients: dict[str, float] = {}
+    optimizer: Any = loop.steps.optimizer
+    clip = optimizer.clip_gradients
+
+    def clip_gradients(limit: float) -> torch.Tensor:
+        gradients.update(_gradient_norms(loop))
+        norm: torch.Tensor = clip(limit)
+        return norm
+
+    if step == 1:
+        optimizer.clip_gradients = clip_gradients
+    loss, norm, _, skipped = loop.steps.train_step(step)
+    optimizer.clip_gradients = clip
+    if skipped:
+        raise RuntimeError(f"step {step} had gradients that were not finite")
+    return Result(step, [float(loss)], [float(norm)], gradients)
+
+
+def _gradient_norms(loop: Loop) -> dict[str, float]:
+    """The norm of each parameter's whole gradient, by its name in checkpoints, on all ranks.
+
+    Each piece counts once, however many ranks have a copy.
+    """
+    model, groups = loop.steps.model, loop.groups
+    metadata = {"dp_cp_group": groups.dp_cp, "tp_group": groups.tp}
+    state = model.sharded_state_dict(prefix="", metadata=metadata)
+    gradients = _gradients(loop)
+    own: dict[tuple[str, Any], float] = {}
+    for value in state.values():
+        if isinstance(value, ShardedTensor) and id(value.data) in gradients:
+            place = (tuple(value.global_offset), _shard_of(value.data, groups))
+            square = gradients[id(value.data)].double().square().sum()
+            own[value.key, place] = float(square)
+    of_ranks: list[dict[tuple[str, Any], float]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(of_ranks, own)
+    squares: dict[str, float] = {}
+    for (name, _), one in {key: one for found in of_ranks for key, one in found.items()}.items():
+        squares[name] = squares.get(name, 0.0) + one
+    return {name: square**0.5 for name, square in sorted(squares.items())}
+
+
+def _gradients(loop: Loop) -> dict[int, torch.Tensor]:
+    """This rank's reduced gradients by the identity of their parameters."""
+    optimizer: Any = loop.steps.optimizer
+    is_whole = isinstance(optimizer, MainWeightOptimizer)
+    owners = optimizer.main if is_whole else optimizer.params
+    return {
+        id(param): to_local_if_dtensor(owner.grad)
+        for param, owner in zip(optimizer.params, owners, strict=True)
+        if owner.grad is not None
+    }
+
+
+def _shard_of(data: Any, groups: ProcessGroups) -> int:
+    """Which shard FSDP has left here; without it there is one."""
+    if not isinstance(data, DTensor):
+        return 0
+    coordinate = data.device_mesh.get_coordinate()
+    return -1 if coordinate is None else coordinate[-1]

@@ -1,0 +1,139 @@
+"""Documents packed into windows: none sees another, and each part counts its places from 0."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from mcore.parallel import cp_zigzag_index, get_batch_on_this_cp_rank, get_pg_rank, get_pg_size
+
+Numbers = NDArray[np.int64]
+
+
+class PackedText:
+    """A text whose documents are filled up to a multiple, and its windows.
+
+    Windows have ``seq_length`` places, a multiple too, and start at multiples. A document that
+    goes on in the next window is another one there. ``borders`` are the places in ``tokens`` where
+    documents start, from 0, and where the last one ends.
+    """
+
+    def __init__(self, tokens: NDArray[Any], borders: NDArray[Any], multiple: int) -> None:
+        borders = np.unique(borders.astype(np.int64))  # an empty document is none
+        lengths = np.diff(borders)
+        self.tokens = tokens
+        self.multiple = multiple
+        self._firsts = borders[:-1]
+        self._lengths = lengths
+        self._places = _sums(-(-lengths // multiple) * multiple)
+        self._labels = _sums(lengths - 1)
+
+    def __len__(self) -> int:
+        """One more than there are places, as if the last one needed a token behind it too."""
+        return int(self._places[-1]) + 1
+
+    @property
+    def num_documents(self) -> int:
+        """How many documents have a token."""
+        return len(self._lengths)
+
+    @property
+    def num_labels(self) -> int:
+        """How many tokens have one of the same document before them."""
+        return int(self._labels[-1])
+
+    def windows_at(
+        self, starts: torch.Tensor, rows: slice, seq_length: int
+    ) -> dict[str, torch.Tensor]:
+        """The windows of some rows of a batch, ``[b, s]``, and ``cu_seqlens`` of all their parts.
+
+        The loss mask is zero where no label is, and on average 1 over the windows of all
+        ``starts``: the mean of the losses that it weighs is that of the whole batch's labels.
+        """
+        all_firsts = starts.numpy() // self.multiple * self.multiple
+        weight = starts.numel() * seq_length / max(1, self._labels_in(all_firsts, seq_length))
+        firsts = all_firsts[rows, None]
+        places = firsts + np.arange(seq_length)
+        document, inside = self._find(places)
+        last = self._lengths[document] - 1
+        positions = places - np.maximum(firsts, places - inside)
+        begins = np.flatnonzero(positions == 0)
+        return {
+            "tokens": self._tokens_at(document, inside),
+            "labels": self._tokens_at(document, np.minimum(inside, last) + 1),
+            "loss_mask": torch.from_numpy(np.where(inside < last, weight, 0.0)).float(),
+            "position_ids": torch.from_numpy(positions),
+            "cu_seqlens": torch.from_numpy(np.append(begins, positions.size)),
+        }
+
+    def _find(self, places: Numbers) -> tuple[Numbers, Numbers]:
+        """The document of each place, and the place in it."""
+        document = np.searchsorted(self._places, places, side="right") - 1
+        return document, places - self._places[document]
+
+    def _tokens_at(self, document: Numbers, inside: Numbers) -> torch.Tensor:
+        """Tokens by their documents and places there; zeros behind the ends."""
+        is_there = inside < self._lengths[document]
+        tokens = self.tokens[np.where(is_there, self._firsts[document] + inside, 0)]
+        return torch.from_numpy(np.where(is_there, tokens, 0).astype(np.int64))
+
+    def _labels_in(self, firsts: Numbers, seq_length: int) -> int:
+        """How many labels windows have, found without a look at each place."""
+        return int((self._labels_before(firsts + seq_length) - self._labels_before(firsts)).sum())
+
+    def _labels_before(self, places: Numbers) -> Numbers:
+        """How many places with a label come before each place; the last is where the text ends."""
+        document = np.searchsorted(self._places[1:-1], places, side="right")
+        inside = np.minimum(places - self._places[document], self._lengths[document] - 1)
+        counted: Numbers = self._labels[document] + inside
+        return counted
+
+
+def _sums(numbers: Numbers) -> Numbers:
+    return np.concatenate(([0], np.cumsum(numbers)))
+
+
+def part_of_batch(
+    batch: dict[str, torch.Tensor], cp_group: torch.distributed.ProcessGroup | None
+) -> dict[str, torch.Tensor]:
+    """This cp rank's part of each sequence ``[b, s / cp]``, of packed ones of each document."""
+    if "cu_seqlens" not in batch:
+        return get_batch_on_this_cp_rank(batch, cp_group)
+    rows = len(batch["tokens"])
+    borders = batch["cu_seqlens"]
+    joined = {name: value.reshape(1, -1) for name, value in batch.items() if value is not borders}
+    part = get_batch_on_this_cp_rank({**joined, "cu_seqlens": borders}, cp_group)
+    # Documents end where windows do, so that a rank has equally much of each window.
+    return {
+        name: value if value is borders else value.reshape(rows, -1) for name, value in part.items()
+    }
+
+
+def document_mask(
+    cu_seqlens: torch.Tensor,
+    rows: int,
+    cp_group: torch.distributed.ProcessGroup | None,
+    device: torch.device,
+) -> torch.Tensor:
+    """Which keys each local query of packed windows may see, ``[b, 1, s / cp, s]``.
+
+    Those before it in its document; keys are in the order of the cp ranks.
+    """
+    size, length = get_pg_size(cp_group), int(cu_seqlens[-1])
+    of_ranks = [
+        cp_zigzag_index(length, size, rank, cu_seqlens=cu_seqlens).view(rows, -1)
+        for rank in range(size)
+    ]
+    keys = torch.cat(of_ranks, dim=1)
+    queries = of_ranks[get_pg_rank(cp_group)]
+    ends = cu_seqlens[1:].cpu()
+    first_of_query = torch.cat((ends.new_zeros(1), ends))[
+        torch.bucketize(queries, ends, right=True)
+    ]
+    queries, keys, first = (places.to(device) for places in (queries, keys, first_of_query))
+    keys = keys[:, None, :]
+    mask = (keys <= queries[:, :, None]) & (keys >= first[:, :, None])
+    return mask[:, None]
