@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from layouts.reference import PlainGPT
 from mcore.observe import get_moe_metrics_tracker, get_mtp_metrics_tracker
 from mcore.parallel import ProcessGroups
 from pretrain import sample
@@ -24,7 +25,6 @@ from pretrain.run.training import build_model
 from pretrain.settings import Settings
 from pretrain.usage import UsageError
 from pretrain.watch.step_metrics import training_flops
-from layouts.reference import PlainGPT
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import (
     curves_of,
