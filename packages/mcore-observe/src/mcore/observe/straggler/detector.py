@@ -212,7 +212,7 @@ class StragglerDetector:
             listener = Listener(
                 bind=bind, port=port, token=token, allow_get_toggle=allow_get_toggle
             )
-        exchange = Exchange(group, world=world)
+        exchange = Exchange(group, world=world, computing=device)
         # Without an index: the device that is current when a range begins is the one that computes.
         computing = torch.device(current_device().type if device is None else device)
         ranges = make_ranges(computing, prefill=prefill, sample_every=sample_every)
