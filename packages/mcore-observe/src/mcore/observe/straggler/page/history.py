@@ -236,6 +236,13 @@ class History:
             kept, first = list(self._kept), self._num_reports - len(self._kept)
         return first, [report.values[metric, rank].item() for report in kept]
 
+    def known(self) -> list[bool]:
+        """Return for each metric whether any rank has a value in the last report."""
+        with self._lock:
+            values = self._kept[-1].values
+        found: list[bool] = values.isfinite().any(dim=1).tolist()
+        return found
+
     def latest(self, rank: int) -> list[tuple[float, float]]:
         """Return a rank's value and the median over the ranks, by metric, of the last report."""
         with self._lock:

@@ -116,6 +116,7 @@ class PageView:
                     )
                     self._answers[key] = _as_json(columns)
                 answer["map"] = self._answers[key]
+            answer["known"] = history.known()
             answer["oldest"] = history.num_reports - history.num_kept
             if since == 0:
                 hosts = itertools.groupby(host for host, _ in history.places)

@@ -17,6 +17,7 @@ let view = { metric: 0, first: 0, end: 0, how: "worst" };
 let table = emptyTable();
 let chosen = null; // the answer about one rank
 let said = "";
+let isPicked = false; // the metric, by hand
 
 function emptyTable() {
   return { next: 0, from: 0, group: 1, rows: 0, times: [], columns: [], spread: { mean: [], sd: [], min: [], median: [], max: [] } };
@@ -134,6 +135,7 @@ function heard(answer) {
   $("token-form").hidden = true;
   $("main").hidden = $("timing").hidden = false;
   if (answer.metrics) learn(answer);
+  if (known && !showKnown()) return;
   const isNew = take(answer.map, answer.oldest);
   tell();
   showTiming();
@@ -352,11 +354,25 @@ function showMetrics() {
     const label = element("label");
     const input = element("input", undefined, { type: "radio", name: "metric", value: at });
     input.checked = at === view.metric;
-    input.addEventListener("change", () => restart({ metric: at }));
+    input.addEventListener("change", () => {
+      isPicked = true;
+      restart({ metric: at });
+    });
     label.append(input, element("span", metric.label, { title: metric.label }));
     return label;
   });
   $("metrics").replaceChildren(kept, ...labels);
+}
+
+// Hides the metrics that no rank knows; false if the map has to ask for another one.
+function showKnown() {
+  const labels = [...$("metrics").querySelectorAll("label")];
+  labels.forEach((label, at) => (label.hidden = !last.known[at] && at !== view.metric));
+  const other = last.known.indexOf(true);
+  if (last.known[view.metric] || other < 0 || isPicked) return true;
+  labels[other].firstChild.checked = true;
+  restart({ metric: other });
+  return false;
 }
 
 const ranksOf = (row) => [view.first + row * table.group, Math.min(view.first + (row + 1) * table.group, view.end || last.world_size)];
@@ -455,7 +471,7 @@ function showTrend() {
   const metric = known.metrics[view.metric];
   let line = null;
   if (chosen && chosen.metric === view.metric) line = table.times.map((_, at) => chosen.values[table.from + at - chosen.first_report] ?? null);
-  drawTrend($("trend"), { times: table.times, spread: table.spread, line, across: map.columnWidth(), cursor: map.cursor, format: (value) => number(Number(value.toPrecision(3))) });
+  drawTrend($("trend"), { times: table.times, spread: table.spread, line, across: map.columnWidth(), cursor: map.cursor, format: (value) => number(Number(value.toPrecision(6))) });
   $("key-rank").hidden = !line;
   if (line) setText("key-rank-text", `rank ${chosen.rank}`);
   const at = table.times.length - 1;

@@ -292,6 +292,15 @@ export function drawScale(canvas) {
   context.fillRect(0, 0, canvas.clientWidth, canvas.clientHeight);
 }
 
+function ticks(low, high) {
+  const least = (high - low) / 4;
+  const power = 10 ** Math.floor(Math.log10(least));
+  const step = power * [1, 2, 5, 10].find((times) => times * power >= least);
+  const found = [];
+  for (let at = Math.ceil(low / step); at * step <= high; at++) found.push(at * step);
+  return found;
+}
+
 // Mean, deviation and extremes of each report, and one rank's line; the columns are the map's.
 export function drawTrend(canvas, { times, spread, line, across, cursor, format }) {
   const [width, height] = [canvas.clientWidth, canvas.clientHeight];
@@ -307,8 +316,7 @@ export function drawTrend(canvas, { times, spread, line, across, cursor, format 
   const y = (value) => bottom - ((value - low) / (high - low)) * (bottom - top);
   context.textBaseline = "middle";
   context.textAlign = "right";
-  for (const share of [0, 0.5, 1]) {
-    const value = low + share * (high - low);
+  for (const value of ticks(low, high)) {
     context.fillStyle = cssColor("--line");
     context.fillRect(LABELS, Math.round(y(value)), width - LABELS - MARKS, 1);
     context.fillStyle = cssColor("--quiet");
