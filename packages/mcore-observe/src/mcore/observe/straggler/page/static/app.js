@@ -457,7 +457,7 @@ function showMap() {
     scale,
   });
   if (scale) {
-    setText("legend-low", number(scale.good, metric.unit).replace(/(\.\d)\d+/, "$1"));
+    setText("legend-low", number(Math.max(scale.good, Math.min(0, ...table.spread.min)), metric.unit).replace(/(\.\d)\d+/, "$1"));
     setText("legend-high", number(scale.bad, metric.unit).replace(/(\.\d)\d+/, "$1"));
     drawScale($("scale"));
     if (map.cursor) setText("cell", cellText(map.cursor));

@@ -53,7 +53,7 @@ export function prepared(canvas, width, height) {
 }
 
 // What a value is on the scale: the better half of all cells tells what is usual, and how much they
-// vary; 0.33 is usual, and from eight such variations on it is 1. So even ranks look calm.
+// vary, 3.75 % at least; 0.33 is usual, and from eight such steps on it is 1. So even ranks look calm.
 export function scaleOf(columns, isLowBad) {
   const sign = isLowBad ? -1 : 1;
   const count = columns.reduce((sum, column) => sum + column.length, 0);
@@ -65,7 +65,7 @@ export function scaleOf(columns, isLowBad) {
   if (!sample.length) return null;
   const low = (values) => values.sort((a, b) => a - b)[Math.floor(0.4 * (values.length - 1))];
   const usual = low(sample);
-  const vary = Math.max(1.9 * low(sample.map((value) => Math.abs(value - usual))), 0.025 * Math.abs(usual), 1e-9);
+  const vary = Math.max(1.9 * low(sample.map((value) => Math.abs(value - usual))), 0.0375 * Math.abs(usual), 1e-9);
   return {
     share: (value) => Math.min(1, Math.max(0, (sign * value - usual + 4 * vary) / (12 * vary))),
     good: sign * (usual - 4 * vary),
