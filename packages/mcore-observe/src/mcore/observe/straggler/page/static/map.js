@@ -52,8 +52,8 @@ export function prepared(canvas, width, height) {
   return context;
 }
 
-// What a value is on the scale: the better half of all cells tells what is usual, and how much they
-// vary, 3.75 % at least; 0.33 is usual, and from eight such steps on it is 1. So even ranks look calm.
+// What a value is on the scale: 0.33 is usual, by the better part of the cells, so that even ranks
+// look calm; 1 is 30 % off it, more where the ranks vary more, or where many are further off.
 export function scaleOf(columns, isLowBad) {
   const sign = isLowBad ? -1 : 1;
   const count = columns.reduce((sum, column) => sum + column.length, 0);
@@ -63,13 +63,15 @@ export function scaleOf(columns, isLowBad) {
   for (const column of columns)
     for (const value of column) if (at++ % every === 0 && value === value) sample.push(sign * value);
   if (!sample.length) return null;
-  const low = (values) => values.sort((a, b) => a - b)[Math.floor(0.4 * (values.length - 1))];
-  const usual = low(sample);
-  const vary = Math.max(1.9 * low(sample.map((value) => Math.abs(value - usual))), 0.0375 * Math.abs(usual), 1e-9);
+  const part = (values, share) => values.sort((a, b) => a - b)[Math.floor(share * (values.length - 1))];
+  const usual = part(sample, 0.4);
+  const far = Math.min(0.6 * (part(sample, 0.98) - usual), 0.8 * Math.abs(usual));
+  const vary = 1.9 * part(sample.map((value) => Math.abs(value - usual)), 0.4);
+  const reach = Math.max(8 * vary, far, 0.3 * Math.abs(usual), 1e-9);
   return {
-    share: (value) => Math.min(1, Math.max(0, (sign * value - usual + 4 * vary) / (12 * vary))),
-    good: sign * (usual - 4 * vary),
-    bad: sign * (usual + 8 * vary),
+    share: (value) => Math.min(1, Math.max(0, (sign * value - usual + reach / 2) / (1.5 * reach))),
+    good: sign * (usual - reach / 2),
+    bad: sign * (usual + reach),
     sign,
   };
 }
