@@ -290,6 +290,7 @@ def test_4096_ranks_and_500_reports(browser, serve, monkeypatch):
 
     monkeypatch.setattr(History, "age_s", lambda self: 3600.0)
     browser.wait("#verdict-title", "No report for 1 h 0 min")
+    assert browser.text("#verdict-spoken").startswith("No report for 1 h 0 min. They came every")
     assert "Rank 1365 was slow when it reported last." in browser.text("#verdict-text")
     grounds = []
     for width, scheme in ((360, "light"), (3840, "dark")):

@@ -17,6 +17,8 @@ let view = { metric: 0, first: 0, end: 0, how: "worst" };
 let table = emptyTable();
 let chosen = null; // the answer about one rank
 let said = "";
+let verdict = "";
+let mostRows = 512; // fewer where the answer does not come through
 let isPicked = false; // the metric, by hand
 
 function emptyTable() {
@@ -94,7 +96,7 @@ function poll(wait) {
 
 async function refresh() {
   const mine = ++turn;
-  const query = new URLSearchParams({ metric: view.metric, how: view.how, rows: map.mostRows(), since: table.next, first: view.first });
+  const query = new URLSearchParams({ metric: view.metric, how: view.how, rows: Math.min(mostRows, map.mostRows()), since: table.next, first: view.first });
   if (view.end) query.set("end", view.end);
   try {
     const answer = await (await ask(`ui/data?${query}`)).json();
@@ -109,6 +111,7 @@ async function refresh() {
       return;
     }
     if (!error.isBusy) missed += 1;
+    if (!error.isBusy && table.next === 0) mostRows = Math.max(64, mostRows / 2);
     if (last) tell();
     else if (missed > 1) tellUnreachable();
     poll(missed > 5 ? 5000 : 1000);
@@ -207,8 +210,11 @@ function setFresh(level, text) {
   setText("fresh-text", text);
 }
 
-function setVerdict(level, title, text) {
+// A screen reader hears it when it changes, not when time passes.
+function setVerdict(level, title, text, kind = title) {
   $("verdict").dataset.level = level;
+  if (verdict !== kind) setText("verdict-spoken", `${title}. ${text}`);
+  verdict = kind;
   setText("verdict-title", title);
   setText("verdict-text", text);
   document.title = `${level === "good" || level === "quiet" ? "" : "\u25cf "}${title}`;
@@ -232,7 +238,7 @@ function tell() {
     setVerdict("quiet", "Waiting for the first report", "");
   } else if (isLate()) {
     setFresh("warn", report);
-    setVerdict("warn", `No report for ${duration(age)}`, `They came every ${duration(Math.max(1, last.every_s))}. A rank hangs, or all of them do something long: a checkpoint, an evaluation, a compilation.${lastSlow()}`);
+    setVerdict("warn", `No report for ${duration(age)}`, `They came every ${duration(Math.max(1, last.every_s))}. A rank hangs, or all of them do something long: a checkpoint, an evaluation, a compilation.${lastSlow()}`, "late");
   } else {
     setFresh("good", report);
     tellOfRanks();
