@@ -234,6 +234,7 @@ def test_a_running_job_with_a_slow_rank(browser, running):
 
     browser.click("#switch")
     browser.wait("#verdict-title", "Timing is off")
+    assert browser.run("return document.querySelector('#ranks').hidden") is False
     assert status(address, TOKEN)["enabled"] is False
     assert browser.run("return document.querySelector('#switch').ariaChecked") == "false"
     browser.click("#switch")

@@ -137,6 +137,7 @@ function heard(answer) {
   }
   $("token-form").hidden = true;
   $("main").hidden = $("timing").hidden = false;
+  $("ranks").hidden = $("aside").hidden = !answer.map;
   if (answer.metrics) learn(answer);
   if (known && !showKnown()) return;
   const isNew = take(answer.map, answer.oldest);
@@ -262,7 +263,7 @@ function tellOfRanks() {
     const metric = known.metrics[view.metric];
     const at = mean.length - 1;
     const isKnown = at >= 0 && mean[at] !== null;
-    setVerdict("good", "No rank is slow", isKnown ? `${metric.label} of the last report: ${number(mean[at], metric.unit)} on average, give or take ${number(sd[at], metric.unit)}.` : "");
+    setVerdict("good", "No rank is slow", isKnown ? `${metric.label} of the last report: ${number(mean[at], metric.unit)} on average, standard deviation ${number(sd[at], metric.unit)}.` : "");
     return;
   }
   const [worst] = ranks;
