@@ -9,8 +9,9 @@ import struct
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -25,6 +26,9 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
+from mcore.observe.straggler.comparison import Past, RankComparison
+from mcore.observe.straggler.exchange import GatheredRows, row_length
+from mcore.observe.straggler.outliers import OutlierRule
 from rank_testing import free_port
 from rank_testing.scripts import Script
 
@@ -175,6 +179,62 @@ def make_state() -> Callable[..., GlobalState]:
 def log_step() -> Callable[..., bool]:
     """Calls the training log for the present step of a state, with a loss of 2.5."""
     return _log_step
+
+
+class SimulatedJob:
+    """Ranks whose reports have the numbers given, eight ranks a host; no communication."""
+
+    def __init__(self, world: int, sections: Sequence[str] = (), hosts: Sequence[str] = ()) -> None:
+        self.world, self.names = world, ("compute", "data", *sections)
+        self.hosts = tuple(hosts) or tuple(f"node{rank // 8:03}" for rank in range(world))
+        self.past = Past(self.names)
+
+    def report(
+        self, metrics: torch.Tensor, sums_ms: torch.Tensor | None = None, unix_time: float = 0.0
+    ) -> RankComparison:
+        """What rank 0 finds: ``metrics`` is ``[7, world]``, ``sums_ms`` ``[sections, world]``."""
+        rows = torch.zeros(self.world, row_length(len(self.names)), dtype=torch.float64)
+        rows[:, :5] = torch.tensor([1.0, 7.0, 1.0, 1.0, 0.0])
+        rows[:, 5:12] = metrics.t()
+        rows[:, 12] = 10  # iterations
+        rows[:, 16::4] = 10
+        rows[:, 17::4] = torch.nan
+        if sums_ms is not None:
+            rows[:, 17::4] = sums_ms.t()
+        rows[:, 18::4] = rows[:, 17::4] / 10
+        return RankComparison(
+            GatheredRows(rows, tuple(range(self.world))),
+            unix_time=unix_time,
+            hosts=self.hosts,
+            devices=tuple(f"cuda:{rank % 8}" for rank in range(self.world)),
+            names=self.names,
+            rule=OutlierRule(),
+            past=self.past,
+        )
+
+
+@pytest.fixture(scope="session")
+def simulated_job() -> type[SimulatedJob]:
+    """Makes a job of ranks whose reports are made up."""
+    return SimulatedJob
+
+
+def _compared(report: Any, unix_time: float | None = None) -> SimpleNamespace:
+    world = getattr(report, "world_size", 1)
+    return SimpleNamespace(
+        report=report,
+        unix_time=report.unix_time if unix_time is None else unix_time,
+        by_rank=lambda: torch.zeros(7, world),
+        places=[("h", "cpu")] * world,
+        section_names=(),
+        stragglers=(),
+    )
+
+
+@pytest.fixture(scope="session")
+def compared() -> Callable[..., SimpleNamespace]:
+    """Makes what a detector hands over with a report."""
+    return _compared
 
 
 @pytest.fixture

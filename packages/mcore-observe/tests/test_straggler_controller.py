@@ -47,11 +47,6 @@ def make_report(host='node"1"\\a'):
     )
 
 
-def compared(report):
-    """What a detector hands over with a report."""
-    return SimpleNamespace(unix_time=report.unix_time, report=report)
-
-
 @pytest.fixture
 def start():
     started = []
@@ -145,7 +140,7 @@ def test_get_toggles_only_where_that_is_allowed(start):
     assert json.loads(ask(address, "GET", "/status")[1])["pending"] is None
 
 
-def test_report_and_metrics(start):
+def test_report_and_metrics(start, compared):
     state, address = start()
     response, body = ask(address, "GET", "/report")
     assert (response.status, body) == (404, '{"error":"no report yet"}')
@@ -164,7 +159,7 @@ SAMPLE = re.compile(
 )
 
 
-def test_metrics_hold_to_the_format_line_by_line(start):
+def test_metrics_hold_to_the_format_line_by_line(start, compared):
     state, address = start()
     state.applied(True, compared(make_report()))
     response, body = ask(address, "GET", "/metrics")
@@ -432,16 +427,16 @@ class CountingReport(SimpleNamespace):
         return self.report.to_prometheus(all_ranks=all_ranks)
 
 
-def test_a_report_is_rendered_once_however_many_ask(start):
+def test_a_report_is_rendered_once_however_many_ask(start, compared):
     state, address = start()
     report = CountingReport(report=make_report())
-    state.applied(True, SimpleNamespace(unix_time=1.0, report=report))
+    state.applied(True, compared(report, 1.0))
     bodies = {ask(address, "GET", "/metrics")[1] for _ in range(5)}
     assert len(bodies) == 1
     assert report.rendered == 1
     ask(address, "GET", "/metrics?ranks=all")
     assert report.rendered == 2
-    state.applied(True, SimpleNamespace(unix_time=2.0, report=CountingReport(report=report.report)))
+    state.applied(True, compared(CountingReport(report=report.report), 2.0))
     response, body = ask(address, "GET", "/metrics")
     assert "mcore_straggler_last_report_timestamp_seconds 2" in body
     assert response.getheader("Content-Encoding") is None
@@ -459,7 +454,7 @@ def get_packed(address, path, encodings):
 
 
 @pytest.mark.parametrize("path", ["/metrics", "/report", "/metrics?ranks=all"])
-def test_packed_answers_are_the_plain_ones(start, path):
+def test_packed_answers_are_the_plain_ones(start, compared, path):
     state, address = start()
     state.applied(True, compared(make_report()))
     _, plain = ask(address, "GET", path)

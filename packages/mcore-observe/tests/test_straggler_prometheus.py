@@ -1,5 +1,4 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -31,12 +30,17 @@ def report():
     )
 
 
-def text_of(state, report, query="ranks=all"):
+@pytest.fixture
+def text_of(compared):
     """What the controller answers after a report."""
-    if report is not None:
-        state.applied(True, SimpleNamespace(unix_time=report.unix_time, report=report))
-    router = Router(state, token=None, allow_get_toggle=False)
-    return router.answer("GET", "/metrics", query).body
+
+    def text(state, report, query="ranks=all"):
+        if report is not None:
+            state.applied(True, compared(report))
+        router = Router(state, token=None, allow_get_toggle=False)
+        return router.answer("GET", "/metrics", query).body
+
+    return text
 
 
 def families(text):
@@ -81,7 +85,7 @@ def test_sections_scores_and_outliers(report):
     assert stragglers == {(("metric", "data"), ("rank", "0")): 1.0}
 
 
-def test_state_before_and_after_a_report(report):
+def test_state_before_and_after_a_report(report, text_of, compared):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     found = families(text_of(state, None))
     assert list(found) == [
@@ -92,7 +96,7 @@ def test_state_before_and_after_a_report(report):
         "mcore_straggler_training",
     ]
     assert found["mcore_straggler_enabled"].samples[0].value == 1
-    state.applied(False, SimpleNamespace(unix_time=report.unix_time, report=report))
+    state.applied(False, compared(report))
     text = text_of(state, None)
     found = families(text)
     assert found["mcore_straggler_enabled"].samples[0].value == 0
@@ -102,7 +106,7 @@ def test_state_before_and_after_a_report(report):
     assert report.to_prometheus() in text
 
 
-def test_every_family_has_help_and_type_once_before_its_samples(report):
+def test_every_family_has_help_and_type_once_before_its_samples(report, text_of):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     seen = []
     for line in text_of(state, report).splitlines():
@@ -118,7 +122,7 @@ def test_every_family_has_help_and_type_once_before_its_samples(report):
     ]
 
 
-def test_sections_of_many_ranks_come_as_their_ends_and_median(report):
+def test_sections_of_many_ranks_come_as_their_ends_and_median(report, text_of):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     found = families(text_of(state, report, query=""))
     seconds = samples(found["mcore_straggler_section_seconds"])
@@ -137,7 +141,7 @@ def test_sections_of_many_ranks_come_as_their_ends_and_median(report):
         ] == pytest.approx(0.02)
 
 
-def test_age_of_the_report_refused_requests_and_the_training(report):
+def test_age_of_the_report_refused_requests_and_the_training(report, text_of):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     found = families(text_of(state, None))
     assert samples(found["mcore_straggler_last_report_timestamp_seconds"]) == {}

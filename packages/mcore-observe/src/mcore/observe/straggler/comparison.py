@@ -73,12 +73,13 @@ class RankComparison:
         rule: OutlierRule,
         past: Past,
         local_sections: Mapping[str, SectionStats] | None = None,
+        devices: tuple[str, ...] = (),
     ) -> None:
         self.unix_time = unix_time
         self.world_size = len(rows.ranks)
         self.total_flops = rows.total_flops
         self._rows = rows
-        self._hosts = hosts
+        self._hosts, self._devices = hosts, devices
         self._names = names
         self._rule = rule
         self._local_sections = dict(local_sections or {})
@@ -108,6 +109,25 @@ class RankComparison:
             ranks=self._rows.ranks,
             stragglers=self.stragglers,
         )
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Host and device of each rank, by rank."""
+        devices = self._devices or ("",) * self.world_size
+        order = range(self.world_size) if self._rows.order is None else self._rows.order.tolist()
+        return [(self._hosts[index], devices[index]) for index in order]
+
+    @property
+    def section_names(self) -> tuple[str, ...]:
+        """The sections of :meth:`by_rank`: all but ``"compute"``, which ``elapsed_ms`` shows."""
+        return tuple(self._names[COMPUTE_KIND + 1 :])
+
+    def by_rank(self) -> torch.Tensor:
+        """Return float32 ``[7 + num_sections, world]``: the metrics, then ms per iteration."""
+        sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION + 1 :: STATS_PER_SECTION]
+        per_iteration = sums.t() / max(self._rows.log_interval, 1)
+        values = torch.cat([self._metrics, per_iteration]).float()
+        return values if self._rows.order is None else values[:, self._rows.order]
 
     @cached_property
     def extremes(self) -> dict[str, Extremes]:

@@ -214,7 +214,7 @@ class StragglerDetector:
         """Take settings; nothing changes where they turn out to be impossible."""
         names = checked_sections(settings.sections)
         listener = settings.make_listener()
-        exchange = Exchange(settings.group, world=settings.world)
+        exchange = Exchange(settings.group, world=settings.world, computing=settings.device)
         ranges = settings.make_ranges()
         self.world, self.rank, self.dev = settings.world, settings.rank, exchange.device
         self.mmcnt, self.amp, self.port = settings.mmcnt, settings.amp, settings.port

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from mcore.observe.straggler.ranges import COMPUTE_KIND, NO_STATS, SectionStats
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
+from mcore.tensor.device import resolve_device
 
 SCHEMA, SECTIONS_HASH, ENABLED, WANTED, IDLE, ELAPSED = range(6)
 ETPT, LOG_INTERVAL, TOTAL_FLOPS, DROPPED, NEXT_INTERVAL = range(11, 16)
@@ -38,8 +39,9 @@ METRICS = {
 UNKNOWN_METRICS = (math.nan,) * len(METRICS)
 
 _SCHEMA_VERSION = 1
-_HOST_BYTES = 64
-_INTRODUCTION = struct.Struct(f"<qqq{_HOST_BYTES}s")  # schema, hash of sections, rank, host
+_HOST_BYTES, _DEVICE_BYTES = 64, 16
+# Schema, hash of sections, rank, host, device.
+_INTRODUCTION = struct.Struct(f"<qqq{_HOST_BYTES}s{_DEVICE_BYTES}s")
 
 
 def encode_row(
@@ -114,10 +116,17 @@ class GatheredRows:
 class Exchange:
     """The ranks that report together; a group of None is the world, or this process alone.
 
-    Raises ValueError where ``world`` is not the size of the group or this rank is not a member.
+    ``computing`` is what the others are told of this rank's device, None the current one. Raises
+    ValueError where ``world`` is not the size of the group or this rank is not a member.
     """
 
-    def __init__(self, group: GroupLike | None, *, world: int) -> None:
+    def __init__(
+        self,
+        group: GroupLike | None,
+        *,
+        world: int,
+        computing: torch.device | str | None = None,
+    ) -> None:
         member = as_process_group(group)
         if member is None and is_distributed():
             member = dist.group.WORLD
@@ -132,23 +141,29 @@ class Exchange:
         self._size = size
         self.device = torch.device("cpu") if size == 1 else comm_device(member)
         self._has_gloo = _has_gloo(member)
+        self._computing = computing
         # In the group's order, known after the introduction:
         self.hosts: tuple[str, ...] = ()
+        self.devices: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
         self._order: torch.Tensor | None = None
 
     def introduce(self, *, rank: int, sections_hash: float) -> None:
-        """Exchange host names and sections, the first time it is called.
+        """Exchange host names, devices and sections, the first time it is called.
 
-        One all-gather of 88 bytes over the group; RuntimeError on all ranks if some differ.
+        One all-gather of 104 bytes over the group; RuntimeError on all ranks if some differ.
         """
         if self.hosts:
             return
         host = socket.gethostname().encode()[:_HOST_BYTES]
-        mine = _INTRODUCTION.pack(_SCHEMA_VERSION, int(sections_hash), rank, host)
+        # Now: ranks choose their device after they have configured the detector, too.
+        device = str(resolve_device(self._computing)).encode()[:_DEVICE_BYTES]
+        mine = _INTRODUCTION.pack(_SCHEMA_VERSION, int(sections_hash), rank, host, device)
         rows = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), rank)
         packed = bytes(rows.flatten().tolist())
-        schemas, hashes, ranks, hosts = zip(*_INTRODUCTION.iter_unpack(packed), strict=True)
+        schemas, hashes, ranks, hosts, devices = zip(
+            *_INTRODUCTION.iter_unpack(packed), strict=True
+        )
         _reject_differing(schemas, ranks, "version of the straggler report")
         _reject_differing(hashes, ranks, "sections")
         if sorted(ranks) != list(range(self._size)):
@@ -158,7 +173,10 @@ class Exchange:
             )
         self.ranks = ranks
         self._order = None if sorted(ranks) == list(ranks) else torch.tensor(ranks).argsort()
-        self.hosts = tuple(host.rstrip(b"\0").decode(errors="replace") for host in hosts)
+        self.hosts, self.devices = (
+            tuple(text.rstrip(b"\0").decode(errors="replace") for text in texts)
+            for texts in (hosts, devices)
+        )
 
     def gather(self, row: torch.Tensor, rank: int) -> GatheredRows:
         """Gather the rows of a report, on every rank; no communication for one rank.

@@ -97,13 +97,17 @@ class ControllerRequest(BaseHTTPRequestHandler):
             host=self.headers.get("Host"),
             authorization=self.headers.get_all("Authorization", []),
             is_cross_site=self._is_cross_site(),
+            is_visit=self.headers.get("Sec-Fetch-Dest") == "document",
         )
         return refusal or self._router.answer(self.command, path, query)
 
     def _is_cross_site(self) -> bool:
-        # Browsers leave Origin out of plain GETs, such as those for images.
+        # Browsers leave Origin out of plain GETs, such as those for images, and Sec-Fetch-Site out
+        # of what they ask of plain HTTP, unless it is this machine.
         fetch_site = self.headers.get("Sec-Fetch-Site", "none").strip().lower()
-        return "Origin" in self.headers or fetch_site not in ("none", "same-origin")
+        own_origin = f"http://{self.headers.get('Host')}"
+        is_own = all(origin == own_origin for origin in self.headers.get_all("Origin", []))
+        return not is_own or fetch_site not in ("none", "same-origin")
 
     def _read_request(self) -> bool:
         """Parse request line and headers; False if the client is gone or has its answer."""

@@ -114,6 +114,7 @@ class Reporter:
             rows,
             unix_time=time.time(),
             hosts=self._exchange.hosts,
+            devices=self._exchange.devices,
             names=self._names,
             rule=self._rule,
             past=self._past,

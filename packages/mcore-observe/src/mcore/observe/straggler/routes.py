@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gzip
 import hmac
 import ipaddress
@@ -12,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from http import HTTPStatus
 
 from mcore.observe.straggler.comparison import RankComparison
+from mcore.observe.straggler.page.history import History
+from mcore.observe.straggler.page.view import FILE_HEADERS, FILE_PATHS, PageView, page_file
 from mcore.observe.straggler.prometheus import family, labels
 from mcore.observe.straggler.report import StragglerReport
 
@@ -45,6 +48,14 @@ class ControllerState:
         self._refused = 0
         self._scalars: dict[str, float] = {}
         self._last: RankComparison | None = None
+        self._history: History | None = None
+
+    def keep_history(self) -> History:
+        """Keep the reports from now on, for the page; the first call starts it."""
+        with self._lock:
+            if self._history is None:
+                self._history = History()
+            return self._history
 
     @property
     def last_report(self) -> StragglerReport | None:
@@ -73,6 +84,8 @@ class ControllerState:
         """Show numbers of the training to clients, until they are replaced."""
         with self._lock:
             self._scalars.update(scalars)
+        if self._history is not None:
+            self._history.show(scalars)
 
     def live_metrics(self) -> str:
         """Return what changes between reports, in Prometheus' text format."""
@@ -113,6 +126,8 @@ class ControllerState:
 
         A request made while that report was under way stays for the next one.
         """
+        if found is not None and self._history is not None:
+            self._history.add(found)
         with self._lock:
             self._enabled = enabled
             if found is not None:
@@ -145,18 +160,24 @@ class Router:
         self._state = state
         self._lock = threading.Lock()
         self._rendered: dict[str, _Rendered] = {}
+        self._page = PageView(state.keep_history())
         self._expected = None if token is None else token.encode()
         root = self._toggle if allow_get_toggle else self._status
-        self._routes: dict[str, dict[str, Callable[[], Answer]]] = {
-            "/": {"GET": root},
-            "/status": {"GET": self._status},
-            "/toggle": {"POST": self._toggle},
-            "/on": {"POST": lambda: _accepted(state.request(True))},
-            "/off": {"POST": lambda: _accepted(state.request(False))},
-            "/report": {"GET": self._report},
-            "/metrics": {"GET": self._metrics},
-            "/healthz": {"GET": lambda: Answer(HTTPStatus.OK, "ok")},
+        # By path and method, each from the query.
+        self._routes: dict[str, dict[str, Callable[[str], Answer]]] = {
+            "/": {"GET": lambda _: root()},
+            "/status": {"GET": lambda _: self._status()},
+            "/toggle": {"POST": lambda _: self._toggle()},
+            "/on": {"POST": lambda _: _accepted(state.request(True))},
+            "/off": {"POST": lambda _: _accepted(state.request(False))},
+            "/report": {"GET": lambda _: self._report()},
+            "/metrics": {"GET": lambda query: self._metrics("ranks=all" in query.split("&"))},
+            "/healthz": {"GET": lambda _: Answer(HTTPStatus.OK, "ok")},
+            "/ui/data": {"GET": lambda query: self._asked(self._data, query)},
+            "/ui/rank": {"GET": lambda query: self._asked(self._page.rank, query)},
         }
+        for path in FILE_PATHS:
+            self._routes[path] = {"GET": functools.partial(_file, path)}
 
     def refusal(
         self,
@@ -166,9 +187,14 @@ class Router:
         host: str | None,
         authorization: list[str],
         is_cross_site: bool,
+        is_visit: bool = False,
     ) -> Answer | None:
-        """Return the answer 403 or 401 where a request may not be answered; nothing is changed."""
-        if is_cross_site:
+        """Return the answer 403 or 401 where a request may not be answered; nothing is changed.
+
+        The page's files say nothing of the job, so that a browser, which has no token before it
+        has asked for one, gets them without. A link may lead to the page itself (``is_visit``).
+        """
+        if is_cross_site and not (is_visit and (method, path) == ("GET", "/ui")):
             return error_answer(HTTPStatus.FORBIDDEN, "requests from web pages are refused")
         if (method, path) == ("GET", "/healthz"):
             return None
@@ -177,7 +203,7 @@ class Router:
             if host is None or _is_address(host):
                 return None
             return error_answer(HTTPStatus.FORBIDDEN, "ask for localhost or an address, not a name")
-        if self._is_authorized(authorization):
+        if self._is_authorized(authorization) or (method == "GET" and path in FILE_PATHS):
             return None
         self._state.refused()
         return error_answer(
@@ -194,9 +220,7 @@ class Router:
         if method not in methods:
             allowed = {"Allow": ", ".join(methods)}
             return error_answer(HTTPStatus.METHOD_NOT_ALLOWED, "no such method here", allowed)
-        if path == "/metrics":
-            return self._metrics(all_ranks="ranks=all" in query.split("&"))
-        return methods[method]()
+        return methods[method](query)
 
     def _is_authorized(self, authorization: list[str]) -> bool:
         if self._expected is None:
@@ -218,7 +242,17 @@ class Router:
             return error_answer(HTTPStatus.NOT_FOUND, "no report yet")
         return Answer(HTTPStatus.OK, rendered.text, _JSON, rendered.packed)
 
-    def _metrics(self, *, all_ranks: bool = False) -> Answer:
+    def _data(self, query: str) -> str:
+        return self._page.data(query, asdict(self._state.status()))
+
+    def _asked(self, ask: Callable[[str], str], query: str) -> Answer:
+        try:
+            body = ask(query)
+        except ValueError as error:
+            return error_answer(HTTPStatus.BAD_REQUEST, str(error))
+        return Answer(HTTPStatus.OK, body, _JSON, gzip.compress(body.encode(), 1))
+
+    def _metrics(self, all_ranks: bool) -> Answer:
         live = self._state.live_metrics()
         rendered = self._of_report(
             "all" if all_ranks else "metrics",
@@ -263,6 +297,11 @@ def _is_address(host: str) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _file(path: str, query: str) -> Answer:
+    text, content_type = page_file(path)
+    return Answer(HTTPStatus.OK, text, content_type, headers=FILE_HEADERS)
 
 
 def _accepted(wanted: bool) -> Answer:
