@@ -8,7 +8,8 @@ import pytest
 
 from mcore.observe import JsonlSink
 from mcore.observe.__main__ import main
-from mcore.observe.runs.tables import Run, sparkline
+from mcore.observe.runs.tables import Run
+from mcore.watch.sparkline import sparkline
 
 
 @pytest.fixture

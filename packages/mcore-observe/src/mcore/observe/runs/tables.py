@@ -10,9 +10,7 @@ from pathlib import Path
 
 from mcore.observe.sinks.jsonl import records_of
 from mcore.observe.sinks.run_folder import RunFolder
-
-_BARS = "".join(map(chr, range(0x2580, 0x2589)))  # of eight heights, after one that is unused
-_SPARK_WIDTH = 32
+from mcore.watch.sparkline import sparkline
 
 
 @dataclass(frozen=True)
@@ -138,31 +136,6 @@ def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]
     if len(rows) == 1:
         raise ValueError(f"{first.name} and {second.name} have no metric at the same step")
     yield from _table(rows)
-
-
-def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """Draw values as bars of eight heights; what is not finite is a cross."""
-    means = [_mean(part) for part in _parts(values, width)]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join(_bar(mean, low, high) for mean in means)
-
-
-def _bar(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return "x"
-    height = 0.5 if high == low else (value - low) / (high - low)
-    return _BARS[1 + round(height * 7)]
-
-
-def _mean(part: Sequence[float]) -> float:
-    return sum(part) / len(part)
-
-
-def _parts(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
-    count = min(count, len(values))
-    for index in range(count):
-        yield values[index * len(values) // count : (index + 1) * len(values) // count]
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
