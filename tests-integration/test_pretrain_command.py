@@ -64,6 +64,8 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     ]
     assert json.loads((run / "config.json").read_text())["settings"]["tp"] == 2
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert f"run page         {run}/run.html\n" in done.stdout
+    assert '"name":"lm loss"' in (run / "run.html").read_text()
 
     tail = done.stdout.splitlines()[-8:]
     mean = sum(losses[step] for step in range(9, 13)) / 4

@@ -14,6 +14,7 @@ import torch
 
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
+from mcore.observe.runs import Run, draw_page
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run_folder import RunFolder
@@ -83,6 +84,7 @@ class Summary:
             f"speed            {self._speed()}",
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
+            f"run page         {self.folder.page}",
             *self._pages(mlflow),
             f"continue         {self.folder.resume_command}{more}",
         ]
@@ -128,8 +130,13 @@ def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-def draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
-    """Draw both curves; no display is needed."""
+def draw_run(folder: RunFolder, objective: Objective) -> None:
+    """Draw the losses as a picture, and everything as a page; no display is needed."""
+    _draw_losses(folder.metrics, folder.loss_picture, objective)
+    draw_page([Run.read(folder.path)], folder.page)
+
+
+def _draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
