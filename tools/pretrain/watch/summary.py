@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import socket
 import time
@@ -132,11 +133,12 @@ def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
 
 def draw_run(folder: RunFolder, objective: Objective) -> None:
     """Draw the losses as a picture, and everything as a page; no display is needed."""
-    _draw_losses(folder.metrics, folder.loss_picture, objective)
-    draw_page([Run.read(folder.path)], folder.page)
+    run = Run.read(folder.path)
+    _draw_losses(run, folder.loss_picture, objective)
+    draw_page([run], folder.page)
 
 
-def _draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
+def _draw_losses(run: Run, target: Path, objective: Objective) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -145,7 +147,7 @@ def _draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
         (objective.loss_name, "train", "-"),
         (objective.validation_name, "validation", "o--"),
     ):
-        curve = read_curve(metrics, name)
+        curve = [point for point in run.points(name) if math.isfinite(point[1])]
         if curve:
             steps, values = zip(*curve, strict=True)
             axes.plot(steps, values, style, label=label, linewidth=1.2, markersize=4)
