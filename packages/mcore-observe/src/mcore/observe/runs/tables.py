@@ -58,7 +58,7 @@ class Run:
             given.absolute().name if given.is_dir() else given.absolute().parent.name,
             settings=_settings(file.parent / "config.json"),
         )
-        for record in records_of(file):
+        for record in records_of(file, with_time=True):
             step = record.pop("step")
             if isinstance(time := record.pop("time", None), (int, float)) and math.isfinite(time):
                 run.times[step] = float(time)

@@ -109,15 +109,16 @@ class JsonlSink:
             )
 
 
-def records_of(path: Path) -> Iterator[dict[str, Any]]:
+def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the records of a file that a :class:`mcore.observe.JsonlSink` writes.
 
     Args:
         path: The file, which may grow meanwhile; a last line without its end is left out, and so
             are damaged ones.
+        with_time: Whether records have their ``time``; old lines have none.
 
     Yields:
-        A dict for each line, with its ``step``.
+        A dict for each line, with its ``step`` and metrics.
 
     Example:
         >>> import tempfile
@@ -130,14 +131,17 @@ def records_of(path: Path) -> Iterator[dict[str, Any]]:
         for line in file:
             record = record_of(line)
             if record is not None and isinstance(record.get("step"), int):
+                if not with_time:
+                    record.pop("time", None)
                 yield record
 
 
 def _forget_later_steps(path: Path, step: int) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:
-        kept = (record for record in records_of(path) if record["step"] <= step)
-        file.writelines(json.dumps(record) + "\n" for record in kept)
+        for record in records_of(path, with_time=True):
+            if record["step"] <= step:
+                file.write(json.dumps(record) + "\n")
     partial.replace(path)
 
 
