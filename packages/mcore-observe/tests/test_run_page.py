@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.runs.page import draw_page, group_of, page_data, thinned
+from mcore.observe.runs.run_page import draw_page, group_of, page_data, thinned
 from mcore.observe.runs.tables import Run
 
 EVIL = "</script><img src=x onerror=alert(1)><!--\u2028&'\""

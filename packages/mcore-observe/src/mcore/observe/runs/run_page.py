@@ -66,19 +66,19 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
 
 
 def _page(runs: Sequence[Run]) -> str:
-    script = (_HERE / "page.js").read_text(encoding="utf-8")
+    script = (_HERE / "run_page.js").read_text(encoding="utf-8")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
     parts = {
         "title": html.escape(", ".join(run.name for run in runs)),
         "digest": digest,
-        "style": (_HERE / "page.css").read_text(encoding="utf-8"),
+        "style": (_HERE / "run_page.css").read_text(encoding="utf-8"),
         "table": _table_of_values(runs),
         # Neither a closing tag nor a comment can begin in it.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }
-    template = (_HERE / "page.html").read_text(encoding="utf-8")
+    template = (_HERE / "run_page.html").read_text(encoding="utf-8")
     return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
 
 
