@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
-from statistics import median
+from statistics import median_low
 from typing import Any
 
 from mcore.watch.client import AnswerError, Client, plain
@@ -18,24 +18,26 @@ _LOW_IS_BAD = ("etpt_tf", "util_pct", "clock_mhz")
 
 @dataclass(frozen=True)
 class Slow:
-    """A rank that the report names, and in what."""
+    """A rank that the report names, in what, and how its value compares with the others'."""
 
     rank: int
     host: str
     metric: str
     value: float
-    median: float
+    times_median: float
     score: float
 
     @classmethod
-    def read(cls, fields: dict[str, Any]) -> Slow:
+    def read(cls, fields: dict[str, Any], report: dict[str, Any]) -> Slow:
         """Read one of a report's ``stragglers``."""
-        numbers = (_number(fields.get(name)) for name in ("value", "median", "score"))
-        host, metric = plain(str(fields["host"])), plain(str(fields["metric"]))
-        return cls(int(fields["rank"]), host, metric, *numbers)
+        rank, host = int(fields["rank"]), plain(str(fields["host"]))
+        metric, value = str(fields["metric"]), _number(fields["value"])
+        is_known = metric in report["metrics"] or metric in report["sections"]
+        times = value / _median(_values_of(report, metric)) if is_known else math.nan
+        return cls(rank, host, plain(metric), value, times, _number(fields["score"]))
 
     def __str__(self) -> str:
-        times = self.value / self.median if self.median > 0 else math.nan
+        times = self.times_median
         more = f", {times:.2f} x the median" if math.isfinite(times) else ""
         return f"rank {self.rank} on {self.host} ({self.metric}{more})"
 
@@ -60,7 +62,7 @@ class Report:
                 hosts=tuple(plain(str(host)) for host in report["hosts"]),
                 values=_values_of(report, metric),
                 sensors={k: v for k, v in columns.items() if any(map(math.isfinite, v))},
-                slow=tuple(map(Slow.read, report["stragglers"])),
+                slow=tuple(Slow.read(fields, report) for fields in report["stragglers"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
             what = f"{type(error).__name__}: {plain(str(error))}"
@@ -131,13 +133,13 @@ class View:
         order = sorted(
             range(len(badness)), key=lambda at: (report.ranks[at] not in slow_in, badness[at])
         )
-        middle = median([v for v in report.values if math.isfinite(v)] or [math.nan])
+        middle = _median(report.values)
         return [
             Row(
                 rank=report.ranks[at],
                 host=report.hosts[at],
                 value=report.values[at],
-                times_median=report.values[at] / middle if middle > 0 else math.nan,
+                times_median=report.values[at] / middle,
                 sensors={name: values[at] for name, values in report.sensors.items()},
                 slow_in=tuple(slow_in.get(report.ranks[at], ())),
                 late=tuple(values[at] for values in self.late),
@@ -182,6 +184,11 @@ def _values_of(report: dict[str, Any], metric: str) -> tuple[float, ...]:
         raise AnswerError(f"the report has no metric {metric!r}; it has {names}")
     steps = max(1, int(report["log_interval"]))
     return tuple(_number(one["sum_ms"]) / steps for one in sections[metric])
+
+
+def _median(values: Iterable[float]) -> float:
+    """The median, of two in the middle the lower one: of two ranks the faster; NaN for zero."""
+    return median_low([v for v in values if math.isfinite(v)] or [math.nan]) or math.nan
 
 
 def _numbers(values: Iterable[Any]) -> tuple[float, ...]:
