@@ -5,7 +5,7 @@
   const style = () => getComputedStyle(document.documentElement);
   const several = DATA.runs.length > 1;
   const hasTimes = DATA.charts.some((chart) => chart.curves.some((curve) => curve.t));
-  const state = { log: false, smooth: 0, axis: "step", hidden: new Set(), zoom: null, cursor: null };
+  const state = { log: false, clip: false, smooth: 0, axis: "step", hidden: new Set(), zoom: null, cursor: null };
   const drawn = []; // everything with a canvas
   const LEFT = 56, RIGHT = 10, TOP = 8, BOTTOM = 20, HEIGHT = 190;
 
@@ -129,11 +129,14 @@
       for (const curve of shown) { x0 = Math.min(x0, curve.x[0]); x1 = Math.max(x1, curve.x[curve.x.length - 1]); }
       if (state.zoom) [x0, x1] = state.zoom;
       const up = (value) => (value === null ? null : state.log ? (value > 0 ? Math.log10(value) : null) : value);
-      let [y0, y1] = [Infinity, -Infinity];
+      const ys = [];
       for (const curve of shown) curve.raw.forEach((value, at) => {
         const y = up(value);
-        if (y !== null && curve.x[at] >= x0 && curve.x[at] <= x1) { y0 = Math.min(y0, y); y1 = Math.max(y1, y); }
+        if (y !== null && curve.x[at] >= x0 && curve.x[at] <= x1) ys.push(y);
       });
+      ys.sort((a, b) => a - b);
+      const cut = state.clip ? Math.floor(ys.length * 0.02) : 0; // at either end
+      let [y0, y1] = [ys[cut], ys[ys.length - 1 - cut]];
       if (!(y1 >= y0)) {
         pen.fillStyle = css.getPropertyValue("--soft");
         pen.fillText(state.log ? "nothing above zero here" : "nothing here", LEFT, HEIGHT / 2);
@@ -396,6 +399,7 @@
     byId("bar").hidden = false;
     byId("axis-label").hidden = !hasTimes;
     byId("log").addEventListener("change", (event) => { state.log = event.target.checked; redraw(); });
+    byId("clip").addEventListener("change", (event) => { state.clip = event.target.checked; redraw(); });
     byId("smooth").addEventListener("input", (event) => { state.smooth = Number(event.target.value); redraw(); });
     byId("axis").addEventListener("change", (event) => { state.axis = event.target.value; state.cursor = null; setZoom(null); });
     byId("whole").addEventListener("click", () => setZoom(null));

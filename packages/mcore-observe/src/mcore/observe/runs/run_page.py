@@ -172,8 +172,8 @@ def _figures(run: Run) -> Iterator[tuple[str, float | None, str]]:
         values = [value for _, value in run.points(name) if math.isfinite(value)]
         if values:
             yield name, _rounded(values[-1]), f"last; least {min(values):.5g}"
-    rates = [name for name in run.curves if group_of(name) == "Throughput"][:3]
-    for name in rates:
+    rates = [name for name in run.curves if group_of(name) == "Throughput"]
+    for name in sorted(rates, key=lambda name: ("token" not in name, "device" in name))[:2]:
         values = [value for _, value in run.points(name) if math.isfinite(value)]
         if values:
             yield name, _rounded(median(values)), f"median; last {values[-1]:.5g}"
@@ -257,7 +257,7 @@ def _names(runs: Sequence[Run]) -> list[str]:
 def _chosen(names: Sequence[str]) -> list[str]:
     """As many metrics as a page may have, by group; each group has its share."""
     groups: dict[str, list[str]] = {group: [] for group in (*_ORDER, _OTHER)}
-    for name in names:
+    for name in sorted(names, key=lambda name: "device" in name):  # which repeats the others
         groups[group_of(name)].append(name)
     places = {name: at for group in groups.values() for at, name in enumerate(group)}
     kept = set(sorted(names, key=lambda name: places[name])[:_MOST_CHARTS])
