@@ -80,16 +80,18 @@ def test_data_of_a_run_from_its_files(tmp_path):
         '{"step": 3, "time": null, "lm loss": null, "batch-size": 8}\n'
         '{"step": 4, "time": 1000.5, "lm loss": 1.25, "odd": 7}\n'
         '{"step": 5, "time": 1003.5, "lm loss": 1.0}\n'
+        f'{{"step": 6, "time": 1e300, "time/far": {"9" * 400}}}\n'
     )
     config = {"settings": {"lr": 0.1, "api_key": "hunter22"}, "corpus_crc32": 7}
     (path.parent / "config.json").write_text(json.dumps(config))
     data = page_data([Run.read(tmp_path / "run")])
     [run] = data["runs"]
     assert run["settings"] == {"lr": "0.1", "api_key": "***", "corpus_crc32": "7"}
-    assert (run["steps"], run["began"], run["seconds"]) == ([1, 5], 1000.5, 3.0)
+    assert (run["steps"], run["began"], run["seconds"]) == ([1, 6], 1000.5, 3.0)
     assert run["figures"] == [("lm loss", 1.0, "last; least 1")]
     assert data["constants"] == {"batch-size": [8.0]}
-    loss, odd = data["charts"]
+    loss, far, odd = data["charts"]
+    assert far["curves"] == [{"run": 0, "x": [6], "y": [None], "t": [None]}]
     assert (loss["name"], loss["group"], loss["thinned"]) == ("lm loss", "Loss", False)
     [curve] = loss["curves"]
     assert curve["x"] == [1, 2, 3, 4, 5]

@@ -32,6 +32,7 @@
 
   function short(value) {
     const size = Math.abs(value);
+    if (size >= 1e13) return value.toExponential(0);
     if (size >= 1e9) return `${+(value / 1e9).toPrecision(3)}G`;
     if (size >= 1e6) return `${+(value / 1e6).toPrecision(3)}M`;
     if (size >= 1e4) return `${+(value / 1e3).toPrecision(3)}k`;
@@ -44,6 +45,8 @@
     if (seconds >= 180) return `${+(seconds / 60).toPrecision(3)} min`;
     return `${+seconds.toPrecision(3)} s`;
   }
+
+  const shortened = (name) => (name.length > 100 ? `${name.slice(0, 99)}\u2026` : name);
 
   const place = (x) => (state.axis === "time" ? duration(x) : `step ${x.toLocaleString("en")}`);
 
@@ -108,8 +111,8 @@
     const canvas = make("canvas", { "aria-hidden": "true" });
     const readout = make("output");
     const note = chart.thinned ? " (thinned)" : "";
-    const figure = make("figure", { tabindex: "0", role: "group", "aria-label": `${chart.name}${note}; arrow keys read the values` },
-      make("figcaption", {}, chart.name, make("small", {}, note)), canvas, readout);
+    const figure = make("figure", { tabindex: "0", role: "group", "aria-label": `${shortened(chart.name)}${note}; arrow keys read the values` },
+      make("figcaption", {}, shortened(chart.name), make("small", {}, note)), canvas, readout);
     let box = null; // what the canvas shows, for the pointer
     let from = null;
 
@@ -247,7 +250,7 @@
   function rankMap(map) {
     const canvas = make("canvas", { "aria-hidden": "true" });
     const readout = make("output");
-    const name = several ? `${map.name} (${DATA.runs[map.run].name})` : map.name;
+    const name = shortened(map.name) + (several ? ` (${DATA.runs[map.run].name})` : "");
     const note = map.thinned ? " (the worst of neighbours)" : "";
     const figure = make("figure", { tabindex: "0", role: "group", "aria-label": `${name}: ranks by steps${note}; arrow keys read the values` },
       make("figcaption", {}, name, make("small", {}, note)), canvas, readout);
@@ -358,7 +361,7 @@
   function showConstants(place) {
     const names = Object.keys(DATA.constants);
     if (!names.length) return;
-    const texts = names.map((name) => `${name} ${[...new Set(DATA.constants[name].filter((one) => one !== null).map(number))].join(" / ")}`);
+    const texts = names.map((name) => `${shortened(name)} ${[...new Set(DATA.constants[name].filter((one) => one !== null).map(number))].join(" / ")}`);
     place.append(make("p", { class: "constants" }, `Never changed: ${texts.join(", ")}.`));
   }
 

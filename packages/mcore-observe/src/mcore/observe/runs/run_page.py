@@ -22,7 +22,7 @@ _MOST_CHARTS = 240
 _MOST_POINTS = (100, 1000)  # of a curve: where there are many curves, where there are few
 _ALL_POINTS = 400_000
 _MAP_ROWS, _MAP_COLUMNS, _MOST_MAPS = 128, 240, 24
-_MOST_CHARACTERS = 400  # of a setting
+_MOST_CHARACTERS = 400  # of a text
 _OF_A_RANK = re.compile(r"(?:^|(?<=[/._ -]))rank[-_ ]?(\d+)(?=$|[/._ -])", re.IGNORECASE)
 _GROUPS = (
     ("Memory", r"\bmem|memory|alloc"),
@@ -243,7 +243,9 @@ def _table_of_values(runs: Sequence[Run]) -> str:
                 numbers = (values[0], values[-1], min(values), max(values))
                 cells = [name, run.name, f"{points[0][0]}-{points[-1][0]}"]
                 cells += [f"{number:.5g}" for number in numbers]
-                rows.append("".join(f"<td>{html.escape(cell)}</td>" for cell in cells))
+                rows.append(
+                    "".join(f"<td>{html.escape(cell[:_MOST_CHARACTERS])}</td>" for cell in cells)
+                )
     titles = ("metric", "run", "steps", "first", "last", "least", "largest")
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     body = "\n".join(f"<tr>{row}</tr>" for row in rows)

@@ -14,6 +14,8 @@ from mcore.observe.sinks.jsonl import records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.watch.sparkline import sparkline
 
+_LATEST_S = 1e11  # since 1970; what is later is no time
+
 
 @dataclass(frozen=True)
 class Run:
@@ -60,12 +62,13 @@ class Run:
         )
         for record in records_of(file, with_time=True):
             step = record.pop("step")
-            if isinstance(time := record.pop("time", None), (int, float)) and math.isfinite(time):
+            time = record.pop("time", None)
+            if isinstance(time, (int, float)) and 0 < time < _LATEST_S:
                 run.times[step] = float(time)
             for name, value in record.items():
                 if value is None or isinstance(value, (int, float)):
                     curve = run.curves.setdefault(name, {})
-                    curve[step] = math.nan if value is None else float(value)
+                    curve[step] = _as_float(value)
         return run
 
     def points(self, name: str) -> list[tuple[int, float]]:
@@ -153,6 +156,14 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
 
 def _change(before: float, after: float) -> str:
     return f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
+
+
+def _as_float(value: float | None) -> float:
+    """A number as a float; NaN for none, and for an integer beyond all floats."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
 
 
 def _settings(file: Path) -> dict[str, str]:
