@@ -9,6 +9,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
 
 from mcore.observe import Outlier, SectionStats, StragglerReport
@@ -36,7 +37,9 @@ def labels_of():
     )  # fmt: skip
     state = ControllerState(rank=0, world_size=1, enabled=True)
     state.show({"lm loss": 2.0})
-    state.applied(True, SimpleNamespace(unix_time=1.0, report=report))
+    compared = SimpleNamespace(unix_time=1.0, report=report, places=[("node", "cpu")])
+    vars(compared).update(by_rank=lambda: torch.zeros(7, 1), section_names=(), stragglers=())
+    state.applied(True, compared)
     controller = StragglerController(
         state, bind="127.0.0.1", port=0, token=None, allow_get_toggle=False
     )

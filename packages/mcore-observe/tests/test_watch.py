@@ -21,6 +21,7 @@ import time
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from mcore.observe import Outlier, SectionStats, StragglerReport
 from mcore.observe.straggler.controller import StragglerController
@@ -67,7 +68,15 @@ def watcher_of(job):
 
 
 def publish(state, report):
-    state.applied(True, SimpleNamespace(unix_time=report.unix_time, report=report))
+    found = SimpleNamespace(
+        unix_time=report.unix_time,
+        report=report,
+        by_rank=lambda: torch.zeros(7, report.world_size),
+        places=[(host, "cpu") for host in report.hosts],
+        section_names=(),
+        stragglers=(),
+    )
+    state.applied(True, found)
 
 
 @pytest.fixture
