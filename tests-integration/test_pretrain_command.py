@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from pretrain.settings import Settings, write_settings
-from pretrain_runs import command, pretrain
+from pretrain_runs import command, last_value, pretrain
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -64,8 +64,10 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     ]
     assert json.loads((run / "config.json").read_text())["settings"]["tp"] == 2
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG\r\n")
+    assert last_value(done.stdout, "run page") == f"runs/{run.name}/run.html"
+    assert '"name":"lm loss"' in (run / "run.html").read_text()
 
-    tail = done.stdout.splitlines()[-8:]
+    tail = done.stdout.splitlines()[-9:]
     mean = sum(losses[step] for step in range(9, 13)) / 4
     assert any(f"{losses[1]:.3f} at step 1, {mean:.3f} over the last 4" in line for line in tail)
     assert any(f"hatch run tensorboard --logdir runs/{run.name}/tensorboard" in x for x in tail)

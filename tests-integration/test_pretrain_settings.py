@@ -14,7 +14,8 @@ from pretrain.settings import Settings
 from pretrain.watch.summary import Summary
 from pretrain_runs import SMALL, curve_of, last_value, losses_of, pretrain, train_on_ranks
 
-LABELS = ["run folder", "loss", "validation loss", "speed", "slow ranks", "loss curve", "continue"]
+LABELS = ["run folder", "loss", "validation loss", "speed", "slow ranks"]
+LABELS += ["loss curve", "run page", "continue"]
 
 
 def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> None:

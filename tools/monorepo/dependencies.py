@@ -124,7 +124,7 @@ _NAMESPACES = {"megatron": ["megatron-core"]}
 def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[set[str]]:
     """One set of alternatives for each distribution to declare for an imported name."""
     for sibling in workspace.distributions.values():
-        if _is_within(name, sibling.module):
+        if any(_is_within(name, module) for module in sibling.modules):
             return [] if sibling.name == package.name else [{sibling.name}]
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names:

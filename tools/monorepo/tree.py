@@ -40,7 +40,8 @@ def import_roots(workspace: Workspace) -> dict[str, Root]:
     for package in workspace.distributions.values():
         table = read_toml(package.folder / "pyproject.toml")["tool"].get("mcore", {})
         public = {f"{package.module}.{name}" for name in table.get("public-modules", ())}
-        found[package.module] = Root(package.source, public)
+        for module in package.modules:
+            found[module] = Root(package.source, public)
     for folder in sorted((workspace.root / "tools").glob("*/__init__.py")):
         found[folder.parent.name] = Root(folder.parents[1], set())
     return found

@@ -56,6 +56,11 @@ class RunFolder:
         return self.path / "loss.png"
 
     @property
+    def page(self) -> Path:
+        """Everything that was logged as one page for a browser."""
+        return self.path / "run.html"
+
+    @property
     def resume_command(self) -> str:
         """The command that continues the run."""
         return f"hatch run pretrain --resume {self.path}"

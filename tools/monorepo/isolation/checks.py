@@ -36,7 +36,8 @@ def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) 
     """Check an installation without extras against exactly what the distribution declares."""
     check_siblings(workspace, target, venv.installed())
     expected = {target.name, *workspace.closure(target.name)}
-    absent = [workspace[name].module for name in workspace.names if name not in expected]
+    others = [workspace[name] for name in workspace.names if name not in expected]
+    absent = [module for other in others for module in other.modules]
     check_imports(target, venv, absent)
 
 
@@ -46,7 +47,8 @@ def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] =
     A module may refuse, if it names the extra that it needs.
     """
     try:
-        venv.run_code(_IMPORT_ALL, target.module, target.name, *absent)
+        for module in target.modules:
+            venv.run_code(_IMPORT_ALL, module, target.name, *absent)
     except RuntimeError as error:
         raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
 

@@ -40,6 +40,7 @@ def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path
         text = text.replace(old, new)
     source = "packages/mcore-tensor/src/mcore"
     repository.write({PYPROJECT: text, f"{source}/__init__.py": "", f"{source}/tensor/l.py": "x=1"})
+    repository.write({f"{source}/more/__init__.py": ""})
     (repository.root / source / "tensor/py.typed").unlink()
     found = "\n".join(_problems(repository, tmp_path / "dist"))
     for said in (
@@ -47,6 +48,7 @@ def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path
         "newer than the 2.4 that publishing tools know",
         "has mcore/__init__.py, which is not part of mcore.tensor",
         "lacks mcore/tensor/py.typed",
+        "has mcore/more/__init__.py",
         "W101",
     ):
         assert said in found

@@ -20,7 +20,7 @@ from pretrain.watch.logs import above_the_bar, is_writer, progress_bar
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import interval_metrics, step_time, training_flops
 from pretrain.watch.straggler import StragglerWatch
-from pretrain.watch.summary import Summary, describe_graphs, draw_losses
+from pretrain.watch.summary import Summary, describe_graphs, draw_run
 
 
 class Loop:
@@ -72,7 +72,7 @@ class Loop:
             self.watch.close()
             raise
         if is_writer():
-            draw_losses(self.folder.metrics, self.folder.loss_picture, self.steps.objective)
+            draw_run(self.folder, self.steps.objective)
         self.observed.close()
         self.watch.close()
 

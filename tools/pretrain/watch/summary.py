@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shlex
 import socket
 import time
@@ -14,6 +15,7 @@ import torch
 
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
+from mcore.observe.runs import Run, draw_page
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run_folder import RunFolder
@@ -86,6 +88,7 @@ class Summary:
             f"speed            {self._speed()}",
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
+            f"run page         {self.folder.page}",
             *self._pages(mlflow),
             f"continue         {self.folder.resume_command}{more}",
         ]
@@ -131,8 +134,14 @@ def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
     return [(record["step"], record[name]) for record in records if record.get(name) is not None]
 
 
-def draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
-    """Draw both curves; no display is needed."""
+def draw_run(folder: RunFolder, objective: Objective) -> None:
+    """Draw the losses as a picture, and everything as a page; no display is needed."""
+    run = Run.read(folder.path)
+    _draw_losses(run, folder.loss_picture, objective)
+    draw_page([run], folder.page)
+
+
+def _draw_losses(run: Run, target: Path, objective: Objective) -> None:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 4.5), layout="constrained")
@@ -141,7 +150,7 @@ def draw_losses(metrics: Path, target: Path, objective: Objective) -> None:
         (objective.loss_name, "train", "-"),
         (objective.validation_name, "validation", "o--"),
     ):
-        curve = read_curve(metrics, name)
+        curve = [point for point in run.points(name) if math.isfinite(point[1])]
         if curve:
             steps, values = zip(*curve, strict=True)
             axes.plot(steps, values, style, label=label, linewidth=1.2, markersize=4)

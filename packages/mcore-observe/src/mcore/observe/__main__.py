@@ -1,4 +1,4 @@
-"""The command line: what a run has logged, two runs side by side, and what is left to send."""
+"""The command line: what a run has logged, runs side by side, and what is left to send."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from mcore.observe.runs import Run, compare, draw_page, draw_picture, show
@@ -18,12 +19,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     one = _command(commands, "show", "what a run has logged", _show)
     one.add_argument("run", help="folder of a run, or its metrics.jsonl")
-    two = _command(commands, "compare", "the metrics of two runs", _compare)
-    two.add_argument("run", nargs=2, help="folder of a run, or its metrics.jsonl")
+    two = _command(commands, "compare", "the metrics of two runs or more", _compare)
+    two.add_argument("first", metavar="run", help="folder of a run, or its metrics.jsonl")
+    two.add_argument("others", metavar="run", nargs="+", help="others, compared with the first")
     for command in (one, two):
         command.add_argument("--metric", action="append", default=[], help="only this one; repeats")
         command.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
-        command.add_argument("--html", metavar="FILE", help="draw one page that works offline")
+        command.add_argument(
+            "--html",
+            metavar="FILE",
+            help="draw one page that works offline",
+        )
     sending = _command(commands, "replay", "send what trackers have not taken", _replay)
     sending.add_argument("run", help="folder of the run")
     sending.add_argument("--mlflow-uri", help="MLflow's server, if its address has a password")
@@ -56,15 +62,15 @@ def _show(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _compare(options: argparse.Namespace) -> Iterator[str]:
-    first, second = map(Run.read, options.run)
-    yield from compare(first, second, options.metric)
-    yield from _draw([first, second], options)
+    runs = [Run.read(path) for path in (options.first, *options.others)]
+    yield from compare(runs, options.metric)
+    yield from _draw(runs, options)
 
 
 def _draw(runs: Sequence[Run], options: argparse.Namespace) -> Iterator[str]:
     if options.metric:
         runs = [
-            Run(run.name, {n: c for n, c in run.curves.items() if n in options.metric})
+            replace(run, curves={n: c for n, c in run.curves.items() if n in options.metric})
             for run in runs
         ]
     for path, draw in ((options.png, draw_picture), (options.html, draw_page)):

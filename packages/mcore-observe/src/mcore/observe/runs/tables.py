@@ -2,28 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore.observe.settings.secrets import config_params
 from mcore.observe.sinks.jsonl import records_of
 from mcore.observe.sinks.run_folder import RunFolder
+from mcore.watch.sparkline import sparkline
 
-_BARS = "".join(map(chr, range(0x2580, 0x2589)))  # of eight heights, after one that is unused
-_SPARK_WIDTH = 32
+_LATEST_S = 1e11  # since 1970; what is later is no time
 
 
 @dataclass(frozen=True)
 class Run:
     """The metrics of a run: values by step, by name, in the order in which they first came.
 
-    A step that was logged again has its last value; NaN stands for what is not finite.
+    A step that was logged again has its last value; NaN stands for what is not finite. ``times``
+    are in seconds since 1970 by step, of the lines that have one; ``settings`` are texts by name,
+    without secrets, from ``config.json`` beside the metrics.
     """
 
     name: str
     curves: dict[str, dict[int, float]] = field(default_factory=dict)
+    times: dict[int, float] = field(default_factory=dict)
+    settings: dict[str, str] = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
@@ -50,13 +56,19 @@ class Run:
         file = RunFolder(given).metrics if given.is_dir() else given
         if not file.exists():
             raise FileNotFoundError(f"{given} has no metrics: there is no {file}")
-        run = cls(given.absolute().name if given.is_dir() else given.absolute().parent.name)
-        for record in records_of(file):
+        run = cls(
+            given.absolute().name if given.is_dir() else given.absolute().parent.name,
+            settings=_settings(file.parent / "config.json"),
+        )
+        for record in records_of(file, with_time=True):
             step = record.pop("step")
+            time = record.pop("time", None)
+            if isinstance(time, (int, float)) and 0 < time < _LATEST_S:
+                run.times[step] = float(time)
             for name, value in record.items():
                 if value is None or isinstance(value, (int, float)):
                     curve = run.curves.setdefault(name, {})
-                    curve[step] = math.nan if value is None else float(value)
+                    curve[step] = _as_float(value)
         return run
 
     def points(self, name: str) -> list[tuple[int, float]]:
@@ -105,13 +117,12 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
     yield from _table(rows)
 
 
-def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a table of the metrics of two runs at the last step that both have.
+def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
+    """Yield a table of the metrics of runs at the last step that all of them have.
 
     Args:
-        first: A run.
-        second: Another one.
-        names: The metrics; none means all that both have.
+        runs: Two runs or more; changes are against the first.
+        names: The metrics; none means all that they share.
 
     Yields:
         Lines.
@@ -120,49 +131,49 @@ def compare(first: Run, second: Run, names: Sequence[str] = ()) -> Iterator[str]
         ValueError: They have no metric at the same step.
 
     Example:
-        >>> for line in compare(Run("a", {"x": {1: 2.0, 2: 4.0}}), Run("b", {"x": {1: 3.0}})):
+        >>> for line in compare([Run("a", {"x": {1: 2.0, 2: 4.0}}), Run("b", {"x": {1: 3.0}})]):
         ...     print(line.encode("ascii", "replace").decode())
         metric  step  a  b  change  a  b
         x          1  2  3  +50.0%  ??  ?
     """
-    rows = [("metric", "step", first.name, second.name, "change", f"{first.name}  {second.name}")]
-    for name in names or [name for name in first.curves if name in second.curves]:
-        one, other = dict(first.points(name)), dict(second.points(name))
-        common = max(one.keys() & other.keys(), default=None)
+    first, *others = runs
+    shown = [run.name for run in runs]
+    rows = [("metric", "step", *shown, *(["change"] * len(others)), "  ".join(shown))]
+    for name in names or [name for name in first.curves if all(name in r.curves for r in others)]:
+        by_step = [dict(run.points(name)) for run in runs]
+        common = max(set.intersection(*map(set, by_step)), default=None)
         if common is None:
             continue
-        before, after = one[common], other[common]
-        change = f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
-        lines = f"{sparkline(list(one.values()))}  {sparkline(list(other.values()))}"
-        rows.append((name, str(common), f"{before:.4g}", f"{after:.4g}", change, lines))
+        before, *after = [values[common] for values in by_step]
+        lines = "  ".join(sparkline(list(values.values())) for values in by_step)
+        figures = [f"{value:.4g}" for value in (before, *after)]
+        changes = [_change(before, value) for value in after]
+        rows.append((name, str(common), *figures, *changes, lines))
     if len(rows) == 1:
-        raise ValueError(f"{first.name} and {second.name} have no metric at the same step")
+        raise ValueError(f"{' and '.join(shown)} have no metric at the same step")
     yield from _table(rows)
 
 
-def sparkline(values: Sequence[float], width: int = _SPARK_WIDTH) -> str:
-    """Draw values as bars of eight heights; what is not finite is a cross."""
-    means = [_mean(part) for part in _parts(values, width)]
-    finite = [mean for mean in means if math.isfinite(mean)]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
-    return "".join(_bar(mean, low, high) for mean in means)
+def _change(before: float, after: float) -> str:
+    return f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
 
 
-def _bar(value: float, low: float, high: float) -> str:
-    if not math.isfinite(value):
-        return "x"
-    height = 0.5 if high == low else (value - low) / (high - low)
-    return _BARS[1 + round(height * 7)]
+def _as_float(value: float | None) -> float:
+    """A number as a float; NaN for none, and for an integer beyond all floats."""
+    try:
+        return math.nan if value is None else float(value)
+    except OverflowError:
+        return math.nan
 
 
-def _mean(part: Sequence[float]) -> float:
-    return sum(part) / len(part)
-
-
-def _parts(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
-    count = min(count, len(values))
-    for index in range(count):
-        yield values[index * len(values) // count : (index + 1) * len(values) // count]
+def _settings(file: Path) -> dict[str, str]:
+    """What a run's job wrote about itself; nothing where there is no whole file."""
+    try:
+        said = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    own = said.pop("settings", None) if isinstance(said, dict) else None
+    return config_params(own) | config_params(said)
 
 
 def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:

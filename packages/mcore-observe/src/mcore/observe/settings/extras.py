@@ -13,6 +13,7 @@ _DISTRIBUTIONS = {
     "nvml": ("nvidia-ml-py",),
     "nvtx": ("nvtx",),
     "charts": ("matplotlib",),
+    "watch": ("rich",),
     "transformers": ("transformers",),
     "lightning": ("lightning",),
     "torchtitan": ("torchtitan",),

@@ -1,0 +1,284 @@
+"""Runs as one page of HTML that needs nothing else, of bounded size."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import json
+import math
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from operator import itemgetter
+from pathlib import Path
+from statistics import median
+from typing import Any, TypeAlias, TypeVar
+
+from mcore.observe.runs.tables import Run
+
+_HERE = Path(__file__).parent
+_MOST_CHARTS = 240
+_MOST_POINTS = (100, 1000)  # of a curve: where there are many curves, where there are few
+_ALL_POINTS = 400_000
+_MAP_ROWS, _MAP_COLUMNS, _MOST_MAPS = 128, 240, 24
+_MOST_CHARACTERS = 400  # of a text
+_OF_A_RANK = re.compile(r"(?:^|(?<=[/._ -]))rank[-_ ]?(\d+)(?=$|[/._ -])", re.IGNORECASE)
+_GROUPS = (
+    ("Memory", r"\bmem|memory|alloc"),
+    ("Gradients and learning rate", r"grad|norm|learning[ _-]rate|\blr\b|loss[ _-]scale|zeros"),
+    ("Loss", r"loss|perplexity|\bppl\b|accuracy"),
+    ("Experts", r"moe|expert|router|mtp"),
+    ("Throughput", r"throughput|tokens?/s|samples?/s|per[_ -]sec|flops|\bmfu\b|step[ _-](time|ms)"),
+    ("Timers", r"time|seconds|\bms\b|[-_]ms$"),
+)
+_ORDER = ("Loss", "Throughput", "Gradients and learning rate", "Memory", "Experts", "Timers")
+_OTHER = "Other"
+
+T = TypeVar("T")
+Point: TypeAlias = tuple[int, float]  # step and value; NaN stands for what is not finite
+
+
+def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
+    """Write a page about runs: curves, ranks over time, settings; it works without a network.
+
+    Curves of more than 1,000 points are thinned to the least and the largest value of each
+    stretch, which the page says; metrics of ``rank<number>`` become one map of ranks and steps.
+
+    Args:
+        runs: The runs, each a curve in the charts of its metrics.
+        path: The HTML file, which is replaced as a whole.
+
+    Raises:
+        OSError: It cannot be written.
+
+    Example:
+        >>> import tempfile
+        >>> path = Path(tempfile.mkdtemp()) / "run.html"
+        >>> draw_page([Run("first", {"loss": {1: 2.0, 2: 1.0}})], path)
+        >>> "<canvas" in path.read_text() and "http:" not in path.read_text()
+        True
+    """
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial.write_text(_page(runs), encoding="utf-8")
+    partial.replace(target)
+
+
+def _page(runs: Sequence[Run]) -> str:
+    script = (_HERE / "run_page.js").read_text(encoding="utf-8")
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
+    parts = {
+        "title": html.escape(", ".join(run.name for run in runs)),
+        "digest": digest,
+        "style": (_HERE / "run_page.css").read_text(encoding="utf-8"),
+        "table": _table_of_values(runs),
+        # Neither a closing tag nor a comment can begin in it.
+        "data": data.replace("<", "\\u003c"),
+        "script": script,
+    }
+    template = (_HERE / "run_page.html").read_text(encoding="utf-8")
+    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+
+
+def page_data(runs: Sequence[Run]) -> dict[str, Any]:
+    """Return what the page draws, as JSON takes it."""
+    families = [_families(run) for run in runs]
+    mapped = {name for each in families for of_rank in each.values() for name in of_rank.values()}
+    maps = [
+        one
+        for index, (run, each) in enumerate(zip(runs, families, strict=True))
+        for one in _maps(index, run, each)
+    ]
+    names = [name for name in _names(runs) if name not in mapped]
+    constants = {name: values for name in names if (values := _constants(name, runs))}
+    drawn = [name for name in names if name not in constants]
+    charts = _chosen(drawn)
+    num_curves = sum(name in run.curves for name in charts for run in runs)
+    fewest, most = _MOST_POINTS
+    num_points = min(most, max(fewest, _ALL_POINTS // max(1, num_curves)))
+    return {
+        "runs": [_run(run) for run in runs],
+        "charts": [_chart(name, runs, num_points) for name in charts],
+        "maps": maps[:_MOST_MAPS],
+        "constants": constants,
+        "leftOut": {"charts": len(drawn) - len(charts), "maps": max(0, len(maps) - _MOST_MAPS)},
+    }
+
+
+def group_of(name: str) -> str:
+    """The part of the page that a metric belongs to."""
+    if re.search(r"loss[ _-]scale", name, re.IGNORECASE):
+        return "Gradients and learning rate"
+    return next(
+        (group for group, pattern in _GROUPS if re.search(pattern, name, re.IGNORECASE)), _OTHER
+    )
+
+
+def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
+    """Return the least and the largest value of each stretch, in order, with both ends.
+
+    A stretch with a value that is not finite keeps one of those too, which is a gap.
+    """
+    if len(points) <= most:
+        return points
+    kept = [points[0]]
+    for part in _parts(points[1:-1], max(1, (most - 2) // 3)):
+        finite = [point for point in part if math.isfinite(point[1])]
+        ends = {max(finite, key=_value), min(finite, key=_value)} if finite else set()
+        if len(finite) < len(part):
+            ends.add(next(point for point in part if not math.isfinite(point[1])))
+        kept += sorted(ends, key=_step)
+    return [*kept, points[-1]]
+
+
+def _chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
+    curves = []
+    is_thinned = False
+    for index, run in enumerate(runs):
+        points = run.points(name)
+        if not points:
+            continue
+        kept = thinned(points, num_points)
+        is_thinned |= len(kept) < len(points)
+        curve: dict[str, Any] = {"run": index, "x": [step for step, _ in kept]}
+        curve["y"] = [_rounded(value) for _, value in kept]
+        if run.times:
+            began = min(run.times.values())
+            times = [run.times.get(step) for step, _ in kept]
+            curve["t"] = [None if time is None else round(time - began, 1) for time in times]
+        curves.append(curve)
+    return {"name": name, "group": group_of(name), "curves": curves, "thinned": is_thinned}
+
+
+def _run(run: Run) -> dict[str, Any]:
+    steps = sorted({step for curve in run.curves.values() for step in (min(curve), max(curve))})
+    times = run.times.values()
+    return {
+        "name": run.name,
+        "steps": [steps[0], steps[-1]] if steps else None,
+        "began": min(times, default=None),
+        "seconds": max(times) - min(times) if times else None,
+        "settings": {name: text[:_MOST_CHARACTERS] for name, text in run.settings.items()},
+        "figures": list(_figures(run)),
+    }
+
+
+def _figures(run: Run) -> Iterator[tuple[str, float | None, str]]:
+    """The numbers that people look for first: a label, the number and what it is."""
+    losses = [name for name in run.curves if group_of(name) == "Loss"][:3]
+    for name in losses:
+        values = [value for _, value in run.points(name) if math.isfinite(value)]
+        if values:
+            yield name, _rounded(values[-1]), f"last; least {min(values):.5g}"
+    rates = [name for name in run.curves if group_of(name) == "Throughput"]
+    for name in sorted(rates, key=lambda name: ("token" not in name, "device" in name))[:2]:
+        values = [value for _, value in run.points(name) if math.isfinite(value)]
+        if values:
+            yield name, _rounded(median(values)), f"median; last {values[-1]:.5g}"
+
+
+def _maps(
+    index: int, run: Run, families: Mapping[str, Mapping[int, str]]
+) -> Iterator[dict[str, Any]]:
+    """The metrics of single ranks as cells by rank and step, neighbours taken together."""
+    for name, of_rank in families.items():
+        ranks = sorted(of_rank)
+        steps = sorted({step for one in ranks for step in run.curves[of_rank[one]]})
+        low_is_bad = "score" in name or "util" in name or "tflops" in name
+        worst = min if low_is_bad else max
+        rows, columns = list(_parts(ranks, _MAP_ROWS)), list(_parts(steps, _MAP_COLUMNS))
+        cells = []
+        for row in rows:
+            curves = [run.curves[of_rank[one]] for one in row]
+            cells.append([_cell(curves, column, worst) for column in columns])
+        yield {
+            "name": name,
+            "run": index,
+            "ranks": [_ends(row) for row in rows],
+            "steps": [_ends(column) for column in columns],
+            "cells": cells,
+            "lowIsBad": low_is_bad,
+            "thinned": len(rows) < len(ranks) or len(columns) < len(steps),
+        }
+
+
+def _cell(curves: Sequence[dict[int, float]], steps: Sequence[int], worst: Any) -> float | None:
+    values = (curve.get(step, math.nan) for curve in curves for step in steps)
+    found = worst((value for value in values if math.isfinite(value)), default=None)
+    return None if found is None else _rounded(found)
+
+
+def _families(run: Run) -> dict[str, dict[int, str]]:
+    """Names of several ranks by what they share, and by rank."""
+    found: dict[str, dict[int, str]] = {}
+    for name in run.curves:
+        of_rank = _OF_A_RANK.search(name)
+        if of_rank is not None and len(of_rank[1]) < 10:
+            shared = f"{name[: of_rank.start()]}rank*{name[of_rank.end() :]}"
+            found.setdefault(shared, {})[int(of_rank[1])] = name
+    return {shared: of_rank for shared, of_rank in found.items() if len(of_rank) > 1}
+
+
+def _constants(name: str, runs: Sequence[Run]) -> list[float | None]:
+    """The value of a metric in each run where it never changes in any; else none."""
+    found: list[float | None] = []
+    for run in runs:
+        values = set(run.curves.get(name, {}).values())
+        if len(values) > 1 or (values and len(run.curves[name]) < 2):
+            return []
+        found.append(_rounded(values.pop()) if values else None)
+    return found if any(value is not None for value in found) else []
+
+
+def _table_of_values(runs: Sequence[Run]) -> str:
+    """Every metric's ends and extremes, for those who read rather than look."""
+    rows = []
+    for name in _names(runs)[:_MOST_CHARTS]:
+        for run in runs:
+            points = run.points(name)
+            values = [value for _, value in points if math.isfinite(value)]
+            if values:
+                numbers = (values[0], values[-1], min(values), max(values))
+                cells = [name, run.name, f"{points[0][0]}-{points[-1][0]}"]
+                cells += [f"{number:.5g}" for number in numbers]
+                rows.append(
+                    "".join(f"<td>{html.escape(cell[:_MOST_CHARACTERS])}</td>" for cell in cells)
+                )
+    titles = ("metric", "run", "steps", "first", "last", "least", "largest")
+    head = "".join(f'<th scope="col">{title}</th>' for title in titles)
+    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
+
+
+def _names(runs: Sequence[Run]) -> list[str]:
+    return list(dict.fromkeys(name for run in runs for name in run.curves))
+
+
+def _chosen(names: Sequence[str]) -> list[str]:
+    """As many metrics as a page may have, by group; each group has its share."""
+    groups: dict[str, list[str]] = {group: [] for group in (*_ORDER, _OTHER)}
+    for name in sorted(names, key=lambda name: "device" in name):  # which repeats the others
+        groups[group_of(name)].append(name)
+    places = {name: at for group in groups.values() for at, name in enumerate(group)}
+    kept = set(sorted(names, key=lambda name: places[name])[:_MOST_CHARTS])
+    return [name for group in groups.values() for name in group if name in kept]
+
+
+def _parts(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+    count = min(most, len(values))
+    for at in range(count):
+        yield values[at * len(values) // count : (at + 1) * len(values) // count]
+
+
+def _ends(part: Sequence[int]) -> str:
+    return str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
+
+
+_step, _value = itemgetter(0), itemgetter(1)
+
+
+def _rounded(value: float) -> float | None:
+    """A number with six figures, which fits the page; None for what is not finite."""
+    return float(f"{value:.6g}") if math.isfinite(value) else None

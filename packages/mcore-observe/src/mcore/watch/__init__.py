@@ -1,0 +1,1 @@
+"""The command ``mcore-straggler``, which looks at straggler controllers and needs no torch."""
