@@ -61,6 +61,7 @@ def _run(request: Request) -> int:
                 folder,
                 device,
                 resume=request.resume,
+                past_damage=request.by_itself,
                 mlflow=mlflow,
                 signal=lambda: ending.requested,
             )

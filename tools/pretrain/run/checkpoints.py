@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore.modules import MegatronModule
 from mcore.observe import TrainState
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import (
     CheckpointingException,
+    DamagedCheckpointError,
     SaveHandle,
     is_complete_checkpoint,
     latest_checkpoint,
@@ -100,6 +103,28 @@ class CheckpointedState:
         """
         state = {**self._tensors(), **self._facts(), **self._streams()}
         return save_sharded_state_dict(state, path, async_=async_)
+
+    def load_latest(self, folder: RunFolder, *, past_damage: bool) -> None:
+        """Read the last complete checkpoint, as :meth:`load` does.
+
+        With ``past_damage`` one whose content has changed is set aside by rank 0, and the one
+        before is read.
+        """
+        while True:
+            path = folder.checkpoint(latest_step(folder))
+            try:
+                self.load(path)
+                return
+            except UsageError as error:
+                if not (past_damage and isinstance(error.__cause__, DamagedCheckpointError)):
+                    raise
+                problem = _first_problem(error.__cause__)
+            dist.barrier()  # a rank that is still reading would find nothing
+            if dist.get_rank() == 0:
+                aside = set_aside(path, "damaged").name
+                line = f"pretrain: warning: skipped a checkpoint ({problem}), now {aside}"
+                print(line, file=sys.stderr, flush=True)
+            dist.barrier()
 
     def load(self, path: Path) -> None:
         """Read a checkpoint of any layout; random streams only where the layout is the same."""

@@ -25,10 +25,10 @@ class JsonlSink:
 
     Each line goes to the operating system before :meth:`log` returns, so that a killed process
     keeps what it logged. Where a disk is full, lines wait in memory for the next one that can be
-    written, the first of them with an OSError. An existing file is continued by the first line; a last line that a crash
-    left without its end is completed if it is whole JSON, else removed. A run that goes back to a
-    checkpoint logs some steps again: the later line of a step is the valid one, unless
-    ``resume_step`` has the earlier ones removed.
+    written, the first of them with an OSError. An existing file is continued by the first line; a
+    last line that a crash left without its end is completed if it is whole JSON, else removed. A
+    run that goes back to a checkpoint logs some steps again: the later line of a step is the valid
+    one, unless ``resume_step`` has the earlier ones removed.
 
     One process writes one file. A :class:`mcore.observe.GlobalState` uses the sinks of the last
     rank only, so that all ranks may make one; elsewhere give each rank its own path.
