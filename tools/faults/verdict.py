@@ -86,6 +86,8 @@ def mlflow_points(run: Path, uri: str) -> list[tuple[Point, Any]]:
     """Each metric at each step, as often as MLflow has it."""
     from mlflow.tracking import MlflowClient
 
+    if not (run / "mlflow.json").is_file():  # the server was away all the time
+        return []
     client = MlflowClient(uri)
     run_id = json.loads((run / "mlflow.json").read_text())["run_id"]
     found = client.get_run(run_id)
