@@ -181,9 +181,11 @@ def _command(
         try:
             ended.codes[0] = process.wait(limit_s)
         except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGTERM)
             ended.killed.add(0)
-            ended.codes[0] = process.wait(60)
+        finally:
+            if 0 not in ended.codes:
+                process.send_signal(signal.SIGTERM)
+                ended.codes[0] = process.wait(2 * KILLED_AFTER_S)
         ended.at[0] = time.time()
         said.seek(0)
         ended.said = said.read()
