@@ -11,9 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults.campaign import Campaign, mount_small_disk
+from faults.campaign import LAUNCHERS, Campaign, Result, small_disk
 from faults.deck import KINDS, PHASES, Fault
 from faults.report import page
+from pretrain.usage import EXIT_USAGE
 
 _IN_NAMESPACE = "FAULTS_NAMESPACE"
 
@@ -24,19 +25,15 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if _IN_NAMESPACE not in os.environ:
         _enter_a_namespace(words)
-    folder = options.keep or Path(tempfile.mkdtemp(prefix="faults-"))
-    disk = mount_small_disk(folder / "disk")
-    campaign = Campaign(
-        folder.absolute(),
-        options.seed,
-        timeout_s=options.timeout_s,
-        disk=disk,
-        chosen=lambda fault: _is_chosen(fault, options),
-        say=lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True),
-        **({"launchers": (options.launcher,)} if options.launcher else {}),
-    )
-    until = time.time() + 60.0 * options.minutes
-    result = campaign.run(faults=options.faults, until=until, at_once=options.at_once)
+    folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).absolute()
+    try:
+        with small_disk(folder / "disk") as disk:
+            result = _run(folder, disk, options)
+    except ValueError as error:
+        print(f"faults: error: {error}", file=sys.stderr)
+        if options.keep is None:
+            shutil.rmtree(folder)
+        return EXIT_USAGE
     text = page(result, _shown(words), disk is not None)
     print(text)
     if options.table is not None:
@@ -45,6 +42,20 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     lost = [one for one in result.happened if one.recovered_s is None]
     return 1 if result.failed or lost else 0
+
+
+def _run(folder: Path, disk: Path | None, options: argparse.Namespace) -> Result:
+    campaign = Campaign(
+        folder,
+        options.seed,
+        timeout_s=options.timeout_s,
+        disk=disk,
+        chosen=lambda fault: _is_chosen(fault, options),
+        launchers=(options.launcher,) if options.launcher else LAUNCHERS,
+        say=lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True),
+    )
+    until = time.time() + 60.0 * options.minutes
+    return campaign.run(faults=options.faults, until=until, at_once=options.at_once)
 
 
 def _shown(words: list[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import random
 import subprocess
 import threading
 import time
@@ -12,14 +13,14 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from faults.deck import VARIANTS, Fault, phase_of, shuffled
+from faults.deck import VARIANTS, Fault, all_faults, phase_of, shuffled
 from faults.tracker import Tracker
 from faults.trial import Happened, Outcome, Place, Trial, undisturbed
 
 DISK_BYTES = 48 << 20
 _FAULTS_A_TRIAL = 6
 # Of the trials in turn, those under a real launcher: each imports torch in every process.
-_LAUNCHERS = ("forked", "forked", "forked", "torchrun", "forked", "forked", "forked", "command")
+LAUNCHERS = ("forked", "forked", "forked", "torchrun", "forked", "forked", "forked", "command")
 
 
 @dataclass
@@ -50,22 +51,29 @@ class Campaign:
         timeout_s: float,
         disk: Path | None,
         chosen: Callable[[Fault], bool] = lambda fault: True,
-        launchers: tuple[str, ...] = _LAUNCHERS,
+        launchers: tuple[str, ...] = LAUNCHERS,
         say: Callable[[str], None] = print,
     ) -> None:
         self.folder = folder
         self.disk = disk
-        self.launchers = launchers
+        with_disk = disk is not None
+        self.launchers = [
+            name
+            for name in launchers
+            if any(map(chosen, all_faults(random.Random(seed), with_disk, name)))
+        ]
+        if not self.launchers:
+            raise ValueError(f"no launcher of {', '.join(sorted(set(launchers)))} has such faults")
         self.say = say
         self.result = Result(seed, timeout_s)
         self._tracker: Tracker | None = None
         self._references: dict[str, Path] = {}
         self._taking = threading.Lock()
         self._decks = {
-            name: _chosen(shuffled(seed, with_disk=disk is not None, launcher=name), chosen)
-            for name in set(launchers)
+            name: filter(chosen, shuffled(seed, with_disk=with_disk, launcher=name))
+            for name in set(self.launchers)
         }
-        self._back: dict[str, deque[Fault]] = {name: deque() for name in set(launchers)}
+        self._back: dict[str, deque[Fault]] = {name: deque() for name in self._decks}
         self._disk_is_free = threading.Lock()
         self._tracker_is_free = threading.Lock()
 
@@ -156,19 +164,21 @@ class Campaign:
             yield
 
 
-def _chosen(deck: Iterator[Fault], chosen: Callable[[Fault], bool]) -> Iterator[Fault]:
-    return (fault for fault in deck if chosen(fault))
-
-
 def _times(one: Happened) -> str:
     ended = "" if one.ended_s is None else f", ended after {one.ended_s:.1f} s"
     on = "not recovered" if one.recovered_s is None else f"on after {one.recovered_s:.1f} s"
     return f"{ended}, {on}"
 
 
-def mount_small_disk(folder: Path) -> Path | None:
+@contextlib.contextmanager
+def small_disk(folder: Path) -> Iterator[Path | None]:
     """A file system of 48 MiB in memory, seen by this process and those it starts; else None."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
-    done = subprocess.run(command, capture_output=True, check=False)
-    return folder if done.returncode == 0 else None
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        yield None
+        return
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", str(folder)], capture_output=True, check=False)

@@ -167,12 +167,14 @@ def shuffled(seed: int, *, with_disk: bool = True, launcher: str = "forked") -> 
     """Every fault in every phase of every rank, in the order of a seed, again and again."""
     source = random.Random(f"{seed} {launcher}")
     while True:
-        faults = list(_all(source, with_disk, launcher))
+        faults = list(all_faults(source, with_disk, launcher))
         source.shuffle(faults)
         yield from faults
 
 
-def _all(source: random.Random, with_disk: bool, launcher: str) -> Iterator[Fault]:
+def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterator[Fault]:
+    """Every fault once, at calls that are drawn from the source."""
+
     def at(kind: str, phase: Phase, variants: tuple[str, ...]) -> Iterator[Fault]:
         for rank in phase.ranks:
             yield Fault(kind, phase.name, rank, source.randint(1, phase.hits), variants)

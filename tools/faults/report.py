@@ -17,8 +17,13 @@ from faults.trial import BEYOND_TIMEOUT_S, Happened
 _HEAD = """# Faults
 
 `hatch run faults` runs the main job, breaks it again and again, and compares what is left with an
-undisturbed run of the same seed. Every job has {ranks} ranks, {steps} steps and a checkpoint every
-fourth; it is started again as torchrun or a scheduler would. `{command}` did what is below.
+undisturbed run of the same seed: final weights and optimizer bit by bit, every metric of every step
+in `metrics.jsonl` and MLflow, every checkpoint whose save had returned. Each job has {ranks} ranks
+and {steps} steps; torchrun's rules, torchrun itself, or a scheduler that repeats the command start
+it again. The job carries no code for this: `tools/faults/inside.py` wraps its functions from
+outside, and a new phase is a row in `tools/faults/deck.py`.
+
+`{command}` did what is below.
 """
 
 
