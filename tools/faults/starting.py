@@ -92,12 +92,14 @@ class Forked:
         launcher = {
             "WORLD_SIZE": str(RANKS), "LOCAL_WORLD_SIZE": str(RANKS),
             "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(self._port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": str(restart),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCHELASTIC_MAX_RESTARTS": str(MAX_RESTARTS), "TORCHELASTIC_RUN_ID": "faults",
         }  # fmt: skip
         ranks = {}
         for rank in range(RANKS):
             own = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A node whose ranks are started again because of another one does not count that.
+            own["TORCHELASTIC_RESTART_COUNT"] = str(0 if rank else restart)
             ranks[rank] = Script(_CODE, *words, cwd=folder, env=environment(folder, start, own))
         return _watched(ranks, stopped, leave_stopped=leave_stopped, limit_s=limit_s)
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -66,6 +67,20 @@ def _lock(file: IO[str], kind: int, folder: Path, patience_s: float) -> None:
     owner = file.read()
     file.close()
     raise UsageError(f"{folder} belongs to a job that runs ({_shown(owner)})")
+
+
+def is_of_this_launcher(folder: Path) -> bool:
+    """Whether a job has claimed the folder since this rank's launcher was started.
+
+    False where there is no /proc to tell.
+    """
+    try:
+        ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        [booted] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+        claimed = (folder / _LOCK).stat().st_mtime
+    except (OSError, ValueError):
+        return False
+    return claimed > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def check_seen_by_all(folder: Path, device: torch.device) -> None:

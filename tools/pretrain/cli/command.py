@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from pretrain.cli.claim import PATIENCE_S, check_unclaimed, claim
+from pretrain.cli.claim import PATIENCE_S, check_unclaimed, claim, is_of_this_launcher
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_USAGE, UsageError
@@ -65,10 +65,16 @@ def _be_a_rank(argv: list[str]) -> int:
 def _resume_by_itself(given: argparse.Namespace) -> None:
     """Resume a started ``--run-dir`` where that was asked for or torchrun starts the ranks again.
 
-    If it has saved nothing, the folder is set aside and the run begins again.
+    If it has saved nothing, the folder is set aside and the run begins again. A node whose ranks
+    torchrun starts again because those of another one failed does not count that as a restart.
     """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not (vars(given).pop("auto_resume", False) or restarted) or "run_dir" not in given:
+    wanted = vars(given).pop("auto_resume", False)
+    if "run_dir" not in given:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        counted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        wanted |= counted or is_of_this_launcher(given.run_dir)
+    if not wanted:
         return
     from pretrain.run.checkpoints import has_checkpoint, set_aside
 
