@@ -141,7 +141,8 @@ def _watched(
             if now - failed_at > _STOPPED_KILLED_AFTER_S:
                 _kill(running, frozen)
         if (failed_at and now - failed_at > KILLED_AFTER_S) or now - began > limit_s:
-            ended.killed |= set(running) - frozen - set(ended.at)
+            is_late = now - began > limit_s
+            ended.killed |= set(running) - set(ended.at) - (set() if is_late else frozen)
             _kill(running, set(running))
         time.sleep(_LOOK_EVERY_S)
     return ended

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
 from collections import Counter
@@ -11,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from faults.deck import STEPS
-from mcore.parallel.checkpoint.__main__ import main as look_into_checkpoints
+from mcore.parallel.checkpoint.inspection.comparing import diff
+from mcore.parallel.checkpoint.inspection.output import Output
+from mcore.parallel.checkpoint.inspection.verifying import verify
 
 # What a clock, or the number of starts, decides.
 _OF_THE_MACHINE = ("time/", "throughput/", "memory/", "straggler/", "step-time")
@@ -31,18 +32,17 @@ def step_of(checkpoint: Path) -> int:
 
 def is_good(checkpoint: Path) -> bool:
     """Whether every byte is as it was saved."""
-    return _command("verify", str(checkpoint)) == 0
+    return verify(checkpoint, None, _silent()) == 0
 
 
-def _command(*words: str) -> int:
-    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-        return look_into_checkpoints(words)
+def _silent() -> Output:
+    return Output(io.StringIO(), io.StringIO(), as_json=False)
 
 
 def differences(run: Path, reference: Path, mlflow_uri: str | None) -> Iterator[str]:
     """What is wrong with the run."""
     last = f"checkpoints/step_{STEPS:08d}"
-    if _command("diff", str(reference / last), str(run / last)):
+    if not (run / last).is_dir() or diff(reference / last, run / last, [], None, _silent()):
         yield "the final weights differ from the undisturbed run"
     points, wrong = points_of(run), list(_unreadable(run))
     yield from wrong

@@ -67,6 +67,7 @@ def _run(request: Request) -> int:
                 mlflow=mlflow,
                 signal=lambda: ending.requested,
             )
+        dist.barrier()  # a launcher waits for ever for a rank that hangs while the others have left
     except StoppedBySignal as stopped:
         return int(str(stopped.code))
     except DivergedError as error:
