@@ -26,6 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mcore.observe.sinks import sanitize_metric_name
+from mcore.parallel.checkpoint.files.manifest import read_index
 from pretrain.cli import launch
 from pretrain.cli.command import main
 from pretrain.run.training import train
@@ -248,6 +249,18 @@ def known_to_mlflow(curves: Curves) -> dict[str, list[tuple[int, float]]]:
         sanitize_metric_name(names.get(name, name)): sorted(curve.items())
         for name, curve in curves.items()
     }
+
+
+def flip_a_bit(checkpoint: Path, pattern: str) -> None:
+    """Flip a bit of the largest tensor in each file with such a name, or of the whole file."""
+    stored = read_index(checkpoint).keys.values()
+    for path in sorted(checkpoint.glob(pattern)):
+        pieces = [piece for one in stored for piece in one.pieces if piece.file == path.name]
+        size = path.stat().st_size
+        largest = max(pieces, key=lambda piece: math.prod(piece.shape), default=None)
+        content = bytearray(path.read_bytes())
+        content[size // 2 if largest is None else largest.at + largest.length // 2] ^= 1
+        path.write_bytes(content)
 
 
 def last_value(output: str, label: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import shlex
 import shutil
@@ -15,8 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore.parallel.checkpoint import list_checkpoints
-from mcore.parallel.checkpoint.files.manifest import read_index
-from pretrain_runs import pretrain
+from pretrain_runs import flip_a_bit, pretrain
 
 pytestmark = pytest.mark.xdist_group("pretrain_damaged")
 TINY = shlex.split(
@@ -48,18 +46,6 @@ def change_a_digit(checkpoint: Path) -> None:
     other = ("1" if digest[0] == "0" else "0") + digest[1:]
     assert text.count(digest) == 1
     path.write_text(text.replace(digest, other))
-
-
-def flip_a_bit(checkpoint: Path, pattern: str) -> None:
-    """Flip a bit of the largest tensor in each file with such a name, or of the whole file."""
-    stored = read_index(checkpoint).keys.values()
-    for path in sorted(checkpoint.glob(pattern)):
-        pieces = [piece for one in stored for piece in one.pieces if piece.file == path.name]
-        size = path.stat().st_size
-        largest = max(pieces, key=lambda piece: math.prod(piece.shape), default=None)
-        content = bytearray(path.read_bytes())
-        content[size // 2 if largest is None else largest.at + largest.length // 2] ^= 1
-        path.write_bytes(content)
 
 
 UNREADABLE = "remove it to continue from the one before, or start a new run"

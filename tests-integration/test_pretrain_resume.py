@@ -8,13 +8,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
 
 from layouts.reference import plain_losses
+from mcore.parallel.checkpoint import save_sharded_state_dict
 from pretrain.cli.options import parse, resolve
+from pretrain.run.checkpoints import CheckpointedState
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, write_settings
 from pretrain.usage import UsageError
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import losses_of, pretrain, train_on_ranks
+from rank_testing import run_ranks
 
 STEPS = 12
 STOP = 6
@@ -113,6 +119,34 @@ def test_sharded_and_whole_replicas_read_each_others_checkpoints(tmp_path: Path)
         start(dataclasses.replace(before, exit_after=STOP), tmp_path / name)
         resumed = start(after, tmp_path / name, resume=True)
         assert resumed == pytest.approx(expected, rel=1e-4), name
+
+
+class Reader(CheckpointedState):
+    """Notes what it is told to load."""
+
+    def __init__(self) -> None:
+        self.device = torch.device("cpu")
+        self.read: list[str] = []
+
+    def load(self, path: Path) -> None:
+        self.read.append(path.name)
+
+
+def read_latest(folders: list[str]) -> list[str]:
+    """What a rank, which sees a folder of its own, is told to load."""
+    reader = Reader()
+    reader.load_latest(RunFolder(Path(folders[dist.get_rank()])), past_damage=True)
+    return reader.read
+
+
+def test_all_ranks_load_what_rank_0_sees(tmp_path: Path) -> None:
+    """A network file system may show ranks different listings for a while."""
+    for name, steps in (("new", (4, 8)), ("old", (4,))):
+        for step in steps:
+            save_sharded_state_dict({}, tmp_path / name / "checkpoints" / f"step_{step:08d}")
+    folders = [str(tmp_path / name) for name in ("new", "old")]
+    assert run_ranks(read_latest, 2, folders) == 2 * [["step_00000008"]]
+    assert run_ranks(read_latest, 2, folders[::-1]) == 2 * [["step_00000004"]]
 
 
 def test_steps_logged_after_the_checkpoint_are_logged_once(tmp_path: Path) -> None:

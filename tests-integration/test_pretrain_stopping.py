@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import socket
+import time
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from pretrain_runs import (
     ENDLESS,
     TINY,
     curve_of,
+    flip_a_bit,
     losses_of,
     pretrain,
     ranks_below,
@@ -176,6 +178,18 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
             check_unclaimed(tmp_path)
     check_unclaimed(tmp_path)
 
+    told, telling = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        kept = claim(tmp_path)
+        os.write(telling, b"!")
+        time.sleep(0.5)
+        kept.close()
+        os._exit(0)
+    os.read(told, 1)
+    with claim(tmp_path, patience_s=120):
+        os.waitpid(pid, 0)
+
 
 def test_auto_resume_begins_sets_aside_and_goes_on(tmp_path: Path) -> None:
     words = (*TINY, "--no-mlflow", "--run-dir", "run", "--auto-resume", "--save-interval", "0")
@@ -188,3 +202,23 @@ def test_auto_resume_begins_sets_aside_and_goes_on(tmp_path: Path) -> None:
         assert latest_step(folder) == last
         assert len(losses_of(folder.path)) == last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["run", "run.unsaved"]
+
+    # Killed in its last moments, and started again: there is nothing left to train.
+    folder.loss_picture.unlink()
+    losses, weights = losses_of(folder.path), folder.checkpoint(5).stat().st_mtime_ns
+    done = pretrain(tmp_path, *words, "--train-iters", "5")
+    assert done.returncode == 0, done.stderr
+    assert folder.loss_picture.is_file()
+    assert "speed" not in done.stdout
+    assert (losses_of(folder.path), folder.checkpoint(5).stat().st_mtime_ns) == (losses, weights)
+
+    # Nobody is there to remove a checkpoint whose content has changed.
+    flip_a_bit(folder.checkpoint(5), "__1_0.distcp")
+    done = pretrain(tmp_path, *words, "--train-iters", "7")
+    assert done.returncode == 0, done.stderr
+    (said,) = (line for line in done.stderr.splitlines() if "skipped" in line)
+    assert "has changed since it was saved" in said
+    assert said.endswith("now step_00000005.damaged")
+    assert len(losses_of(folder.path)) == 7
+    assert losses_of(folder.path)[:3] == losses[:3]
+    assert latest_step(folder) == 7

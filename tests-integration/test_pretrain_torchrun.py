@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import datetime
 import os
 import re
 import shlex
 import signal
 import subprocess
+import time
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
 from ruamel.yaml import YAML
+from torch.distributed.rendezvous import rendezvous
 
 from pretrain.cli.options import parse
+from pretrain.cli.rank import _join
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run_folder import RunFolder
 from pretrain_runs import TINY, TOOLS, environment, losses_of, ranks_below, wait_until
+from rank_testing import run_ranks
 from rank_testing.ports import free_port
 
 README = TOOLS / "pretrain" / "README.md"
@@ -33,13 +40,13 @@ def start(cwd: Path, words: list[str]) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def test_the_readme_s_line_on_two_nodes_and_again_after_a_lost_rank(tmp_path: Path) -> None:
+def test_the_readme_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
     words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")
     nodes = [start(tmp_path, [*words, "--train-iters", "100"]) for _ in range(2)]
     try:
         wait_until(lambda: has_checkpoint(folder) or nodes[0].poll() is not None)
-        for pid in list(ranks_below(nodes[1].pid).values())[:1]:
+        for pid in ranks_below(nodes[1].pid).values():  # so that only this node counts a restart
             os.kill(pid, signal.SIGKILL)
         printed = [node.communicate(timeout=300)[0] for node in nodes]
     finally:
@@ -48,6 +55,25 @@ def test_the_readme_s_line_on_two_nodes_and_again_after_a_lost_rank(tmp_path: Pa
     assert [node.returncode for node in nodes] == [0, 0], printed
     assert len(losses_of(folder.path)) == 100
     assert "failed (exitcode: -9)" in "".join(printed)
+
+
+def meet_again() -> float:
+    """Join beside what an earlier start left, as a rank whose node has counted otherwise."""
+    number = int(os.environ["RANK"])
+    os.environ["TORCHELASTIC_RESTART_COUNT"] = str(number)
+    store, *_ = next(rendezvous("env://"))
+    if number:
+        store.set(f"hello/{number}", "of a rank that is dead")
+        time.sleep(0.2)
+    _join(torch.device("cpu"), datetime.timedelta(seconds=60))
+    total = torch.tensor(number + 1.0)
+    dist.all_reduce(total)
+    return total.item()
+
+
+def test_ranks_meet_though_their_nodes_count_restarts_differently() -> None:
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    assert run_ranks(meet_again, 2, init=None, env=address, timeout_s=150) == [3.0, 3.0]
 
 
 def test_the_cluster_files_give_options_that_exist() -> None:

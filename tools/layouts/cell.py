@@ -67,9 +67,8 @@ def _train(task: Task) -> Result:
     path = Path(task.run_dir)
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    loop = build_loop(
-        task.settings, RunFolder(path), CPU, path if task.goes_on else None, None, lambda: 0
-    )
+    begun = path if task.goes_on else None
+    loop = build_loop(task.settings, RunFolder(path), CPU, begun, False, None, lambda: 0)
     result = Result(loop.progress.step + 1)
     for step in range(result.first, result.first + (AFTER if task.goes_on else STEPS)):
         found = _step(loop, step)

@@ -2,6 +2,7 @@ import json
 import math
 import os
 import re
+import resource
 import signal
 import time
 from unittest import mock
@@ -11,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import JsonlSink, MetricSink
-from mcore.observe.sinks import records_of
+from mcore.observe.sinks import GuardedSink, records_of
 from rank_testing.scripts import Script
 
 
@@ -140,8 +141,56 @@ def test_a_line_is_one_write_and_waits_for_no_disk(tmp_path, monkeypatch):
     sink = JsonlSink(tmp_path / "metrics.jsonl")
     sink.log({"a": 1.0}, 0)
     writes = []
-    monkeypatch.setattr(sink, "_file", mock.Mock(wraps=sink._file, write=writes.append))
+
+    def write(line):
+        writes.append(bytes(line))
+        return len(line)
+
+    monkeypatch.setattr(sink, "_file", mock.Mock(wraps=sink._file, write=write))
     metrics = {f"metric {i}": i / 3 for i in range(30)}
     for step in range(200):
         sink.log(metrics, step)
     assert [json.loads(line)["step"] for line in writes] == list(range(200))
+
+
+def test_a_full_disk_loses_no_line_and_does_not_switch_the_sink_off(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    guarded = GuardedSink("the file", JsonlSink(path))
+    guarded.log({"a": 0.0}, 0)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
+        for step in range(1, 25):
+            guarded.log({"a": step / 2}, step)
+        assert path.read_bytes().endswith(b'{"step": 1')  # what the disk still took
+        with pytest.raises(OSError, match="too large"):
+            guarded.sink.flush()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert len(caplog.records) == 1
+    guarded.log({"a": 12.5}, 25)
+    guarded.close()
+    assert [(line["step"], line["a"]) for line in lines_of(path)] == [
+        (step, step / 2) for step in range(26)
+    ]
+
+
+def test_a_resumed_run_that_finds_the_disk_full_keeps_its_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    first = JsonlSink(path)
+    for step in range(3):
+        first.log({"a": 1.0}, step)
+    first.close()
+    resumed = JsonlSink(path, resume_step=1)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4, hard))
+        with pytest.raises(OSError, match="too large"):
+            resumed.log({"a": 2.0}, 2)
+        resumed.log({"a": 2.0}, 3)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    resumed.close()
+    assert [(line["step"], line["a"]) for line in lines_of(path)] == [
+        (0, 1.0), (1, 1.0), (2, 2.0), (3, 2.0),
+    ]  # fmt: skip

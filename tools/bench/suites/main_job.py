@@ -78,7 +78,9 @@ def _beside_plain(rounds: int) -> Row:
 def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, float]], float, float]:
     """The rank: losses of both sides, and seconds of a step of each."""
     with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
-        loop = build_loop(settings, RunFolder(Path(path)), torch.device("cpu"), None, None, int)
+        loop = build_loop(
+            settings, RunFolder(Path(path)), torch.device("cpu"), None, False, None, int
+        )
         model = loop.steps.model
         weights = {name: value.detach().clone() for name, value in model.state_dict().items()}
         plain = PlainJob(settings, loop.steps.corpus, weights)

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import re
 import socket
 import time
 from pathlib import Path
@@ -16,47 +17,70 @@ import torch.distributed as dist
 
 from pretrain.usage import UsageError
 
+# What a job that goes on by itself leaves one that is ending: its ranks outlive their launcher.
+PATIENCE_S = 30.0
 _LOCK = "job.lock"
+_LOOK_EVERY_S = 0.1
 _SEEN_WITHIN_S = 10.0  # network file systems show a new file late
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 
 
-def claim(folder: Path) -> IO[str]:
+def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
     """Lock a run folder for as long as the returned file is open, or this process lives.
 
-    UsageError names host and process of the job that has it. Where the file system has no locks,
-    nothing is locked.
+    A job that has it is given ``patience_s`` seconds to end; then UsageError names its host and
+    process. Where the file system has no locks, nothing is locked.
     """
     path = folder / _LOCK
     try:
         file = path.open("a+")
     except OSError as error:
         raise UsageError(f"cannot write {path}: {error.strerror}") from None
-    _lock(file, fcntl.LOCK_EX, folder)
+    _lock(file, fcntl.LOCK_EX, folder, patience_s)
     file.truncate(0)
     file.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid()}) + "\n")
     file.flush()
     return file
 
 
-def check_unclaimed(folder: Path) -> None:
-    """Raise UsageError where a job has claimed the folder; leaves nothing."""
+def check_unclaimed(folder: Path, patience_s: float = 0.0) -> None:
+    """Raise UsageError where a job has the folder and does not end in time; leaves nothing."""
     path = folder / _LOCK
     if path.exists():
         with path.open() as file:
-            _lock(file, fcntl.LOCK_SH, folder)
+            _lock(file, fcntl.LOCK_SH, folder, patience_s)
 
 
-def _lock(file: IO[str], kind: int, folder: Path) -> None:
-    try:
-        fcntl.flock(file, kind | fcntl.LOCK_NB)
-    except OSError as error:
-        if error.errno in _NO_LOCKS:
+def _lock(file: IO[str], kind: int, folder: Path, patience_s: float) -> None:
+    deadline = time.monotonic() + patience_s
+    while True:
+        try:
+            fcntl.flock(file, kind | fcntl.LOCK_NB)
             return
-        file.seek(0)
-        owner = file.read()
-        file.close()
-        raise UsageError(f"{folder} belongs to a job that runs ({_shown(owner)})") from None
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                return
+        if time.monotonic() >= deadline:
+            break
+        time.sleep(_LOOK_EVERY_S)
+    file.seek(0)
+    owner = file.read()
+    file.close()
+    raise UsageError(f"{folder} belongs to a job that runs ({_shown(owner)})")
+
+
+def is_of_this_launcher(folder: Path) -> bool:
+    """Whether a job has claimed the folder since this rank's launcher was started.
+
+    False where there is no /proc to tell.
+    """
+    try:
+        ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
+        [booted] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
+        claimed = (folder / _LOCK).stat().st_mtime
+    except (OSError, ValueError):
+        return False
+    return claimed > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
 def check_seen_by_all(folder: Path, device: torch.device) -> None:

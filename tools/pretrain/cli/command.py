@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from pretrain.cli.claim import check_unclaimed, claim
+from pretrain.cli.claim import PATIENCE_S, check_unclaimed, claim, is_of_this_launcher
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_USAGE, UsageError
@@ -34,7 +34,7 @@ def _start_ranks(argv: list[str]) -> int:
     _resume_by_itself(given)
     request = resolve(given, None)
     if request.resume is not None:
-        check_unclaimed(request.resume)
+        check_unclaimed(request.resume, PATIENCE_S if request.by_itself else 0.0)
     _check_tracking(request)
     _start_step(request)
     _require_own_text(request)
@@ -54,7 +54,8 @@ def _be_a_rank(argv: list[str]) -> int:
     _check_tracking(request)
     step = _start_step(request)
     if request.resume is not None and os.environ["RANK"] == "0":
-        request.claims.append(claim(request.resume))
+        patience_s = min(PATIENCE_S, request.settings.timeout_s) if request.by_itself else 0.0
+        request.claims.append(claim(request.resume, patience_s))
         _set_damaged_aside(RunFolder(request.resume), step)
     from pretrain.cli.rank import run_rank
 
@@ -64,19 +65,25 @@ def _be_a_rank(argv: list[str]) -> int:
 def _resume_by_itself(given: argparse.Namespace) -> None:
     """Resume a started ``--run-dir`` where that was asked for or torchrun starts the ranks again.
 
-    If it has saved nothing, the folder is set aside and the run begins again.
+    If it has saved nothing, the folder is set aside and the run begins again. A node whose ranks
+    torchrun starts again because those of another one failed does not count that as a restart.
     """
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-    if not (vars(given).pop("auto_resume", False) or restarted) or "run_dir" not in given:
+    wanted = vars(given).pop("auto_resume", False)
+    if "run_dir" not in given:
+        return
+    if "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ:
+        counted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        wanted |= counted or is_of_this_launcher(given.run_dir)
+    if not wanted:
         return
     from pretrain.run.checkpoints import has_checkpoint, set_aside
 
     path: Path = given.run_dir
     if has_checkpoint(RunFolder(path)):
-        given.resume = path
+        given.resume, given.by_itself = path, True
         del given.run_dir
     elif os.environ.get("RANK", "0") == "0" and path.is_dir() and any(path.iterdir()):
-        check_unclaimed(path)
+        check_unclaimed(path, PATIENCE_S)
         set_aside(path, "unsaved")
 
 
@@ -128,7 +135,7 @@ def _start_step(request: Request) -> int:
     if request.resume is None:
         return 0
     step = _step_to_resume(RunFolder(request.resume))
-    if step >= request.settings.train_iters:
+    if step >= request.settings.train_iters and not request.by_itself:
         raise UsageError(
             f"--resume {request.resume}: its checkpoint is at step {step} of "
             f"{request.settings.train_iters}: give a larger --train-iters"

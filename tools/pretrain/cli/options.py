@@ -46,6 +46,7 @@ class Request:
     resume: Path | None
     runs_dir: Path
     stored_layout: str = ""  # of the run to resume, where this start has another one
+    by_itself: bool = False  # it resumes because the folder was begun, not because it was told to
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
     claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
@@ -118,6 +119,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     resume = options.pop("resume", None)
     run_dir = options.pop("run_dir", None)
     options.pop("auto_resume", None)
+    by_itself = options.pop("by_itself", False)
     runs_dir = options.pop("runs_dir", Path("runs"))
     mlflow_uri = options.pop("mlflow_uri", None)
     if resume is not None and run_dir is not None:
@@ -140,6 +142,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
         resume=resume,
         runs_dir=runs_dir,
         stored_layout="" if stored == settings.layout else stored,
+        by_itself=by_itself,
         mlflow_uri=mlflow_uri,
     )
 

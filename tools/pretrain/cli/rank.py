@@ -9,11 +9,12 @@ import os
 import sys
 import time
 import traceback
+import uuid
 from typing import NoReturn
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from mcore.parallel.checkpoint import CheckpointingException
@@ -32,6 +33,7 @@ from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.mlflow_target import choose_target
 
 _EXIT_FAILED = 1
+_MEET_EVERY_S = 0.02
 _WAIT_FOR_CULPRIT_S = 2.0
 _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe")
 
@@ -61,9 +63,11 @@ def _run(request: Request) -> int:
                 folder,
                 device,
                 resume=request.resume,
+                past_damage=request.by_itself,
                 mlflow=mlflow,
                 signal=lambda: ending.requested,
             )
+        dist.barrier()  # a launcher waits for ever for a rank that hangs while the others have left
     except StoppedBySignal as stopped:
         return int(str(stopped.code))
     except DivergedError as error:
@@ -84,14 +88,40 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     torchrun restarts ranks beside the store of those before, with their addresses still in it.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    name = _name_of_this_start(store, rank, world_size, timeout.total_seconds())
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
-        store=PrefixStore(f"start-{start}", store),
+        store=PrefixStore(name, store),
         rank=rank,
         world_size=world_size,
         timeout=timeout,
     )
+
+
+def _name_of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """What no earlier start was called; torchrun's count of restarts differs between nodes.
+
+    Rank 0 answers every rank that says hello, dead ones of earlier starts too, until each has
+    got its answer.
+    """
+    own = uuid.uuid4().hex
+    if rank:
+        store.set(f"hello/{rank}", own)
+        name = str(store.get(f"name/{own}").decode())
+        store.set(f"{name}/{rank}", "")
+        return name
+    deadline = time.monotonic() + timeout_s
+    missing = set(range(1, world_size))
+    while missing and time.monotonic() < deadline:
+        for other in sorted(missing):
+            if store.check([f"{own}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"hello/{other}"]):
+                store.set(f"name/{store.get(f'hello/{other}').decode()}", own)
+        time.sleep(_MEET_EVERY_S)
+    if missing:
+        raise TimeoutError(f"ranks {sorted(missing)} have not come within {timeout_s:g} s")
+    return own
 
 
 def _report_another_layout(request: Request) -> None:

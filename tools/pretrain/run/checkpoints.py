@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from mcore.modules import MegatronModule
 from mcore.observe import TrainState
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import (
     CheckpointingException,
+    DamagedCheckpointError,
     SaveHandle,
     ShardedTensor,
     is_complete_checkpoint,
@@ -33,19 +36,24 @@ _NAME = re.compile(r"step_(\d+)")
 
 def latest_step(folder: RunFolder, option: str = "--resume") -> int:
     """The step of the last complete checkpoint; UsageError where there is none."""
-    path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
-    step = -1 if path is None else _step_of(path)
-    if step < 0:
-        raise UsageError(f"{option} {folder.path}: no complete checkpoint in {folder.checkpoints}")
-    return step
+    return _existing(_newest(folder), folder, option)
 
 
 def has_checkpoint(folder: RunFolder) -> bool:
     """Whether a run has saved a complete checkpoint."""
-    try:
-        return latest_step(folder) >= 0
-    except UsageError:
-        return False
+    return _newest(folder) >= 0
+
+
+def _newest(folder: RunFolder) -> int:
+    """The step of the last complete checkpoint; -1 where there is none."""
+    path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
+    return -1 if path is None else _step_of(path)
+
+
+def _existing(step: int, folder: RunFolder, option: str = "--resume") -> int:
+    if step < 0:
+        raise UsageError(f"{option} {folder.path}: no complete checkpoint in {folder.checkpoints}")
+    return step
 
 
 def _step_of(checkpoint: Path) -> int:
@@ -102,6 +110,35 @@ class CheckpointedState:
         """
         state = {**self._tensors(), **self._facts(), **self._streams()}
         return save_sharded_state_dict(state, path, async_=async_)
+
+    def load_latest(self, folder: RunFolder, *, past_damage: bool) -> None:
+        """Read the last complete checkpoint that rank 0 sees, as :meth:`load` does.
+
+        With ``past_damage`` one whose content has changed is set aside by rank 0, and the one
+        before is read.
+        """
+        while True:
+            path = folder.checkpoint(self._agreed_step(folder))
+            try:
+                self.load(path)
+                return
+            except UsageError as error:
+                if not (past_damage and isinstance(error.__cause__, DamagedCheckpointError)):
+                    raise
+                problem = _first_problem(error.__cause__)
+            dist.barrier()  # a rank that is still reading would find nothing
+            if dist.get_rank() == 0:
+                aside = set_aside(path, "damaged").name
+                line = f"pretrain: warning: skipped a checkpoint ({problem}), now {aside}"
+                print(line, file=sys.stderr, flush=True)
+            dist.barrier()
+
+    def _agreed_step(self, folder: RunFolder) -> int:
+        """What :func:`latest_step` is on rank 0; network file systems show others older folders."""
+        found = _newest(folder) if dist.get_rank() == 0 else -1
+        step = torch.tensor(found, device=self.device)
+        dist.broadcast(step, src=0)
+        return _existing(int(step.item()), folder)
 
     def load(self, path: Path) -> None:
         """Read a checkpoint of any layout; random streams only where the layout is the same."""

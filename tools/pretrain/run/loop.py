@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from mcore.observe import GlobalState, TrainState, status_of, training_log
+from mcore.observe import GlobalState, JsonlSink, TrainState, status_of, training_log
 from mcore.parallel import ProcessGroups
 from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
@@ -118,9 +118,12 @@ class Loop:
             )
 
     def _flush(self) -> None:
-        """Write out the logs up to a checkpoint, so that a killed process does not lose them."""
+        """Write out the logs up to a checkpoint, so that no later start lacks them.
+
+        An OSError where the metrics cannot be written: such a checkpoint would lose them for good.
+        """
         for sink in self.observed.sinks():
-            sink.flush()
+            (sink.sink if isinstance(sink.sink, JsonlSink) else sink).flush()
 
     def _last_step(self) -> int:
         if not self.settings.exit_after:

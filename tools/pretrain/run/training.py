@@ -26,7 +26,7 @@ from pretrain.model.stages import ModelChunks, count_parameters, log_stages, sta
 from pretrain.optim.adamw import TrainingOptimizer
 from pretrain.optim.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
 from pretrain.optim.main_weights import MainWeightOptimizer
-from pretrain.run.checkpoints import CheckpointedState, latest_step
+from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run.loop import Loop
 from pretrain.run.pipeline_steps import PipelineSteps
 from pretrain.run.steps import Steps
@@ -46,12 +46,14 @@ def train(
     device: torch.device,
     *,
     resume: Path | None,
+    past_damage: bool = False,
     mlflow: JobRun | None = None,
     signal: Callable[[], int] = lambda: 0,
 ) -> None:
     """Train as one rank of a process group that exists; all ranks call it together.
 
-    ``folder`` exists; ``resume`` is the folder to continue or None for a new run; ``mlflow`` is
+    ``folder`` exists; ``resume`` is the folder to continue or None for a new run, with
+    ``past_damage`` from an older checkpoint where the last one's content has changed; ``mlflow`` is
     given on the rank that writes logs; ``signal`` returns the one that asked this rank to stop.
 
     Raises StoppedBySignal or DivergedError where a run ends before its last step.
@@ -59,7 +61,7 @@ def train(
     with open(os.devnull, "w") as nowhere:
         quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
         with quiet:
-            loop = build_loop(settings, folder, device, resume, mlflow, signal)
+            loop = build_loop(settings, folder, device, resume, past_damage, mlflow, signal)
             loop.run()
     loop.print_summary()
 
@@ -69,6 +71,7 @@ def build_loop(
     folder: RunFolder,
     device: torch.device,
     resume: Path | None,
+    past_damage: bool,
     mlflow: JobRun | None,
     signal: Callable[[], int],
 ) -> Loop:
@@ -89,7 +92,7 @@ def build_loop(
     progress = TrainState()
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
-        state.load(folder.checkpoint(latest_step(folder)))
+        state.load_latest(folder, past_damage=past_damage)
     if dist.get_rank() == 0:
         facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
         write_settings(settings, folder.path, facts)

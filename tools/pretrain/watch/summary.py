@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import shlex
 import socket
@@ -16,6 +15,7 @@ import torch
 from mcore.modules import GraphableMegatronModule
 from mcore.modules.graphs import LocalGraphManager
 from mcore.observe.runs import Run, draw_page
+from mcore.observe.sinks import records_of
 from pretrain.corpus import Corpus
 from pretrain.model.objective import Objective, objective_of
 from pretrain.run_folder import RunFolder
@@ -84,14 +84,20 @@ class Summary:
             *self._special(),
             f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
             f"{fmean(last):.{digits}f} over the last {len(last)} steps ({unit})",
-            f"validation loss  {self.validation:.{digits}f} {unit}",
-            f"speed            {self._speed()}",
+            *self._reached(digits, unit),
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
             f"run page         {self.folder.page}",
             *self._pages(mlflow),
             f"continue         {self.folder.resume_command}{more}",
         ]
+
+    def _reached(self, digits: int, unit: str) -> Iterator[str]:
+        """What this start has measured; one that found the run finished has not."""
+        if self.validation is not None:
+            yield f"validation loss  {self.validation:.{digits}f} {unit}"
+        if self.seconds:
+            yield f"speed            {self._speed()}"
 
     def _speed(self) -> str:
         """Of the step in the middle, which leaves out how the run started."""
@@ -130,8 +136,8 @@ def describe_graphs(model: torch.nn.Module) -> str:
 
 def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
     """Step and value of every record that has the metric."""
-    records = (json.loads(line) for line in metrics.read_text().splitlines())
-    return [(record["step"], record[name]) for record in records if record.get(name) is not None]
+    found = records_of(metrics)
+    return [(record["step"], record[name]) for record in found if record.get(name) is not None]
 
 
 def draw_run(folder: RunFolder, objective: Objective) -> None:

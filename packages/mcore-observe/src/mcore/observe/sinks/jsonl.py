@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from mcore.observe.sinks.base import plain_numbers
 from mcore.observe.sinks.spool import lock, record_of
@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 _TAIL_BLOCK_BYTES = 64 * 1024
 _RESERVED = {"step": "names the step", "time": "is when a line was written"}
+_MOST_WAITING_BYTES = 64 * 1024 * 1024
 
 
 class JsonlSink:
@@ -27,10 +28,11 @@ class JsonlSink:
     The time is when a line was written, in seconds since 1970.
 
     Each line goes to the operating system before :meth:`log` returns, so that a killed process
-    keeps what it logged. An existing file is continued by the first line; a last line that a crash
-    left without its end is completed if it is whole JSON, else removed. A run that goes back to a
-    checkpoint logs some steps again: the later line of a step is the valid one, unless
-    ``resume_step`` has the earlier ones removed.
+    keeps what it logged. Where a disk is full, lines wait in memory for the next one that can be
+    written, the first of them with an OSError. An existing file is continued by the first line; a
+    last line that a crash left without its end is completed if it is whole JSON, else removed. A
+    run that goes back to a checkpoint logs some steps again: the later line of a step is the valid
+    one, unless ``resume_step`` has the earlier ones removed.
 
     One process writes one file. A :class:`mcore.observe.GlobalState` uses the sinks of the last
     rank only, so that all ranks may make one; elsewhere give each rank its own path.
@@ -57,7 +59,8 @@ class JsonlSink:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.open("ab").close()
         self._resume_step = resume_step
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
+        self._waiting = bytearray()
         self._is_closed = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
@@ -69,43 +72,69 @@ class JsonlSink:
 
         Raises:
             ValueError: The sink is closed.
-            OSError: The line cannot be written.
+            OSError: The line cannot be written now; it waits, and later ones with it.
         """
-        file = self._opened()
+        self._require_open()
         record = {name: _as_json(value) for name, value in plain_numbers(metrics).items()}
         for name in _RESERVED.keys() & record:
             _warn_of_the_name(name)
             del record[name]
         head = {"step": int(step), "time": round(time.time(), 3)}
         line = json.dumps(head | record, allow_nan=False)
-        file.write(line.encode() + b"\n")
-        file.flush()
+        others_wait = bool(self._waiting)
+        if len(self._waiting) > _MOST_WAITING_BYTES:
+            self._write()
+        self._waiting += line.encode() + b"\n"
+        try:
+            self._write()
+        except OSError:
+            if not others_wait:
+                raise
 
     def flush(self) -> None:
-        """Write the lines to the disk, so that they survive a crash of the machine too."""
+        """Write the lines to the disk, so that they survive a crash of the machine too.
+
+        Raises:
+            OSError: Some cannot be written.
+        """
+        self._write()
         if self._file is not None:
-            self._file.flush()
             os.fsync(self._file.fileno())
 
     def close(self, status: str = "FINISHED") -> None:
-        """Close the file; closing twice is fine."""
-        if self._file is not None:
-            self._file.close()
-        self._file, self._is_closed = None, True
+        """Close the file; closing twice is fine.
 
-    def _opened(self) -> BinaryIO:
+        Raises:
+            OSError: Some lines could not be written.
+        """
+        try:
+            self._write()
+        finally:
+            if self._file is not None:
+                self._file.close()
+            self._file, self._is_closed = None, True
+            self._waiting.clear()
+
+    def _require_open(self) -> None:
         if self._is_closed:
             raise ValueError(f"the sink of {self.path} is closed; make another one to log")
+
+    def _write(self) -> None:
+        """Write what waits; what a full disk does not take stays."""
+        while self._waiting:
+            del self._waiting[: self._opened().write(self._waiting)]
+
+    def _opened(self) -> IO[bytes]:
         if self._file is None:
             if self._resume_step is not None:
                 _forget_later_steps(self.path, self._resume_step)
             with self.path.open("ab+") as file:
                 _repair_last_line(file)
-            self._file = self.path.open("ab")
+            self._file = self.path.open("ab", buffering=0)
             self._claim(self._file)
         return self._file
 
-    def _claim(self, file: BinaryIO) -> None:
+    def _claim(self, file: IO[bytes]) -> None:
         try:
             lock(file.fileno())
         except BlockingIOError:

@@ -1,0 +1,102 @@
+"""A few faults of a campaign, and that it would notice what they must not do."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from faults.campaign import Result
+from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffled
+from faults.report import page
+from faults.trial import Outcome, Place, Trial, undisturbed
+from faults.verdict import differences, newest_good
+
+SEED, TIMEOUT_S = 11, 15.0
+ANY = ("async",)
+FAULTS = [
+    Fault("exit", "backward", 0, 2, ANY),
+    Fault("slow", "data", 1, 1, ANY),
+    Fault("kill", "async save: rename", 0, 2, ANY),
+    Fault("stop", "reduction", 1, 2, ANY),
+    Fault("flipped bit", "log", 1, 10, ANY),
+    Fault("memory", "validation", 0, 1, ANY),
+    Fault("kill", "close", 1, 1, ANY),
+]
+pytestmark = pytest.mark.xdist_group("faults")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
+    """Where a run has been without faults."""
+    folder = tmp_path_factory.mktemp("faults")
+    reference = undisturbed(folder / "undisturbed", VARIANTS["async"], TIMEOUT_S, SEED)
+    return Place(folder / "trial", reference, TIMEOUT_S, beyond_timeout_s=120.0)
+
+
+@pytest.fixture(scope="module")
+def outcome(place: Place) -> Outcome:
+    """What came of a run with faults."""
+    return Trial(place, VARIANTS["async"], FAULTS, "forked", SEED).run()
+
+
+def test_a_run_comes_back_from_seven_faults_and_ends_like_an_undisturbed_one(
+    place: Place, outcome: Outcome
+) -> None:
+    assert outcome.problems == []
+    assert sorted(str(one.fault) for one in outcome.happened) == sorted(map(str, FAULTS))
+    assert all(one.recovered_s is not None for one in outcome.happened)
+    assert outcome.starts >= 7
+    assert newest_good(place.run) == STEPS
+    assert list((place.run / "checkpoints").glob("step_*.damaged"))
+    text = page(Result(SEED, TIMEOUT_S, outcome.happened, {}, 1, outcome.starts, 1.0), "it", True)
+    assert "| recovered | 7 |" in text
+    assert "| phase | kill | stop | exit | memory | slow | flipped bit |" in text
+    assert "| backward |  |  | 1 |  |  |  |" in text
+
+
+def test_what_must_not_happen_is_noticed(place: Place, outcome: Outcome, tmp_path: Path) -> None:
+    def wrong(name: str) -> str:
+        return "; ".join(differences(tmp_path / name, place.reference, None))
+
+    assert not outcome.problems
+    for name in ("same", "doubled", "missing", "other", "weights"):
+        shutil.copytree(place.run, tmp_path / name)
+    assert wrong("same") == ""
+
+    metrics = tmp_path / "doubled" / "metrics.jsonl"
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join([*lines, lines[3]]))
+    assert "doubled points" in wrong("doubled")
+
+    (tmp_path / "missing" / "metrics.jsonl").write_text("".join(lines[:-2]) + lines[-1][:9] + "\n")
+    assert "missing points" in wrong("missing")
+    assert "is no JSON" in wrong("missing")
+
+    changed = [json.loads(line) for line in lines]
+    changed[0]["lm loss"] += 1e-9
+    text = "".join(json.dumps(record) + "\n" for record in changed)
+    (tmp_path / "other" / "metrics.jsonl").write_text(text)
+    assert wrong("other") == "metrics.jsonl: 1 other values, such as [('lm loss', 1)]"
+
+    checkpoints = tmp_path / "weights" / "checkpoints"
+    shutil.rmtree(checkpoints / f"step_{STEPS:08d}")
+    earlier = newest_good(tmp_path / "weights")
+    (checkpoints / f"step_{earlier:08d}").rename(checkpoints / f"step_{STEPS:08d}")
+    assert "the final weights differ" in wrong("weights")
+
+
+def test_the_deck_has_every_fault_in_every_phase_of_every_rank() -> None:
+    deck = shuffled(7)
+    first = [next(deck) for _ in range(1000)]
+    found = {(fault.kind, fault.phase, fault.rank) for fault in first}
+    for phase in PHASES:
+        for kind in (kind for kind in FATAL if phase.name != "leave"):
+            assert {(kind, phase.name, rank) for rank in phase.ranks} <= found
+    assert {kind for kind, _, _ in found} >= set(DAMAGES)
+    again = shuffled(7)
+    assert [next(again) for _ in range(1000)] == first
+    other = shuffled(8)
+    assert [next(other) for _ in range(10)] != first[:10]

@@ -1,0 +1,332 @@
+"""One run, taken through several faults to its end, and what is checked on the way."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+from faults import starting
+from faults.deck import DAMAGES, Fault, Variant
+from faults.inside import BALLAST
+from faults.tracker import Tracker
+from faults.verdict import differences, is_good, newest_good, step_of
+from mcore.parallel.checkpoint.files.manifest import read_index
+from rank_testing.scripts import Script
+
+BEYOND_TIMEOUT_S = 10.0
+RUN = Path("room", "run")
+_CONTINUED_AFTER_S = 1.0
+# Starts that end badly without a fault of ours: the faults of others on a busy machine.
+_MOST_UNPLANNED = 2
+_LIMIT_S = 240.0
+
+
+@dataclass
+class Happened:
+    """A fault that has happened.
+
+    Attributes:
+        ended_s: seconds until all ranks that were not stopped had ended; None: the job went on.
+        recovered_s: seconds until the next start, or this one, did a step or finished.
+    """
+
+    fault: Fault
+    launcher: str
+    variant: str
+    at: float
+    start: int
+    ended_s: float | None = None
+    recovered_s: float | None = None
+
+
+@dataclass
+class Outcome:
+    """A trial: what has happened, what has not, and what is wrong afterwards."""
+
+    happened: list[Happened] = field(default_factory=list)
+    unused: list[Fault] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
+    starts: int = 0
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where trials are made, with what they share.
+
+    Attributes:
+        folder: of this trial, new.
+        disk: the small file system that its run lies on, if any.
+        reference: the undisturbed run of the variant.
+        timeout_s: of collectives.
+        beyond_timeout_s: what ranks have beyond that to end after a fault.
+    """
+
+    folder: Path
+    reference: Path
+    timeout_s: float
+    tracker: Tracker | None = None
+    disk: Path | None = None
+    beyond_timeout_s: float = BEYOND_TIMEOUT_S
+
+    @property
+    def run(self) -> Path:
+        """The folder of the run."""
+        return self.folder / RUN
+
+
+def words_of(variant: Variant, timeout_s: float, seed: int) -> list[str]:
+    """The command line of a run, which goes on by itself."""
+    more = f"--run-dir {RUN} --auto-resume --timeout-s {timeout_s} --seed {seed}"
+    return [*variant.words, *more.split()]
+
+
+class Trial:
+    """A run under a launcher, with faults to come in their order."""
+
+    def __init__(
+        self, place: Place, variant: Variant, faults: Sequence[Fault], launcher: str, seed: int
+    ) -> None:
+        self.place = place
+        self.variant = variant
+        self.launcher = launcher
+        self.words = words_of(variant, place.timeout_s, seed)
+        if variant.mlflow and place.tracker is not None:
+            self.words += ["--mlflow-uri", place.tracker.uri]
+        self.faults = list(faults)
+        self.plan = _by_start(self.faults)
+        self.damaged: set[int] = set()
+        self.outcome = Outcome()
+        self.forked = starting.Forked()
+        self.left: list[threading.Thread] = []
+
+    def run(self) -> Outcome:
+        """Start the job until it has finished, and compare what it leaves."""
+        self._make_room()
+        facts = [[dataclasses.asdict(fault) for fault in faults] for faults in self.plan]
+        (self.place.folder / "plan.json").write_text(json.dumps(facts))
+        unplanned = 0
+        while True:
+            began, number = time.time(), self.outcome.starts
+            ended = self._start(number)
+            self._settle(began, number, ended)
+            if ended.is_success or self.outcome.problems:
+                break
+            if not self._faults_since(number):
+                unplanned += 1
+                if unplanned > _MOST_UNPLANNED:
+                    self._problem(f"start {number} ended without a fault: {ended.said[-1500:]}")
+                    break
+        for thread in self.left:
+            thread.join()
+        self._finish(ended)
+        return self.outcome
+
+    def _make_room(self) -> None:
+        room = self.place.folder / RUN.parent
+        self.place.folder.mkdir(parents=True)
+        if self.place.disk is None:
+            room.mkdir()
+        else:
+            shutil.rmtree(self.place.disk / RUN.name, ignore_errors=True)
+            room.symlink_to(self.place.disk, target_is_directory=True)
+
+    def _start(self, number: int) -> starting.Ended:
+        self._prepare_the_tracker(number)
+        folder = self.place.folder
+        if self.launcher == "torchrun":
+            return starting.torchrun(self.words, folder, number, 4 * _LIMIT_S)
+        if self.launcher == "command":
+            return starting.own_command(self.words, folder, number, _LIMIT_S)
+        kinds = {fault.kind for fault in self._planned(number)}
+        return self.forked.start(
+            self.words,
+            folder,
+            number,
+            lambda: {e["rank"] for e in self._faults_since(number) if "stop" in e["kind"]},
+            leave_stopped="stop and continue" in kinds,
+            limit_s=_LIMIT_S,
+        )
+
+    def _settle(self, began: float, number: int, ended: starting.Ended) -> None:
+        """Take note of what one start has brought, and do what comes between starts."""
+        (self.place.folder / f"said-{number}").write_text(ended.said)
+        faults = self._faults_since(number)
+        self.outcome.starts = 1 + max([number, *(e["start"] for e in self._events())])
+        for event in faults:
+            fault = self._fault_of(event)
+            one = Happened(fault, self.launcher, self.variant.name, event["at"], event["start"])
+            self.outcome.happened.append(one)
+            self._check_the_end(one, ended)
+        if ended.killed:
+            self._problem(f"start {number} hung: {[str(o.fault) for o in self.outcome.happened]}")
+        (self.place.folder / BALLAST).unlink(missing_ok=True)
+        for rank, script in ended.left.items():
+            self.left.append(self._continue(rank, script))
+        for one in self.outcome.happened[-len(faults) :] if faults else ():
+            if one.fault.kind in DAMAGES and not self._damage(one.fault.kind):
+                one.fault = dataclasses.replace(one.fault, kind="kill")  # which is all it was
+        self._check_checkpoints()
+
+    def _check_the_end(self, one: Happened, ended: starting.Ended) -> None:
+        """Under a real launcher the next start, which comes after the end, is what is seen."""
+        if not one.fault.is_fatal:
+            return
+        stops = one.fault.kind.startswith("stop")
+        if self.launcher == "forked":
+            others = [at for rank, at in ended.at.items() if not (stops and rank == one.fault.rank)]
+            joins = [e["at"] for e in self._events("join") if e["start"] == one.start]
+            one.ended_s = max(0.0, max(others) - max([one.at, *joins]))
+        else:
+            started = [e["at"] for e in self._events("start") if e["start"] > one.start]
+            one.ended_s = min([*started, *ended.at.values()]) - one.at
+            one.ended_s -= starting.KILLED_AFTER_S if stops else 0.0
+        if one.ended_s > self.place.timeout_s + self.place.beyond_timeout_s:
+            self._problem(f"{one.fault}: ranks went on for {one.ended_s:.1f} s")
+
+    def _continue(self, rank: int, script: Script) -> threading.Thread:
+        """Continue a stopped rank while the next start is under way; it has to end."""
+
+        def work() -> None:
+            time.sleep(_CONTINUED_AFTER_S)
+            script.send(signal.SIGCONT)
+            try:
+                script.wait(self.place.timeout_s + self.place.beyond_timeout_s)
+            except Exception as error:
+                self._problem(f"rank {rank}, continued, does not end: {error}")
+
+        thread = threading.Thread(target=work)
+        thread.start()
+        return thread
+
+    def _damage(self, kind: str) -> bool:
+        """Damage the newest checkpoint, unless the run then had none; return whether it did."""
+        good = sorted(
+            path for path in (self.place.run / "checkpoints").glob("step_????????") if is_good(path)
+        )
+        if len(good) < 2:
+            return False
+        self.damaged.add(step_of(good[-1]))
+        _DAMAGE[kind](good[-1])
+        return not is_good(good[-1])
+
+    def _check_checkpoints(self) -> None:
+        """Every checkpoint that was acknowledged and not damaged or deleted by the job is good."""
+        saved = {e["step"] for e in self._events("saved")} - self.damaged
+        if saved and newest_good(self.place.run) < max(saved):
+            self._problem(f"the acknowledged checkpoint of step {max(saved)} is lost")
+
+    def _finish(self, ended: starting.Ended) -> None:
+        events = self._events()
+        for one in self.outcome.happened:
+            later = [e["at"] for e in events if e["event"] == "step" and e["at"] > one.at]
+            later += [max(ended.at.values())] if ended.is_success else []
+            one.recovered_s = min(later) - one.at if later else None
+        used = [(one.fault.kind, one.fault.phase) for one in self.outcome.happened]
+        for fault in self.faults:
+            if (fault.kind, fault.phase) in used:
+                used.remove((fault.kind, fault.phase))
+            else:
+                self.outcome.unused.append(fault)
+        self._check_loads(events)
+        if not self.outcome.problems:
+            self.outcome.problems += self._wrong_at_the_end()
+
+    def _check_loads(self, events: list[dict[str, Any]]) -> None:
+        """Each start went on from the newest checkpoint that was acknowledged before."""
+        best = 0
+        for event in events:
+            if event["event"] == "saved":
+                best = max(best, event["step"])
+            elif event["event"] == "loaded" and event["step"] < best and best not in self.damaged:
+                self._problem(f"start {event['start']} went back to {event['step']}, not {best}")
+
+    def _wrong_at_the_end(self) -> list[str]:
+        tracker = self.place.tracker if self.variant.mlflow else None
+        if tracker is None:
+            return list(differences(self.place.run, self.place.reference, None))
+        tracker.restarts_itself.clear()
+        tracker.ensure()
+        wrong = list(differences(self.place.run, self.place.reference, tracker.uri))
+        if not wrong:
+            return []
+        # What the server has not taken is sent by the next start of the same command.
+        self._settle(time.time(), self.outcome.starts, self._start(self.outcome.starts))
+        return list(differences(self.place.run, self.place.reference, tracker.uri))
+
+    def _prepare_the_tracker(self, number: int) -> None:
+        tracker = self.place.tracker
+        if not self.variant.mlflow or tracker is None:
+            return
+        tracker.restarts_itself.clear()
+        (self.place.folder / "tracker.pid").write_text(str(tracker.ensure()))
+        if any(fault.kind == "tracker restarted" for fault in self._planned(number)):
+            tracker.restarts_itself.set()
+
+    def _planned(self, number: int) -> list[Fault]:
+        return self.plan[number] if number < len(self.plan) else []
+
+    def _fault_of(self, event: dict[str, Any]) -> Fault:
+        planned = self._planned(event["start"])
+        return next(f for f in planned if (f.kind, f.phase) == (event["kind"], event["phase"]))
+
+    def _faults_since(self, number: int) -> list[dict[str, Any]]:
+        return [event for event in self._events("fault") if event["start"] >= number]
+
+    def _events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        path = self.place.folder / "events.jsonl"
+        lines = path.read_text().splitlines() if path.exists() else []
+        events = [json.loads(line) for line in lines]
+        return [event for event in events if kind in (None, event["event"])]
+
+    def _problem(self, text: str) -> None:
+        self.outcome.problems.append(text)
+
+
+def _by_start(faults: Sequence[Fault]) -> list[list[Fault]]:
+    """Of each start one fault that ends the job, and one that does not; the last has no more."""
+    fatal = [[fault] for fault in faults if fault.is_fatal] + [[]]
+    harmless = [[fault] for fault in faults if not fault.is_fatal]
+    pairs = zip_longest(fatal, harmless[: len(fatal)], fillvalue=list[Fault]())
+    return [one + other for one, other in pairs]
+
+
+def _flip_a_bit(checkpoint: Path) -> None:
+    """In the middle of the largest tensor."""
+    pieces = (piece for key in read_index(checkpoint).keys.values() for piece in key.pieces)
+    largest = max(pieces, key=lambda piece: piece.length)
+    path = checkpoint / largest.file
+    content = bytearray(path.read_bytes())
+    content[largest.at + largest.length // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _truncate(checkpoint: Path) -> None:
+    path = max(checkpoint.glob("*.distcp"), key=lambda file: file.stat().st_size)
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+
+
+_DAMAGE: dict[str, Callable[[Path], None]] = {
+    "flipped bit": _flip_a_bit,
+    "truncated file": _truncate,
+    "no manifest": lambda checkpoint: (checkpoint / "manifest.json").unlink(),
+}
+
+
+def undisturbed(folder: Path, variant: Variant, timeout_s: float, seed: int) -> Path:
+    """Make the run without faults that others of its variant are compared with."""
+    place = Place(folder, folder / RUN, timeout_s)
+    plain = dataclasses.replace(variant, mlflow=False)
+    outcome = Trial(place, plain, [], "forked", seed).run()
+    if outcome.problems:
+        raise RuntimeError(f"the undisturbed run fails: {outcome.problems}")
+    return place.run
