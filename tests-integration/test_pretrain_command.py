@@ -80,7 +80,10 @@ def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
 
 
 REFUSED = {
-    "product": ("--ranks 2 --tp 2 --dp 2", "tp * cp * dp = 2 * 1 * 2 = 4, but there are 2 ranks"),
+    "product": (
+        "--ranks 2 --tp 2 --dp 2",
+        "tp * cp * pp * dp = 2 * 1 * 1 * 2 = 4, but there are 2 ranks",
+    ),
     "sequence": ("--cp 2 --seq-length 34", "--seq-length 34 is not divisible by 2 * --cp 4"),
     "heads": ("--tp 3", "--num-attention-heads 4 is not divisible by --tp 3"),
     "hidden": ("--hidden-size 30", "--hidden-size 30 is not divisible by --num-attention-heads 4"),

@@ -120,8 +120,8 @@ def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
         tmp_path, *ONE_LAYER, *ENDLESS, "--log-interval", "3", "--save-interval", "0",
         "--run-dir", "run", "--straggler-port", str(port), "--mlflow-uri", uri,
     ) as job:  # fmt: skip
-        job.wait_until_printed("/report\n")
-        assert f"straggler detector: http://127.0.0.1:{port}/report" in job.printed.splitlines()
+        job.wait_until_printed("/ui\n")
+        assert f"straggler detector: http://127.0.0.1:{port}/ui" in job.printed.splitlines()
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_below(job.pid).values()]
         address = f"http://127.0.0.1:{port}"
         report = json.loads(answer_of(address, "/report", lambda text: True))
@@ -130,6 +130,9 @@ def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
         for name in ("forward", "backward", "optimizer"):
             assert [stats["count"] for stats in report["sections"][name]] == [3, 3]
         assert "mcore_straggler_enabled 1" in ask(address, "/metrics")[1]
+        assert "<title>" in ask(address, "/ui")[1]
+        shown = json.loads(answer_of(address, "/ui/data", lambda text: True))["scalars"]
+        assert {"lm loss", "grad norm", "tokens/s"} <= {one["name"] for one in shown}
         assert ask(address, "/off", "POST")[0] == 202
         answer_of(address, "/status", lambda text: json.loads(text)["enabled"] is False)
         wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())

@@ -61,7 +61,7 @@ def points_of(run: Path) -> list[tuple[Point, Any]]:
         ((name, record["step"]), value)
         for record in records
         for name, value in record.items()
-        if name != "step"
+        if name not in ("step", "time")
     ]
 
 

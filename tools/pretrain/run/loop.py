@@ -7,6 +7,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 from mcore.observe import GlobalState, JsonlSink, TrainState, status_of, training_log
 from mcore.parallel import ProcessGroups
 from pretrain.model.stages import chunks_of
@@ -162,17 +164,18 @@ class Loop:
                 loaded_iteration=self.first_step,
                 seq_length=self.settings.seq_length,
             )
-        self._log_own()
+        self._log_own(loss, norm)
         self._count_skipped(skipped)
 
-    def _log_own(self) -> None:
-        """Log this job's own metrics, apart from the training log."""
+    def _log_own(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Log this job's own metrics, and show some on the detector's page."""
         own = step_time(self.finished)
         self.watch.end_step()
         step = self.progress.step
         if step == self._last_step() or _due(step, self.settings.log_interval):
             config = self.observed.cfg.model
             own |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
+            self.watch.show(self.steps.objective.loss_name, loss, norm, own["step-time"])
             with above_the_bar():
                 own |= self.watch.report()
         self.observed.log_metrics(own, versus_samples=False)

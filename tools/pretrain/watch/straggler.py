@@ -123,6 +123,7 @@ class StragglerWatch:
         self._log = folder.straggler_log
         self._flops_per_step = flops_per_step
         self._stages = settings.pp
+        self._tokens_per_step = settings.global_batch_size * settings.seq_length
         self._steps = 0
         self._handler: logging.Handler | None = None
         if settings.straggler:
@@ -148,7 +149,7 @@ class StragglerWatch:
             )
         elif self.detector.controller_address is not None:
             host, port = self.detector.controller_address
-            print(f"straggler detector: http://{host}:{port}/report", flush=True)
+            print(f"straggler detector: http://{host}:{port}/ui", flush=True)
 
     def _write_lines(self) -> None:
         """Send every line of the detector to the file; the console gets the slow ranks."""
@@ -159,6 +160,12 @@ class StragglerWatch:
     def end_step(self) -> None:
         """Call after every step; no communication."""
         self._steps += 1
+
+    def show(self, loss_name: str, loss: torch.Tensor, norm: torch.Tensor, seconds: float) -> None:
+        """Put what a step reached on the detector's page; reads the device on rank 0."""
+        if self.detector.configured and dist.get_rank() == 0:
+            numbers = {loss_name: loss.item(), "grad norm": norm.item()}
+            self.detector.show(**numbers, **{"tokens/s": self._tokens_per_step / seconds})
 
     def report(self) -> dict[str, float]:
         """Compare the ranks since the last report; one all-gather over the world.

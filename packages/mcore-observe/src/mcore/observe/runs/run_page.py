@@ -56,7 +56,7 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "run.html"
         >>> draw_page([Run("first", {"loss": {1: 2.0, 2: 1.0}})], path)
-        >>> "<canvas" in path.read_text() and "http:" not in path.read_text()
+        >>> "<script" in path.read_text() and "http:" not in path.read_text()
         True
     """
     target = Path(path)
