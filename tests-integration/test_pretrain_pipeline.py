@@ -43,6 +43,12 @@ ONE_PROCESS = {
     "value head": dataclasses.replace(ALONE, value_head=True),
     # Untied: one process adds the two gradients of a tied embedding in bf16, two stages in fp32.
     "bf16": dataclasses.replace(ALONE, bf16=True, untied=True),
+    "experts": dataclasses.replace(ALONE, experts=4, topk=2, balance="sequence"),
+    "packed": dataclasses.replace(ALONE, packed=True),
+}
+OTHERS: dict[str, dict[str, Any]] = {
+    "experts": {"pp": 2, "dp": 2, "ep": 2, "micro_batch_size": 1},
+    "packed": {"pp": 2, "cp": 2, "micro_batch_size": 1},
 }
 
 
@@ -69,7 +75,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def weights_of(settings: Settings, run: Path) -> dict[str, torch.Tensor]:
     """The weights of the last checkpoint, read as those of the whole model in one process."""
     whole = dataclasses.replace(
-        settings, tp=1, cp=1, pp=1, vpp=1, dp=1, fsdp=False, sequence_parallel=False,
+        settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, sequence_parallel=False,
         defer_embedding_wgrad=False,
     )  # fmt: skip
     return load_model(whole, RunFolder(run)).state_dict()
@@ -96,7 +102,12 @@ def test_every_layout_of_four_ranks_equals_one_process(alone: Path, tmp_path: Pa
         ("chain", dataclasses.replace(ALONE, exit_after=1, **layout))
         for layout in (LAYOUTS["pp2-tp2-sequence"], {"tp": 2, "dp": 2}, *LAYOUTS.values())
     ]
-    printed = run_ranks(all_here, 4, [*runs, *chain[:4]], str(tmp_path), timeout_s=200)
+    others = [
+        (name, dataclasses.replace(ONE_PROCESS[name], **layout)) for name, layout in OTHERS.items()
+    ]
+    printed = run_ranks(all_here, 4, [*runs, *chain[:4], *others], str(tmp_path), timeout_s=200)
+    for name, settings in others:
+        assert_equal_runs(settings, tmp_path / name, alone / name)
     for name, settings in [*runs, ("chain", ALONE)]:
         assert_equal_runs(settings, tmp_path / name, alone / "fp32")
     stages = [line for of_rank in printed for line in of_rank[0].splitlines() if "stage " in line]
@@ -147,9 +158,8 @@ def test_every_kind_of_head_equals_one_process_and_a_stopped_run_goes_on(
 ) -> None:
     deferred = run_ranks(two_stages_here, 2, str(tmp_path), timeout_s=200)
     assert deferred == [[], [ALONE.num_microbatches] * ALONE.train_iters]
-    for name, settings in ONE_PROCESS.items():
-        if name != "fp32":
-            assert_equal_runs(settings, tmp_path / name, alone / name)
+    for name in ("untied", "value head", "bf16"):
+        assert_equal_runs(ONE_PROCESS[name], tmp_path / name, alone / name)
     losses = losses_of(tmp_path / "dropped")
     assert losses == losses_of(tmp_path / "dropped in two")
     assert losses != pytest.approx(losses_of(alone / "fp32"), rel=1e-3)
