@@ -25,6 +25,7 @@ CONSOLE_LINE = re.compile(
 )
 
 
+@pytest.mark.slow
 def test_a_run_leaves_a_folder_that_holds_everything(tmp_path: Path) -> None:
     done = command(
         tmp_path, *TINY, "--tp", "2", "--train-iters", "12", "--log-interval", "4",

@@ -30,6 +30,7 @@ def main_after_an_import(arguments: list[str]) -> int:
     return main(arguments)
 
 
+@pytest.mark.slow
 def test_a_dead_server_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     uri = f"http://someone:{PASSWORD}@127.0.0.1:{free_port()}"
     done = pretrain(tmp_path, *TINY, "--train-iters", "3", "--run-dir", "run", "--no-tensorboard",

@@ -36,6 +36,7 @@ from rank_testing import run_ranks
 NEVER_SAVED = (*TINY, *ENDLESS, "--no-mlflow", "--save-interval", "0", "--run-dir", "run")
 
 
+@pytest.mark.slow
 def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with started(tmp_path, *NEVER_SAVED) as job:
@@ -61,6 +62,7 @@ def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Pa
     assert len(losses_of(folder.path)) == last + 2
 
 
+@pytest.mark.slow
 def test_ranks_end_when_their_launcher_was_killed(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     with started(tmp_path, *NEVER_SAVED) as job:
@@ -145,6 +147,7 @@ def stop_together(asked_at: int) -> tuple[int, int]:
     return 0, -1
 
 
+@pytest.mark.slow
 def test_ranks_agree_on_what_they_see_and_on_when_to_stop(tmp_path: Path) -> None:
     for name in ("shared", "other"):
         (tmp_path / name).mkdir()

@@ -112,6 +112,7 @@ def answer_of(address: str, path: str, wanted: Callable[[str], bool]) -> str:
     return answers[-1][1]
 
 
+@pytest.mark.slow
 def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
     """The controller of a job whose MLflow is away; its processes can be seen by all users."""
     port = free_port()

@@ -11,6 +11,7 @@ import subprocess
 import time
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from ruamel.yaml import YAML
@@ -40,6 +41,7 @@ def start(cwd: Path, words: list[str]) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_readme_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
     words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")

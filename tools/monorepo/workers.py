@@ -28,10 +28,14 @@ def pytest_configure_node(node: Any) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests of a group, and those that share a fixture of their file, on one worker."""
+    """Keep tests of a group, and those that share a fixture of their file, on one worker.
+
+    What is marked as slow comes first, so that no worker has it alone at the end.
+    """
     if not getattr(config, "workerinput", {}).get("keeps_groups"):
         return
     config.option.loadgroup = True
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     for item in items:
         if item.get_closest_marker("xdist_group") is None and _shares_a_fixture(item):
             item.add_marker(pytest.mark.xdist_group(item.path.stem))

@@ -24,6 +24,7 @@ NAMES = [
 ]
 
 
+@pytest.mark.slow
 def test_a_sample_of_the_table_is_green(tmp_path: Path) -> None:
     data = write_text(tmp_path)
     every = {name_of(one): one for one in combinations(2, data)}
