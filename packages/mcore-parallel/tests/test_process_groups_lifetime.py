@@ -82,6 +82,7 @@ def make_and_destroy(rounds: int) -> dict[str, Any]:
     found["repr"] = repr(kept)
     found["mesh still works"] = summed(mesh["tp"].get_group())
     pgs = ProcessGroups.from_sizes(tp=2)
+    dist.barrier()  # others may still be connecting to this rank
     if dist.get_rank() == 1:
         pgs.destroy()  # as a rank does that has failed alone
     again = ProcessGroups.from_sizes(tp=2)
