@@ -80,8 +80,10 @@ def test_settings_that_know_no_format_get_megatrons_line(make_state, log_step, p
         ("NVIDIA L4", 121.0),
         ("AMD Instinct MI300X", 1307.4),
         ("AMD Instinct MI325X", 1307.4),
-        ("NVIDIA H100 NVL", None),
+        ("NVIDIA H100 NVL", 835.0),
         ("NVIDIA H200 NVL", None),
+        ("NVIDIA B200", 2250.0),
+        ("NVIDIA GB200", 2500.0),
         ("NVIDIA L40S", None),
         ("AMD Instinct MI250X", None),  # a device is half of one
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
@@ -91,6 +93,15 @@ def test_settings_that_know_no_format_get_megatrons_line(make_state, log_step, p
 )
 def test_peaks_are_those_of_known_devices_only(name, peak):
     assert peak_tflops(name) == (None if peak is None else pytest.approx(peak, rel=2e-3))
+
+
+def test_peaks_are_those_that_torchtitan_quotes_from_the_makers_pages():
+    quoted = pytest.importorskip("torchtitan.tools.utils").get_peak_flops
+    unknown = quoted("a device of tomorrow")
+    for name in ("H100 PCIe", "H100 80GB HBM3", "H100 NVL", "H200", "B200", "GB200"):
+        theirs = quoted(f"NVIDIA {name}")
+        assert theirs != unknown
+        assert peak_tflops(f"NVIDIA {name}") == pytest.approx(theirs / 1e12, rel=2e-3)
 
 
 def of_two_ranks():

@@ -24,23 +24,27 @@ DATA_TIMER = "batch-generator"
 _NUM_LOSSES = 8  # whose largest value over the ranks is shown
 _NOTHING = -math.inf  # what a rank without a figure adds to a maximum
 
-# By the start of torch's device name: multiprocessors, their clock in GHz while the matrix units
-# work, and dense bf16 operations of one per clock; None where the makers do not state all three.
+# Dense bf16 TFLOP/s by the start of torch's device name: multiprocessors, their clock in GHz while
+# the matrix units work, and operations of one per clock, where the maker states all three; else
+# the figure of the data sheet, with sparsity halved; None for what has no such figure.
 # Not the AMD Instinct MI250X: torch shows each of its two dies as a device.
-_UNITS = {
+_PEAKS = {
     # NVIDIA A100 Tensor Core GPU Architecture (white paper): boost clock
-    "NVIDIA A100": (108, 1.41, 2048),
+    "NVIDIA A100": 108 * 1.41 * 2.048,
     # NVIDIA H100 Tensor Core GPU Architecture (white paper): boost clock for tensor core operations
-    "NVIDIA H100 PCIe": (114, 1.62, 4096),
-    "NVIDIA H100 80GB HBM3": (132, 1.83, 4096),
+    "NVIDIA H100 PCIe": 114 * 1.62 * 4.096,
+    "NVIDIA H100 80GB HBM3": 132 * 1.83 * 4.096,
+    "NVIDIA H100 NVL": 835.0,  # NVIDIA H100 data sheet
     # NVIDIA H200 data sheet: its SXM part computes as the H100's
-    "NVIDIA H200": (132, 1.83, 4096),
+    "NVIDIA H200": 132 * 1.83 * 4.096,
     "NVIDIA H200 NVL": None,
+    "NVIDIA B200": 2250.0,  # NVIDIA DGX B200 data sheet, a device's share
+    "NVIDIA GB200": 2500.0,  # NVIDIA GB200 NVL72 data sheet, a device's share
     # NVIDIA Ada GPU Architecture (white paper) and L4 data sheet
-    "NVIDIA L4": (58, 2.04, 1024),
+    "NVIDIA L4": 58 * 2.04 * 1.024,
     # AMD CDNA 3 (white paper), and the data sheets of the two
-    "AMD Instinct MI300X": (304, 2.1, 2048),
-    "AMD Instinct MI325X": (304, 2.1, 2048),
+    "AMD Instinct MI300X": 304 * 2.1 * 2.048,
+    "AMD Instinct MI325X": 304 * 2.1 * 2.048,
 }
 
 
@@ -118,9 +122,8 @@ def peak_tflops(device_name: str) -> float | None:
     """Return the dense bf16 peak of a device; None for parts of one and for unknown ones."""
     if " MIG " in device_name:
         return None
-    found = [name for name in _UNITS if _is_model(device_name, name)]
-    units = _UNITS[max(found, key=len)] if found else None
-    return None if units is None else math.prod(units) / 1e3
+    found = [name for name in _PEAKS if _is_model(device_name, name)]
+    return _PEAKS[max(found, key=len)] if found else None
 
 
 def _is_model(device_name: str, name: str) -> bool:
