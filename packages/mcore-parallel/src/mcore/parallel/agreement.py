@@ -154,8 +154,12 @@ def reports_of_failures(report: str | None, group: dist.ProcessGroup) -> dict[in
 
     One all-reduce of one number; only after a failure an all-gather of 4096 bytes a rank.
     """
-    if not highest([report is not None], group)[0]:
-        return {}
+    [is_failed] = highest([report is not None], group)
+    return gathered_reports(report, group) if is_failed else {}
+
+
+def gathered_reports(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
+    """Return the reports of all ranks that have one; one all-gather of 4096 bytes a rank."""
     text = "" if report is None else report or "unknown error"
     own = _encoded(text, _REPORT_BYTES, group)
     every = own.new_empty(group.size() * _REPORT_BYTES)

@@ -9,12 +9,15 @@ import secrets
 import warnings
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, overload
 
-import torch
-
 from mcore.parallel.checkpoint.background import SaveHandle, start_in_background
-from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
+from mcore.parallel.checkpoint.errors import (
+    CheckpointingException,
+    DamagedCheckpointError,
+    describe_error,
+)
 from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.durable_files import is_incomplete_name
 from mcore.parallel.checkpoint.files.index import Index
@@ -31,7 +34,7 @@ from mcore.parallel.checkpoint.files.regular_files import (
     open_regular,
     place_of,
 )
-from mcore.parallel.checkpoint.files.remote import RemotePath, is_unreachable
+from mcore.parallel.checkpoint.files.remote import is_unreachable
 from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave, reserve, save_at
 from mcore.parallel.checkpoint.planning.copies import choose_writers
 from mcore.parallel.checkpoint.planning.staging import reject_unsavable, stage_entries
@@ -303,9 +306,24 @@ def load_sharded_state_dict(
 
 def open_checkpoint(path: PathLike, team: Team) -> tuple[Place, Index]:
     """Return on all ranks where a checkpoint is and what it holds, after a check of its files."""
-    directory = team.agree(lambda: place_of(path))
-    with _as_damage(directory, team):
-        return directory, _shared_index(directory, team)
+    directory: Place = Path()
+
+    def read() -> RawIndex:
+        nonlocal directory
+        directory = place_of(path)
+        with _as_damage():
+            return _read_index(directory) if team.is_first else RawIndex(b"", b"")
+
+    def parsed() -> Index:
+        with _as_damage():
+            index = parsed_index(directory, raw)
+            if team.is_first:
+                _check_files(directory, index)
+        return index
+
+    with _cannot_load(path):
+        raw = RawIndex(*team.share(read, len(RawIndex._fields)))
+        return directory, team.agree(parsed)
 
 
 def load_opened(
@@ -325,32 +343,41 @@ def load_opened(
 
     planner = ShardedLoadPlanner(strict=strict, weights_only=weights_only)
     planner.has_listed_objects = not index.checksums and (directory / _MEGATRON_FILE).is_file()
-    try:
-        reader, plan = team.agree(
-            lambda: _planned(build(), directory, index, planner, team, verify)
-        )
-        extra = _unexpected_keys(index, planner.wanted.union(accounted), team)
+
+    def planned() -> tuple[tuple[CheckedReader, LoadPlan], list[bool]]:
+        reader, plan = _planned(build(), directory, index, planner, team, verify)
+        with _as_damage():
+            reader.check_plan(plan)
+            reader.read_objects(plan, planner)
+        expected = planner.wanted.union(accounted)
+        return (reader, plan), [key in expected for key in index.keys]
+
+    with _cannot_load(directory):
+        (reader, plan), expected = team.agree_any(planned, len(index.keys))
+        extra = [key for key, flag in zip(index.keys, expected, strict=True) if not flag]
         if extra:  # equal on all ranks, which ``unexpected`` need not be
             team.agree(lambda: _handle_unexpected(extra, unexpected, team))
-    except CheckpointingException as error:
-        raise CheckpointingException(f"cannot load {directory}: {error}") from error
-    with _as_damage(directory, team):
-        team.agree(lambda: _read_objects(reader, plan, planner))
         _fill(reader, plan, planner, team)
     return planner.loaded_state_dict()
 
 
 @contextmanager
-def _as_damage(directory: Place, team: Team) -> Iterator[None]:
-    """Name the checkpoint in an error of all ranks, which is its own unless a storage is away."""
+def _cannot_load(path: PathLike) -> Iterator[None]:
+    """Name the checkpoint in an error, which has its kind on all ranks already."""
     try:
         yield
     except CheckpointingException as error:
-        is_away = False
-        if isinstance(directory, RemotePath):
-            [is_away] = map(bool, team.max([is_unreachable(error)]))
-        kind = CheckpointingException if is_away else DamagedCheckpointError
-        raise kind(f"cannot load {directory}: {error}") from error
+        raise type(error)(f"cannot load {path}: {error}") from error
+
+
+@contextmanager
+def _as_damage() -> Iterator[None]:
+    """Make an error one of the checkpoint's own, unless a storage is away."""
+    try:
+        yield
+    except Exception as error:
+        kind = CheckpointingException if is_unreachable(error) else DamagedCheckpointError
+        raise kind(describe_error(error)) from error
 
 
 def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> None:
@@ -358,24 +385,12 @@ def _require_one_of(name: str, given: object, choices: tuple[object, ...]) -> No
         raise ValueError(f"{name} must be one of {choices}, got {given!r}")
 
 
-def _shared_index(directory: Place, team: Team) -> Index:
-    """Read on the first rank what the checkpoint holds and check its files; return it on all."""
-
-    def read() -> RawIndex:
-        if is_incomplete_name(directory.name):
-            raise CheckpointingException(
-                "it was left behind by a save that did not finish; take a complete checkpoint"
-            )
-        return read_raw_index(directory) if team.is_first else RawIndex(b"", b"")
-
-    def parsed() -> Index:
-        index = parsed_index(directory, raw)
-        if team.is_first:
-            _check_files(directory, index)
-        return index
-
-    raw = RawIndex(*team.share_bytes(*team.agree(read)))
-    return team.agree(parsed)
+def _read_index(directory: Place) -> RawIndex:
+    if is_incomplete_name(directory.name):
+        raise CheckpointingException(
+            "it was left behind by a save that did not finish; take a complete checkpoint"
+        )
+    return read_raw_index(directory)
 
 
 def _planned(
@@ -396,11 +411,6 @@ def _planned(
     plan = planner.create_local_plan()
     _reject_empty_optimizer((), sd, index.keys)
     return reader, plan
-
-
-def _read_objects(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner) -> None:
-    reader.check_plan(plan)
-    reader.read_objects(plan, planner)
 
 
 def _check_files(directory: Place, index: Index) -> None:
@@ -445,15 +455,6 @@ def _reject_empty_optimizer(
         )
 
 
-def _unexpected_keys(index: Index, wanted: frozenset[str], team: Team) -> list[str]:
-    """Return on every rank the keys that no rank asks for: one all-reduce of a byte a key."""
-    asked = [key in wanted for key in index.keys]
-    flags = team.any_of(torch.tensor(asked, dtype=torch.uint8, device="cpu"))
-    if bool(flags.all()):
-        return []
-    return [key for key, flag in zip(index.keys, flags.tolist(), strict=True) if not flag]
-
-
 def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team) -> None:
     if unexpected == "ignore":
         return
@@ -461,14 +462,18 @@ def _handle_unexpected(extra: Sequence[str], unexpected: Unexpected, team: Team)
     if unexpected == "raise":
         raise CheckpointingException(titled_list(title, extra, "key"))
     if team.is_first:
-        warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=6)
+        warnings.warn(f"{titled_list(title, extra, 'key')}", stacklevel=8)
 
 
 def _fill(reader: CheckedReader, plan: LoadPlan, planner: ShardedLoadPlanner, team: Team) -> None:
+    def fill() -> None:
+        with _as_damage():
+            reader.read_tensors(planner.finish_plan(plan), planner)
+
     try:
-        team.agree(lambda: reader.read_tensors(planner.finish_plan(plan), planner))
+        team.agree(fill)
     except CheckpointingException as error:
-        raise CheckpointingException(
+        raise type(error)(
             f"{error}\nBy then tensors on any rank may have been filled in part: load another "
             "checkpoint into them before they are used"
         ) from error

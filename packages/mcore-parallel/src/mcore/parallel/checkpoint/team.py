@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,9 +11,10 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from mcore.parallel.agreement import highest, reports_of_failures
+from mcore.parallel.agreement import gathered_reports, highest
 from mcore.parallel.checkpoint.errors import (
     CheckpointingException,
+    DamagedCheckpointError,
     describe_error,
     merge_reports,
 )
@@ -44,23 +46,60 @@ class Team:
             return highest(numbers, self.group)
 
     def agree(self, step: Callable[[], T]) -> T:
-        """Run ``step``, which has no collectives, and return its result.
+        """Run ``step``, which has no collectives, and return its result; one all-reduce.
 
-        When it fails on any rank, all raise a CheckpointingException with the reports of all.
+        When it fails on any rank, all raise the reports of all: a DamagedCheckpointError where each
+        of them is one, else a CheckpointingException.
         """
+        result, _ = self._agree(lambda: (step(), ()), 0, self.max)
+        return result
+
+    def agree_any(
+        self, step: Callable[[], tuple[T, Sequence[int]]], count: int
+    ) -> tuple[T, list[int]]:
+        """As :meth:`agree`; of the ``count`` flags that a step returns too, all get any rank's."""
+        return self._agree(step, count, self._any_of)
+
+    def share(self, step: Callable[[], Sequence[bytes]], count: int = 1) -> list[bytes]:
+        """As :meth:`agree`, but all get the ``count`` bytes that the first rank's step returns."""
+
+        def with_lengths() -> tuple[Sequence[bytes], list[int]]:
+            payloads = step()
+            return payloads, [len(one) if self.is_first else 0 for one in payloads]
+
+        payloads, lengths = self._agree(with_lengths, count, self.max)
+        if self.group is None or not any(lengths):
+            return list(payloads)
+        joined = io.BytesIO(self._broadcast(b"".join(payloads), sum(lengths)))
+        return [joined.read(length) for length in lengths]
+
+    def _agree(
+        self,
+        step: Callable[[], tuple[T, Sequence[int]]],
+        count: int,
+        combine: Callable[[Sequence[int]], list[int]],
+    ) -> tuple[T, list[int]]:
         cause: Exception | None = None
+        failure = 0
+        numbers: Sequence[int] = [0] * count
         try:
-            result = step()
+            result, numbers = step()
         except Exception as error:
             cause = error
-        report = None if cause is None else describe_error(cause)
-        if self.group is not None:
-            with lost_ranks_named():
-                reports = reports_of_failures(report, self.group)
-            report = merge_reports(reports) if reports else None
-        if report is not None:
-            raise CheckpointingException(report) from cause
-        return result
+            failure = 1 if isinstance(error, DamagedCheckpointError) else 2
+        failure, *combined = combine([failure, *numbers])
+        if failure:
+            report = None if cause is None else describe_error(cause)
+            kind = DamagedCheckpointError if failure == 1 else CheckpointingException
+            raise kind(self._merged(report)) from cause
+        return result, combined
+
+    def _merged(self, report: str | None) -> str:
+        """Return the reports of all ranks that failed, one of which is this process when alone."""
+        if self.group is None:
+            return str(report)
+        with lost_ranks_named():
+            return merge_reports(gathered_reports(report, self.group))
 
     def gather_bytes(self, payload: bytes) -> list[bytes]:
         """Collect every rank's bytes on the first rank; the others get an empty list."""
@@ -71,16 +110,6 @@ class Team:
         return [
             bytes_of(padded)[:length]
             for padded, length in zip(received or [], lengths, strict=False)
-        ]
-
-    def share_bytes(self, *payloads: bytes) -> list[bytes]:
-        """Return the first rank's bytes, of which each rank gives as many, on every rank."""
-        if self.group is None:
-            return list(payloads)
-        lengths = self.max([len(one) if self.is_first else 0 for one in payloads])
-        return [
-            self._broadcast(one, length) if length else b""
-            for one, length in zip(payloads, lengths, strict=True)
         ]
 
     def _broadcast(self, payload: bytes, length: int) -> bytes:
@@ -107,14 +136,14 @@ class Team:
         received = bytes_of(message)
         return received[8 : 8 + int.from_bytes(received[:8], "big")]
 
-    def any_of(self, flags: torch.Tensor) -> torch.Tensor:
-        """Return which of some flags (uint8, on the CPU) are set on any rank."""
+    def _any_of(self, flags: Sequence[int]) -> list[int]:
+        """Return the largest of all ranks' small numbers; a byte each, however many they are."""
         if self.group is None:
-            return flags
-        message = flags.to(comm_device(self.group))
+            return list(flags)
+        message = _as_tensor(bytes(flags)).to(comm_device(self.group))
         with lost_ranks_named():
             dist.all_reduce(message, op=dist.ReduceOp.MAX, group=self.group)
-        return message.cpu()
+        return list(bytes_of(message))
 
     def _gather(self, payload: bytes) -> tuple[list[torch.Tensor] | None, list[int]]:
         device = comm_device(self.group)

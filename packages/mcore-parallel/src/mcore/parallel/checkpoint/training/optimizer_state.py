@@ -86,8 +86,7 @@ class OptimizerState:
         if highest == -lowest:
             return own
         packed = team.gather_bytes(pickle.dumps(own))
-        merged = team.agree(lambda: _merged(map(pickle.loads, packed)))
-        [shared] = team.share_bytes(pickle.dumps(merged))
+        [shared] = team.share(lambda: [pickle.dumps(_merged(map(pickle.loads, packed)))])
         found: Groups = pickle.loads(shared)
         return found
 
