@@ -121,6 +121,8 @@ class RowParallelLinear(TensorParallelModule):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """``[s, b, in / tp]`` to ``[s, b, out]``."""
+        if get_pg_size(self.tp_group) == 1:
+            return F.linear(hidden, self.weight, self.bias)
         partial = F.linear(hidden, self.weight)
         whole = leave_split_layers(partial, self.tp_group, sequence_parallel=self.sequence_parallel)
         return whole + self.bias

@@ -34,12 +34,17 @@ class MainWeightOptimizer:
         self.params = sorted(order, key=is_expert, reverse=True)
         self.main = [_main_weight(param) for param in self.params]
         self.adamw = AdamW(self.main, weight_decay=weight_decay)
-        numel = sum(param.numel() for param in self.params) + 1
+        pairs = zip(self.params, self.main, strict=True)
+        several = (groups.dp_cp, groups.expt_dp, groups.tp, groups.pp)
+        self._is_alone = all(param is main for param, main in pairs) and not any(
+            get_pg_size(group) > 1 for group in several
+        )
+        numel = 1 if self._is_alone else sum(param.numel() for param in self.params) + 1
         self._num_partial = sum(p.numel() for p in self.params if has_partial_gradient(p))
         self._bucket = get_global_memory_buffer().get_tensor(
             (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
         )
-        self._views = _views(self._bucket, self.params)
+        self._views = [] if self._is_alone else _views(self._bucket, self.params)
         num_expert = sum(p.numel() for p in self.params if is_expert(p))
         self._of_experts, self._dense = self._bucket[:num_expert], self._bucket[num_expert:]
         self._accumulated = 0
@@ -55,7 +60,13 @@ class MainWeightOptimizer:
         self.adamw.set_updates(updates)
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
-        """Add the model's gradients to the fp32 bucket and drop them; call after each backward."""
+        """Add the model's gradients to the fp32 bucket and drop them; call after each backward.
+
+        With nothing to convert and nobody to share with, they stay where autograd adds them up.
+        """
+        self._accumulated += is_whole
+        if self._is_alone:
+            return
         if self._is_filled:
             ready = [place for place, param in enumerate(self.params) if param.grad is not None]
             if ready:
@@ -64,7 +75,6 @@ class MainWeightOptimizer:
         else:
             torch._foreach_copy_(self._views, [_gradient(param) for param in self.params])
         self._is_filled = True
-        self._accumulated += is_whole
         for param in self.params:
             param.grad = None
 
@@ -82,6 +92,8 @@ class MainWeightOptimizer:
         have got from all ``ep`` ranks is summed over ``expt_dp``. One over ``embd`` of the
         embedding's follows where two stages share it.
         """
+        if self._is_alone:
+            return self._mean_alone(loss_sum)
         self._bucket[-1] = loss_sum.detach()
         if self._num_partial:
             sum_partial_gradients([self._dense[: self._num_partial]], self.groups.tp)
@@ -96,6 +108,14 @@ class MainWeightOptimizer:
             main.grad = view
         self._accumulated, self._is_filled = 0, False
         return self._bucket[-1].clone()
+
+    def _mean_alone(self, loss_sum: torch.Tensor) -> torch.Tensor:
+        for param in self.params:
+            param.grad = _gradient(param)
+        count, self._accumulated = self._accumulated, 0
+        if count > 1:
+            torch._foreach_div_([_gradient(param) for param in self.params], count)
+        return loss_sum.detach() / count
 
     def clip_gradients(self, limit: float) -> torch.Tensor:
         """Scale the gradients to a global norm of at most ``limit``.
