@@ -50,7 +50,6 @@ class Markdown(griffe.Extension):
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
     """Append to the navigation what other files bring, and keep where each page comes from."""
     nav: list[Any] = config.nav or []
-    nav[1]["Guides"] += MORE_GUIDES
     pictures = sorted((REPOSITORY / "tools/docs").glob("*.png"))
     copied = {
         **MORE_GUIDES,
@@ -62,7 +61,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
     for package in load_workspace(REPOSITORY).distributions.values():
         modules = _modules(package)
         names |= modules
-        overview, changes = f"packages/{package.name}.md", f"changelogs/{package.name}.md"
+        overview, changes = f"packages/{package.name}/index.md", f"changelogs/{package.name}.md"
         copied[overview] = _source(package.folder / "README.md")
         pages = [{name: f"reference/{name}.md"} for name in modules]
         packages.append({package.name: [overview, *pages, {"Changelog": changes}]})

@@ -7,6 +7,7 @@ it also leaves screenshots there, light and dark.
 from __future__ import annotations
 
 import argparse
+import shutil
 import sys
 import threading
 from collections.abc import Iterator, Sequence
@@ -15,6 +16,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.webdriver.chrome.service import Service
 
 BUILT = Path(__file__).parents[2] / "build/site"
 SIZES = ((360, 800), (1440, 1000))
@@ -28,10 +30,12 @@ class _Quiet(SimpleHTTPRequestHandler):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print what is wrong with the pages; return 1 if anything is."""
     parser = argparse.ArgumentParser(prog="hatch run docs-look", description=__doc__)
-    parser.add_argument("pages", nargs="*", help="such as guides/slow-rank; all by default")
+    parser.add_argument("pages", nargs="*", help="such as guides/slow-rank; . is the start")
     parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="leave screenshots there")
     options = parser.parse_args(arguments)
-    built = sorted(file.parent.relative_to(BUILT).as_posix() for file in BUILT.rglob("index.html"))
+    built = [
+        file.parent.relative_to(BUILT).as_posix() for file in sorted(BUILT.rglob("index.html"))
+    ]
     if not built:
         parser.error(f"there is nothing in {BUILT}: hatch run docs-build")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(BUILT))) as server:
@@ -43,7 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             found = [
                 problem
                 for page in pages
-                for problem in _problems(browser, address, page.strip("/"), options.pictures)
+                for problem in _problems(browser, address, page, options.pictures)
             ]
         finally:
             browser.quit()
@@ -57,7 +61,8 @@ def _browser() -> webdriver.Chrome:
     for option in ("--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars"):
         options.add_argument(option)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    return webdriver.Chrome(options=options)
+    # Where the system has a driver, selenium need not ask the network for one.
+    return webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
 
 
 def _problems(
@@ -85,8 +90,11 @@ def _logged(browser: webdriver.Chrome) -> list[dict[str, str]]:
 def _take(browser: webdriver.Chrome, scheme: str, file: Path) -> None:
     """Save what the browser shows in a colour scheme."""
     scheme_of_the_system = [{"name": "prefers-color-scheme", "value": scheme}]
+    browser.execute_script("localStorage.clear()")  # where a page keeps the scheme it had
+    address = browser.current_url
+    browser.get("about:blank")
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme_of_the_system})
-    browser.refresh()
+    browser.get(address)
     file.parent.mkdir(parents=True, exist_ok=True)
     browser.save_screenshot(str(file))
 

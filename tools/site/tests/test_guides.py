@@ -13,7 +13,9 @@ from rank_testing import preload
 from rank_testing.programs import run_program
 from rank_testing.scripts import run_script
 
-preload("mcore.observe", "mcore.modules.graphs", "mcore.parallel.checkpoint")
+preload(
+    "mcore.observe", "mcore.modules.graphs", "mcore.parallel.checkpoint", "torch.distributed.fsdp"
+)
 PAGES = Path(__file__).parents[1] / "pages"
 _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
