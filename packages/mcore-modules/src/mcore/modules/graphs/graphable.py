@@ -37,7 +37,7 @@ class GraphableMegatronModule(MegatronModule):
     The configuration's ``cuda_graph_impl`` decides at each call. ``"none"`` and
     ``"full_iteration"``: as any module. ``"local"``: through ``cudagraph_manager``, which captures
     the layer on its own. ``"transformer_engine"``: in training, once
-    :func:`~mcore.modules.capture_graphs` has filled ``cuda_graphs``, from the graph of the
+    :func:`~mcore.modules.graphs.capture_graphs` has filled ``cuda_graphs``, from the graph of the
     microbatch; without the module's hooks, after its manual hooks.
 
     Copies and pickles have no graphs, manual hooks or manager state; a manager is replaced by a new
@@ -49,7 +49,7 @@ class GraphableMegatronModule(MegatronModule):
         graph_runner: Captures graphs; None chooses by configuration and device.
         cudagraph_manager: Called as ``manager(module, args, kwargs)`` with ``"local"``; None makes
             one with ``create_mcore_cudagraph_manager(config)`` if the class has that method, which
-            sets the attribute, else a :class:`~mcore.modules.LocalGraphManager`.
+            sets the attribute, else a :class:`~mcore.modules.graphs.LocalGraphManager`.
 
     Example:
         >>> import torch
