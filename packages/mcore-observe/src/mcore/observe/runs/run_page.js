@@ -303,7 +303,7 @@
       if (at) go(at[0] + move[0], at[1] + move[1]); else go(columns - 1, 0);
     });
     speakWhileFocused(figure, readout, () => go(null));
-    return { name, group: "Ranks over time", figure, canvas, draw };
+    return { name, group: map.isVerdict ? "Slow ranks" : "Ranks over time", figure, canvas, draw };
   }
 
   function speakWhileFocused(figure, readout, leave) {
@@ -392,6 +392,7 @@
       const section = make("section", {}, make("h2", {}, group), grid);
       for (const one of made.filter((each) => each.group === group)) { grid.append(one.figure); drawn.push(one); one.section = section; }
       byId("charts").append(section);
+      if (group === "Slow ranks") section.append(byId("slow"));
     }
     showConstants(byId("charts"));
     for (const one of drawn) near.observe(one.figure);
