@@ -195,9 +195,9 @@ class StragglerWatch:
         self.named.update({rank for rank, _ in slow})
         if is_writer():
             named = [
-                replace(one, score=1 / times)
+                replace(one, score=1 / slow[one.rank, one.metric])
                 for one in found.stragglers
-                if (times := slow.get((one.rank, one.metric)))
+                if (one.rank, one.metric) in slow
             ]
             log_slow_ranks(self._folder.path, step, named)
         if dist.get_rank() == 0:

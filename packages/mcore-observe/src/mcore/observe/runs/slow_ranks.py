@@ -120,8 +120,9 @@ def _read(slow: Sequence[Any]) -> Iterator[Outlier]:
     for one in slow:
         if isinstance(one, Mapping) and isinstance(one.get("rank"), int):
             metric, host, device = (str(one.get(key, "")) for key in ("metric", "host", "device"))
-            numbers = (as_float(one.get(name)) for name in ("value", "median", "z", "score"))
-            yield Outlier(metric, one["rank"], host, *numbers, device)
+            keys = ("value", "median", "z", "score")
+            numbers = {key: as_float(one.get(key)) for key in keys}
+            yield Outlier(metric, one["rank"], host, device=device, **numbers)
 
 
 def _as_json(value: Any) -> Any:
