@@ -18,6 +18,7 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,7 +30,7 @@ from mcore.observe.straggler.routes import ControllerState
 from mcore.watch.client import Address, AnswerError, Client, token_of
 from mcore.watch.command import main
 from mcore.watch.screen import Watcher, text_of
-from mcore.watch.table import lines
+from mcore.watch.table import lines, verdict
 from mcore.watch.view import NUM_KEPT, View, look
 
 COMMAND = [sys.executable, "-m", "mcore.watch"]
@@ -151,7 +152,7 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
     assert main(["watch", "--once", "--rows", "3", job.address]) == 3
     head, verdict, titles, *rows, more = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{job.address}  on  4 ranks  report 1, \d+ d ago", head)
-    slow = "SLOW: rank 7 on node-with-a-name-that-is-long, cuda:7 (forward, 0.33 x"
+    slow = "SLOW: rank 7 on node-with-a-name-that-is-long, cuda:7 (forward 0.33 x"
     assert verdict.startswith(slow)
     assert " ".join(titles.split()) == "rank host step ms x median device slow in of late"
     assert [row.split()[0] for row in rows] == ["7", "4095", "4094"]
@@ -173,6 +174,17 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
         assert rows[1].split()[0] == ("0" if metric != "forward" else first)
     assert main(["watch", "--once", "--metric", "x", job.address]) == 1
     assert "has no metric 'x'; it has elapsed_ms, data_ms" in capsys.readouterr().out
+
+
+def test_a_verdict_names_each_slow_rank_once_with_all_that_it_is_slow_in(start):
+    report = report_of((40.0, 10.0, 11.0, 50.0, 10.0, 60.0, 70.0, 10.0), slow=[3, 0, 5, 6])
+    both = [one for one in report.stragglers for one in (one, replace(one, metric="elapsed_ms"))]
+    job = start(replace(report, stragglers=tuple(both)))
+    assert verdict(watcher_of(job).views[0]) == (
+        "SLOW: rank 3 on node3 (forward 4.55 x the median, elapsed_ms 4.55 x the median), "
+        "rank 0 on node0 (forward 3.64 x the median, elapsed_ms 3.64 x the median), "
+        "rank 5 on node5 (forward 5.45 x the median, elapsed_ms 5.45 x the median) and 1 more"
+    )
 
 
 def test_low_clocks_and_throughputs_are_the_bad_ones(start):

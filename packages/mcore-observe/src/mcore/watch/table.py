@@ -37,9 +37,12 @@ def verdict(view: View) -> str:
         return ""
     if not view.slow:
         return "no rank is slow"
-    named = ", ".join(str(one) for one in view.slow[:_MOST_NAMED])
-    more = len(view.slow) - _MOST_NAMED
-    return f"SLOW: {named}" + (f" and {more} more" if more > 0 else "")
+    signs: dict[str, list[str]] = {}
+    for one in view.slow:
+        signs.setdefault(one.who, []).append(str(one))
+    named = [f"{who} ({', '.join(of_who)})" for who, of_who in signs.items()]
+    more = len(named) - _MOST_NAMED
+    return "SLOW: " + ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def columns(view: View, most: int, *, bars: str = BARS) -> dict[str, list[str]]:

@@ -38,11 +38,15 @@ class Slow:
         score = _number(fields["score"])
         return cls(int(fields["rank"]), host, device, plain(metric), value, times, score)
 
+    @property
+    def who(self) -> str:
+        """The rank and where it is."""
+        return f"rank {self.rank} on {self.host}" + (f", {self.device}" if self.device else "")
+
     def __str__(self) -> str:
         times = self.times_median
-        more = f", {times:.2f} x the median" if math.isfinite(times) else ""
-        place = f"{self.host}, {self.device}" if self.device else self.host
-        return f"rank {self.rank} on {place} ({self.metric}{more})"
+        more = f" {times:.2f} x the median" if math.isfinite(times) else ""
+        return f"{self.metric}{more}"
 
 
 @dataclass(frozen=True)
