@@ -217,6 +217,8 @@ def test_slow_ranks_are_a_strip_by_step_and_a_table_of_when_where_and_how_much(t
         ["b", "9", "node1", "cuda:1", "clock_mhz", "2x", "1 of 7", "60", since[2]],
         ["b", "2", html.escape(EVIL), "cuda:2", "forward", "3x", "1 of 7", "70", since[3]],
     ]
+    alone = page_of(runs[1:2], tmp_path)
+    assert '<div id="slow" class="wide"><table><thead><tr><th scope="col">rank</th>' in alone
     calm = page_of(runs[:1], tmp_path)
     assert '<div id="slow" class="wide"></div>' in calm
     many = {
@@ -265,6 +267,15 @@ press("End");
 said.time = read();
 document.querySelector("#legend input").click();
 said.one = read();
+const strip = [...document.querySelectorAll("figure")].find((one) => one.textContent.startsWith("Slow ranks"));
+const drawing = strip.querySelector("canvas");
+said.reds = [1, 3, 5].map((sixth) => {
+  const x = 56 + (sixth / 6) * (drawing.clientWidth - 66);
+  const scale = window.devicePixelRatio;
+  const [red, , blue] = drawing.getContext("2d").getImageData(x * scale, 30 * scale, 1, 1).data;
+  return red - blue;
+});
+said.table = seen("#slow td").map((one) => one.textContent);
 set("find", "MS", "input");
 said.shown = seen("#charts figure").map((one) => one.querySelector("figcaption").textContent);
 said.differs = seen("#settings-table tbody tr").map((one) => one.textContent);
@@ -285,6 +296,7 @@ def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path):
             | {metric: {1: 1.0, 2: 5.0} for metric in ("rank0 ms", "rank1 ms", EVIL)},
             {1: 100.0, 2: 400.0},
             {"lr": str(at), "same": "1"},
+            {1: (), 2: (slow_one(0, 0.8),), 3: (slow_one(0, 0.01, host=EVIL),)} if at == 2 else {},
         )
         for at, name in ((1, "a"), (2, EVIL))
     ]
@@ -308,6 +320,10 @@ def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path):
     assert said["log"] == said["last"]
     assert said["time"] == f"a, 5 min2{EVIL}, 5 min4"
     assert said["one"] == f"{EVIL}, 5 min4"
+    calm, slower, slowest = said["reds"]  # also where another report is far worse
+    assert calm + 60 < slower < slowest
+    assert said["table"][:6] == [EVIL, "0", "node0", "cuda:0", "forward", "1.25x"]
+    assert said["table"][11] == EVIL
     assert said["shown"] == ["rank* ms (a)", f"rank* ms ({EVIL})"]
     assert said["differs"] == ["lr12"]
     assert (said["wide"], said["evil"]) == (True, 0)

@@ -260,6 +260,9 @@
     const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     // Noise of a few percent stays pale.
     const span = Math.max(high - low, 0.25 * Math.max(Math.abs(low), Math.abs(high))) || 1;
+    // A rank that was slow is seen, however much slower another one was: three times is the most.
+    const ofVerdict = (times) => (times > 1 ? Math.min(1, 0.4 + 0.3 * (times - 1)) : 0);
+    const shareOf = (cell) => (map.isVerdict ? ofVerdict(cell) : (map.lowIsBad ? high - cell : cell - low) / span);
     let at = null, size = null;
 
     function draw() {
@@ -267,7 +270,7 @@
       const cool = css.getPropertyValue("--cool").split(",").map(Number), hot = css.getPropertyValue("--hot").split(",").map(Number);
       size = [(width - LEFT - RIGHT) / columns, (height - TOP - BOTTOM) / rows];
       map.cells.forEach((row, y) => row.forEach((cell, x) => {
-        const share = (map.lowIsBad ? high - cell : cell - low) / span;
+        const share = shareOf(cell);
         pen.fillStyle = cell === null ? css.getPropertyValue("--none") : `rgb(${cool.map((one, c) => Math.round(one + (hot[c] - one) * share)).join(",")})`;
         pen.fillRect(LEFT + x * size[0], TOP + y * size[1], Math.ceil(size[0]), Math.ceil(size[1]));
       }));

@@ -276,7 +276,8 @@ def _table_of_slow_ranks(runs: Sequence[Run]) -> str:
     """Who was slow where, in what, when and how much; nothing where nobody was."""
     rows = [
         [
-            *(run.name, str(one.rank), one.host, one.device, one.metric, f"{one.worst:.3g}x"),
+            *((run.name,) if len(runs) > 1 else ()),
+            *(str(one.rank), one.host, one.device, one.metric, f"{one.worst:.3g}x"),
             *(f"{len(one.steps)} of {len(run.slow)}", _ends(one.steps), _when(run, one)),
         ]
         for run in runs
@@ -284,8 +285,8 @@ def _table_of_slow_ranks(runs: Sequence[Run]) -> str:
     ]
     if not rows:
         return ""
-    titles = ("run", "rank", "host", "device", "what", "worst", "reports", "steps", "since (UTC)")
-    table = _html_table(titles, rows[:_MOST_SLOW])
+    titles = ["rank", "host", "device", "what", "worst", "reports", "steps", "since (UTC)"]
+    table = _html_table(["run"] * (len(runs) > 1) + titles, rows[:_MOST_SLOW])
     more = f"and {len(rows) - _MOST_SLOW} more; " if len(rows) > _MOST_SLOW else ""
     return f"{table}<p>{more}{_WHAT_WORST_MEANS}</p>"
 
