@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
+from mcore.observe.runs import Run
 from pretrain.settings import Settings
 from pretrain.watch.straggler import StepRanges
 from pretrain_runs import (
@@ -65,6 +66,21 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     assert max(scores.values()) == 1.0
     for name in ("forward-ms", "data-ms"):
         assert all(lines[f"straggler/rank{rank}/{name}"] > 0 for rank in range(ranks))
+
+    slow = Run.read(tmp_path / "run").slow
+    assert list(slow) == [2, 4, 6]
+    assert ("forward", socket.gethostname(), "cpu") in {
+        (one.metric, one.host, one.device) for named in slow.values() for one in named
+        if one.rank == 1
+    }  # fmt: skip
+    page = (tmp_path / "run" / "run.html").read_text()
+    data = json.loads(re.search(r'id="data">(.*?)</script>', page, re.DOTALL)[1])
+    [strip] = (each for each in data["maps"] if each["name"] == "Slow ranks")
+    assert strip["steps"] == ["2", "4", "6"]
+    printed = max(float(times) for rank, times, _ in named if rank == "1")
+    assert max(strip["cells"][strip["ranks"].index("1")]) == pytest.approx(printed, abs=0.051)
+    [text] = (text for label, _, text in data["runs"][0]["figures"] if label == "slow ranks")
+    assert re.fullmatch(r"rank \d in [123] of 3 reports", text)
 
     written = (tmp_path / "run" / "straggler.log").read_text()
     assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", written)

@@ -106,6 +106,7 @@ def test_of_two_ranks_the_last_one_writes_and_the_slow_one_shows(ran, name, samp
     assert at_the_end["samples vs steps"] == samples
     assert at_the_end["loss"] == pytest.approx(last["losses"][-1])
     assert first["ranks"] == last["ranks"]
+    assert list(Run.read(ran / name).slow) == [16, 17]  # who was slow, of each report
     fast_ms, slow_ms = last["ranks"]["compute"]
     assert slow_ms >= 3.0  # it sleeps as long
     assert fast_ms > 0

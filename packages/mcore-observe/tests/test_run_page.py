@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from mcore.observe import Outlier
 from mcore.observe.runs.run_page import draw_page, group_of, page_data, thinned
 from mcore.observe.runs.tables import Run
 
@@ -167,6 +168,71 @@ def test_ranks_become_maps_of_the_worst_and_the_page_stays_small(tmp_path):
     assert len(page_of([run, run], tmp_path)) < 2_000_000
 
 
+def slow_one(rank, score, metric="forward", **more):
+    found = {"host": f"node{rank // 8}", "value": 40.0, "median": 10.0, "z": 9.0, **more}
+    return Outlier(metric, rank, score=score, device=f"cuda:{rank % 8}", **found)
+
+
+def test_slow_ranks_are_a_strip_by_step_and_a_table_of_when_where_and_how_much(tmp_path):
+    slow = {
+        10: (),
+        20: (slow_one(9, 0.5), slow_one(3, 0.8, "backward")),
+        30: (slow_one(9, 0.25),),
+        40: (),
+        50: (slow_one(9, 0.4),),
+        60: (slow_one(9, 0.9, "clock_mhz", value=900.0, median=1800.0),),
+        70: (slow_one(2, math.nan, host=EVIL, value=30.0),),
+    }
+    times = {step: 1.7e9 + step for step in range(1, 71)}
+    runs = [
+        Run("calm", {"loss": {1: 2.0, 70: 1.0}}, slow={10: (), 20: ()}),
+        Run("b", {"loss": {1: 2.0, 70: 1.0}}, times, slow=slow),
+        Run("old", {"loss": {1: 2.0, 70: 1.0}}),
+    ]
+    data = page_data(runs)
+    [strip] = data["maps"]
+    assert (strip["name"], strip["run"], strip["ranks"]) == ("Slow ranks", 1, ["2", "3", "9"])
+    assert strip["steps"] == ["10", "20", "30", "40", "50", "60", "70"]
+    assert strip["cells"] == [
+        [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, 3.0],
+        [1.0, 1.25, 1.0, 1.0, 1.0, 1.0, 1.0],
+        [1.0, 2.0, 4.0, 1.0, 2.5, 2.0, 1.0],
+    ]
+    assert [run["figures"][-1] for run in data["runs"]] == [
+        ("slow ranks", 0, "in 2 reports"),
+        ("slow ranks", 3, "rank 9 in 4 of 7 reports"),
+        ("loss", 1.0, "last; least 1"),
+    ]
+    text = page_of(runs, tmp_path)
+    table = re.search(r'<div id="slow" class="wide"><table>(.*?)</table>', text, re.DOTALL)[1]
+    rows = [re.findall(r"<t[dh](?: [^>]*)?>(.*?)</t[dh]>", row) for row in table.split("</tr>")][
+        :-1
+    ]
+    titles = ["run", "rank", "host", "device", "what", "worst", "reports", "steps", "since (UTC)"]
+    since = [f"2023-11-14 22:{minutes}" for minutes in (13, 14, 14, 14)]
+    assert rows == [
+        titles,
+        ["b", "9", "node1", "cuda:1", "forward", "4x", "3 of 7", "20-50", since[0]],
+        ["b", "3", "node0", "cuda:3", "backward", "1.25x", "1 of 7", "20", since[0]],
+        ["b", "9", "node1", "cuda:1", "clock_mhz", "2x", "1 of 7", "60", since[2]],
+        ["b", "2", html.escape(EVIL), "cuda:2", "forward", "3x", "1 of 7", "70", since[3]],
+    ]
+    alone = page_of(runs[1:2], tmp_path)
+    assert '<div id="slow" class="wide"><table><thead><tr><th scope="col">rank</th>' in alone
+    calm = page_of(runs[:1], tmp_path)
+    assert '<div id="slow" class="wide"></div>' in calm
+    many = {
+        step: tuple(slow_one(step % 500 + 4 * at, 0.5) for at in range(8))
+        for step in range(1, 5000, 2)
+    }
+    text = page_of([Run("many", slow=many)], tmp_path)
+    assert len(text) < 400_000
+    assert text.count("<tr><td>") == 64
+    assert "and 200 more" in text  # of 264 ranks
+    [strip] = page_data([Run("many", slow=many)])["maps"]
+    assert (len(strip["ranks"]), len(strip["steps"]), strip["thinned"]) == (128, 240, True)
+
+
 # What a browser does when it is ready to is done at once.
 AT_ONCE = """
 window.requestAnimationFrame = (work) => work();
@@ -201,6 +267,15 @@ press("End");
 said.time = read();
 document.querySelector("#legend input").click();
 said.one = read();
+const strip = [...document.querySelectorAll("figure")].find((one) => one.textContent.startsWith("Slow ranks"));
+const drawing = strip.querySelector("canvas");
+said.reds = [1, 3, 5].map((sixth) => {
+  const x = 56 + (sixth / 6) * (drawing.clientWidth - 66);
+  const scale = window.devicePixelRatio;
+  const [red, , blue] = drawing.getContext("2d").getImageData(x * scale, 30 * scale, 1, 1).data;
+  return red - blue;
+});
+said.table = seen("#slow td").map((one) => one.textContent);
 set("find", "MS", "input");
 said.shown = seen("#charts figure").map((one) => one.querySelector("figcaption").textContent);
 said.differs = seen("#settings-table tbody tr").map((one) => one.textContent);
@@ -221,6 +296,7 @@ def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path):
             | {metric: {1: 1.0, 2: 5.0} for metric in ("rank0 ms", "rank1 ms", EVIL)},
             {1: 100.0, 2: 400.0},
             {"lr": str(at), "same": "1"},
+            {1: (), 2: (slow_one(0, 0.8),), 3: (slow_one(0, 0.01, host=EVIL),)} if at == 2 else {},
         )
         for at, name in ((1, "a"), (2, EVIL))
     ]
@@ -244,6 +320,10 @@ def test_a_browser_shows_the_values_by_keyboard_and_switches(tmp_path):
     assert said["log"] == said["last"]
     assert said["time"] == f"a, 5 min2{EVIL}, 5 min4"
     assert said["one"] == f"{EVIL}, 5 min4"
+    calm, slower, slowest = said["reds"]  # also where another report is far worse
+    assert calm + 60 < slower < slowest
+    assert said["table"][:6] == [EVIL, "0", "node0", "cuda:0", "forward", "1.25x"]
+    assert said["table"][11] == EVIL
     assert said["shown"] == ["rank* ms (a)", f"rank* ms ({EVIL})"]
     assert said["differs"] == ["lr12"]
     assert (said["wide"], said["evil"]) == (True, 0)

@@ -5,10 +5,13 @@ import re
 
 import pytest
 
-from mcore.observe import JsonlSink
+from mcore.observe import JsonlSink, Outlier
 from mcore.observe.__main__ import main
+from mcore.observe.runs import log_slow_ranks
 from mcore.observe.runs.tables import Run
 from mcore.watch.sparkline import sparkline
+
+EVIL = "<b>\x1b[31m\u2028</script>"
 
 
 @pytest.fixture
@@ -44,6 +47,36 @@ def test_two_runs_are_compared_at_the_last_step_of_both(folders, capsys):
     assert columns[:7] == ["lm loss", "100", "7", "7", "0.5", "+0.0%", "-92.9%"]
     assert main(["show", str(folders[0]), "--html", str(folders[0] / "page.html")]) == 0
     assert (folders[0] / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_who_was_slow_is_kept_by_report_and_a_run_that_goes_back_forgets(folders, caplog):
+    run = folders[0]
+    assert Run.read(run).slow == {}
+    one = Outlier("forward", 1, "node1", 40.0, 10.0, 9.0, 0.25, "cuda:1")
+    hot = Outlier("temp_c", 3, EVIL, 90.0, math.inf, 5.0, math.nan, "")
+    log_slow_ranks(run, 10, [one])
+    log_slow_ranks(run, 20, [])
+    log_slow_ranks(run, 30, [hot, one])
+    found = Run.read(run).slow
+    assert list(found) == [10, 20, 30]
+    assert (found[10], found[20]) == ((one,), ())
+    first, second = found[30]
+    assert (first.host, first.value, second) == (EVIL, 90.0, one)
+    assert math.isnan(first.median)
+    assert math.isnan(first.score)
+    with (run / "slow_ranks.jsonl").open("a") as file:
+        file.write('{"step": 40, "slow": [{"rank": 7}, 3]}\n[]\n{"step": "x"}\n{"step": 50, "sl')
+    log_slow_ranks(run, 60, [one] * 1000)
+    found = Run.read(run).slow
+    assert {step: len(slow) for step, slow in found.items()} == {10: 1, 20: 0, 30: 2, 40: 1, 60: 64}
+    log_slow_ranks(run, 20, [hot])  # from a checkpoint at step 15
+    assert {step: len(slow) for step, slow in Run.read(run).slow.items()} == {10: 1, 20: 1}
+    (run / "slow_ranks.jsonl").unlink()
+    (run / "slow_ranks.jsonl").mkdir()
+    for step in (30, 40):
+        log_slow_ranks(run, step, [one])
+    assert Run.read(run).slow == {}
+    assert len([r for r in caplog.records if "slow_ranks.jsonl" in r.getMessage()]) == 1
 
 
 def test_a_picture(folders, tmp_path):

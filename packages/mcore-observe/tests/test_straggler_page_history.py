@@ -137,6 +137,16 @@ def test_slow_ranks_have_a_place_and_a_beginning_and_an_end(simulated_job):
     assert 7 <= episode["until"] <= 11
 
 
+def test_of_two_ranks_the_slow_one_is_held_against_the_other(simulated_job):
+    """As its own panel and ``mcore-straggler`` do: a mean of both would halve what is wrong."""
+    history, job = History(), simulated_job(2)
+    for number in range(4):
+        history.add(job.report(elapsed(100, 400), unix_time=float(number)))
+    [slow] = json.loads(PageView(history).data("", {}))["slow"]["ranks"]
+    [sign] = slow["signs"]
+    assert (sign["value"], sign["median"]) == (400, 100)
+
+
 def test_a_ranks_line_and_the_worst_rank_of_a_row(simulated_job):
     history, job = History(), simulated_job(8, hosts=["<b>"] * 8)
     view = PageView(history)

@@ -2,6 +2,7 @@ import gc
 import logging
 import math
 import os
+import socket
 import time
 import weakref
 from datetime import timedelta
@@ -76,6 +77,7 @@ def test_four_ranks():
     assert round(report["relative_scores"]["compute"][3], 2) == 0.66
     assert report["individual_scores"]["compute"] == [1.0] * 4
     assert len(set(report["hosts"])) == 1
+    assert report["devices"] == ["cpu"] * 4
     assert report["world_size"] == 4
     assert [lines for *_, lines, _ in results[1:]] == [[], [], []]
     levels, lines = zip(*results[0][2], strict=True)
@@ -83,7 +85,9 @@ def test_four_ranks():
     assert "MnRtt/Rnk: 9.90ms/2 | MxRtt/Rnk: 15.00ms/3" in lines[0]
     assert lines[1] == "^^^^ Bottom 2 Ranks with lowest  Etpt(TF): 26.67/3, 39.60/1,"
     assert lines[2] == "^^^^ Top    2 Ranks with highest Etpt(TF): 40.00/0, 40.40/2,"
-    assert lines[3].startswith("straggler: rank 3 (host ")
+    host = socket.gethostname()
+    assert lines[3].startswith(f"straggler: rank 3 (host {host}, cpu) elapsed_ms=")
+    assert (stragglers[0].host, stragglers[0].device) == (host, "cpu")
 
 
 def reacting(on_straggler):

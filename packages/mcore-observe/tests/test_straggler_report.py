@@ -41,6 +41,7 @@ def compared(rows, names=NAMES, ranks=None, past=None, rule=None):
         GatheredRows(rows, ranks, torch.tensor(ranks).argsort()),
         unix_time=1.7e9,
         hosts=tuple(f"node{rank // 2}" for rank in ranks),
+        devices=tuple(f"cuda:{rank % 2}" for rank in ranks),
         names=names,
         rule=rule or OutlierRule(),
         past=past or Past(names),
@@ -65,6 +66,7 @@ def test_a_slow_rank_stands_out_from_the_faster_half():
     [outlier] = elapsed_report(100, 101, 99, 100, 150).outliers
     assert outlier.metric == "elapsed_ms"
     assert (outlier.rank, outlier.host, outlier.value, outlier.median) == (4, "node2", 150.0, 100.0)
+    assert outlier.device == "cuda:0"
     fast = (math.log(99) + math.log(100)) / 2  # 5 % of noise for it, and as much for two others
     assert outlier.z == pytest.approx((math.log(150) - fast) / (0.05 * math.sqrt(1.5)), rel=1e-4)
     assert round(outlier.score, 2) == 0.66
@@ -251,6 +253,7 @@ def test_json_has_null_for_nan():
     assert read["outliers"][0]["metric"] == "elapsed_ms"
     assert read["stragglers"] == []
     assert read["hosts"] == ["node0", "node0"]
+    assert read["devices"] == ["cuda:0", "cuda:1"]
     assert list(read)[:5] == ["unix_time", "world_size", "log_interval", "total_flops", "hosts"]
 
 
@@ -300,6 +303,7 @@ def test_dict_of_a_report_worked_out_by_hand():
         "log_interval": 10,
         "total_flops": 1e12,
         "hosts": ["node0", "node0"],
+        "devices": ["cuda:0", "cuda:1"],
         "metrics": {
             "elapsed_ms": [4.0, 8.0],
             "data_ms": [3.0, None],
@@ -331,6 +335,7 @@ def test_dict_of_a_report_worked_out_by_hand():
                 "median": 6.0,
                 "z": pytest.approx(math.log(2) / (0.05 * math.sqrt(2)), rel=1e-4),
                 "score": 0.5,
+                "device": "cuda:1",
             }
         ],
         "local_sections": {},
@@ -422,6 +427,7 @@ def test_reports_against_plain_python(world, seed):
             log_interval=10,
             total_flops=1e12,
             hosts=tuple(f"node{rank // 2}" for rank in ranks),
+            devices=tuple(f"cuda:{rank % 2}" for rank in ranks),
             metrics=metrics,
             sections={
                 name: tuple(of_rank[kind] for of_rank in stats) for kind, name in enumerate(names)

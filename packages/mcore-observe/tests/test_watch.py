@@ -18,6 +18,7 @@ import sys
 import termios
 import threading
 import time
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -29,18 +30,21 @@ from mcore.observe.straggler.routes import ControllerState
 from mcore.watch.client import Address, AnswerError, Client, token_of
 from mcore.watch.command import main
 from mcore.watch.screen import Watcher, text_of
-from mcore.watch.table import lines
+from mcore.watch.table import lines, verdict
 from mcore.watch.view import NUM_KEPT, View, look
 
 COMMAND = [sys.executable, "-m", "mcore.watch"]
 
 
-def report_of(times, *, slow=(), hosts=None, unix_time=1000.0, sensors=(), ranks=()):
+def report_of(times, *, slow=(), hosts=None, unix_time=1000.0, sensors=(), ranks=(), devices=()):
     nan = (math.nan,) * len(times)
     columns = dict.fromkeys(("data_ms", "temp_c", "power_w", "util_pct", "clock_mhz"), nan)
     stats = [SectionStats(4, 4 * value, value, value) for value in times]
     hosts = hosts or tuple(f"node{at}" for at in range(len(times)))
-    named = tuple(Outlier("forward", at, hosts[at], times[at], 10.0, 9.0, 0.2) for at in slow)
+    of = devices or [""] * len(times)
+    named = tuple(
+        Outlier("forward", at, hosts[at], times[at], 10.0, 9.0, 0.2, of[at]) for at in slow
+    )
     return StragglerReport(
         unix_time=unix_time,
         world_size=len(times),
@@ -54,6 +58,7 @@ def report_of(times, *, slow=(), hosts=None, unix_time=1000.0, sensors=(), ranks
         outliers=(),
         stragglers=named,
         ranks=ranks,
+        devices=devices,
     )
 
 
@@ -111,7 +116,8 @@ def nobody():
 
 def test_once_as_json_names_the_slow_and_says_so_with_its_exit_code(start, nobody, capsys):
     sensors = {"temp_c": (50.0, 60.0, 70.0, math.nan), "power_w": (300.0,) * 4}
-    job = start(report_of((10.0, 40.0, 12.0, 11.0), slow=[1], sensors=sensors))
+    devices = tuple(f"cuda:{at}" for at in range(4))
+    job = start(report_of((10.0, 40.0, 12.0, 11.0), slow=[1], sensors=sensors, devices=devices))
     calm = start(report_of((10.0, 10.0)))
     assert main(["watch", "--once", "--json", "--rows", "2", job.address, calm.address]) == 3
     said = json.loads(capsys.readouterr().out)
@@ -120,13 +126,13 @@ def test_once_as_json_names_the_slow_and_says_so_with_its_exit_code(start, nobod
     assert (first["address"], first["enabled"], first["reports"]) == (job.address, True, 1)
     assert first["report_age_s"] == pytest.approx(time.time() - 1000, abs=60)
     assert first["slow"] == [
-        {"rank": 1, "host": "node1", "metric": "forward", "value": 40.0}
+        {"rank": 1, "host": "node1", "device": "cuda:1", "metric": "forward", "value": 40.0}
         | {"times_median": 40 / 11, "score": 0.2}
     ]
-    assert [(row["rank"], row["value"], row["slow_in"]) for row in first["slowest"]] == [
-        (1, 40.0, ["forward"]),
-        (2, 12.0, []),
-    ]
+    assert [
+        (row["rank"], row["host"], row["device"], row["value"], row["slow_in"])
+        for row in first["slowest"]
+    ] == [(1, "node1", "cuda:1", 40.0, ["forward"]), (2, "node2", "cuda:2", 12.0, [])]
     assert first["slowest"][0]["times_median"] == pytest.approx(40 / 11)
     assert (first["slowest"][0]["temp_c"], first["slowest"][0]["power_w"]) == (60.0, 300.0)
     assert second["slow"] == []
@@ -140,11 +146,14 @@ def test_once_as_json_names_the_slow_and_says_so_with_its_exit_code(start, nobod
 def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
     times = [10.0 + at / 100 for at in range(4096)]
     hosts = tuple("node-with-a-name-that-is-long" if at == 7 else "n" for at in range(4096))
-    job = start(report_of(times, slow=[7], hosts=hosts, sensors={"temp_c": (61.0,) * 4096}))
+    devices = tuple(f"cuda:{at % 8}" for at in range(4096))
+    sensors = {"temp_c": (61.0,) * 4096}
+    job = start(report_of(times, slow=[7], hosts=hosts, sensors=sensors, devices=devices))
     assert main(["watch", "--once", "--rows", "3", job.address]) == 3
     head, verdict, titles, *rows, more = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{job.address}  on  4 ranks  report 1, \d+ d ago", head)
-    assert verdict.startswith("SLOW: rank 7 on node-with-a-name-that-is-long (forward, 0.33 x")
+    slow = "SLOW: rank 7 on node-with-a-name-that-is-long, cuda:7 (forward 0.33 x"
+    assert verdict.startswith(slow)
     assert " ".join(titles.split()) == "rank host step ms x median device slow in of late"
     assert [row.split()[0] for row in rows] == ["7", "4095", "4094"]
     assert rows[0].split() == [
@@ -152,6 +161,7 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
         "node-with-a-name-that-..",
         "10.07",
         "0.33",
+        "cuda:7",
         "61C",
         "forward",
         "▁",
@@ -164,6 +174,17 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
         assert rows[1].split()[0] == ("0" if metric != "forward" else first)
     assert main(["watch", "--once", "--metric", "x", job.address]) == 1
     assert "has no metric 'x'; it has elapsed_ms, data_ms" in capsys.readouterr().out
+
+
+def test_a_verdict_names_each_slow_rank_once_with_all_that_it_is_slow_in(start):
+    report = report_of((40.0, 10.0, 11.0, 50.0, 10.0, 60.0, 70.0, 10.0), slow=[3, 0, 5, 6])
+    both = [one for one in report.stragglers for one in (one, replace(one, metric="elapsed_ms"))]
+    job = start(replace(report, stragglers=tuple(both)))
+    assert verdict(watcher_of(job).views[0]) == (
+        "SLOW: rank 3 on node3 (forward 4.55 x the median, elapsed_ms 4.55 x the median), "
+        "rank 0 on node0 (forward 3.64 x the median, elapsed_ms 3.64 x the median), "
+        "rank 5 on node5 (forward 5.45 x the median, elapsed_ms 5.45 x the median) and 1 more"
+    )
 
 
 def test_low_clocks_and_throughputs_are_the_bad_ones(start):

@@ -158,12 +158,12 @@ class _Job:
     def seconds_per_step(self) -> float:
         """Do some steps and a report, as between two console lines."""
         self.loss_of(1)
-        self.watch.report()
+        self.watch.report(1)
         dist.barrier()
         started_s = time.perf_counter()
         for step in range(1, 1 + _STEPS):
             self.loss_of(step)
-        self.watch.report()
+        self.watch.report(_STEPS)
         return (time.perf_counter() - started_s) / _STEPS
 
 

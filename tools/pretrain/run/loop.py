@@ -177,7 +177,7 @@ class Loop:
             own |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
             self.watch.show(self.steps.objective.loss_name, loss, norm, own["step-time"])
             with above_the_bar():
-                own |= self.watch.report()
+                own |= self.watch.report(step)
         self.observed.log_metrics(own, versus_samples=False)
 
     def _validate(self) -> None:

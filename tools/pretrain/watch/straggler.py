@@ -7,13 +7,16 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 
 from mcore.observe import Outlier, StragglerDetector, StragglerReport, nvtx_range
+from mcore.observe.runs import log_slow_ranks
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, SlowRank
+from pretrain.watch.logs import is_writer
 
 SECTIONS = ("forward", "backward", "optimizer")
 _WORTH_A_LINE = 1.25  # times as long as the fastest rank
@@ -120,7 +123,7 @@ class StragglerWatch:
         self.detector = StragglerDetector()
         self.reports = 0
         self.named: Counter[int] = Counter()
-        self._log = folder.straggler_log
+        self._folder = folder
         self._flops_per_step = flops_per_step
         self._stages = settings.pp
         self._tokens_per_step = settings.global_batch_size * settings.seq_length
@@ -153,7 +156,7 @@ class StragglerWatch:
 
     def _write_lines(self) -> None:
         """Send every line of the detector to the file; the console gets the slow ranks."""
-        self._handler = logging.FileHandler(self._log)
+        self._handler = logging.FileHandler(self._folder.straggler_log)
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
 
@@ -167,11 +170,12 @@ class StragglerWatch:
             numbers = {loss_name: loss.item(), "grad norm": norm.item()}
             self.detector.show(**numbers, **{"tokens/s": self._tokens_per_step / seconds})
 
-    def report(self) -> dict[str, float]:
+    def report(self, step: int) -> dict[str, float]:
         """Compare the ranks since the last report; one all-gather over the world.
 
-        For the trackers, equal on all ranks: each rank's speed relative to the fastest one, the
-        time of its forward passes in a step, and its longest wait for data.
+        Slow ranks are named on the console and noted for the run page. Returned for the trackers,
+        equal on all ranks: each rank's speed relative to the fastest one, the time of its forward
+        passes in a step, and its longest wait for data.
         """
         steps, self._steps = self._steps, 0
         if not self.detector.configured or not steps:
@@ -189,6 +193,13 @@ class StragglerWatch:
             and (times := times_the_fastest(found, one, stages=self._stages)) >= _WORTH_A_LINE
         }
         self.named.update({rank for rank, _ in slow})
+        if is_writer():
+            named = [
+                replace(one, score=1 / slow[one.rank, one.metric])
+                for one in found.stragglers
+                if (one.rank, one.metric) in slow
+            ]
+            log_slow_ranks(self._folder.path, step, named)
         if dist.get_rank() == 0:
             for (rank, section), times in slow.items():
                 print(
@@ -211,7 +222,7 @@ class StragglerWatch:
         """Which ranks were named how often, or None without a report."""
         if not self.reports:
             return None
-        reports = f"{self.reports} reports ({self._log})"
+        reports = f"{self.reports} reports ({self._folder.straggler_log})"
         if not self.named:
             return f"none in {reports}"
         named = ", ".join(f"rank {rank} in {count}" for rank, count in sorted(self.named.items()))

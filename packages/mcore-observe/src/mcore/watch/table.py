@@ -37,9 +37,12 @@ def verdict(view: View) -> str:
         return ""
     if not view.slow:
         return "no rank is slow"
-    named = ", ".join(str(one) for one in view.slow[:_MOST_NAMED])
-    more = len(view.slow) - _MOST_NAMED
-    return f"SLOW: {named}" + (f" and {more} more" if more > 0 else "")
+    signs: dict[str, list[str]] = {}
+    for one in view.slow:
+        signs.setdefault(one.who, []).append(str(one))
+    named = [f"{who} ({', '.join(of_who)})" for who, of_who in signs.items()]
+    more = len(named) - _MOST_NAMED
+    return "SLOW: " + ", ".join(named[:_MOST_NAMED]) + (f" and {more} more" if more > 0 else "")
 
 
 def columns(view: View, most: int, *, bars: str = BARS) -> dict[str, list[str]]:
@@ -52,7 +55,7 @@ def columns(view: View, most: int, *, bars: str = BARS) -> dict[str, list[str]]:
         "host": [_clipped(row.host) for row in rows],
         value_title(view): [_figure(row.value) for row in rows],
         "x median": [_figure(row.times_median, ".2f") for row in rows],
-        "device": [_sensors(row.sensors) for row in rows],
+        "device": [_device(row) for row in rows],
         "slow in": [_clipped(", ".join(row.slow_in)) for row in rows],
         "of late": [sparkline(row.late[-_SPARK:], _SPARK, ends=ends, bars=bars) for row in rows],
     }
@@ -124,7 +127,7 @@ def _controller(view: View, most: int) -> dict[str, Any]:
 
 
 def _row(row: Row) -> dict[str, Any]:
-    known = {"rank": row.rank, "host": row.host, "value": row.value}
+    known = {"rank": row.rank, "host": row.host, "device": row.device, "value": row.value}
     more = {"times_median": row.times_median, "slow_in": list(row.slow_in)}
     return _finite(known | more | row.sensors)
 
@@ -142,10 +145,11 @@ def _switch(status: Mapping[str, Any]) -> str:
     return word if pending is None else f"{word} ({'on' if pending else 'off'} after a report)"
 
 
-def _sensors(sensors: Mapping[str, float]) -> str:
-    return " ".join(
-        f"{value:.0f}{SENSORS[name]}" for name, value in sensors.items() if math.isfinite(value)
-    )
+def _device(row: Row) -> str:
+    """The name of a rank's device and what it tells about itself."""
+    known = {name: value for name, value in row.sensors.items() if math.isfinite(value)}
+    readings = (f"{value:.0f}{SENSORS[name]}" for name, value in known.items())
+    return " ".join((_clipped(row.device), *readings)).strip()
 
 
 def _age(seconds: float) -> str:

@@ -22,6 +22,7 @@ class Slow:
 
     rank: int
     host: str
+    device: str  # empty where not known
     metric: str
     value: float
     times_median: float
@@ -30,16 +31,22 @@ class Slow:
     @classmethod
     def read(cls, fields: dict[str, Any], report: dict[str, Any]) -> Slow:
         """Read one of a report's ``stragglers``."""
-        rank, host = int(fields["rank"]), plain(str(fields["host"]))
+        host, device = plain(str(fields["host"])), plain(str(fields["device"]))
         metric, value = str(fields["metric"]), _number(fields["value"])
         is_known = metric in report["metrics"] or metric in report["sections"]
         times = value / _median(_values_of(report, metric)) if is_known else math.nan
-        return cls(rank, host, plain(metric), value, times, _number(fields["score"]))
+        score = _number(fields["score"])
+        return cls(int(fields["rank"]), host, device, plain(metric), value, times, score)
+
+    @property
+    def who(self) -> str:
+        """The rank and where it is."""
+        return f"rank {self.rank} on {self.host}" + (f", {self.device}" if self.device else "")
 
     def __str__(self) -> str:
         times = self.times_median
-        more = f", {times:.2f} x the median" if math.isfinite(times) else ""
-        return f"rank {self.rank} on {self.host} ({self.metric}{more})"
+        more = f" {times:.2f} x the median" if math.isfinite(times) else ""
+        return f"{self.metric}{more}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,7 @@ class Report:
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
+    devices: tuple[str, ...]
     values: tuple[float, ...]
     sensors: dict[str, tuple[float, ...]]  # those that some device has
     slow: tuple[Slow, ...]
@@ -60,6 +68,7 @@ class Report:
             read = cls(
                 ranks=tuple(map(int, report["ranks"])),
                 hosts=tuple(plain(str(host)) for host in report["hosts"]),
+                devices=tuple(plain(str(device)) for device in report["devices"]),
                 values=_values_of(report, metric),
                 sensors={k: v for k, v in columns.items() if any(map(math.isfinite, v))},
                 slow=tuple(Slow.read(fields, report) for fields in report["stragglers"]),
@@ -71,6 +80,7 @@ class Report:
             len(
                 {
                     len(read.hosts),
+                    len(read.devices),
                     len(read.ranks),
                     len(read.values),
                     *map(len, read.sensors.values()),
@@ -88,6 +98,7 @@ class Row:
 
     rank: int
     host: str
+    device: str
     value: float
     times_median: float
     sensors: dict[str, float]
@@ -138,6 +149,7 @@ class View:
             Row(
                 rank=report.ranks[at],
                 host=report.hosts[at],
+                device=report.devices[at],
                 value=report.values[at],
                 times_median=report.values[at] / middle,
                 sensors={name: values[at] for name, values in report.sensors.items()},

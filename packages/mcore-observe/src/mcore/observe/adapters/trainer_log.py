@@ -16,9 +16,11 @@ import torch.distributed as dist
 from mcore.observe.process.process_end import on_process_end
 from mcore.observe.process.rank_logging import is_last_rank
 from mcore.observe.runs.run_log import RunLog
+from mcore.observe.runs.slow_ranks import log_slow_ranks
 from mcore.observe.settings.config import ConfigContainer
 from mcore.observe.sinks.trackers import import_libraries
 from mcore.observe.straggler.detector import StragglerDetector
+from mcore.observe.straggler.report import StragglerReport
 from mcore.observe.training_log.log import log_state_of
 from mcore.parallel.groups import world_size
 from mcore.parallel.torch_compat import is_distributed
@@ -55,6 +57,7 @@ class TrainerLog:
         self.detector: StragglerDetector | None = None
         self._settings = settings
         self._straggler = straggler
+        self._noted: StragglerReport | None = None
         self._num_runs = 1
         self._is_training = self._is_closed = False
         self._is_watching = False
@@ -173,8 +176,19 @@ class TrainerLog:
 
     def report_ranks(self) -> None:
         """Compare the ranks where that is due; all ranks call it after every step."""
-        if self.detector is not None:
+        if self.detector is None:
+            return
+        try:
             self.detector.report_if_due()
+        finally:  # also where a slow rank stops the job
+            found = self.detector.last_report if is_last_rank() else None
+            if found is not self._noted and found is not None:
+                log_slow_ranks(self._run_dir(), self.log.train_state.step, found.stragglers)
+                self._noted = found
+
+    def _run_dir(self) -> Path:
+        """The folder of the present run."""
+        return Path(str(self.log.cfg.logger.run_dir))
 
     def log_line(
         self,

@@ -260,6 +260,9 @@
     const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     // Noise of a few percent stays pale.
     const span = Math.max(high - low, 0.25 * Math.max(Math.abs(low), Math.abs(high))) || 1;
+    // A rank that was slow is seen, however much slower another one was: three times is the most.
+    const ofVerdict = (times) => (times > 1 ? Math.min(1, 0.4 + 0.3 * (times - 1)) : 0);
+    const shareOf = (cell) => (map.isVerdict ? ofVerdict(cell) : (map.lowIsBad ? high - cell : cell - low) / span);
     let at = null, size = null;
 
     function draw() {
@@ -267,7 +270,7 @@
       const cool = css.getPropertyValue("--cool").split(",").map(Number), hot = css.getPropertyValue("--hot").split(",").map(Number);
       size = [(width - LEFT - RIGHT) / columns, (height - TOP - BOTTOM) / rows];
       map.cells.forEach((row, y) => row.forEach((cell, x) => {
-        const share = (map.lowIsBad ? high - cell : cell - low) / span;
+        const share = shareOf(cell);
         pen.fillStyle = cell === null ? css.getPropertyValue("--none") : `rgb(${cool.map((one, c) => Math.round(one + (hot[c] - one) * share)).join(",")})`;
         pen.fillRect(LEFT + x * size[0], TOP + y * size[1], Math.ceil(size[0]), Math.ceil(size[1]));
       }));
@@ -303,7 +306,7 @@
       if (at) go(at[0] + move[0], at[1] + move[1]); else go(columns - 1, 0);
     });
     speakWhileFocused(figure, readout, () => go(null));
-    return { name, group: "Ranks over time", figure, canvas, draw };
+    return { name, group: map.isVerdict ? "Slow ranks" : "Ranks over time", figure, canvas, draw };
   }
 
   function speakWhileFocused(figure, readout, leave) {
@@ -392,6 +395,7 @@
       const section = make("section", {}, make("h2", {}, group), grid);
       for (const one of made.filter((each) => each.group === group)) { grid.append(one.figure); drawn.push(one); one.section = section; }
       byId("charts").append(section);
+      if (group === "Slow ranks") section.append(byId("slow"));
     }
     showConstants(byId("charts"));
     for (const one of drawn) near.observe(one.figure);

@@ -9,12 +9,15 @@ import json
 import math
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime, timezone
 from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, TypeAlias, TypeVar
 
+from mcore.observe.runs.slow_ranks import SlowRank, factors_by_rank, slow_ranks
 from mcore.observe.runs.tables import Run
 
 _HERE = Path(__file__).parent
@@ -23,6 +26,7 @@ _MOST_POINTS = (100, 1000)  # of a curve: where there are many curves, where the
 _ALL_POINTS = 400_000
 _MAP_ROWS, _MAP_COLUMNS, _MOST_MAPS = 128, 240, 24
 _MOST_CHARACTERS = 400  # of a text
+_MOST_SLOW = 64  # lines
 _OF_A_RANK = re.compile(r"(?:^|(?<=[/._ -]))rank[-_ ]?(\d+)(?=$|[/._ -])", re.IGNORECASE)
 _GROUPS = (
     ("Memory", r"\bmem|memory|alloc"),
@@ -34,13 +38,17 @@ _GROUPS = (
 )
 _ORDER = ("Loss", "Throughput", "Gradients and learning rate", "Memory", "Experts", "Timers")
 _OTHER = "Other"
+_WHAT_WORST_MEANS = (
+    "Worst: how many times as long as the fastest rank, or as the rank itself at its best; "
+    "of a device's readings, how far off the median."
+)
 
 T = TypeVar("T")
 Point: TypeAlias = tuple[int, float]  # step and value; NaN stands for what is not finite
 
 
 def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
-    """Write a page about runs: curves, ranks over time, settings; it works without a network.
+    """Write a page about runs: curves, slow ranks, settings; it works without a network.
 
     Curves of more than 1,000 points are thinned to the least and the largest value of each
     stretch, which the page says; metrics of ``rank<number>`` become one map of ranks and steps.
@@ -74,6 +82,7 @@ def _page(runs: Sequence[Run]) -> str:
         "digest": digest,
         "style": (_HERE / "run_page.css").read_text(encoding="utf-8"),
         "table": _table_of_values(runs),
+        "slow": _table_of_slow_ranks(runs),
         # Neither a closing tag nor a comment can begin in it.
         "data": data.replace("<", "\\u003c"),
         "script": script,
@@ -86,11 +95,9 @@ def page_data(runs: Sequence[Run]) -> dict[str, Any]:
     """Return what the page draws, as JSON takes it."""
     families = [_families(run) for run in runs]
     mapped = {name for each in families for of_rank in each.values() for name in of_rank.values()}
-    maps = [
-        one
-        for index, (run, each) in enumerate(zip(runs, families, strict=True))
-        for one in _maps(index, run, each)
-    ]
+    maps = [one for index, run in enumerate(runs) for one in _strip(index, run)]
+    for index, (run, each) in enumerate(zip(runs, families, strict=True)):
+        maps += _maps(index, run, each)
     names = [name for name in _names(runs) if name not in mapped]
     constants = {name: values for name in names if (values := _constants(name, runs))}
     drawn = [name for name in names if name not in constants]
@@ -177,6 +184,18 @@ def _figures(run: Run) -> Iterator[tuple[str, float | None, str]]:
         values = [value for _, value in run.points(name) if math.isfinite(value)]
         if values:
             yield name, _rounded(median(values)), f"median; last {values[-1]:.5g}"
+    if run.slow:
+        named = Counter(rank for slow in run.slow.values() for rank in {one.rank for one in slow})
+        [*most] = named.most_common(1)
+        text = "".join(f"rank {rank} in {count} of " for rank, count in most) or "in "
+        yield "slow ranks", len(named), f"{text}{len(run.slow)} reports"
+
+
+def _strip(index: int, run: Run) -> Iterator[dict[str, Any]]:
+    """The ranks that were slow as cells by rank and report, if any was."""
+    factors = factors_by_rank(run.slow)
+    if factors:
+        yield _map("Slow ranks", index, factors, low_is_bad=False) | {"isVerdict": True}
 
 
 def _maps(
@@ -184,27 +203,34 @@ def _maps(
 ) -> Iterator[dict[str, Any]]:
     """The metrics of single ranks as cells by rank and step, neighbours taken together."""
     for name, of_rank in families.items():
-        ranks = sorted(of_rank)
-        steps = sorted({step for one in ranks for step in run.curves[of_rank[one]]})
         low_is_bad = "score" in name or "util" in name or "tflops" in name
-        worst = min if low_is_bad else max
-        rows, columns = list(_parts(ranks, _MAP_ROWS)), list(_parts(steps, _MAP_COLUMNS))
-        cells = []
-        for row in rows:
-            curves = [run.curves[of_rank[one]] for one in row]
-            cells.append([_cell(curves, column, worst) for column in columns])
-        yield {
-            "name": name,
-            "run": index,
-            "ranks": [_ends(row) for row in rows],
-            "steps": [_ends(column) for column in columns],
-            "cells": cells,
-            "lowIsBad": low_is_bad,
-            "thinned": len(rows) < len(ranks) or len(columns) < len(steps),
-        }
+        curves = {rank: run.curves[metric] for rank, metric in of_rank.items()}
+        yield _map(name, index, curves, low_is_bad=low_is_bad)
 
 
-def _cell(curves: Sequence[dict[int, float]], steps: Sequence[int], worst: Any) -> float | None:
+def _map(
+    name: str, index: int, curves: Mapping[int, Mapping[int, float]], *, low_is_bad: bool
+) -> dict[str, Any]:
+    """Values by rank and step as cells, each the worst of its ranks and steps."""
+    ranks = sorted(curves)
+    steps = sorted({step for curve in curves.values() for step in curve})
+    worst = min if low_is_bad else max
+    rows, columns = list(_parts(ranks, _MAP_ROWS)), list(_parts(steps, _MAP_COLUMNS))
+    return {
+        "name": name,
+        "run": index,
+        "ranks": [_ends(row) for row in rows],
+        "steps": [_ends(column) for column in columns],
+        "cells": [
+            [_cell([curves[rank] for rank in row], column, worst) for column in columns]
+            for row in rows
+        ],
+        "lowIsBad": low_is_bad,
+        "thinned": len(rows) < len(ranks) or len(columns) < len(steps),
+    }
+
+
+def _cell(curves: Sequence[Mapping[int, float]], steps: Sequence[int], worst: Any) -> float | None:
     values = (curve.get(step, math.nan) for curve in curves for step in steps)
     found = worst((value for value in values if math.isfinite(value)), default=None)
     return None if found is None else _rounded(found)
@@ -242,13 +268,45 @@ def _table_of_values(runs: Sequence[Run]) -> str:
             if values:
                 numbers = (values[0], values[-1], min(values), max(values))
                 cells = [name, run.name, f"{points[0][0]}-{points[-1][0]}"]
-                cells += [f"{number:.5g}" for number in numbers]
-                rows.append(
-                    "".join(f"<td>{html.escape(cell[:_MOST_CHARACTERS])}</td>" for cell in cells)
-                )
-    titles = ("metric", "run", "steps", "first", "last", "least", "largest")
+                rows.append(cells + [f"{number:.5g}" for number in numbers])
+    return _html_table(("metric", "run", "steps", "first", "last", "least", "largest"), rows)
+
+
+def _table_of_slow_ranks(runs: Sequence[Run]) -> str:
+    """Who was slow where, in what, when and how much; nothing where nobody was."""
+    rows = [
+        [
+            *((run.name,) if len(runs) > 1 else ()),
+            *(str(one.rank), one.host, one.device, one.metric, f"{one.worst:.3g}x"),
+            *(f"{len(one.steps)} of {len(run.slow)}", _ends(one.steps), _when(run, one)),
+        ]
+        for run in runs
+        for one in slow_ranks(run.slow)
+    ]
+    if not rows:
+        return ""
+    titles = ["rank", "host", "device", "what", "worst", "reports", "steps", "since (UTC)"]
+    table = _html_table(["run"] * (len(runs) > 1) + titles, rows[:_MOST_SLOW])
+    more = f"and {len(rows) - _MOST_SLOW} more; " if len(rows) > _MOST_SLOW else ""
+    return f"{table}<p>{more}{_WHAT_WORST_MEANS}</p>"
+
+
+def _when(run: Run, one: SlowRank) -> str:
+    """The time of the first report that names a rank, by that of the next step logged."""
+    later = min((step for step in run.times if step >= one.steps[0]), default=None)
+    if later is None:
+        return "-"
+    return datetime.fromtimestamp(run.times[later], timezone.utc).strftime("%Y-%m-%d %H:%M")
+
+
+def _html_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
-    body = "\n".join(f"<tr>{row}</tr>" for row in rows)
+    body = "\n".join(
+        "<tr>"
+        + "".join(f"<td>{html.escape(cell[:_MOST_CHARACTERS])}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 

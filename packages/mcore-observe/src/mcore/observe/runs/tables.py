@@ -9,8 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
 from mcore.observe.settings.secrets import config_params
-from mcore.observe.sinks.jsonl import records_of
+from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.watch.sparkline import sparkline
 
@@ -23,13 +24,15 @@ class Run:
 
     A step that was logged again has its last value; NaN stands for what is not finite. ``times``
     are in seconds since 1970 by step, of the lines that have one; ``settings`` are texts by name,
-    without secrets, from ``config.json`` beside the metrics.
+    without secrets, from ``config.json`` beside the metrics; ``slow`` has the ranks that each
+    report named, by step, from what :func:`log_slow_ranks` wrote there.
     """
 
     name: str
     curves: dict[str, dict[int, float]] = field(default_factory=dict)
     times: dict[int, float] = field(default_factory=dict)
     settings: dict[str, str] = field(default_factory=dict)
+    slow: Verdicts = field(default_factory=dict)
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Run:
@@ -59,6 +62,7 @@ class Run:
         run = cls(
             given.absolute().name if given.is_dir() else given.absolute().parent.name,
             settings=_settings(file.parent / "config.json"),
+            slow=read_slow_ranks(RunFolder(file.parent).slow_ranks),
         )
         for record in records_of(file, with_time=True):
             step = record.pop("step")
@@ -68,7 +72,7 @@ class Run:
             for name, value in record.items():
                 if value is None or isinstance(value, (int, float)):
                     curve = run.curves.setdefault(name, {})
-                    curve[step] = _as_float(value)
+                    curve[step] = as_float(value)
         return run
 
     def points(self, name: str) -> list[tuple[int, float]]:
@@ -156,14 +160,6 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
 
 def _change(before: float, after: float) -> str:
     return f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
-
-
-def _as_float(value: float | None) -> float:
-    """A number as a float; NaN for none, and for an integer beyond all floats."""
-    try:
-        return math.nan if value is None else float(value)
-    except OverflowError:
-        return math.nan
 
 
 def _settings(file: Path) -> dict[str, str]:

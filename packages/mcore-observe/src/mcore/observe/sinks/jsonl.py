@@ -170,6 +170,22 @@ def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any
                 yield record
 
 
+def append_record(path: Path, record: Mapping[str, Any]) -> None:
+    """Append a record to a file that one process writes; its last line is repaired first."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab+") as file:
+        _repair_last_line(file)
+        file.write(json.dumps(record, allow_nan=False).encode() + b"\n")
+
+
+def as_float(value: Any) -> float:
+    """Return a number of a record; NaN for none, and for an integer beyond all floats."""
+    try:
+        return float(value) if isinstance(value, (int, float)) else math.nan
+    except OverflowError:
+        return math.nan
+
+
 def _forget_later_steps(path: Path, step: int) -> None:
     partial = path.with_name(path.name + ".partial")
     with partial.open("w") as file:

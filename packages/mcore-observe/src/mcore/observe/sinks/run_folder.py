@@ -25,6 +25,11 @@ class RunFolder:
         return self.path / "metrics.jsonl"
 
     @property
+    def slow_ranks(self) -> Path:
+        """JSON objects, one for each comparison of the ranks: who was slow."""
+        return self.path / "slow_ranks.jsonl"
+
+    @property
     def spool(self) -> Path:
         """What trackers have not taken."""
         return self.path / "spool"

@@ -79,7 +79,7 @@ class RankComparison:
         self.world_size = len(rows.ranks)
         self.total_flops = rows.total_flops
         self._rows = rows
-        self._hosts, self._devices = hosts, devices
+        self._hosts, self._devices = hosts, devices or ("",) * self.world_size
         self._names = names
         self._rule = rule
         self._local_sections = dict(local_sections or {})
@@ -108,14 +108,14 @@ class RankComparison:
             local_sections=self._local_sections,
             ranks=self._rows.ranks,
             stragglers=self.stragglers,
+            devices=self._devices,
         )
 
     @property
     def places(self) -> list[tuple[str, str]]:
         """Host and device of each rank, by rank."""
-        devices = self._devices or ("",) * self.world_size
         order = range(self.world_size) if self._rows.order is None else self._rows.order.tolist()
-        return [(self._hosts[index], devices[index]) for index in order]
+        return [(self._hosts[index], self._devices[index]) for index in order]
 
     @property
     def section_names(self) -> tuple[str, ...]:
@@ -176,6 +176,7 @@ class RankComparison:
             median,
             found.z,
             scores[index],
+            self._devices[index],
         )
 
     def throughput_ends(self, num_ranks: int) -> ThroughputEnds:

@@ -60,6 +60,7 @@ class Outlier:
             past where that is what it differs from.
         score: The smaller of the rank's relative and individual score: of the section, and of
             ``"compute"`` for other metrics.
+        device: The device that it computes on; empty where not known.
 
     Example:
         >>> Outlier("elapsed_ms", 3, "node1", value=15.0, median=10.0, z=6.6, score=0.66).rank
@@ -73,12 +74,14 @@ class Outlier:
     median: float
     z: float
     score: float
+    device: str = ""
 
     def __str__(self) -> str:
         """Return a line for a log."""
         unit = METRICS.get(self.metric, "ms")
+        place = f"{self.host}, {self.device}" if self.device else self.host
         return (
-            f"straggler: rank {self.rank} (host {self.host}) "
+            f"straggler: rank {self.rank} (host {place}) "
             f"{self.metric}={self.value:.2f}{unit} median={self.median:.2f}{unit} "
             f"z={self.z:.1f} score={self.score:.2f}"
         )

@@ -160,6 +160,7 @@ class StragglerReport:
             the worst first; from the other ranks, or from their own past.
         local_sections: Sections that were timed here without being declared; of this rank alone.
         ranks: The number that each rank gave to ``configure``; empty means 0, 1, 2 and so on.
+        devices: Device that each rank computes on, such as ``"cuda:3"``; empty means not known.
 
     Example:
         >>> report = StragglerReport(
@@ -186,10 +187,13 @@ class StragglerReport:
     local_sections: dict[str, SectionStats] = field(default_factory=dict)
     ranks: tuple[int, ...] = ()
     stragglers: tuple[Outlier, ...] = ()
+    devices: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if not self.ranks:
             object.__setattr__(self, "ranks", tuple(range(self.world_size)))
+        if not self.devices:
+            object.__setattr__(self, "devices", ("",) * self.world_size)
 
     def __eq__(self, other: object) -> bool:
         """Compare all fields; NaN, which is no data, equals NaN."""

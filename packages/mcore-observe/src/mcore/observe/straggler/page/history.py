@@ -243,12 +243,18 @@ class History:
         found: list[bool] = values.isfinite().any(dim=1).tolist()
         return found
 
+    def medians(self) -> list[float]:
+        """Return the median over the ranks, of two the lower, by metric, of the last report."""
+        with self._lock:
+            last = self._kept[-1]
+        medians: list[float] = last.values.nanmedian(dim=1).values.tolist()
+        return medians
+
     def latest(self, rank: int) -> list[tuple[float, float]]:
         """Return a rank's value and the median over the ranks, by metric, of the last report."""
         with self._lock:
             last = self._kept[-1]
-        medians = last.values.nanmedian(dim=1).values
-        return list(zip(last.values[:, rank].tolist(), medians.tolist(), strict=True))
+        return list(zip(last.values[:, rank].tolist(), self.medians(), strict=True))
 
     def worst_rank(self, metric: int, ranks: range, report: int) -> int:
         """Return the rank that is worst off in a report; the first one where nobody has a value."""

@@ -8,7 +8,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.resources import files
 from typing import Any
@@ -157,8 +157,9 @@ class PageView:
 
     def _slow(self) -> dict[str, Any]:
         slow = self._history.slow()
+        medians = self._history.medians() if slow else []
         ranks = [
-            {**self._episode(episode), "signs": [self._sign(one) for one in signs]}
+            {**self._episode(episode), "signs": [self._sign(one, medians) for one in signs]}
             for episode, signs in slow[:_MOST_SLOW]
         ]
         return {"count": len(slow), "ranks": ranks}
@@ -167,14 +168,14 @@ class PageView:
         host, device = self._history.places[episode.rank]
         return {**asdict(episode), "host": host, "device": device}
 
-    def _sign(self, found: Outlier) -> dict[str, Any]:
+    def _sign(self, found: Outlier, medians: Sequence[float]) -> dict[str, Any]:
         metric = next(
             (at for at, one in enumerate(self._history.metrics) if one.name == found.metric), 0
         )
         return {
             "metric": metric,
             "value": _known(found.value),
-            "median": _known(found.median),
+            "median": _known(medians[metric]),
             "z": _known(found.z),
             "score": _known(found.score),
         }

@@ -1,0 +1,134 @@
+"""Who was slow in a run, report by report: kept in its folder, read again, and counted."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from mcore.observe.sinks.jsonl import append_record, as_float, records_of
+from mcore.observe.sinks.run_folder import RunFolder
+from mcore.observe.straggler.outliers import Outlier
+
+logger = logging.getLogger(__name__)
+
+_MOST_NAMED = 64  # in a report
+
+Verdicts: TypeAlias = dict[int, tuple[Outlier, ...]]  # by step, of every report
+
+
+def log_slow_ranks(run_dir: str | os.PathLike[str], step: int, slow: Sequence[Outlier]) -> None:
+    """Note in a run's folder who was slow, which its page shows over the steps.
+
+    One process calls it after each report, also where nobody is slow. A run that goes back to a
+    checkpoint may note a step again: what was noted from there on does not count any more. Of more
+    than 64 only the first are kept. No communication. A file that cannot be written is a warning.
+
+    Args:
+        run_dir: Folder of the run, as given to :class:`mcore.observe.RunLog`.
+        step: The step after which the ranks were compared.
+        slow: The ``stragglers`` of a :class:`mcore.observe.StragglerReport`, or some of them.
+
+    Example:
+        >>> import tempfile
+        >>> from mcore.observe import Outlier
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> log_slow_ranks(folder, 10, [Outlier("forward", 1, "node1", 40.0, 10.0, 9.0, 0.25)])
+        >>> (folder / "slow_ranks.jsonl").read_text()  # doctest: +ELLIPSIS
+        '{"step": 10, "slow": [{"metric": "forward", "rank": 1, "host": "node1", ...}]}\\n'
+    """
+    path = RunFolder(Path(run_dir)).slow_ranks
+    named = [{key: _as_json(value) for key, value in asdict(one).items()} for one in slow]
+    try:
+        append_record(path, {"step": step, "slow": named[:_MOST_NAMED]})
+    except OSError as error:
+        _warn_of_the_file(path, error.strerror)
+
+
+def read_slow_ranks(path: Path) -> Verdicts:
+    """Return who was slow by step, for every report; damaged lines are left out."""
+    verdicts: Verdicts = {}
+    if not path.is_file():
+        return verdicts
+    for record in records_of(path):
+        step, slow = record["step"], record.get("slow")
+        while verdicts and next(reversed(verdicts)) >= step:
+            verdicts.popitem()
+        if isinstance(slow, list):
+            verdicts[step] = tuple(_read(slow))
+    return verdicts
+
+
+@dataclass(frozen=True)
+class SlowRank:
+    """A rank that was slow in something; ``worst`` is the largest of its :func:`factor`."""
+
+    rank: int
+    host: str
+    device: str
+    metric: str
+    worst: float
+    steps: tuple[int, ...]  # of the reports that name it
+
+
+def slow_ranks(verdicts: Verdicts) -> list[SlowRank]:
+    """Return who was slow where and in what; who was in most reports comes first."""
+    found: dict[tuple[int, str, str, str], list[tuple[int, float]]] = {}
+    for step, slow in verdicts.items():
+        for one in slow:
+            key = one.rank, one.host, one.device, one.metric
+            found.setdefault(key, []).append((step, factor(one)))
+    ranks = [
+        SlowRank(*key, max(times for _, times in named), tuple(step for step, _ in named))
+        for key, named in found.items()
+    ]
+    return sorted(ranks, key=lambda one: (-len(one.steps), one.steps[0]))
+
+
+def factors_by_rank(verdicts: Verdicts) -> dict[int, dict[int, float]]:
+    """Return the worst factor of each rank that was ever slow, by step; 1 where it was not."""
+    ranks = sorted({one.rank for slow in verdicts.values() for one in slow})
+    found = {rank: dict.fromkeys(verdicts, 1.0) for rank in ranks}
+    for step, slow in verdicts.items():
+        for one in slow:
+            found[one.rank][step] = max(found[one.rank][step], factor(one))
+    return found
+
+
+def factor(one: Outlier) -> float:
+    """Return how many times as long as the fastest rank, or as itself at its best, a rank took.
+
+    Readings of devices, and times without a score, are held against the median.
+    """
+    is_low_bad = one.metric in ("clock_mhz", "util_pct")
+    is_time = not is_low_bad and one.metric != "temp_c"
+    times = 1 / one.score if is_time and one.score > 0 else _ratio(one.value, one.median)
+    return _ratio(one.median, one.value) if is_low_bad else times
+
+
+def _ratio(value: float, other: float) -> float:
+    ratio = value / other if other else math.nan
+    return ratio if math.isfinite(ratio) else 1.0
+
+
+def _read(slow: Sequence[Any]) -> Iterator[Outlier]:
+    for one in slow:
+        if isinstance(one, Mapping) and isinstance(one.get("rank"), int):
+            metric, host, device = (str(one.get(key, "")) for key in ("metric", "host", "device"))
+            keys = ("value", "median", "z", "score")
+            numbers = {key: as_float(one.get(key)) for key in keys}
+            yield Outlier(metric, one["rank"], host, device=device, **numbers)
+
+
+def _as_json(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@functools.cache
+def _warn_of_the_file(path: Path, reason: str | None) -> None:
+    logger.warning("who is slow cannot be noted in %s: %s", path, reason)
