@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 
@@ -39,25 +41,36 @@ class PlainExperts(PlainGPT):
             out = out + gates[..., one, None] * (wide @ self.weights[f"{place}/narrow"].T)
         return out
 
-    def routing(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Load-balancing and z loss of each layer, over all places seen since the last call.
+    def routing(
+        self, windows: Sequence[torch.Tensor] | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Load-balancing and z loss of each layer, of all rows seen since the last call.
 
-        What came in several parts is one sequence.
+        ``windows`` has the window of each row of each pass: rows of one are balanced together.
+        Without it each row is a window of its own.
         """
-        over = (1,) if self.settings.balance == "sequence" else (0, 1)
         balances, sizes = [], []
         for parts in self._noted.values():
-            logits = torch.cat(parts, dim=1)
-            load = self._chosen(logits).mean(over) / self.settings.topk
-            mean = _shares(logits).mean(over)
+            logits = torch.cat([part.flatten(0, 1) for part in parts])
+            of_rows = windows or [torch.arange(len(part)) for part in parts]
+            window = torch.cat(
+                [
+                    of.repeat_interleave(part.shape[1])
+                    for of, part in zip(of_rows, parts, strict=True)
+                ]
+            )
+            if self.settings.balance == "batch":
+                window = torch.zeros_like(window)
+            load = _means(self._chosen(logits), window) / self.settings.topk
+            mean = _means(_shares(logits), window)
             balances.append((self.settings.experts * load * mean).sum(-1).mean())
             sizes.append(logits.exp().sum(-1).log().square().mean())
         self._noted.clear()
         return torch.stack(balances), torch.stack(sizes)
 
-    def routing_loss(self) -> torch.Tensor:
+    def routing_loss(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Both losses, summed over the layers and weighed as the settings say."""
-        balances, sizes = self.routing()
+        balances, sizes = self.routing(windows)
         return self.settings.balance_loss * balances.sum() + self.settings.z_loss * sizes.sum()
 
     def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
@@ -71,3 +84,10 @@ class PlainExperts(PlainGPT):
 
 def _shares(logits: torch.Tensor) -> torch.Tensor:
     return logits.exp() / logits.exp().sum(-1, keepdim=True)
+
+
+def _means(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+    """The mean of the values ``[n, E]`` of each group: ``[groups, E]``."""
+    counts = torch.bincount(groups)
+    sums = torch.zeros(len(counts), values.shape[1], dtype=values.dtype)
+    return sums.index_add(0, groups, values) / counts[:, None]

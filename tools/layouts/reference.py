@@ -118,8 +118,8 @@ class PlainGPT(torch.nn.Module):
         normed = self._norm(f"{name}/feed_forward_norm", x)
         return x + self._feed_forward(f"{name}/feed_forward", normed)
 
-    def routing_loss(self) -> torch.Tensor:
-        """What routers add to the loss of the sequences seen since the last call, weighed."""
+    def routing_loss(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What routers add to the loss of the rows since the last call, which windows have."""
         return torch.zeros(())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -270,20 +270,27 @@ def loss_in_parts(
             len(windows) * settings.seq_length + 1, seq_length=settings.seq_length,
             seed=settings.seed, first=first, count=settings.global_batch_size,
         )  # fmt: skip
-        total, count, routing = torch.zeros(()), 0, torch.zeros(())
-        for start in starts.tolist():
-            for tokens, labels in windows[start // settings.seq_length]:
-                known = [at for at, label in enumerate(labels) if label >= 0]
-                filled = tokens + [0] * (-len(tokens) % multiple)  # routers count these too
-                output = model(torch.tensor([filled]))[0, known]
-                if settings.value_head:
-                    columns = columns_by_counting(torch.tensor([tokens]))[0, known]
-                    total = total + (output[:, 0] - columns).square().sum()
-                else:
-                    wanted = torch.tensor(labels)[known]
-                    total = total + F.cross_entropy(output, wanted, reduction="sum")
-                count += len(known)
-            routing = routing + model.routing_loss() / settings.global_batch_size
+        rows = [
+            (place, tokens + [0] * (-len(tokens) % multiple), labels)  # routers count these too
+            for place, start in enumerate(starts.tolist())
+            for tokens, labels in windows[start // settings.seq_length]
+        ]
+        total, count, of_windows = torch.zeros(()), 0, []
+        for length in sorted({len(tokens) for _, tokens, _ in rows}):
+            alike = [row for row in rows if len(row[1]) == length]
+            tokens = torch.tensor([row[1] for row in alike])
+            wanted = torch.tensor([row[2] + [-1] * (length - len(row[2])) for row in alike])
+            of_windows.append(torch.tensor([row[0] for row in alike]))
+            output = model(tokens)
+            if settings.value_head:
+                errors = (output[..., 0] - columns_by_counting(tokens)).square()
+                total = total + errors[wanted >= 0].sum()
+            else:
+                total = total + F.cross_entropy(
+                    output.flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum"
+                )
+            count += int((wanted >= 0).sum())
+        routing = model.routing_loss(of_windows)
         return total / count + (routing - routing.detach())
 
     return loss_of
