@@ -5,75 +5,111 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import math
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from layouts.combinations import RANKS, chosen, combinations, name_of
 from layouts.comparison import compare, write_text
 from layouts.table import Row, page
+from pretrain.settings import Settings
+
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return 0 where every combination asked for is green, else 1."""
+    """Print the table; return 0 where all of it that was asked for and has been run is green.
+
+    Else 1, or 2 where nothing was run because of the options.
+    """
     options = _parser().parse_args(arguments)
-    rows = {row.name: row for row in _read(options.results)} if options.resume else {}
-    _write(options.results, rows.values())
+    rows = _read(options.results)
+    if rows and not options.resume:
+        return _refuse(
+            f"{options.results} has {len(rows)} results: --resume goes on with them, --results "
+            "names another file"
+        )
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
         data = write_text(Path(folder))
         every = [one for ranks in RANKS for one in combinations(ranks, data)]
-        offered = [one for ranks in RANKS for one in chosen(ranks, data)]
-        if options.all or options.only:
-            offered = every
-        asked = [
-            one
-            for one in offered
-            if one.world_size in options.ranks
-            and (not options.only or name_of(one) in options.only)
-        ][:: options.every]
-        if unknown := set(options.only or ()) - {name_of(one) for one in asked}:
-            print(f"no such combination: {', '.join(sorted(unknown))}", file=sys.stderr)
-            return 2
-        names = [name_of(one) for one in asked]
-        green = {name for name, row in rows.items() if row.is_green}
-        left = [one for one in asked if name_of(one) not in green]
-        for row in compare(left, every, Path(folder)):
-            rows[row.name] = row
-            _append(options.results, row)
-            done = sum(name in rows for name in names)
-            print(f"{done} of {len(names)}: {row.line()}", file=sys.stderr, flush=True)
-    known = sorted(rows.values(), key=lambda row: (row.ranks, row.name))
-    text = page(known, len(offered))
+        table = every if options.all else [one for ranks in RANKS for one in chosen(ranks, data)]
+        asked = _asked(options, every if options.only else table)
+        if unknown := set(options.only or ()) - asked.keys():
+            return _refuse(f"there is no {', '.join(sorted(unknown))}")
+        left = [
+            settings
+            for name, settings in asked.items()
+            if not (name in rows and rows[name].is_green)
+        ]
+        interrupted = _run(options, left, every, Path(folder), rows)
+    known = {name_of(one): one.world_size for one in every}
+    shown = sorted((row for row in rows.values() if row.name in known), key=lambda row: row.ranks)
+    text = page(shown, len({name_of(one) for one in table} | {row.name for row in shown}))
     print(text)
     if options.output:
         options.output.write_text(text + "\n")
-    return 0 if all(rows[name].is_green for name in names) else 1
+    if interrupted:
+        return _INTERRUPTED
+    return 0 if all(rows[name].is_green for name in asked if name in rows) else 1
 
 
-def _read(results: Path) -> list[Row]:
-    """The rows of a results file; a last line that was cut off counts for nothing."""
-    rows = []
+def _asked(options: argparse.Namespace, offered: list[Settings]) -> dict[str, Settings]:
+    """What is to be run of what is offered, by name."""
+    named = {name_of(one): one for one in offered if one.world_size in options.ranks}
+    if options.only:
+        return {name: one for name, one in named.items() if name in options.only}
+    return dict(list(named.items())[:: options.every])
+
+
+def _run(
+    options: argparse.Namespace,
+    left: list[Settings],
+    every: list[Settings],
+    folder: Path,
+    rows: dict[str, Row],
+) -> bool:
+    """Run what is left and note it; whether Ctrl-C ended that."""
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    try:
+        for done, row in enumerate(compare(left, every, folder), start=1):
+            rows[row.name] = row
+            _append(options.results, row)
+            print(f"{done} of {len(left)}: {row.line()}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                break
+    except KeyboardInterrupt:
+        print(f"interrupted; --resume goes on behind {options.results}", file=sys.stderr)
+        return True
+    return False
+
+
+def _read(results: Path) -> dict[str, Row]:
+    """The last row of each combination in a results file; a line that is cut off counts not."""
+    rows = {}
     for line in results.read_text().splitlines() if results.exists() else []:
         try:
-            rows.append(Row(**json.loads(line)))
-        except ValueError:
-            print(f"{results}: left out a broken line", file=sys.stderr)
+            row = Row(**json.loads(line))
+        except (TypeError, ValueError):  # of a version with other columns
+            print(f"{results}: a line is no result: {line[:40]}", file=sys.stderr)
+            continue
+        rows[row.name] = row
     return rows
 
 
-def _write(results: Path, rows: Iterable[Row]) -> None:
-    results.parent.mkdir(parents=True, exist_ok=True)
-    results.write_text("".join(_as_line(row) for row in rows))
-
-
 def _append(results: Path, row: Row) -> None:
+    """Write a row in a line of its own, even behind one that was cut off."""
+    is_cut_off = results.exists() and not results.read_bytes().endswith(b"\n")
     with results.open("a") as file:
-        file.write(_as_line(row))
+        file.write("\n" * is_cut_off + json.dumps(dataclasses.asdict(row)) + "\n")
 
 
-def _as_line(row: Row) -> str:
-    return json.dumps(dataclasses.asdict(row)) + "\n"
+def _refuse(why: str) -> int:
+    print(f"parity: error: {why}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,23 +117,21 @@ def _parser() -> argparse.ArgumentParser:
         prog="hatch run parity",
         description="Train the main job in every layout and compare it with one float64 process.",
     )
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="only so many ranks"
-    )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these combinations")
-    parser.add_argument("--every", type=int, default=1, help="only every n-th combination")
-    parser.add_argument(
-        "--all", action="store_true", help="every layout with every set of switches: hours"
-    )
-    parser.add_argument(
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="only so many ranks")
+    add("--only", nargs="+", metavar="NAME", help="only these combinations, of all that are valid")
+    add("--every", type=int, default=1, help="only every n-th combination")
+    add("--all", action="store_true", help="every layout with every set of switches: many hours")
+    add("--minutes", type=float, default=math.inf, help="begin no more after so many")
+    add(
         "--results", type=Path, default=Path("runs/layouts.jsonl"), metavar="FILE",
         help="where each finished combination is noted (%(default)s)",
     )  # fmt: skip
-    parser.add_argument(
+    add(
         "--resume", action="store_true",
-        help="keep the results that are there, and run those that are missing or were not green",
+        help="keep the results that are there; run what is missing or was not green",
     )  # fmt: skip
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table here as well")
+    add("--output", type=Path, metavar="FILE", help="write the table here as well")
     return parser
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from layouts import __main__ as command
 from layouts import comparison
 from layouts.cell import Result, within
 from layouts.combinations import chosen, combinations, meetings, name_of, others
@@ -140,3 +143,32 @@ def test_a_combination_that_fails_leaves_the_others(
     told = capsys.readouterr().err
     assert "ValueError: broken" in told
     assert "in fail_in_some" in told  # where it hung
+
+
+def test_results_are_kept_and_what_is_green_is_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran: list[str] = []
+
+    def compare_nothing(wanted: list[Settings], every: list[Settings], _: Path) -> Iterator[Row]:
+        for one in wanted:
+            ran.append(name_of(one))
+            yield Row(name_of(one), one.world_size, 2, 1e-5, "later", "m", problems=["broken"])
+
+    monkeypatch.setattr(command, "compare", compare_nothing)
+    results, written = tmp_path / "results.jsonl", tmp_path / "table.md"
+    green = Row("tp1-cp1-dp1", 1, 2, 1e-5, "today", "m")
+    red = dataclasses.replace(green, name="tp1-cp1-dp1 bf16", problems=["far"])
+    lines = [json.dumps(dataclasses.asdict(row)) for row in (red, green)]
+    results.write_text("\n".join(lines) + '\n{"name": "tp2')
+    options = ["--results", str(results), "--output", str(written), "--only", "tp1-cp1-dp1"]
+    assert command.main(options) == 2
+    assert "has 2 results: --resume goes on" in capsys.readouterr().err
+    assert command.main([*options, "tp9", "--resume"]) == 2
+    assert "there is no tp9" in capsys.readouterr().err
+    assert command.main([*options, "--resume"]) == 0
+    assert command.main([*options, "tp1-cp1-dp1 bf16", "--resume"]) == 1
+    assert ran == ["tp1-cp1-dp1 bf16"]
+    assert "2 of 472 combinations have been run, 1 of them green, from later" in written.read_text()
+    assert written.read_text().count("\n| tp1-cp1-dp1") == 2
+    assert json.loads(results.read_text().splitlines()[-1])["problems"] == ["broken"]
