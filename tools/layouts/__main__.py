@@ -102,7 +102,7 @@ def _read(results: Path) -> dict[str, Row]:
 
 def _append(results: Path, row: Row) -> None:
     """Write a row in a line of its own, even behind one that was cut off."""
-    is_cut_off = results.exists() and not results.read_bytes().endswith(b"\n")
+    is_cut_off = results.exists() and results.read_bytes()[-1:] not in (b"", b"\n")
     with results.open("a") as file:
         file.write("\n" * is_cut_off + json.dumps(dataclasses.asdict(row)) + "\n")
 
