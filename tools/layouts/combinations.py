@@ -18,13 +18,14 @@ RANKS = (1, 2, 4, 8)
 _CROSSED_UP_TO = 2  # ranks
 _MOST_STAGES = 8  # over all ranks
 _EXPERTS = 8
+_BATCH = 8
 _SWITCHES = {"sequence_parallel": "sp", "recompute": "recompute", "packed": "packed",
              "bf16": "bf16"}  # fmt: skip
 # A checkpoint of one of these is none of the other.
 FIXED = ("packed", "bf16", "experts")
 _SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 8, "seq_length": 32,
-    "document_multiple": 16, "global_batch_size": 8, "warmup_iters": 2, "train_iters": 100,
+    "document_multiple": 16, "global_batch_size": _BATCH, "warmup_iters": 2, "train_iters": 100,
     "eval_interval": 0, "save_interval": 0, "tensorboard": False, "mlflow": False,
     "straggler": False,
 }  # fmt: skip
@@ -70,9 +71,11 @@ def _sizes(ranks: int) -> Iterator[dict[str, Any]]:
     for tp, cp, pp, vpp in itertools.product(RANKS, RANKS, RANKS, (1, 2)):
         if ranks % (tp * cp * pp) or pp * vpp > _MOST_STAGES or (vpp > 1 and pp == 1):
             continue
+        dp = ranks // (tp * cp * pp)
         dense = {
-            "tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": ranks // (tp * cp * pp),
-            "num_layers": max(2, pp * vpp),
+            "tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "num_layers": max(2, pp * vpp),
+            # Twice as many micro-batches as stages, where there are so many sequences.
+            "micro_batch_size": max(1, _BATCH // (2 * dp * pp)) if pp > 1 else 0,
         }  # fmt: skip
         for ep, outer in itertools.product((0, *RANKS), (0, 1, 2, 4)):
             sharded = {"fsdp": True, "hsdp_outer": outer} if outer else {}

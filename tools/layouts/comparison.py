@@ -92,7 +92,7 @@ def reference_of(settings: Settings) -> Reference:
     return _reference(
         dataclasses.replace(
             settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, hsdp_outer=1,
-            sequence_parallel=False, recompute=False, bf16=False,
+            micro_batch_size=0, sequence_parallel=False, recompute=False, bf16=False,
         )
     )  # fmt: skip
 
