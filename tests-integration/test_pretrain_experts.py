@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
-from layouts.reference import PlainGPT
+from layouts.experts import PlainExperts
 from mcore.observe import get_moe_metrics_tracker, get_mtp_metrics_tracker
 from mcore.parallel import ProcessGroups
 from pretrain import sample
@@ -99,45 +99,15 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return root, printed[-1]
 
 
-class PlainExperts(PlainGPT):
-    """Every expert sees every token, in float64; its weights are those of a model by name."""
+class PlainAhead(PlainExperts):
+    """The plain model with experts and one block more, in float64, with a model's weights."""
 
     def __init__(self, settings: Settings, model: torch.nn.Module) -> None:
-        torch.nn.Module.__init__(self)
-        self.settings = settings
-        self.heads = settings.num_attention_heads
+        super().__init__(settings)
         named = model.named_parameters()
         self.weights = torch.nn.ParameterDict(
             {name.replace(".", "/"): p.detach().double() for name, p in named}
         )
-        self.balances: list[torch.Tensor] = []
-        self.sizes: list[torch.Tensor] = []
-
-    def _experts(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        number, topk = self.settings.experts, self.settings.topk
-        logits = x @ self.weights[f"{name}/router/weight"].T
-        shares = logits.exp() / logits.exp().sum(-1, keepdim=True)
-        is_chosen = torch.zeros_like(shares)
-        for _ in range(topk):
-            best = (shares - 2 * is_chosen).argmax(-1)
-            is_chosen = is_chosen + F.one_hot(best, number)
-        gates = shares * is_chosen
-        if topk > 1:
-            gates = gates / gates.sum(-1, keepdim=True)
-        out = torch.zeros_like(x)
-        for one in range(number):
-            place = f"{name}/experts/own/{one}"
-            wide = F.gelu(x @ self.weights[f"{place}/widen"].T)
-            out = out + gates[..., one, None] * (wide @ self.weights[f"{place}/narrow"].T)
-        over = (1,) if self.settings.balance == "sequence" else (0, 1)
-        load = is_chosen.mean(over) / topk
-        self.balances.append((number * load * shares.mean(over)).sum(-1).mean())
-        self.sizes.append(logits.exp().sum(-1).log().square().mean())
-        return out
-
-    def _block(self, name: str, x: torch.Tensor) -> torch.Tensor:
-        x = x + self._attention(f"{name}/attention", self._norm(f"{name}/attention_norm", x))
-        return x + self._experts(f"{name}/feed_forward", self._norm(f"{name}/feed_forward_norm", x))
 
     def logits(self, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
         table = self.weights["embedding/weight"]
@@ -175,12 +145,12 @@ def test_losses_and_gradients_are_those_of_plain_pytorch(topk: int, balance: str
     moe = get_moe_metrics_tracker().take(1.0, mtp_num_layers=1)
     mtp = get_mtp_metrics_tracker().take(1.0)
 
-    plain = PlainExperts(settings, model)
+    plain = PlainAhead(settings, model)
     first, second = plain.logits(batch)
     labels = batch["labels"]
     wanted = F.cross_entropy(first.flatten(0, 1), labels.flatten())
     wanted_ahead = F.cross_entropy(second[:, :-1].flatten(0, 1), labels[:, 1:].flatten())
-    balances, sizes = torch.stack(plain.balances), torch.stack(plain.sizes)
+    balances, sizes = plain.routing()
     (wanted + 0.3 * wanted_ahead + 0.5 * balances.sum() + 0.2 * sizes.sum()).backward()
     name = "load_balancing_loss" if balance == "batch" else "seq_load_balancing_loss"
     accepted = (second[:, :-1].argmax(-1) == first[:, 1:].argmax(-1)).double().mean()

@@ -12,6 +12,7 @@ from layouts.reference import plain_losses
 from mcore.parallel import ProcessGroups
 from pretrain.model.configuration import transformer_config
 from pretrain.model.gpt import TransformerLayer
+from pretrain.model.norm import LayerNorm
 from pretrain.model.randomness import seed_streams
 from pretrain.run.training import build_model
 from pretrain.settings import Settings
@@ -111,3 +112,17 @@ def test_bf16_stays_near_fp32(tmp_path: Path) -> None:
     settings = Settings(tp=2, cp=1, dp=1, bf16=True, **SMALL)
     train_on_ranks(settings, tmp_path)
     assert losses_of(tmp_path) == pytest.approx(plain_losses(settings), rel=2e-2)
+
+
+def test_no_gradient_of_a_norm_gets_lost_in_bf16() -> None:
+    # Sums in bf16 stop to grow once a term is below half of their last bit.
+    hidden, gradient = torch.randn(2, 16_384, 16, generator=torch.Generator().manual_seed(1))
+    hidden, gradient = hidden.bfloat16(), (gradient + 0.3).bfloat16()
+    norm = LayerNorm(16, dtype=torch.bfloat16)
+    exact = torch.nn.LayerNorm(16, dtype=torch.float64)
+    norm(hidden).backward(gradient)
+    exact(hidden.double()).backward(gradient.double())
+    for found, wanted in zip(norm.parameters(), exact.parameters(), strict=True):
+        assert found.grad is not None
+        assert wanted.grad is not None
+        torch.testing.assert_close(found.grad.double(), wanted.grad, rtol=2**-8, atol=0.1)

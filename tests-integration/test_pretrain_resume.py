@@ -84,6 +84,20 @@ def test_another_layout_only_where_it_is_asked_for(
     assert (request.settings.layout, request.stored_layout) == (layout, stored)
 
 
+def test_a_layout_that_is_named_leaves_nothing_of_the_stored_one(tmp_path: Path) -> None:
+    stored = Settings(pp=2, vpp=2, dp=4, experts=4, ep=2, fsdp=True, hsdp_outer=2)
+    write_settings(stored, tmp_path, [])
+    for options, layout, ep, outer in (
+        ("", "tp1-cp1-pp2-vpp2-dp4", 2, 2),
+        ("--tp 2", "tp2-cp1-dp1", 1, 1),
+        ("--pp 2 --dp 2", "tp1-cp1-pp2-dp2", 1, 1),
+        ("--pp 2 --vpp 2 --dp 2 --ep 2", "tp1-cp1-pp2-vpp2-dp2", 2, 1),
+    ):
+        found = resolve(parse(["--resume", str(tmp_path), *options.split()]), None).settings
+        assert (found.layout, found.ep, found.hsdp_outer) == (layout, ep, outer)
+        assert (found.experts, found.fsdp) == (4, True)
+
+
 def test_another_number_of_ranks_is_no_layout(tmp_path: Path) -> None:
     write_settings(Settings(tp=2, cp=1, dp=2), tmp_path, [])
     with pytest.raises(UsageError, match="has 4 ranks and 2 were started: start 4, or name"):

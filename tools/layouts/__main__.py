@@ -1,63 +1,137 @@
-"""Command line: ``python -m layouts [--ranks N ...] [--only NAME ...] [--output FILE]``."""
+"""Command line: ``python -m layouts``, which runs the combinations and prints their table."""
 
 from __future__ import annotations
 
 import argparse
-import datetime
+import dataclasses
+import json
+import math
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from bench.table import describe_machine
-from layouts.combinations import RANKS, STEPS, combinations, name_of
+from layouts.combinations import RANKS, chosen, combinations, name_of
 from layouts.comparison import compare, write_text
-from layouts.table import markdown
+from layouts.table import Row, page
+from pretrain.settings import Settings
 
-_HEAD = f"""# Every layout of the main job
-
-`hatch run parity` trains {STEPS} steps of a tiny model in every valid combination of the main job's
-dimensions, and compares each step's loss, each step's gradient norm and the norm of every
-parameter's first gradient with the same model in plain PyTorch, in float64 on one process. The
-checkpoint of each is then loaded in other layouts, one on 1, 2, 4 and 8 ranks where there is one,
-and two more steps are compared. The columns give the largest relative difference. Up to 1e-5 is
-rounding in fp32, up to 6e-2 in bf16; `tools/layouts/table.py` says why.
-"""
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table; return 0 where all is green, else 1."""
+    """Print the table; return 0 where all of it that was asked for and has been run is green.
+
+    Else 1, or 2 where nothing was run because of the options.
+    """
     options = _parser().parse_args(arguments)
+    rows = _read(options.results)
+    if rows and not options.resume:
+        return _refuse(
+            f"{options.results} has {len(rows)} results: --resume goes on with them, --results "
+            "names another file"
+        )
     with tempfile.TemporaryDirectory(prefix="layouts-") as folder:
         data = write_text(Path(folder))
         every = [one for ranks in RANKS for one in combinations(ranks, data)]
-        chosen = [
-            one
-            for one in every
-            if one.world_size in options.ranks
-            and (not options.only or name_of(one) in options.only)
+        table = every if options.all else [one for ranks in RANKS for one in chosen(ranks, data)]
+        asked = _asked(options, every if options.only else table)
+        if unknown := set(options.only or ()) - asked.keys():
+            return _refuse(f"there is no {', '.join(sorted(unknown))}")
+        left = [
+            settings
+            for name, settings in asked.items()
+            if not (name in rows and rows[name].is_green)
         ]
-        rows = list(compare(chosen[:: options.every], every, Path(folder)))
-    machine = "; ".join(f"{label}: {text}" for label, text in describe_machine().items())
-    red = sum(not row.is_green for row in rows)
-    summary = f"{len(rows) - red} of {len(rows)} combinations are green."
-    text = "\n".join(
-        [_HEAD, f"{datetime.date.today()}; {machine}. {summary}", "", *markdown(rows), ""]
-    )
+        interrupted = _run(options, left, every, Path(folder), rows)
+    known = {name_of(one): one.world_size for one in every}
+    shown = sorted((row for row in rows.values() if row.name in known), key=lambda row: row.ranks)
+    text = page(shown, len({name_of(one) for one in table} | {row.name for row in shown}))
     print(text)
     if options.output:
-        options.output.write_text(text)
-    return 1 if red else 0
+        options.output.write_text(text + "\n")
+    if interrupted:
+        return _INTERRUPTED
+    return 0 if all(rows[name].is_green for name in asked if name in rows) else 1
+
+
+def _asked(options: argparse.Namespace, offered: list[Settings]) -> dict[str, Settings]:
+    """What is to be run of what is offered, by name."""
+    named = {name_of(one): one for one in offered if one.world_size in options.ranks}
+    if options.only:
+        return {name: one for name, one in named.items() if name in options.only}
+    return dict(list(named.items())[:: options.every])
+
+
+def _run(
+    options: argparse.Namespace,
+    left: list[Settings],
+    every: list[Settings],
+    folder: Path,
+    rows: dict[str, Row],
+) -> bool:
+    """Run what is left and note it; whether Ctrl-C ended that."""
+    options.results.parent.mkdir(parents=True, exist_ok=True)
+    deadline = time.monotonic() + 60 * options.minutes
+    try:
+        for done, row in enumerate(compare(left, every, folder), start=1):
+            rows[row.name] = row
+            _append(options.results, row)
+            print(f"{done} of {len(left)}: {row.line()}", file=sys.stderr, flush=True)
+            if time.monotonic() > deadline:
+                break
+    except KeyboardInterrupt:
+        print(f"interrupted; --resume goes on behind {options.results}", file=sys.stderr)
+        return True
+    return False
+
+
+def _read(results: Path) -> dict[str, Row]:
+    """The last row of each combination in a results file; a line that is cut off counts not."""
+    rows = {}
+    for line in results.read_text().splitlines() if results.exists() else []:
+        try:
+            row = Row(**json.loads(line))
+        except (TypeError, ValueError):  # of a version with other columns
+            print(f"{results}: a line is no result: {line[:40]}", file=sys.stderr)
+            continue
+        rows[row.name] = row
+    return rows
+
+
+def _append(results: Path, row: Row) -> None:
+    """Write a row in a line of its own, even behind one that was cut off."""
+    is_cut_off = results.exists() and results.read_bytes()[-1:] not in (b"", b"\n")
+    with results.open("a") as file:
+        file.write("\n" * is_cut_off + json.dumps(dataclasses.asdict(row)) + "\n")
+
+
+def _refuse(why: str) -> int:
+    print(f"parity: error: {why}", file=sys.stderr)
+    return 2
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m layouts", description=__doc__)
-    parser.add_argument(
-        "--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="only so many ranks"
+    parser = argparse.ArgumentParser(
+        prog="hatch run parity",
+        description="Train the main job in every layout and compare it with one float64 process.",
     )
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="only these combinations")
-    parser.add_argument("--every", type=int, default=1, help="only every n-th combination")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the table here as well")
+    add = parser.add_argument
+    add("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="only so many ranks")
+    add("--only", nargs="+", metavar="NAME", help="only these combinations, of all that are valid")
+    add("--every", type=int, default=1, help="only every n-th combination")
+    add("--all", action="store_true", help="every layout with every set of switches: many hours")
+    add("--minutes", type=float, default=math.inf, help="begin no more after so many")
+    add(
+        "--results", type=Path, default=Path("runs/layouts.jsonl"), metavar="FILE",
+        help="where each finished combination is noted (%(default)s)",
+    )  # fmt: skip
+    add(
+        "--resume", action="store_true",
+        help="keep the results that are there; run what is missing or was not green",
+    )  # fmt: skip
+    add("--output", type=Path, metavar="FILE", help="write the table here as well")
     return parser
 
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import faulthandler
 import gc
 import json
+import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,19 +52,30 @@ class Task:
     result: str  # the file for it
 
 
-def do_tasks(tasks: list[Task]) -> None:
+def do_tasks(tasks: list[Task], limit_s: int) -> None:
     """Do tasks of one number of ranks, one after the other; the first rank writes each result.
 
     What fails on a rank ends it, and so the others: whoever started them sees which task it was.
+    So does one that takes longer than the limit.
     """
     for task in tasks:
-        began = time.perf_counter()
-        result = _train(task)
-        result.seconds = time.perf_counter() - began
-        if dist.get_rank() == 0:
-            Path(task.result).write_text(json.dumps(dataclasses.asdict(result)))
-        gc.collect()
-        dist.barrier()
+        with within(limit_s):
+            began = time.perf_counter()
+            result = _train(task)
+            result.seconds = time.perf_counter() - began
+            if dist.get_rank() == 0:
+                Path(task.result).write_text(json.dumps(dataclasses.asdict(result)))
+            gc.collect()
+            dist.barrier()
+
+
+@contextlib.contextmanager
+def within(limit_s: int) -> Iterator[None]:
+    """Kill this process where the block takes longer, with its stack written; in C alone."""
+    faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)
+    signal.alarm(limit_s)
+    yield
+    signal.alarm(0)
 
 
 def _train(task: Task) -> Result:

@@ -1,4 +1,4 @@
-"""The dimensions of the main job, and the combinations of them that are valid."""
+"""The dimensions of the main job, their valid combinations, and those of them that are run."""
 
 from __future__ import annotations
 
@@ -15,74 +15,129 @@ from pretrain.usage import UsageError
 STEPS = 20
 AFTER = 2  # steps of a run that goes on in another layout: the second one shows the moments
 RANKS = (1, 2, 4, 8)
-# What each dimension may be; one that Settings does not have yet is left out.
-DIMENSIONS: list[list[dict[str, Any]]] = [
-    [{}, {"tp": 2}, {"tp": 4}, {"tp": 8}],
-    [{}, {"cp": 2}, {"cp": 4}, {"cp": 8}],
-    [{}, {"pp": 2}, {"pp": 4}, {"pp": 2, "vpp": 2}],
-    [{}, {"fsdp": True}, {"fsdp": True, "hsdp_outer": 2}],
-    [{}, {"sequence_parallel": True}],
-    [{}, {"recompute": True}],
-    [{}, {"packed": True}],
-    [{}, {"bf16": True}],
-]
+_CROSSED_UP_TO = 2  # ranks
+_MOST_STAGES = 8  # over all ranks
+_EXPERTS = 8
+_BATCH = 8
+_SWITCHES = {"sequence_parallel": "sp", "recompute": "recompute", "packed": "packed",
+             "bf16": "bf16"}  # fmt: skip
 # A checkpoint of one of these is none of the other.
-FIXED = ("packed", "bf16")
+FIXED = ("packed", "bf16", "experts")
 _SHAPE: dict[str, Any] = {
-    "num_layers": 4, "hidden_size": 32, "num_attention_heads": 8, "seq_length": 32,
-    "document_multiple": 16, "global_batch_size": 8, "warmup_iters": 2, "train_iters": 100,
+    "hidden_size": 32, "num_attention_heads": 8, "seq_length": 32,
+    "document_multiple": 16, "global_batch_size": _BATCH, "warmup_iters": 2, "train_iters": 100,
     "eval_interval": 0, "save_interval": 0, "tensorboard": False, "mlflow": False,
     "straggler": False,
 }  # fmt: skip
 
 
-def combinations(ranks: int, data: str) -> Iterator[Settings]:
+def combinations(ranks: int, data: str) -> list[Settings]:
     """The settings of every valid combination on a number of ranks, over a text.
 
     What a combination says is in force: sharding needs replicas, and dp fills up the ranks.
     """
-    known = {field.name for field in dataclasses.fields(Settings)}
-    offered = [[value for value in values if value.keys() <= known] for values in DIMENSIONS]
-    for values in itertools.product(*offered):
-        chosen: dict[str, Any] = {name: one for value in values for name, one in value.items()}
-        alone = Settings(**{**_SHAPE, **chosen, "dp": 1}).world_size
-        if ranks % alone:
+    return [one for sizes in _sizes(ranks) for one in _switched(sizes, ranks, data)]
+
+
+def chosen(ranks: int, data: str) -> list[Settings]:
+    """Those that are run: on up to two ranks all, on more each layout once.
+
+    Its switches are those that bring the most values of three dimensions together that have not
+    been together yet, so that any two values have been.
+    """
+    if ranks <= _CROSSED_UP_TO:
+        return combinations(ranks, data)
+    seen: set[tuple[Any, ...]] = set()
+    taken = []
+    for sizes in _sizes(ranks):
+        offered = _switched(sizes, ranks, data)
+        if not offered:
             continue
-        settings = Settings(**{**_SHAPE, **chosen, "dp": ranks // alone, "data": data})
-        try:
-            check(settings, ranks)
-        except UsageError:
+        best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
+        seen |= meetings(best, 3)
+        taken.append(best)
+    return taken
+
+
+def meetings(settings: Settings, count: int) -> set[tuple[Any, ...]]:
+    """All that so many dimensions of a combination have together."""
+    names = ("tp", "cp", "pp", "vpp", "experts", "ep", "fsdp", "hsdp_outer", *_SWITCHES)
+    values = [(name, getattr(settings, name)) for name in names]
+    return set(itertools.combinations(values, count))
+
+
+def _sizes(ranks: int) -> Iterator[dict[str, Any]]:
+    """Every way to share out the ranks; with a layer for each stage, and two where all have all."""
+    for tp, cp, pp, vpp in itertools.product(RANKS, RANKS, RANKS, (1, 2)):
+        if ranks % (tp * cp * pp) or pp * vpp > _MOST_STAGES or (vpp > 1 and pp == 1):
             continue
-        if settings.fsdp and settings.dp * settings.cp == settings.hsdp_outer:
-            continue  # each shard would be the whole
-        yield settings
+        dp = ranks // (tp * cp * pp)
+        dense = {
+            "tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "num_layers": max(2, pp * vpp),
+            # Twice as many micro-batches as stages, where there are so many sequences.
+            "micro_batch_size": max(1, _BATCH // (2 * dp * pp)) if pp > 1 else 0,
+        }  # fmt: skip
+        for ep, outer in itertools.product((0, *RANKS), (0, 1, 2, 4)):
+            sharded = {"fsdp": True, "hsdp_outer": outer} if outer else {}
+            yield {**dense, **sharded, **_experts(ep)}
+
+
+def _experts(ep: int) -> dict[str, Any]:
+    # Stages balance each micro-batch by itself, so that no layout but one would be as one process.
+    return {"experts": _EXPERTS, "ep": ep, "balance": "sequence"} if ep else {}
+
+
+def _switched(sizes: dict[str, Any], ranks: int, data: str) -> list[Settings]:
+    """The combinations of some sizes that are valid."""
+    valid = []
+    for values in itertools.product((False, True), repeat=len(_SWITCHES)):
+        switches = dict(zip(_SWITCHES, values, strict=True))
+        settings = Settings(**{**_SHAPE, **sizes, **switches, "data": data})
+        if _is_valid(settings, ranks):
+            valid.append(settings)
+    return valid
+
+
+def _is_valid(settings: Settings, ranks: int) -> bool:
+    if settings.fsdp and settings.dp * settings.cp == settings.hsdp_outer:
+        return False  # each shard would be the whole
+    try:
+        check(settings, ranks)
+    except UsageError:
+        return False
+    return True
 
 
 def name_of(settings: Settings) -> str:
-    """The combination in short, such as ``tp2-cp1-dp2 fsdp packed``."""
-    names = {"sequence_parallel": "sp"}
-    on = [
-        names.get(name, name)
-        for values in DIMENSIONS
-        for name in values[-1]
-        if getattr(settings, name, None) is True
-    ]
+    """The combination in short, such as ``tp2-cp1-dp2 ep2 fsdp packed``."""
+    experts = [f"ep{settings.ep}"] if settings.experts else []
     outer = [f"hsdp{settings.hsdp_outer}"] if settings.hsdp_outer > 1 else []
-    return " ".join([settings.layout, *on, *outer])
+    sharded = outer or ["fsdp"] * settings.fsdp
+    switches = [short for name, short in _SWITCHES.items() if getattr(settings, name)]
+    return " ".join([settings.layout, *experts, *sharded, *switches])
 
 
 def others(settings: Settings, every: list[Settings]) -> list[Settings]:
-    """Four layouts to load a combination's checkpoint in: one of each number of ranks, as drawn."""
+    """Four layouts to load a combination's checkpoint in: one of each number of ranks, as drawn.
+
+    They have as many layers as the checkpoint.
+    """
     draw = random.Random(name_of(settings))
-    fixed = {name: getattr(settings, name) for name in FIXED}
-    fitting = [
-        one
-        for one in every
-        if one != settings and fixed == {name: getattr(one, name) for name in FIXED}
-    ]
-    chosen = []
-    for ranks in RANKS:
-        own = [one for one in fitting if one.world_size == ranks]
-        chosen += draw.sample(own, min(1, len(own)))
-    rest = [one for one in fitting if one not in chosen]
-    return chosen + draw.sample(rest, min(len(rest), len(RANKS) - len(chosen)))
+    wanted = _fixed(settings)
+    taken: list[Settings] = []
+    fitting = [one for one in every if _fixed(one) == wanted]
+    draw.shuffle(fitting)
+    for ranks in (*RANKS, *RANKS):
+        own = (
+            dataclasses.replace(one, num_layers=settings.num_layers)
+            for one in fitting
+            if one.world_size == ranks and settings.num_layers % (one.pp * one.vpp) == 0
+        )
+        found = next((one for one in own if one != settings and one not in taken), None)
+        if found is not None and len(taken) < len(RANKS):
+            taken.append(found)
+    return taken
+
+
+def _fixed(settings: Settings) -> list[Any]:
+    return [getattr(settings, name) for name in FIXED]

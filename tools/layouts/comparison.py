@@ -13,8 +13,10 @@ from pathlib import Path
 
 import torch
 
+from bench.table import describe_machine
 from layouts.cell import Result, Task, do_tasks
-from layouts.combinations import AFTER, FIXED, RANKS, STEPS, combinations, name_of, others
+from layouts.combinations import AFTER, RANKS, STEPS, name_of, others
+from layouts.experts import PlainExperts
 from layouts.reference import PlainGPT, loss_in_parts, train_plain
 from layouts.table import Reference, Row, take_load, take_steps, tolerance_of
 from pretrain.settings import Settings
@@ -22,8 +24,9 @@ from rank_testing import RankFailure, preload, run_ranks
 
 preload("layouts.cell")
 
+_AT_ONCE = 6  # cells whose checkpoints are kept until all of them have been loaded
 _IN_A_WORLD = 12  # more would leave too many process groups behind
-_A_TASK_S = 60.0
+_TASK_S = 90  # on eight ranks that share two busy cores it takes up to 20
 
 
 def write_text(folder: Path) -> str:
@@ -36,64 +39,84 @@ def write_text(folder: Path) -> str:
     return str(path)
 
 
-def compare(chosen: Sequence[Settings], every: list[Settings], folder: Path) -> Iterator[Row]:
-    """Yield the row of each chosen combination, whose checkpoints are loaded in some of all.
+def compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> Iterator[Row]:
+    """Yield the row of each wanted combination, whose checkpoints are loaded in some of all.
 
     Forks ranks; call it in a process that is no rank.
     """
-    references = _references(chosen)
-    rows, runs, loads = [], [], []
-    for number, settings in enumerate(chosen):
-        rows.append(Row(name_of(settings), settings.world_size, tolerance_of(settings)))
-        run_dir = folder / f"run-{number}"
-        runs.append(Task(settings, str(run_dir), False, f"{run_dir}.json"))
-    for row, task, result in zip(rows, runs, _results(runs), strict=True):
-        take_steps(row, result, references[_kind(task.settings)])
+    for first in range(0, len(wanted), _AT_ONCE):
+        runs = folder / f"runs-{first}"
+        yield from _compare(wanted[first : first + _AT_ONCE], every, runs)
+        shutil.rmtree(runs)
+
+
+def _compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> list[Row]:
+    folder.mkdir()
+    rows, tasks, loads = [], [], []
+    for number, settings in enumerate(wanted):
+        rows.append(_row(settings))
+        run_dir = folder / f"{number}"
+        tasks.append(Task(settings, str(run_dir), False, f"{run_dir}.json"))
+    for row, task, result in zip(rows, tasks, _results(tasks), strict=True):
+        settings = task.settings
+        take_steps(row, result, reference_of(settings), experts_together=settings.bf16)
         if result.error:
             continue
         for place, other in enumerate(others(task.settings, every)):
             row.to_load += 1
             copied = f"{task.run_dir}-{place}"
-            loads.append((row, Task(other, copied, True, f"{copied}.json"), task.run_dir))
-    for _, task, source in loads:
-        shutil.copytree(source, task.run_dir)
-    found = _results([task for _, task, _ in loads])
-    for (row, task, _), result in zip(loads, found, strict=True):
-        take_load(row, result, references[_kind(task.settings)], name_of(task.settings))
-    yield from rows
+            shutil.copytree(task.run_dir, copied)
+            loads.append((row, task.settings, Task(other, copied, True, f"{copied}.json")))
+    found = _results([task for _, _, task in loads])
+    for (row, settings, task), result in zip(loads, found, strict=True):
+        take_load(row, result, reference_of(settings), name_of(task.settings))
+    return rows
 
 
-def _kind(settings: Settings) -> Settings:
-    """The settings of the one process that a combination is compared with."""
-    fixed = {name: getattr(settings, name) for name in FIXED if name != "bf16"}
-    return dataclasses.replace(_plain(settings.data), **fixed)
+def _row(settings: Settings) -> Row:
+    facts = describe_machine()
+    when, _ = facts.pop("date"), facts.pop("load average")
+    machine = "; ".join(f"{label}: {text}" for label, text in facts.items())
+    return Row(
+        name_of(settings),
+        settings.world_size,
+        settings.num_layers,
+        tolerance_of(settings),
+        when,
+        machine,
+    )
+
+
+def reference_of(settings: Settings) -> Reference:
+    """What one float64 process finds that a combination is compared with, computed once."""
+    return _reference(
+        dataclasses.replace(
+            settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, hsdp_outer=1,
+            micro_batch_size=0, sequence_parallel=False, recompute=False, bf16=False,
+        )
+    )  # fmt: skip
 
 
 @functools.cache
-def _plain(data: str) -> Settings:
-    return next(combinations(1, data))
-
-
-def _references(chosen: Sequence[Settings]) -> dict[Settings, Reference]:
-    return {kind: _reference(kind) for kind in {_kind(one) for one in chosen}}
-
-
 def _reference(settings: Settings) -> Reference:
     """Train the plain model in float64; the steps after the last are those behind a checkpoint."""
     lines = Path(settings.data).read_text().splitlines()
     documents = [(json.loads(line)["text"] + "\n").encode() for line in lines]
-    first = PlainGPT(settings).double()
+    first, model = _plain(settings), _plain(settings)
     torch.autograd.backward(loss_in_parts(first, settings, documents)(1))
     gradients = {
         name.replace("/", "."): float(weight.grad.norm())
         for name, weight in first.weights.items()
         if weight.grad is not None
     }
-    model = PlainGPT(settings).double()
     losses, norms = train_plain(
         model, settings, loss_in_parts(model, settings, documents), steps=STEPS + AFTER
     )
     return Reference(losses, norms, gradients)
+
+
+def _plain(settings: Settings) -> PlainGPT:
+    return (PlainExperts if settings.experts else PlainGPT)(settings).double()
 
 
 def _results(tasks: Sequence[Task]) -> list[Result]:
@@ -102,8 +125,6 @@ def _results(tasks: Sequence[Task]) -> list[Result]:
         own = [task for task in tasks if task.settings.world_size == ranks]
         for first in range(0, len(own), _IN_A_WORLD):
             _run(own[first : first + _IN_A_WORLD], ranks)
-            print(f"{ranks} ranks: {min(first + _IN_A_WORLD, len(own))} of {len(own)}",
-                  file=sys.stderr, flush=True)  # fmt: skip
     return [Result(**json.loads(Path(task.result).read_text())) for task in tasks]
 
 
@@ -111,12 +132,13 @@ def _run(tasks: list[Task], ranks: int) -> None:
     """Run tasks in one world; where one of them fails, the others in a new one."""
     while tasks:
         try:
-            run_ranks(do_tasks, ranks, tasks, timeout_s=_A_TASK_S * len(tasks))
+            run_ranks(do_tasks, ranks, tasks, _TASK_S, timeout_s=2.0 * _TASK_S * len(tasks))
             return
         except RankFailure as failure:
             left = [task for task in tasks if not Path(task.result).exists()]
             if not left:
                 return
+            print(f"{name_of(left[0].settings)}: {failure}", file=sys.stderr, flush=True)
             told = failure.ranks[0].message if failure.ranks else str(failure)
             error = Result(1, error=str(told).strip().splitlines()[-1])
             Path(left[0].result).write_text(json.dumps(dataclasses.asdict(error)))

@@ -34,40 +34,49 @@ class PlainGPT(torch.nn.Module):
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
+        self.settings = settings
         self.heads = settings.num_attention_heads
-        self.num_layers = settings.num_layers
-        hidden, std = settings.hidden_size, 0.02
-        drawn = ParameterInit(settings.seed, torch.device("cpu"), None)
         self.weights = torch.nn.ParameterDict()
-
-        def normal(name: str, *shape: int, scale: float = 1.0) -> None:
-            values = drawn.whole(name, shape, lambda t: torch.nn.init.normal_(t, 0.0, std * scale))
-            self.weights[name.replace(".", "/")] = torch.nn.Parameter(values)
-
-        def constant(name: str, size: int, value: float) -> None:
-            self.weights[name.replace(".", "/")] = torch.nn.Parameter(torch.full((size,), value))
-
-        normal("embedding.weight", 256, hidden)
+        hidden = settings.hidden_size
+        self._draw("embedding.weight", 256, hidden)
         if settings.value_head:
-            normal("output_layer.weight", 1, hidden)
+            self._draw("output_layer.weight", 1, hidden)
         elif settings.untied:
-            normal("head.weight", 256, hidden)
-        last = 1.0 / math.sqrt(2.0 * settings.num_layers)
+            self._draw("head.weight", 256, hidden)
         for layer in range(settings.num_layers):
             name = f"layers.{layer}"
-            normal(f"{name}.attention.qkv.weight", 3 * hidden, hidden)
-            normal(f"{name}.attention.projection.weight", hidden, hidden, scale=last)
-            normal(f"{name}.feed_forward.widen.weight", 4 * hidden, hidden)
-            normal(f"{name}.feed_forward.narrow.weight", hidden, 4 * hidden, scale=last)
-            constant(f"{name}.attention.qkv.bias", 3 * hidden, 0.0)
-            constant(f"{name}.attention.projection.bias", hidden, 0.0)
-            constant(f"{name}.feed_forward.widen.bias", 4 * hidden, 0.0)
-            constant(f"{name}.feed_forward.narrow.bias", hidden, 0.0)
-            for norm in ("attention_norm", "feed_forward_norm"):
-                constant(f"{name}.{norm}.weight", hidden, 1.0)
-                constant(f"{name}.{norm}.bias", hidden, 0.0)
-        constant("final_norm.weight", hidden, 1.0)
-        constant("final_norm.bias", hidden, 0.0)
+            self._draw(f"{name}.attention.qkv.weight", 3 * hidden, hidden)
+            self._draw(f"{name}.attention.projection.weight", hidden, hidden, is_added=True)
+            self._fill(f"{name}.attention.qkv.bias", 3 * hidden, 0.0)
+            self._fill(f"{name}.attention.projection.bias", hidden, 0.0)
+            self._make_feed_forward(f"{name}.feed_forward")
+            self._make_norm(f"{name}.attention_norm")
+            self._make_norm(f"{name}.feed_forward_norm")
+        self._make_norm("final_norm")
+
+    def _make_feed_forward(self, name: str) -> None:
+        hidden = self.settings.hidden_size
+        self._draw(f"{name}.widen.weight", 4 * hidden, hidden)
+        self._draw(f"{name}.narrow.weight", hidden, 4 * hidden, is_added=True)
+        self._fill(f"{name}.widen.bias", 4 * hidden, 0.0)
+        self._fill(f"{name}.narrow.bias", hidden, 0.0)
+
+    def _make_norm(self, name: str) -> None:
+        self._fill(f"{name}.weight", self.settings.hidden_size, 1.0)
+        self._fill(f"{name}.bias", self.settings.hidden_size, 0.0)
+
+    def _draw(
+        self, name: str, *shape: int, is_added: bool = False, drawn_as: str | None = None
+    ) -> None:
+        """Put a weight; what is added to the residual stream is smaller in a deeper model."""
+        std = 0.02 / math.sqrt(2.0 * self.settings.num_layers) if is_added else 0.02
+        values = ParameterInit(self.settings.seed, torch.device("cpu"), None).whole(
+            drawn_as or name, shape, lambda tensor: torch.nn.init.normal_(tensor, 0.0, std)
+        )
+        self.weights[name.replace(".", "/")] = torch.nn.Parameter(values)
+
+    def _fill(self, name: str, size: int, value: float) -> None:
+        self.weights[name.replace(".", "/")] = torch.nn.Parameter(torch.full((size,), value))
 
     def _linear(self, name: str, x: torch.Tensor) -> torch.Tensor:
         weight, bias = self.weights[f"{name}/weight"], self.weights[f"{name}/bias"]
@@ -101,18 +110,23 @@ class PlainGPT(torch.nn.Module):
         context = (weights @ value).transpose(1, 2).reshape(batch, length, hidden)
         return self._linear(f"{name}/projection", context)
 
+    def _feed_forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        return self._linear(f"{name}/narrow", F.gelu(self._linear(f"{name}/widen", x)))
+
+    def _block(self, name: str, x: torch.Tensor) -> torch.Tensor:
+        x = x + self._attention(f"{name}/attention", self._norm(f"{name}/attention_norm", x))
+        normed = self._norm(f"{name}/feed_forward_norm", x)
+        return x + self._feed_forward(f"{name}/feed_forward", normed)
+
+    def routing_loss(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """What routers add to the loss of the rows since the last call, which windows have."""
+        return torch.zeros(())
+
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """``[b, s]`` bytes to logits ``[b, s, 256]``, or values ``[b, s, 1]``."""
         x = self.weights["embedding/weight"][tokens]
-        for layer in range(self.num_layers):
-            name = f"layers/{layer}"
-            x = x + self._attention(f"{name}/attention", self._norm(f"{name}/attention_norm", x))
-            wide = F.gelu(
-                self._linear(
-                    f"{name}/feed_forward/widen", self._norm(f"{name}/feed_forward_norm", x)
-                )
-            )
-            x = x + self._linear(f"{name}/feed_forward/narrow", wide)
+        for layer in range(self.settings.num_layers):
+            x = self._block(f"layers/{layer}", x)
         heads = ("output_layer/weight", "head/weight", "embedding/weight")
         head = next(name for name in heads if name in self.weights)
         result: torch.Tensor = self._norm("final_norm", x) @ self.weights[head].T
@@ -233,10 +247,12 @@ def loss_in_parts(
 ) -> Callable[[int], torch.Tensor]:
     """The loss of a step that sees each part of a document alone; without ``--packed`` all is one.
 
-    ``documents`` are those of a ``.jsonl`` file that ``--data`` names.
+    ``documents`` are those of a ``.jsonl`` file that ``--data`` names. The gradient is that of the
+    routers' losses too, where each sequence is balanced by itself.
     """
     text = b"".join(documents)
     split = int(len(text) * (1 - settings.validation_share))
+    multiple = settings.document_multiple if settings.packed else 1
     windows = [
         [(list(text[at : at + settings.seq_length]), list(text[at + 1 :][: settings.seq_length]))]
         for at in range(0, split - settings.seq_length, settings.seq_length)
@@ -254,18 +270,27 @@ def loss_in_parts(
             len(windows) * settings.seq_length + 1, seq_length=settings.seq_length,
             seed=settings.seed, first=first, count=settings.global_batch_size,
         )  # fmt: skip
-        total, count = torch.zeros(()), 0
-        for start in starts.tolist():
-            for tokens, labels in windows[start // settings.seq_length]:
-                known = [at for at, label in enumerate(labels) if label >= 0]
-                output = model(torch.tensor([tokens]))[0, known]
-                if settings.value_head:
-                    columns = columns_by_counting(torch.tensor([tokens]))[0, known]
-                    total = total + (output[:, 0] - columns).square().sum()
-                else:
-                    wanted = torch.tensor(labels)[known]
-                    total = total + F.cross_entropy(output, wanted, reduction="sum")
-                count += len(known)
-        return total / count
+        rows = [
+            (place, tokens + [0] * (-len(tokens) % multiple), labels)  # routers count these too
+            for place, start in enumerate(starts.tolist())
+            for tokens, labels in windows[start // settings.seq_length]
+        ]
+        total, count, of_windows = torch.zeros(()), 0, []
+        for length in sorted({len(tokens) for _, tokens, _ in rows}):
+            alike = [row for row in rows if len(row[1]) == length]
+            tokens = torch.tensor([row[1] for row in alike])
+            wanted = torch.tensor([row[2] + [-1] * (length - len(row[2])) for row in alike])
+            of_windows.append(torch.tensor([row[0] for row in alike]))
+            output = model(tokens)
+            if settings.value_head:
+                errors = (output[..., 0] - columns_by_counting(tokens)).square()
+                total = total + errors[wanted >= 0].sum()
+            else:
+                total = total + F.cross_entropy(
+                    output.flatten(0, 1), wanted.flatten(), ignore_index=-1, reduction="sum"
+                )
+            count += int((wanted >= 0).sum())
+        routing = model.routing_loss(of_windows)
+        return total / count + (routing - routing.detach())
 
     return loss_of

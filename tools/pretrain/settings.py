@@ -89,7 +89,7 @@ class Settings:
     )
     fsdp: bool = _option(False, "cut parameters and optimizer over the dp x cp ranks")
     hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp", _at_least(1))
-    ep: int = _option(1, "expert-parallel size: ranks that share the experts", _at_least(1))
+    ep: int = _option(1, "expert-parallel size: dp x cp ranks that share experts", _at_least(1))
     sequence_parallel: bool = _option(
         False, "with --tp: cut what lies between the split matrices along the sequence"
     )

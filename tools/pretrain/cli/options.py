@@ -15,6 +15,7 @@ from pretrain.usage import UsageError
 
 MLFLOW_URI = "--mlflow-uri"
 _SIZES = ("tp", "cp", "pp", "dp")
+_WITHIN_SIZES = ("vpp", "ep", "hsdp_outer")
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
@@ -101,7 +102,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
     flag = "--" + field.name.replace("_", "-")
-    text = f"{field.metadata['help']} (default: {field.default})"
+    default = "" if field.default == "" else f" (default: {field.default})"
+    text = f"{field.metadata['help']}{default}"
     if isinstance(field.default, bool):
         parser.add_argument(flag, action=argparse.BooleanOptionalAction, help=text)
     else:
@@ -129,7 +131,10 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
         given = argparse.Namespace(**options)
     base: Mapping[str, Any] = {} if resume is None else read_settings(resume)
     _refuse_changes(base, options)
-    options = {**kept_settings(base), **options, **_layout(vars(given), base, ranks, world_size)}
+    kept = kept_settings(base)
+    if base and any(name in options for name in _SIZES):
+        kept |= dict.fromkeys(_WITHIN_SIZES, 1)  # a layout that is named is another one as a whole
+    options = {**kept, **options, **_layout(vars(given), base, ranks, world_size)}
     settings = Settings(**_with_tokenizer(options, base))
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:

@@ -23,6 +23,7 @@ from pretrain.model.configuration import ModelConfig
 from pretrain.model.deferred import DeferredWeightGradient
 from pretrain.model.experts import ExpertFeedForward
 from pretrain.model.mtp import PredictionAhead
+from pretrain.model.norm import LayerNorm
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
 from pretrain.model.stages import Stage, as_replica, mark_shared_embedding
 from pretrain.model.tensor_parallel import (
@@ -75,11 +76,11 @@ class TransformerLayer(GraphableMegatronModule):
         super().__init__(config)
         name = f"layers.{number}"
         device = init.device
-        self.attention_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
+        self.attention_norm = LayerNorm(config.hidden_size, device=device)
         self.attention = SelfAttention(
             config, init, f"{name}.attention", cp_group=groups.cp, dropout=dropout
         )
-        self.feed_forward_norm = torch.nn.LayerNorm(config.hidden_size, device=device)
+        self.feed_forward_norm = LayerNorm(config.hidden_size, device=device)
         name = f"{name}.feed_forward"
         self.feed_forward = (
             ExpertFeedForward(config, init, name, groups, number=number)
@@ -168,7 +169,7 @@ class GPT(MegatronModule):
         for number in stage.layers:  # under the names that they have in the whole model
             layer = TransformerLayer(config, init, number, groups=groups, dropout=dropout)
             self.layers.add_module(str(number), layer)
-        self.final_norm: torch.nn.LayerNorm | None = None
+        self.final_norm: LayerNorm | None = None
         self.output_layer: OutputHead | LinearForLastLayer | None = None
         self.mtp: PredictionAhead | None = None
         if not stage.is_last:
@@ -176,7 +177,7 @@ class GPT(MegatronModule):
         if config.mtp_num_layers:
             more = TransformerLayer(config, init, config.num_layers, groups=groups, dropout=dropout)
             self.mtp = PredictionAhead(config, init, more)
-        self.final_norm = torch.nn.LayerNorm(config.hidden_size, device=init.device)
+        self.final_norm = LayerNorm(config.hidden_size, device=init.device)
         if config.sequence_parallel:
             mark_partial_gradients(self.final_norm.parameters())
         if untied:

@@ -13,6 +13,7 @@ from mcore.modules import MegatronModule
 from mcore.observe import get_mtp_metrics_tracker
 from mcore.parallel import ProcessGroups, get_pg_rank, get_pg_size
 from pretrain.model.configuration import ModelConfig
+from pretrain.model.norm import LayerNorm
 from pretrain.model.randomness import ParameterInit, inner_init
 from pretrain.model.tensor_parallel import mark_partial_gradients
 
@@ -31,11 +32,11 @@ class PredictionAhead(MegatronModule):
     def __init__(self, config: ModelConfig, init: ParameterInit, layer: torch.nn.Module) -> None:
         super().__init__(config)
         hidden, device = config.hidden_size, init.device
-        self.hidden_norm = torch.nn.LayerNorm(hidden, device=device)
-        self.next_norm = torch.nn.LayerNorm(hidden, device=device)
+        self.hidden_norm = LayerNorm(hidden, device=device)
+        self.next_norm = LayerNorm(hidden, device=device)
         shape = (hidden, 2 * hidden)
         self.projection = init.replica("mtp.projection", shape, inner_init(config))
-        self.final_norm = torch.nn.LayerNorm(hidden, device=device)
+        self.final_norm = LayerNorm(hidden, device=device)
         if config.sequence_parallel:
             mark_partial_gradients(self.parameters())
         self.layer = layer
