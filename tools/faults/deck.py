@@ -39,11 +39,13 @@ VARIANTS = {
         Variant("tp2", "--tp 2 --sequence-parallel --recompute"),
         Variant("fsdp", "--fsdp --keep-last 2 --no-tensorboard"),
         Variant("async", "--dp 2 --async-save --keep-last 2 --no-tensorboard"),
+        Variant("pp2", "--pp 2 --num-layers 2 --micro-batch-size 2 --no-tensorboard"),
+        Variant("ep2", "--dp 2 --experts 4 --ep 2 --topk 2 --no-tensorboard"),
         Variant("disk", "--dp 2 --save-interval 16", small_disk=True),
         Variant("mlflow", "--dp 2 --no-tensorboard", mlflow=True),
     )
 }
-_COMMON = ("dp2", "tp2", "fsdp", "async")
+_COMMON = ("dp2", "pp2", "tp2", "ep2", "fsdp", "async")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Phase:
 
 
 _SAVE = "mcore.parallel.checkpoint.files"
-_SAVES = ("dp2", "tp2", "fsdp")
+_SAVES = ("dp2", "pp2", "tp2", "ep2", "fsdp")
+_FORWARD = ("pretrain.run.steps:Steps._loss", "pretrain.run.pipeline_steps:_Work.forward")
+_ALL_TO_ALL = "pretrain.model.experts:all_to_all"
 # One row for each phase; a phase that the job gains is a row more.
 PHASES = (
     Phase("start", ("pretrain.cli.rank:_join",), 1),
@@ -78,8 +82,12 @@ PHASES = (
     Phase("build", ("pretrain.run.training:build_optimizer",), 1),
     Phase("load", ("pretrain.run.checkpoints:CheckpointedState.load",), 1),
     Phase("data", ("pretrain.corpus:Corpus.training_batch",)),
-    Phase("forward", ("pretrain.run.steps:Steps._loss",)),
-    Phase("backward", ("pretrain.run.steps:Steps._loss",), how="gradient"),
+    Phase("forward", _FORWARD),
+    Phase("pipeline send", ("pretrain.run.pipeline:Pipeline._send",), variants=("pp2",)),
+    Phase("pipeline receive", ("pretrain.run.pipeline:_Arriving.wait",), variants=("pp2",)),
+    Phase("tokens to experts", (_ALL_TO_ALL,), variants=("ep2",)),
+    Phase("gradients of experts", (_ALL_TO_ALL,), variants=("ep2",), how="gradient"),
+    Phase("backward", _FORWARD, how="gradient"),
     Phase(
         "reduction",
         (

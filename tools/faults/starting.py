@@ -13,20 +13,11 @@ from pathlib import Path
 
 from faults.deck import RANKS
 from faults.inside import FOLDER, START
+from pretrain.cli import SLOW_IMPORTS
 from rank_testing import preload
 from rank_testing.scripts import Script
 
-preload(
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.tensor",
-    "pretrain.cli.launch",
-    "pretrain.cli.rank",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "torch.utils.tensorboard",
-    "mlflow.store.tracking.sqlalchemy_store",
-)
+preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", *SLOW_IMPORTS)
 
 MAX_RESTARTS = 3
 # As long as torchrun waits between SIGTERM and SIGKILL.

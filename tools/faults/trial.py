@@ -36,6 +36,7 @@ class Happened:
 
     Attributes:
         ended_s: seconds until all ranks that were not stopped had ended; None: the job went on.
+        late_s: of these, seconds for which the machine had no core for the campaign's clock.
         recovered_s: seconds until the next start, or this one, did a step or finished.
     """
 
@@ -45,6 +46,7 @@ class Happened:
     at: float
     start: int
     ended_s: float | None = None
+    late_s: float = 0.0
     recovered_s: float | None = None
 
 
@@ -68,6 +70,7 @@ class Place:
         reference: the undisturbed run of the variant.
         timeout_s: of collectives.
         beyond_timeout_s: what ranks have beyond that to end after a fault.
+        late_s: what the machine has lost between two times.
     """
 
     folder: Path
@@ -76,6 +79,7 @@ class Place:
     tracker: Tracker | None = None
     disk: Path | None = None
     beyond_timeout_s: float = BEYOND_TIMEOUT_S
+    late_s: Callable[[float, float], float] = lambda begin, end: 0.0
 
     @property
     def run(self) -> Path:
@@ -181,16 +185,21 @@ class Trial:
         if not one.fault.is_fatal:
             return
         stops = one.fault.kind.startswith("stop")
+        joins = [e["at"] for e in self._events("join") if e["start"] == one.start]
+        began = max([one.at, *joins])  # a rank that has not joined yet notices nothing
         if self.launcher == "forked":
             others = [at for rank, at in ended.at.items() if not (stops and rank == one.fault.rank)]
-            joins = [e["at"] for e in self._events("join") if e["start"] == one.start]
-            one.ended_s = max(0.0, max(others) - max([one.at, *joins]))
+            end = max(others)
         else:
             started = [e["at"] for e in self._events("start") if e["start"] > one.start]
-            one.ended_s = min([*started, *ended.at.values()]) - one.at
-            one.ended_s -= starting.KILLED_AFTER_S if stops else 0.0
-        if one.ended_s > self.place.timeout_s + self.place.beyond_timeout_s:
-            self._problem(f"{one.fault}: ranks went on for {one.ended_s:.1f} s")
+            end = min([*started, *ended.at.values()])
+            end -= starting.KILLED_AFTER_S if stops else 0.0
+        one.ended_s = max(0.0, end - began)
+        one.late_s = self.place.late_s(began, end)
+        bound_s = self.place.timeout_s + self.place.beyond_timeout_s
+        if one.ended_s - one.late_s > bound_s:
+            late = f", {one.late_s:.1f} s of them without a core" if one.late_s else ""
+            self._problem(f"{one.fault}: ranks went on for {one.ended_s:.1f} s{late}")
 
     def _continue(self, rank: int, script: Script) -> threading.Thread:
         """Continue a stopped rank while the next start is under way; it has to end."""
