@@ -93,7 +93,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=10_000, help="no new run after these")
     parser.add_argument("--timeout-s", type=float, default=8.0, help="of collectives")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
-    parser.add_argument("--launcher", choices=("forked", "torchrun", "command"), help="only this")
+    parser.add_argument("--launcher", choices=sorted(set(LAUNCHERS)), help="only this")
     parser.add_argument("--kind", action="append", choices=KINDS, help="only this; may repeat")
     parser.add_argument(
         "--phase", action="append", choices=[p.name for p in PHASES], help="only this; may repeat"

@@ -14,12 +14,17 @@ from faults.dealing import Dealer
 from faults.deck import VARIANTS, Fault, all_faults
 from faults.journal import Journal, Result
 from faults.machine import Lateness
+from faults.starting import MAX_RESTARTS
 from faults.tracker import Tracker
 from faults.trial import Happened, Outcome, Place, Trial, undisturbed
 
 _FAULTS_A_TRIAL = 6
 # Of the trials in turn, those under a real launcher: each imports torch in every process.
-LAUNCHERS = ("forked", "forked", "forked", "torchrun", "forked", "forked", "forked", "command")
+LAUNCHERS = (
+    "forked", "forked", "forked", "torchrun", "forked", "forked", "forked", "command", "forked",
+    "forked", "forked", "agents",
+)  # fmt: skip
+_MOST_FAULTS = {"agents": MAX_RESTARTS}  # which start each other again
 _ONE_AT_A_TIME = {"disk", "mlflow"}  # which have one disk or one server for all trials
 
 
@@ -91,7 +96,10 @@ class Campaign:
                 self.result.next_trial += 1
                 launcher = self.launchers[number % len(self.launchers)]
                 variant, dealt = self.dealer.deal(
-                    launcher, min(_FAULTS_A_TRIAL, left), number, frozenset(self._busy)
+                    launcher,
+                    min(_MOST_FAULTS.get(launcher, _FAULTS_A_TRIAL), left),
+                    number,
+                    frozenset(self._busy),
                 )
                 self._busy |= {variant} & _ONE_AT_A_TIME
                 reference = self._reference(variant)

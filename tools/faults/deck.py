@@ -128,6 +128,7 @@ KINDS = {
     "memory": "MemoryError",
     "slow": "one rank two seconds late",
     "launcher": "SIGKILL of the launcher",
+    "node": "SIGKILL of a node's torchrun and rank, started again",
     "full disk": "no space left, until the job has ended",
     "full disk for a moment": "no space left, for a dozen steps",
     "tracker away": "MLflow's server killed, back at the next start",
@@ -142,6 +143,7 @@ DAMAGES = ("flipped bit", "truncated file", "no manifest")
 HARMLESS = (
     "slow", "full disk", "full disk for a moment", "tracker away", "tracker restarted",
 )  # fmt: skip
+_KINDS_UNDER = {"command": (*FATAL, "launcher"), "agents": ("node", "kill", "exception")}
 _ON_DISKS = ("data", "log", "validation", "save", "save: files", "save: manifest", "close")
 _ON_TRACKERS = ("start", "forward", "log", "save", "close")
 
@@ -187,7 +189,7 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
         for rank in phase.ranks:
             yield Fault(kind, phase.name, rank, source.randint(1, phase.hits), variants)
 
-    kinds = (*FATAL, "launcher") if launcher == "command" else (*FATAL, "slow")
+    kinds = _KINDS_UNDER.get(launcher, (*FATAL, "slow"))
     for phase in PHASES:
         for kind in kinds:
             if phase.name == "leave" and kind.startswith("stop"):
@@ -205,6 +207,7 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
                     source.choice(FATAL), phase.name, source.choice(phase.ranks),
                     source.randint(1, phase.hits), ("mlflow",),
                 )  # fmt: skip
-    for kind in DAMAGES:
+    # Done between two starts of ours; torchrun makes its own.
+    for kind in DAMAGES if launcher in ("forked", "command") else ():
         for phase in (p for p in PHASES if p.name in ("forward", "save", "saved", "validation")):
             yield from at(kind, phase, phase.variants)

@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 DISK_BYTES = 48 << 20
-_MARK = "FAULTS_CAMPAIGN"  # in the environment of all that a campaign starts
+MARK = "FAULTS_CAMPAIGN"  # in the environment of all that a campaign starts
 _BEAT_S = 0.05
 _SCANS = 3
 _BETWEEN_SCANS_S = 0.2
@@ -42,10 +42,10 @@ def end_all_with_this_process() -> None:
     signal that asks this process to end does so at once.
     """
     plain = dict(os.environ)
-    os.environ[_MARK] = uuid.uuid4().hex
+    os.environ[MARK] = uuid.uuid4().hex
     reading, writing = os.pipe()
     subprocess.Popen(
-        [sys.executable, "-m", "faults.machine", os.environ[_MARK]],
+        [sys.executable, "-m", "faults.machine", os.environ[MARK]],
         stdin=reading,
         env=plain,
         start_new_session=True,
@@ -65,10 +65,10 @@ def _wait_and_kill(mark: str) -> None:
     """Wait for the end of the process that started this one, then kill what it has started."""
     while sys.stdin.buffer.read(1):
         pass
-    wanted = f"{_MARK}={mark}".encode()
+    wanted = f"{MARK}={mark}".encode()
     without_any = 0
     while without_any < _SCANS:
-        found = list(_processes_with(wanted))
+        found = list(processes_with(wanted))
         for pid in found:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -76,10 +76,11 @@ def _wait_and_kill(mark: str) -> None:
         time.sleep(_BETWEEN_SCANS_S)
 
 
-def _processes_with(variable: bytes) -> Iterator[int]:
+def processes_with(*variables: bytes) -> Iterator[int]:
+    """Those that were started with such variables in their environment."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            if variable in (path / "environ").read_bytes().split(b"\0"):
+            if {*variables} <= {*(path / "environ").read_bytes().split(b"\0")}:
                 yield int(path.name)
 
 

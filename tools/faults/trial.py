@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from faults import starting
+from faults.agents import agents
 from faults.deck import DAMAGES, Fault, Variant
-from faults.inside import BALLAST
+from faults.inside import BALLAST, events_in
 from faults.tracker import Tracker
 from faults.verdict import differences, is_good, newest_good, step_of
 from mcore.parallel.checkpoint.files.manifest import read_index
@@ -148,6 +149,8 @@ class Trial:
         folder = self.place.folder
         if self.launcher == "torchrun":
             return starting.torchrun(self.words, folder, number, 4 * _LIMIT_S)
+        if self.launcher == "agents":
+            return agents(self.words, folder, number, 4 * _LIMIT_S)
         if self.launcher == "command":
             return starting.own_command(self.words, folder, number, _LIMIT_S)
         kinds = {fault.kind for fault in self._planned(number)}
@@ -181,7 +184,7 @@ class Trial:
         self._check_checkpoints()
 
     def _check_the_end(self, one: Happened, ended: starting.Ended) -> None:
-        """Under a real launcher the next start, which comes after the end, is what is seen."""
+        """Note when its ranks had ended, those that were stopped left out."""
         if not one.fault.is_fatal:
             return
         stops = one.fault.kind.startswith("stop")
@@ -189,11 +192,12 @@ class Trial:
         began = max([one.at, *joins])  # a rank that has not joined yet notices nothing
         if self.launcher == "forked":
             others = [at for rank, at in ended.at.items() if not (stops and rank == one.fault.rank)]
-            end = max(others)
         else:
-            started = [e["at"] for e in self._events("start") if e["start"] > one.start]
-            end = min([*started, *ended.at.values()])
-            end -= starting.KILLED_AFTER_S if stops else 0.0
+            ranks = [e for e in self._events("start") if e["start"] == one.start]
+            others = [
+                ended.gone[e["pid"]] for e in ranks if not (stops and e["rank"] == one.fault.rank)
+            ]
+        end = max(others)
         one.ended_s = max(0.0, end - began)
         one.late_s = self.place.late_s(began, end)
         bound_s = self.place.timeout_s + self.place.beyond_timeout_s
@@ -291,10 +295,8 @@ class Trial:
         return [event for event in self._events("fault") if event["start"] >= number]
 
     def _events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        path = self.place.folder / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        events = [json.loads(line) for line in lines]
-        return [event for event in events if kind in (None, event["event"])]
+        found = events_in(self.place.folder)
+        return [event for event in found if kind in (None, event["event"])]
 
     def _problem(self, text: str) -> None:
         self.outcome.problems.append(text)
