@@ -27,7 +27,7 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 
 from mcore.observe.sinks import sanitize_metric_name
 from mcore.parallel.checkpoint.files.manifest import read_index
-from pretrain.cli import launch
+from pretrain.cli import SLOW_IMPORTS, launch
 from pretrain.cli.command import main
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
@@ -37,14 +37,7 @@ from rank_testing import preload, run_ranks
 from rank_testing.programs import Entry, run_program
 from rank_testing.scripts import Script
 
-preload(
-    "pretrain.cli.launch",
-    "pretrain.cli.rank",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "torch.utils.tensorboard",
-    "mlflow.store.tracking.sqlalchemy_store",
-)
+preload(*SLOW_IMPORTS)
 
 TOOLS = Path(__file__).resolve().parents[1] / "tools"
 COMMAND = (sys.executable, "-m", "pretrain")

@@ -9,7 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.cli.claim import claim, still_ours
 from pretrain.cli.command import main
+from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, read_settings
+from pretrain.watch.mlflow_run import JobRun
+from pretrain.watch.mlflow_target import choose_target
 from pretrain_runs import (
     PASSWORD,
     TINY,
@@ -52,6 +57,26 @@ def test_a_dead_server_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     run_id = json.loads((tmp_path / "run" / "mlflow.json").read_text())["run_id"]
     _, history = mlflow_of(f"sqlite:///{tmp_path / 'run' / 'mlflow.db'}", run_id)
     assert history == known_to_mlflow(curves_of(tmp_path / "run"))
+    check_that_a_job_without_its_folder_sends_nothing(tmp_path / "run", run_id)
+
+
+def check_that_a_job_without_its_folder_sends_nothing(path: Path, run_id: str) -> None:
+    """A job that was frozen until another one had taken over must not log beside it."""
+    folder = RunFolder(path)
+    target = choose_target(folder, None)
+    with claim(path):
+        settings = Settings(**read_settings(path))
+        frozen = JobRun(settings, folder, target, 5, still_ours(path)).logger
+        frozen.open()
+        frozen.log_metrics({"lm loss": 2.5}, 6)
+        frozen.flush()
+    with claim(path):
+        frozen.log_metrics({"lm loss": 3.5}, 7)
+        with pytest.raises(RuntimeError, match="a later start of the job has the run folder"):
+            frozen.close("FAILED")
+    run, history = mlflow_of(target.uri, run_id)
+    assert history["lm loss"][-1] == (6, 2.5)
+    assert run.info.status == "RUNNING"
 
 
 REFUSED = {

@@ -6,6 +6,7 @@ import datetime
 import os
 import re
 import shlex
+import shutil
 import signal
 import subprocess
 import time
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from ruamel.yaml import YAML
 from torch.distributed.rendezvous import rendezvous
 
+from faults.agents import NODES_CHANGE, RENDEZVOUS
 from pretrain.cli.options import parse
 from pretrain.cli.rank import _join
 from pretrain.run.checkpoints import has_checkpoint
@@ -80,13 +82,23 @@ def test_ranks_meet_though_their_nodes_count_restarts_differently() -> None:
 
 def test_the_cluster_files_give_options_that_exist() -> None:
     folder = TOOLS / "pretrain" / "cluster"
-    job = YAML(typ="safe").load(folder / "kubernetes.yaml")
+    service, store, job = YAML(typ="safe").load_all(folder / "kubernetes.yaml")
+    policy = job["spec"]["elasticPolicy"]
+    assert policy["rdzvHost"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == store["metadata"]["labels"]
+    ports = {policy["rdzvPort"], *(port["port"] for port in service["spec"]["ports"])}
+    assert ports == {int(store["spec"]["containers"][0]["command"][-1])}
+    [(name, value)] = [(entry["key"], entry["value"]) for entry in policy["rdzvConf"]]
+    assert f"{name}={value}" == RENDEZVOUS
     pod = job["spec"]["pytorchReplicaSpecs"]["Worker"]["template"]["spec"]
     [container] = pod["containers"]
+    assert {entry["name"]: entry["value"] for entry in container["env"]} == NODES_CHANGE
     assert container["command"] == ["hatch", "run", "torchrun", "-m", "pretrain"]
     words = container["args"]
     batch = (folder / "slurm.sbatch").read_text()
     assert subprocess.run(["bash", "-n"], input=batch, text=True, check=False).returncode == 0
+    if shutil.which("shellcheck"):
+        subprocess.run(["shellcheck", str(folder / "slurm.sbatch")], check=True)
     assert re.findall(r"--run-dir|--auto-resume", batch) == ["--run-dir", "--auto-resume"]
     given = parse(words)
     assert (given.auto_resume, given.tp, given.run_dir) == (True, 2, Path("/runs/first"))

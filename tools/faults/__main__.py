@@ -11,8 +11,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from faults.campaign import LAUNCHERS, Campaign, Result, small_disk
+from faults.campaign import LAUNCHERS, Campaign
 from faults.deck import KINDS, PHASES, Fault
+from faults.journal import Result
+from faults.machine import end_all_with_this_process, small_disk
 from faults.report import page
 from pretrain.usage import EXIT_USAGE
 
@@ -25,6 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
     if _IN_NAMESPACE not in os.environ:
         _enter_a_namespace(words)
+    end_all_with_this_process()
     folder = (options.keep or Path(tempfile.mkdtemp(prefix="faults-"))).absolute()
     try:
         with small_disk(folder / "disk") as disk:
@@ -90,13 +93,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--faults", type=int, default=10_000, help="no new run after these")
     parser.add_argument("--timeout-s", type=float, default=8.0, help="of collectives")
     parser.add_argument("--at-once", type=int, default=1, help="runs at a time")
-    parser.add_argument("--launcher", choices=("forked", "torchrun", "command"), help="only this")
+    parser.add_argument("--launcher", choices=sorted(set(LAUNCHERS)), help="only this")
     parser.add_argument("--kind", action="append", choices=KINDS, help="only this; may repeat")
     parser.add_argument(
         "--phase", action="append", choices=[p.name for p in PHASES], help="only this; may repeat"
     )
     parser.add_argument("--table", type=Path, help="write the Markdown page here")
-    parser.add_argument("--keep", type=Path, help="a folder for the runs, which stays")
+    parser.add_argument(
+        "--keep", type=Path, help="a folder for the runs, which stays; an interrupted campaign of "
+        "the same seed goes on in it",
+    )  # fmt: skip
     return parser
 
 

@@ -39,11 +39,13 @@ VARIANTS = {
         Variant("tp2", "--tp 2 --sequence-parallel --recompute"),
         Variant("fsdp", "--fsdp --keep-last 2 --no-tensorboard"),
         Variant("async", "--dp 2 --async-save --keep-last 2 --no-tensorboard"),
+        Variant("pp2", "--pp 2 --num-layers 2 --micro-batch-size 2 --no-tensorboard"),
+        Variant("ep2", "--dp 2 --experts 4 --ep 2 --topk 2 --no-tensorboard"),
         Variant("disk", "--dp 2 --save-interval 16", small_disk=True),
         Variant("mlflow", "--dp 2 --no-tensorboard", mlflow=True),
     )
 }
-_COMMON = ("dp2", "tp2", "fsdp", "async")
+_COMMON = ("dp2", "pp2", "tp2", "ep2", "fsdp", "async")
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,9 @@ class Phase:
 
 
 _SAVE = "mcore.parallel.checkpoint.files"
-_SAVES = ("dp2", "tp2", "fsdp")
+_SAVES = ("dp2", "pp2", "tp2", "ep2", "fsdp")
+_FORWARD = ("pretrain.run.steps:Steps._loss", "pretrain.run.pipeline_steps:_Work.forward")
+_ALL_TO_ALL = "pretrain.model.experts:all_to_all"
 # One row for each phase; a phase that the job gains is a row more.
 PHASES = (
     Phase("start", ("pretrain.cli.rank:_join",), 1),
@@ -78,8 +82,12 @@ PHASES = (
     Phase("build", ("pretrain.run.training:build_optimizer",), 1),
     Phase("load", ("pretrain.run.checkpoints:CheckpointedState.load",), 1),
     Phase("data", ("pretrain.corpus:Corpus.training_batch",)),
-    Phase("forward", ("pretrain.run.steps:Steps._loss",)),
-    Phase("backward", ("pretrain.run.steps:Steps._loss",), how="gradient"),
+    Phase("forward", _FORWARD),
+    Phase("pipeline send", ("pretrain.run.pipeline:Pipeline._send",), variants=("pp2",)),
+    Phase("pipeline receive", ("pretrain.run.pipeline:_Arriving.wait",), variants=("pp2",)),
+    Phase("tokens to experts", (_ALL_TO_ALL,), variants=("ep2",)),
+    Phase("gradients of experts", (_ALL_TO_ALL,), variants=("ep2",), how="gradient"),
+    Phase("backward", _FORWARD, how="gradient"),
     Phase(
         "reduction",
         (
@@ -120,6 +128,7 @@ KINDS = {
     "memory": "MemoryError",
     "slow": "one rank two seconds late",
     "launcher": "SIGKILL of the launcher",
+    "node": "SIGKILL of a node's torchrun and rank, started again",
     "full disk": "no space left, until the job has ended",
     "full disk for a moment": "no space left, for a dozen steps",
     "tracker away": "MLflow's server killed, back at the next start",
@@ -134,6 +143,7 @@ DAMAGES = ("flipped bit", "truncated file", "no manifest")
 HARMLESS = (
     "slow", "full disk", "full disk for a moment", "tracker away", "tracker restarted",
 )  # fmt: skip
+_KINDS_UNDER = {"command": (*FATAL, "launcher"), "agents": ("node", "kill", "exception")}
 _ON_DISKS = ("data", "log", "validation", "save", "save: files", "save: manifest", "close")
 _ON_TRACKERS = ("start", "forward", "log", "save", "close")
 
@@ -179,7 +189,7 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
         for rank in phase.ranks:
             yield Fault(kind, phase.name, rank, source.randint(1, phase.hits), variants)
 
-    kinds = (*FATAL, "launcher") if launcher == "command" else (*FATAL, "slow")
+    kinds = _KINDS_UNDER.get(launcher, (*FATAL, "slow"))
     for phase in PHASES:
         for kind in kinds:
             if phase.name == "leave" and kind.startswith("stop"):
@@ -197,6 +207,7 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
                     source.choice(FATAL), phase.name, source.choice(phase.ranks),
                     source.randint(1, phase.hits), ("mlflow",),
                 )  # fmt: skip
-    for kind in DAMAGES:
+    # Done between two starts of ours; torchrun makes its own.
+    for kind in DAMAGES if launcher in ("forked", "command") else ():
         for phase in (p for p in PHASES if p.name in ("forward", "save", "saved", "validation")):
             yield from at(kind, phase, phase.variants)

@@ -1,7 +1,7 @@
 """The main job with a fault in it: functions are wrapped from outside, then its main is called.
 
 ``FAULTS_FOLDER`` holds ``plan.json``, a list of faults for each start; what happens is noted in
-``events.jsonl``. Where torchrun starts ranks again, its count says which start it is.
+``events.jsonl``. Where torchrun starts ranks again, the faults until then say which start it is.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from faults.deck import phase_of
+from faults.deck import HARMLESS, RANKS, phase_of
 
-FOLDER, START = "FAULTS_FOLDER", "FAULTS_START"
+FOLDER, START, COUNT = "FAULTS_FOLDER", "FAULTS_START", "FAULTS_COUNT"
 BALLAST = Path("room", "ballast")  # beside the run
 SLOW_S = 2.0
 _FULL_FOR_STEPS = 12  # more than a sink may fail in a row
@@ -37,16 +37,24 @@ def main(arguments: list[str]) -> int:
     return be_the_job(arguments)
 
 
+def events_in(folder: Path) -> list[dict[str, Any]]:
+    """What has been noted."""
+    path = folder / "events.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
 class _Notes:
     """The plan of this start, and the file of events that all processes append to."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.rank = int(os.environ["RANK"])
-        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
         self.start = int(os.environ.get(START, "0"))
-        if os.environ.get("FAULTS_COUNT_RESTARTS"):
-            self.start += restarts
+        if os.environ.get(COUNT):
+            self.start += sum(
+                event["event"] == "fault" and event["kind"] not in HARMLESS
+                and event["start"] >= self.start for event in events_in(folder)
+            )  # fmt: skip
         plan = json.loads((folder / "plan.json").read_text())
         self.faults = [
             fault
@@ -66,6 +74,8 @@ class _Notes:
 
 
 def _prepare(notes: _Notes) -> None:
+    # Threads depend on it, and sums on threads; all nodes are this machine.
+    os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
     notes.note("start")
     for fault in notes.faults:
         phase = phase_of(fault["phase"])
@@ -155,6 +165,12 @@ def _kill_the_tracker(folder: Path) -> None:
     os.killpg(int((folder / "tracker.pid").read_text()), signal.SIGKILL)
 
 
+def _kill_the_node(folder: Path) -> None:
+    """Kill the agent and its only rank."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 _DEEDS: dict[str, Callable[[Path], object]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
@@ -165,6 +181,7 @@ _DEEDS: dict[str, Callable[[Path], object]] = {
     "memory": _run_out_of_memory,
     "slow": lambda _: time.sleep(SLOW_S),
     "launcher": lambda _: os.kill(os.getppid(), signal.SIGKILL),
+    "node": _kill_the_node,
     "full disk": _fill_the_disk,
     "full disk for a moment": _fill_the_disk_for_a_moment,
     "tracker away": _kill_the_tracker,

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from faults.campaign import Result
 from faults.deck import KINDS, PHASES, RANKS, STEPS
+from faults.journal import Result
 from faults.trial import BEYOND_TIMEOUT_S, Happened
 
 _HEAD = """# Faults
@@ -38,6 +38,13 @@ def page(result: Result, command: str, had_disk: bool) -> str:
         "",
         *_by_kind(result.happened),
     ]
+    if late := [one for one in result.happened if _is_over(one, result.timeout_s)]:
+        lines += ["", "## Over the bound because the machine was late", ""]
+        lines += [
+            f"- {one.fault}: {one.ended_s:.1f} s, {one.late_s:.1f} s of them without a core for "
+            "the campaign's own clock"
+            for one in late
+        ]
     if result.failed:
         lines += ["", "## Problems", ""]
         lines += [f"- {name}: {text}" for name, all_ in result.failed.items() for text in all_]
@@ -53,21 +60,28 @@ def _facts(result: Result, had_disk: bool) -> Iterator[str]:
     versions = f"CPython {platform.python_version()}, torch {torch.__version__}"
     disk = "a small tmpfs" if had_disk else "left out: this machine lets nobody mount a tmpfs"
     wrong = sum(map(len, result.failed.values()))
+    sessions = f", in {result.sessions} sessions" if result.sessions > 1 else ""
+    late = sum(_is_over(one, result.timeout_s) for one in happened)
     yield from [
         "| | |",
         "|---|---|",
         f"| date, seed | {time.strftime('%Y-%m-%d %H:%M', time.gmtime())} UTC, {result.seed} |",
         f"| machine | {len(os.sched_getaffinity(0))} CPUs, {versions} |",
         f"| faults | {len(happened)} in {result.trials} runs and {result.starts} starts, "
-        f"{result.seconds / 60:.0f} minutes; {real} of them under torchrun or the job's own "
-        "launcher, the others in ranks that are forked as torchrun starts them |",
+        f"{result.seconds / 60:.0f} minutes{sessions}; {real} of them under torchrun or the job's "
+        "own launcher, the others in ranks that are forked as torchrun starts them |",
         f"| recovered | {recovered} |",
         f"| the last rank ended | at most {slowest:.1f} s after a fault "
         f"(bound: {bound:.0f} s, the timeout of collectives + {BEYOND_TIMEOUT_S:.0f} s) |",
+        f"| over the bound because the machine was late | {late or 'none'} |",
         f"| full disk | {disk} |",
         f"| hangs, lost acknowledged checkpoints, lost or doubled metric points, "
         f"differing final weights | {wrong or 'none'} |",
     ]
+
+
+def _is_over(one: Happened, timeout_s: float) -> bool:
+    return one.ended_s is not None and one.ended_s > timeout_s + BEYOND_TIMEOUT_S
 
 
 def _by_kind_and_phase(happened: Sequence[Happened]) -> Iterator[str]:

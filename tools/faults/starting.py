@@ -12,21 +12,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.deck import RANKS
-from faults.inside import FOLDER, START
+from faults.inside import COUNT, FOLDER, START, events_in
+from pretrain.cli import SLOW_IMPORTS
 from rank_testing import preload
 from rank_testing.scripts import Script
 
-preload(
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.distributed.tensor",
-    "pretrain.cli.launch",
-    "pretrain.cli.rank",
-    "matplotlib.figure",
-    "matplotlib.backends.backend_agg",
-    "torch.utils.tensorboard",
-    "mlflow.store.tracking.sqlalchemy_store",
-)
+preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", *SLOW_IMPORTS)
 
 MAX_RESTARTS = 3
 # As long as torchrun waits between SIGTERM and SIGKILL.
@@ -47,6 +38,7 @@ class Ended:
         said: what was printed.
         killed: ranks that had to be killed because they did not end by themselves.
         left: a stopped rank that was left as it was.
+        gone: when each rank that a launcher had started was gone, by its process.
     """
 
     codes: dict[int, int] = field(default_factory=dict)
@@ -54,11 +46,29 @@ class Ended:
     said: str = ""
     killed: set[int] = field(default_factory=set)
     left: dict[int, Script] = field(default_factory=dict)
+    gone: dict[int, float] = field(default_factory=dict)
 
     @property
     def is_success(self) -> bool:
         """Whether all ended well."""
         return not self.left and not any(self.codes.values())
+
+    def look_for_ranks(self, folder: Path) -> set[int]:
+        """Note which are gone, of all that have noted their start; those that are not."""
+        pids = {event["pid"] for event in events_in(folder) if event["event"] == "start"}
+        left = {pid for pid in pids - set(self.gone) if _is_alive(pid)}
+        self.gone |= dict.fromkeys(pids - set(self.gone) - left, time.time())
+        return left
+
+    def wait_for_ranks(self, folder: Path) -> None:
+        """Wait for those that a launcher has left behind; kill what does not end by itself."""
+        deadline = time.time() + KILLED_AFTER_S
+        while left := self.look_for_ranks(folder):
+            if time.time() > deadline:
+                self.killed |= left
+                for pid in left:
+                    os.kill(pid, signal.SIGKILL)
+            time.sleep(_LOOK_EVERY_S)
 
 
 def environment(folder: Path, start: int, more: Mapping[str, str]) -> dict[str, str]:
@@ -148,6 +158,13 @@ def _watched(
     return ended
 
 
+def _is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
 def _kill(ranks: dict[int, Script], which: set[int]) -> None:
     for rank in which:
         ranks[rank].send(signal.SIGKILL)
@@ -160,7 +177,7 @@ def torchrun(words: Sequence[str], folder: Path, start: int, limit_s: float) -> 
         "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
         "--max-restarts", str(MAX_RESTARTS), "-m", "faults.inside", *words,
     ]  # fmt: skip
-    return _command(command, folder, start, limit_s, {"FAULTS_COUNT_RESTARTS": "1"})
+    return _command(command, folder, start, limit_s, {COUNT: "1"})
 
 
 def own_command(words: Sequence[str], folder: Path, start: int, limit_s: float) -> Ended:
@@ -180,16 +197,21 @@ def _command(
             stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        ended = Ended()
-        try:
-            ended.codes[0] = process.wait(limit_s)
-        except subprocess.TimeoutExpired:
+        ended, deadline = Ended(), time.time() + limit_s
+        while (code := process.poll()) is None and time.time() < deadline:
+            ended.look_for_ranks(folder)
+            time.sleep(_LOOK_EVERY_S)
+        if code is None:
             ended.killed.add(0)
-        finally:
-            if 0 not in ended.codes:
-                process.send_signal(signal.SIGTERM)
-                ended.codes[0] = process.wait(2 * KILLED_AFTER_S)
+        ended.codes[0] = end(process) if code is None else code
         ended.at[0] = time.time()
+        ended.wait_for_ranks(folder)
         said.seek(0)
         ended.said = said.read()
     return ended
+
+
+def end(process: subprocess.Popen[bytes]) -> int:
+    """Ask a launcher to end, which ends its ranks; its exit code."""
+    process.send_signal(signal.SIGTERM)
+    return process.wait(2 * KILLED_AFTER_S)

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from faults import starting
+from faults.agents import agents
 from faults.deck import DAMAGES, Fault, Variant
-from faults.inside import BALLAST
+from faults.inside import BALLAST, events_in
 from faults.tracker import Tracker
 from faults.verdict import differences, is_good, newest_good, step_of
 from mcore.parallel.checkpoint.files.manifest import read_index
@@ -36,6 +37,7 @@ class Happened:
 
     Attributes:
         ended_s: seconds until all ranks that were not stopped had ended; None: the job went on.
+        late_s: of these, seconds for which the machine had no core for the campaign's clock.
         recovered_s: seconds until the next start, or this one, did a step or finished.
     """
 
@@ -45,6 +47,7 @@ class Happened:
     at: float
     start: int
     ended_s: float | None = None
+    late_s: float = 0.0
     recovered_s: float | None = None
 
 
@@ -68,6 +71,7 @@ class Place:
         reference: the undisturbed run of the variant.
         timeout_s: of collectives.
         beyond_timeout_s: what ranks have beyond that to end after a fault.
+        late_s: what the machine has lost between two times.
     """
 
     folder: Path
@@ -76,6 +80,7 @@ class Place:
     tracker: Tracker | None = None
     disk: Path | None = None
     beyond_timeout_s: float = BEYOND_TIMEOUT_S
+    late_s: Callable[[float, float], float] = lambda begin, end: 0.0
 
     @property
     def run(self) -> Path:
@@ -144,6 +149,8 @@ class Trial:
         folder = self.place.folder
         if self.launcher == "torchrun":
             return starting.torchrun(self.words, folder, number, 4 * _LIMIT_S)
+        if self.launcher == "agents":
+            return agents(self.words, folder, number, 4 * _LIMIT_S)
         if self.launcher == "command":
             return starting.own_command(self.words, folder, number, _LIMIT_S)
         kinds = {fault.kind for fault in self._planned(number)}
@@ -177,20 +184,26 @@ class Trial:
         self._check_checkpoints()
 
     def _check_the_end(self, one: Happened, ended: starting.Ended) -> None:
-        """Under a real launcher the next start, which comes after the end, is what is seen."""
+        """Note when its ranks had ended, those that were stopped left out."""
         if not one.fault.is_fatal:
             return
         stops = one.fault.kind.startswith("stop")
+        joins = [e["at"] for e in self._events("join") if e["start"] == one.start]
+        began = max([one.at, *joins])  # a rank that has not joined yet notices nothing
         if self.launcher == "forked":
             others = [at for rank, at in ended.at.items() if not (stops and rank == one.fault.rank)]
-            joins = [e["at"] for e in self._events("join") if e["start"] == one.start]
-            one.ended_s = max(0.0, max(others) - max([one.at, *joins]))
         else:
-            started = [e["at"] for e in self._events("start") if e["start"] > one.start]
-            one.ended_s = min([*started, *ended.at.values()]) - one.at
-            one.ended_s -= starting.KILLED_AFTER_S if stops else 0.0
-        if one.ended_s > self.place.timeout_s + self.place.beyond_timeout_s:
-            self._problem(f"{one.fault}: ranks went on for {one.ended_s:.1f} s")
+            ranks = [e for e in self._events("start") if e["start"] == one.start]
+            others = [
+                ended.gone[e["pid"]] for e in ranks if not (stops and e["rank"] == one.fault.rank)
+            ]
+        end = max(others)
+        one.ended_s = max(0.0, end - began)
+        one.late_s = self.place.late_s(began, end)
+        bound_s = self.place.timeout_s + self.place.beyond_timeout_s
+        if one.ended_s - one.late_s > bound_s:
+            late = f", {one.late_s:.1f} s of them without a core" if one.late_s else ""
+            self._problem(f"{one.fault}: ranks went on for {one.ended_s:.1f} s{late}")
 
     def _continue(self, rank: int, script: Script) -> threading.Thread:
         """Continue a stopped rank while the next start is under way; it has to end."""
@@ -282,10 +295,8 @@ class Trial:
         return [event for event in self._events("fault") if event["start"] >= number]
 
     def _events(self, kind: str | None = None) -> list[dict[str, Any]]:
-        path = self.place.folder / "events.jsonl"
-        lines = path.read_text().splitlines() if path.exists() else []
-        events = [json.loads(line) for line in lines]
-        return [event for event in events if kind in (None, event["event"])]
+        found = events_in(self.place.folder)
+        return [event for event in found if kind in (None, event["event"])]
 
     def _problem(self, text: str) -> None:
         self.outcome.problems.append(text)

@@ -9,7 +9,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from faults.deck import STEPS
 from mcore.parallel.checkpoint.inspection.comparing import diff
 from mcore.parallel.checkpoint.inspection.output import Output
 from mcore.parallel.checkpoint.inspection.verifying import verify
@@ -41,7 +40,7 @@ def _silent() -> Output:
 
 def differences(run: Path, reference: Path, mlflow_uri: str | None) -> Iterator[str]:
     """What is wrong with the run."""
-    last = f"checkpoints/step_{STEPS:08d}"
+    last = f"checkpoints/step_{newest_good(reference):08d}"
     if not (run / last).is_dir() or diff(reference / last, run / last, [], None, _silent()):
         yield "the final weights differ from the undisturbed run"
     points, wrong = points_of(run), list(_unreadable(run))
@@ -54,12 +53,13 @@ def differences(run: Path, reference: Path, mlflow_uri: str | None) -> Iterator[
         yield "there is no loss curve"
 
 
-def points_of(run: Path) -> list[tuple[Point, Any]]:
-    """Each metric at each step, as often as the file has it."""
+def points_of(run: Path, since: float = 0.0) -> list[tuple[Point, Any]]:
+    """Each metric at each step, as often as the file has it, of those written since a time."""
     records = [json.loads(line) for line in _lines(run) if _is_json(line)]
     return [
         ((name, record["step"]), value)
         for record in records
+        if record["time"] >= since
         for name, value in record.items()
         if name not in ("step", "time")
     ]

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from faults.campaign import Result
 from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffled
+from faults.journal import Result
 from faults.report import page
 from faults.trial import Outcome, Place, Trial, undisturbed
 from faults.verdict import differences, newest_good
@@ -51,7 +51,9 @@ def test_a_run_comes_back_from_seven_faults_and_ends_like_an_undisturbed_one(
     assert outcome.starts >= 7
     assert newest_good(place.run) == STEPS
     assert list((place.run / "checkpoints").glob("step_*.damaged"))
-    text = page(Result(SEED, TIMEOUT_S, outcome.happened, {}, 1, outcome.starts, 1.0), "it", True)
+    text = page(
+        Result(SEED, TIMEOUT_S, outcome.happened, trials=1, starts=outcome.starts), "it", True
+    )
     assert "| recovered | 7 |" in text
     assert "| phase | kill | stop | exit | memory | slow | flipped bit |" in text
     assert "| backward |  |  | 1 |  |  |  |" in text

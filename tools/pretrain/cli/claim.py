@@ -9,6 +9,7 @@ import os
 import re
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import IO
 
@@ -67,6 +68,20 @@ def _lock(file: IO[str], kind: int, folder: Path, patience_s: float) -> None:
     owner = file.read()
     file.close()
     raise UsageError(f"{folder} belongs to a job that runs ({_shown(owner)})")
+
+
+def still_ours(folder: Path) -> Callable[[], bool]:
+    """Return what tells whether no later job has claimed the folder, as one does after a freeze."""
+    before = _claimed(folder)
+    return lambda: _claimed(folder) == before
+
+
+def _claimed(folder: Path) -> tuple[str, float] | None:
+    try:
+        with (folder / _LOCK).open() as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime
+    except FileNotFoundError:
+        return None
 
 
 def is_of_this_launcher(folder: Path) -> bool:

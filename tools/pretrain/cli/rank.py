@@ -19,7 +19,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from mcore.parallel.checkpoint import CheckpointingException
 from mcore.tensor import current_device
-from pretrain.cli.claim import check_seen_by_all, claim
+from pretrain.cli.claim import check_seen_by_all, claim, still_ours
 from pretrain.cli.ending import Ending
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest, latest_step
@@ -138,9 +138,8 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
     if not (request.settings.mlflow and is_writer()):
         return None
     target = choose_target(folder, request.mlflow_uri)
-    job = JobRun(
-        request.settings, folder, target, latest_step(folder) if request.resume is not None else 0
-    )
+    first_step = latest_step(folder) if request.resume is not None else 0
+    job = JobRun(request.settings, folder, target, first_step, still_ours(folder.path))
     ending.last_call = lambda: job.end("KILLED")
     return job
 

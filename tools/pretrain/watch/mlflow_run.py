@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
 import logging
 import math
 import shlex
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -41,19 +43,25 @@ class JobRun:
         folder: the job's folder, which notes the run.
         target: where it logs to.
         first_step: steps that earlier starts have done, whose missing metrics are sent.
+        is_ours: whether the job still has the folder; else nothing more is sent.
 
     Attributes:
         logger: the state's MLflow logger, which takes metrics at once.
     """
 
     def __init__(
-        self, settings: Settings, folder: RunFolder, target: MlflowTarget, first_step: int
+        self,
+        settings: Settings,
+        folder: RunFolder,
+        target: MlflowTarget,
+        first_step: int,
+        is_ours: Callable[[], bool],
     ) -> None:
         self.folder = folder
         self.target = target
         _warn_like_the_job()
         self.logger = MlflowRun(
-            functools.partial(_open, settings, folder, target, first_step, time.time()),
+            functools.partial(_open, settings, folder, target, first_step, time.time(), is_ours),
             name=f"MLflow at {target.shown}",
         )
         self.logger.closing_s = _WAIT_AT_THE_END_S
@@ -102,7 +110,12 @@ def _warn_like_the_job() -> None:
 
 
 def _open(
-    settings: Settings, folder: RunFolder, target: MlflowTarget, first_step: int, started_s: float
+    settings: Settings,
+    folder: RunFolder,
+    target: MlflowTarget,
+    first_step: int,
+    started_s: float,
+    is_ours: Callable[[], bool],
 ) -> MlflowConnection:
     """Continue the run that the folder names, where it still exists, or open a new one."""
     from mlflow.tracking import MlflowClient
@@ -124,11 +137,34 @@ def _open(
         run_id=run_id,
         only_new_steps=True,
     )
+    _check_ours(is_ours)
     if run_id is not None:
         client.update_run(run_id, status="RUNNING")
     _note(folder, target, client.get_run(run.run_id).info)
     _send_earlier(run, folder, first_step, started_s)
-    return run.open()
+    connection = run.open()
+    return dataclasses.replace(connection, server=_Writer(connection.writer, is_ours))
+
+
+class _Writer:
+    """Writes while the job has its folder: one that was frozen may wake beside the next one."""
+
+    def __init__(self, writer: Any, is_ours: Callable[[], bool]) -> None:
+        self._writer = writer
+        self._is_ours = is_ours
+
+    def log_batch(self, run_id: str, metrics: Sequence[Any]) -> None:
+        _check_ours(self._is_ours)
+        self._writer.log_batch(run_id, metrics=metrics)
+
+    def set_terminated(self, run_id: str, status: str) -> None:
+        _check_ours(self._is_ours)
+        self._writer.set_terminated(run_id, status)
+
+
+def _check_ours(is_ours: Callable[[], bool]) -> None:
+    if not is_ours():
+        raise RuntimeError("a later start of the job has the run folder, and the MLflow run")
 
 
 def _make_database(folder: RunFolder, client: Any) -> None:

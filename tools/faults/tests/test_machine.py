@@ -1,0 +1,78 @@
+"""That nothing of a campaign outlives it, and that it knows when the machine was late."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from faults.machine import Lateness
+
+TOOLS = str(Path(__file__).parents[2])
+# Starts, like MLflow, a server in a session of its own whose worker has one too.
+CAMPAIGN = """
+import subprocess, sys, time
+from faults.machine import end_all_with_this_process
+end_all_with_this_process()
+worker = "import time; time.sleep(600)"
+server = f'''
+import subprocess, sys, time
+child = subprocess.Popen([sys.executable, "-c", {worker!r}], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+'''
+child = subprocess.Popen([sys.executable, "-c", server], start_new_session=True)
+print(child.pid, flush=True)
+time.sleep(600)
+"""
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        return "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return True
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
+def test_what_a_campaign_has_started_ends_when_it_is_killed(number: int) -> None:
+    campaign = subprocess.Popen(
+        [sys.executable, "-c", CAMPAIGN], stdout=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": TOOLS},
+    )  # fmt: skip
+    try:
+        assert campaign.stdout is not None
+        started = [int(campaign.stdout.readline()) for _ in range(2)]
+        assert not any(map(is_gone, started))
+        campaign.send_signal(number)
+        assert campaign.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+        wait_until(lambda: all(map(is_gone, started)))
+    finally:
+        campaign.kill()
+
+
+def test_a_process_that_had_no_core_knows_it() -> None:
+    began = time.time()
+    lateness = Lateness()
+    pid = os.getpid()
+    code = (
+        f"import os, signal, time; os.kill({pid}, signal.SIGSTOP); time.sleep(1); "
+        f"os.kill({pid}, signal.SIGCONT)"
+    )
+    stopper = subprocess.Popen([sys.executable, "-c", code])
+    wait_until(lambda: lateness.between(began, time.time()) > 0.8)
+    assert stopper.wait() == 0
+    assert lateness.between(began - 100, began) == 0.0
