@@ -6,145 +6,108 @@ import argparse
 import difflib
 import json
 import os
-import stat
+import re
+import signal
 import sys
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
-import libcst as cst
+from .files import Result, python_files, read, written
+from .table import read_table
 
-from .rewrite import LayoutError, Note, Rewritten, rewrite
-from .table import Table, read_table
-
-_SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What became of a file that was looked into.
-
-    Attributes:
-        path: The file.
-        before: Its bytes.
-        after: What they are rewritten to; None where it can't be read.
-        error: Why it can't be.
-    """
-
-    path: Path
-    before: bytes
-    after: Rewritten | None
-    error: str = ""
-
-    @property
-    def differs(self) -> bool:
-        """Whether anything is rewritten."""
-        return self.after is not None and self.after.source != self.before
-
-    @property
-    def notes(self) -> list[Note]:
-        """What a person has to look at."""
-        return [] if self.after is None else self.after.notes
+# From so many files on, processes share them.
+_MANY = 32
+_INTERRUPTED = 130
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Rewrite files; return 1 where ``--check`` finds some to rewrite, 2 for what can't be read."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    missing = [str(path) for path in options.paths if not path.exists()]
+    missing = [str(path) for path in options.paths if not os.path.lexists(path)]
     if missing:
         parser.error(f"there is no {', '.join(missing)}")
-    table = read_table()
-    results = [result for file in python_files(options.paths) if (result := read(file, table))]
-    if not (options.check or options.diff):
-        results = [_written(result) for result in results]
-    if options.diff:
-        sys.stdout.writelines(line for result in results for line in _diff(result))
-    print(
-        _as_json(results)
-        if options.json
-        else "\n".join(_told(results, options.check or options.diff))
-    )
+    results: list[Result] = []
+    try:
+        found = _looked_into([*python_files(options.paths)])
+        if options.check or options.diff:
+            results = found
+        else:
+            for result in found:
+                results.append(written(result))
+    except KeyboardInterrupt:
+        count = sum(result.differs for result in results)
+        print(
+            f"interrupted after {count} rewritten files; the others are as before", file=sys.stderr
+        )
+        return _INTERRUPTED
+    _print(results, options)
     if any(result.error for result in results):
         return 2
     return int(options.check and any(result.differs for result in results))
 
 
-def python_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files that are named, and the Python files of folders, each once and in order."""
-    seen = set()
-    for path in paths:
-        for file in sorted(_files_of(path)) if path.is_dir() else [path]:
-            place = file.resolve()
-            if place not in seen:
-                seen.add(place)
-                yield file
-
-
-def _files_of(folder: Path) -> Iterator[Path]:
-    for root, folders, files in os.walk(folder):
-        folders[:] = [
-            one
-            for one in folders
-            if one not in _SKIPPED
-            and not one.startswith(".")
-            and not (Path(root, one) / "pyvenv.cfg").exists()
-        ]
-        yield from (Path(root, one) for one in files if one.endswith((".py", ".pyi")))
-
-
-def read(file: Path, table: Table) -> Result | None:
-    """Work out the rewriting of a file; None where it does not speak of Megatron."""
-    try:
-        source = file.read_bytes()
-    except OSError as error:
-        return Result(file, b"", None, f"can't be read: {error.strerror}")
-    if not table.may_concern(source.decode(errors="replace")):
-        return None
-    try:
-        return Result(file, source, rewrite(source, table))
-    except LayoutError as error:
-        return Result(file, source, None, f"is left: {error}")
-    except (cst.ParserSyntaxError, UnicodeError, SyntaxError, RecursionError) as error:
-        first = " ".join(str(error).split()[:16])
-        return Result(file, source, None, f"is not Python that can be read: {first}")
-
-
-def _written(result: Result) -> Result:
-    """Put the new bytes into the file's place in one step, with its permissions."""
-    if result.after is None or not result.differs:
-        return result
-    place = result.path.resolve()
-    try:
-        descriptor, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name}.")
+def _looked_into(files: Sequence[Path]) -> list[Result]:
+    """What is to become of the files, by several processes where they are many."""
+    look = partial(read, table=read_table())
+    if len(files) < _MANY:
+        return [result for result in map(look, files) if result]
+    with ProcessPoolExecutor() as pool:
         try:
-            with os.fdopen(descriptor, "wb") as file:
-                file.write(result.after.source)
-            os.chmod(name, stat.S_IMODE(place.stat().st_mode))
-            os.replace(name, place)
-        except BaseException:
-            os.unlink(name)
+            with _interrupts_held():  # for ever in the processes that start here
+                found = pool.map(look, files, chunksize=4)
+            return [result for result in found if result]
+        except KeyboardInterrupt:
+            pool.shutdown(cancel_futures=True)
             raise
-    except OSError as error:
-        return Result(result.path, result.before, None, f"can't be written: {error.strerror}")
-    return result
 
 
-def _diff(result: Result) -> Iterator[str]:
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _print(results: Sequence[Result], options: argparse.Namespace) -> None:
+    """A diff alone on the standard output, so that ``patch`` can read it."""
+    is_dry = options.check or options.diff
+    if options.diff:
+        sys.stdout.flush()
+        for result in results:
+            sys.stdout.buffer.writelines(_diff(result))
+        sys.stdout.buffer.flush()
+    if options.json:
+        print(_as_json(results))
+    else:
+        print("\n".join(_told(results, is_dry)), file=sys.stderr if options.diff else sys.stdout)
+
+
+def _diff(result: Result) -> Iterator[bytes]:
     if result.after is None:
         return
-    before, after = (
-        text.decode(errors="replace").splitlines(keepends=True)
-        for text in (result.before, result.after.source)
-    )
-    name = result.path.as_posix().lstrip("/")
-    for line in difflib.unified_diff(before, after, f"a/{name}", f"b/{name}"):
-        yield line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n"
+    before, after = map(_lines, (result.before, result.after.source))
+    name = os.fsencode(result.path.as_posix().lstrip("/"))
+    for line in difflib.diff_bytes(difflib.unified_diff, before, after, b"a/" + name, b"b/" + name):
+        yield line if line.endswith(b"\n") else line + b"\n\\ No newline at end of file\n"
+
+
+def _lines(text: bytes) -> list[bytes]:
+    """Lines as ``patch`` takes them: none ends before a line feed."""
+    return re.findall(rb"[^\n]*\n|[^\n]+", text)
 
 
 def _packages(results: Iterable[Result]) -> list[str]:
     return sorted({one for result in results if result.after for one in result.after.packages})
+
+
+def _stays(results: Iterable[Result]) -> list[str]:
+    return sorted({one for result in results if result.after for one in result.after.stays})
 
 
 def _told(results: Sequence[Result], is_dry: bool) -> Iterator[str]:
@@ -156,6 +119,9 @@ def _told(results: Sequence[Result], is_dry: bool) -> Iterator[str]:
             yield f"{result.path}:{note.line}: {note.name}: {left}{note.text}"
     count = sum(result.differs for result in results)
     yield f"{count} {'file' if count == 1 else 'files'} {'to rewrite' if is_dry else 'rewritten'}"
+    stays = _stays(results)
+    if stays:
+        yield f"stays with Megatron, in no package: {', '.join(stays)}"
     packages = _packages(results)
     if packages:
         yield f"pip install {' '.join(packages)}"
@@ -175,7 +141,8 @@ def _as_json(results: Sequence[Result]) -> str:
         for result in results
         if result.differs or result.error or result.notes
     ]
-    return json.dumps({"files": files, "packages": _packages(results)}, indent=2)
+    found = {"files": files, "packages": _packages(results), "stays": _stays(results)}
+    return json.dumps(found, indent=2)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -185,9 +152,10 @@ def _parser() -> argparse.ArgumentParser:
         "the mcore packages, in place. Everything else keeps every byte.",
     )
     parser.add_argument("paths", nargs="+", type=Path, metavar="PATH", help="files and folders")
-    parser.add_argument("--diff", action="store_true", help="print the change, write nothing")
     parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 for work")
-    parser.add_argument("--json", action="store_true", help="what was found, for programs")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--diff", action="store_true", help="print the change, write nothing")
+    output.add_argument("--json", action="store_true", help="what was found, for programs")
     return parser
 
 

@@ -78,20 +78,22 @@ def _with_comment_of(end: _Comma, comma: _Comma) -> _Comma:
     """What ended the list, with the comment behind the name that it now follows."""
     spaces = [one.whitespace_after if isinstance(one, cst.Comma) else None for one in (end, comma)]
     there, own = spaces
-    if isinstance(there, cst.ParenthesizedWhitespace) and isinstance(end, cst.Comma):
+    if not isinstance(there, cst.ParenthesizedWhitespace):
+        return _at_the_end(comma, end)
+    if isinstance(end, cst.Comma):
         plain = cst.TrailingWhitespace()
         line = own.first_line if isinstance(own, cst.ParenthesizedWhitespace) else plain
         return end.with_changes(whitespace_after=there.with_changes(first_line=line))
     return end
 
 
-def _at_the_end(comma: _Comma) -> _Comma:
-    """No comma where the list had none at its end, unless a comment hangs on it."""
+def _at_the_end(comma: _Comma, end: _Comma = cst.MaybeSentinel.DEFAULT) -> _Comma:
+    """What ended the list, unless a comment hangs on the comma."""
     space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
     if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment is not None:
         there = space.with_changes(last_line=cst.SimpleWhitespace(""))
         return comma.with_changes(whitespace_after=there)  # type: ignore[union-attr]
-    return cst.MaybeSentinel.DEFAULT
+    return end
 
 
 def aliases_of(node: cst.Import | cst.ImportFrom) -> Iterator[cst.ImportAlias]:

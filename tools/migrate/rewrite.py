@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import codecs
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import libcst as cst
+from libcst import matchers
 from libcst.helpers import get_full_name_for_node
 from libcst.metadata import (
     ImportAssignment,
     MetadataWrapper,
     PositionProvider,
     QualifiedName,
-    QualifiedNameProvider,
     QualifiedNameSource,
     ScopeProvider,
 )
@@ -26,9 +26,10 @@ from .table import Home, Table
 
 _PATCHING = ("patch", "setattr", "delattr")
 _BY_TEXT = ("import_module", "__import__")
+_DOTTED = re.compile(r"(?<![\w.])[A-Za-z_][\w.]*")
 _NEWLINES = b"\r\n"
 # Comments that hold for each statement that an import becomes.
-_FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pylint:|pyright:|ruff:)")
+_FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pylint:|pyright:|ruff:|pragma:|fmt: *skip|isort: *skip)")
 Import = cst.Import | cst.ImportFrom
 
 
@@ -61,11 +62,13 @@ class Rewritten:
         source: Its bytes.
         packages: The packages that it now needs.
         notes: What to look at, by line.
+        stays: What it goes on taking from the old modules, since no package has it.
     """
 
     source: bytes
     packages: set[str] = field(default_factory=set)
     notes: list[Note] = field(default_factory=list)
+    stays: set[str] = field(default_factory=set)
 
 
 def rewrite(source: bytes, table: Table) -> Rewritten:
@@ -80,11 +83,10 @@ def rewrite(source: bytes, table: Table) -> Rewritten:
         raise LayoutError("it has blanks that would not be kept; rewrite it by hand")
     found = _Findings(table)
     wrapper.visit(found)
-    notes = sorted(found.notes, key=lambda one: one.line)
-    if not found.changes:
-        return Rewritten(source, found.packages, notes)
-    rewritten = wrapper.module.visit(_Rewriter(found)).bytes
-    return Rewritten(_ended_like(source, rewritten), found.packages, notes)
+    notes = sorted(dict.fromkeys(found.notes), key=lambda one: one.line)
+    if found.changes:
+        source = _ended_like(source, wrapper.module.visit(_Rewriter(found)).bytes)
+    return Rewritten(source, found.packages, notes, found.stays)
 
 
 def _ended_like(source: bytes, text: bytes) -> bytes:
@@ -97,13 +99,14 @@ def _ended_like(source: bytes, text: bytes) -> bytes:
 class _Findings(cst.CSTVisitor):
     """What changes in a file, by the identity of its nodes."""
 
-    METADATA_DEPENDENCIES = (PositionProvider, QualifiedNameProvider, ScopeProvider)
+    METADATA_DEPENDENCIES = (PositionProvider, ScopeProvider)
 
     def __init__(self, table: Table) -> None:
         super().__init__()
         self.table = table
         self.packages: set[str] = set()
         self.notes: list[Note] = []
+        self.stays: set[str] = set()
         # Names of a from-import that move, uses through a module, texts, imports to add or to drop.
         self.moves: dict[cst.ImportFrom, dict[str, str]] = {}
         self.uses: dict[cst.Attribute, Home] = {}
@@ -162,13 +165,25 @@ class _Findings(cst.CSTVisitor):
     def visit_Expr(self, node: cst.Expr) -> None:
         self._statements.add(node.value)
 
-    def visit_Assign(self, node: cst.Assign) -> None:
-        if any(get_full_name_for_node(one.target) == "__all__" for one in node.targets):
-            self._exported |= {
-                str(one.evaluated_value)
-                for one in _elements(node.value)
-                if isinstance(one, cst.SimpleString)
-            }
+    def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
+        self._exported |= {
+            text.evaluated_value
+            for one in node.body
+            if isinstance(one, cst.Assign | cst.AnnAssign | cst.AugAssign | cst.Expr)
+            and matchers.findall(one, matchers.Name("__all__"))
+            for text in matchers.findall(one, matchers.SimpleString())
+            if isinstance(text, cst.SimpleString) and isinstance(text.evaluated_value, str)
+        }
+
+    def visit_Annotation(self, node: cst.Annotation) -> None:
+        for text in matchers.findall(node, matchers.SimpleString()):
+            value = cst.ensure_type(text, cst.SimpleString).evaluated_value
+            for path in _DOTTED.findall(value) if isinstance(value, str) else ():
+                for name in self._names(node, path):
+                    home = self.table.find(name.name)
+                    if home is not None and "." in path:
+                        told = f"it is in a text; write {home.module}.{home.name}"
+                        self._leave(text, home.name, told)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = module_of(node)
@@ -179,26 +194,28 @@ class _Findings(cst.CSTVisitor):
                 self._leave(node, f"{module}.*", "name what is imported, and run this again")
             return
         homes = {str(one.evaluated_name): self._home(module, one) for one in node.names}
+        self.stays |= self.table.without_home(f"{module}.{name}" for name in homes)
         moved = {name: home.module for name, home in homes.items() if home is not None}
         if moved:
             self.moves[node] = moved
             self.packages |= {home.package for home in homes.values() if home is not None}
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
+        root = _root(node)
+        providers = self._providers.get(root)
+        if providers is None:
+            return True
         names = self._names(node)
         paths = {one.name for one in names if one.source is QualifiedNameSource.IMPORT}
         homes = [home for home in map(self.table.find, paths) if home is not None]
         if not homes:
+            self.stays |= self.table.without_home(paths)
             return True
         home = homes[0]
         if len(homes) != len(names):
             text = "its module is something else on another path; change it by hand"
             self._leave(node, home.name, text)
             return False
-        root = _root(node)
-        providers = self._providers.get(root)
-        if providers is None:
-            return True
         self.uses[node] = home
         self.packages.add(home.package)
         self._roots.add(root)
@@ -207,29 +224,18 @@ class _Findings(cst.CSTVisitor):
         return False
 
     def visit_Call(self, node: cst.Call) -> None:
-        called = get_full_name_for_node(node.func) or ""
-        parts = called.split(".")
-        if node.args and {*parts[-2:]} & {*_PATCHING}:
-            self._text(node.args[0].value)
-        elif node.args and parts[-1] in _BY_TEXT:
-            value = node.args[0].value
-            if isinstance(value, cst.SimpleString) and value.evaluated_value in self.table.modules:
-                self._leave(node, str(value.evaluated_value), "import what is used of it by name")
-        for name in self._names(node.func):
-            home = self.table.find(name.name)
-            if home is not None and name.source is QualifiedNameSource.IMPORT:
-                told = differences(home, node, is_statement=node in self._statements)
-                self.notes += [Note(self._line(node), home.name, text) for text in told]
-                return
+        parts = (get_full_name_for_node(node.func) or "").split(".")
+        target = next((one.value for one in node.args if _is_target(one)), None)
+        first = node.args[0].value if node.args else None
+        if {*parts[-2:]} & {*_PATCHING}:
+            self._text(target or first, is_whole=parts[-1] != "multiple")
+        elif parts[-1] in _BY_TEXT:
+            self._text(first, is_whole=False)
+        self._tell(node, node, is_statement=node in self._statements)
 
     def visit_Decorator(self, node: cst.Decorator) -> None:
-        if isinstance(node.decorator, cst.Call):
-            return
-        for name in self._names(node.decorator):
-            home = self.table.find(name.name)
-            if home is not None:
-                told = differences(home, cst.Call(node.decorator), is_statement=False)
-                self.notes += [Note(self._line(node), home.name, text) for text in told]
+        if not isinstance(node.decorator, cst.Call):
+            self._tell(node, cst.Call(node.decorator), is_statement=False)
 
     def leave_Module(self, original_node: cst.Module) -> None:
         """Find the imports that nothing needs any more, once all uses are known."""
@@ -248,10 +254,22 @@ class _Findings(cst.CSTVisitor):
     def _home(self, module: str, alias: cst.ImportAlias) -> Home | None:
         return self.table.find(f"{module}.{alias.evaluated_name}")
 
-    def _names(self, node: cst.CSTNode) -> Sequence[QualifiedName]:
-        found: Any = self.get_metadata(QualifiedNameProvider, node, ())
-        names: Iterable[QualifiedName] = found() if callable(found) else found
-        return sorted(names, key=lambda one: one.name)
+    def _names(self, node: cst.CSTNode, path: str = "") -> Sequence[QualifiedName]:
+        """What a node, or a dotted path in its place, may mean."""
+        scope: Any = self.get_metadata(ScopeProvider, node, None)
+        found = scope.get_qualified_names_for(path or node) if scope else ()
+        return sorted(found, key=lambda one: one.name)
+
+    def _tell(self, node: cst.CSTNode, call: cst.Call, *, is_statement: bool) -> None:
+        """Note what a call of a moved name does otherwise than before."""
+        if _root(call.func) not in self._providers:
+            return
+        for name in self._names(call.func):
+            home = self.table.find(name.name)
+            if home is not None and name.source is QualifiedNameSource.IMPORT:
+                told = differences(home, call, is_statement=is_statement)
+                self.notes += [Note(self._line(node), home.name, text) for text in told]
+                return
 
     def _is_unused(self, alias: cst.ImportAlias, statement: Import) -> bool:
         """Whether only what was rewritten uses a name that an import binds."""
@@ -261,12 +279,21 @@ class _Findings(cst.CSTVisitor):
         rewritten = bool(roots) and all(root in self._roots for root in roots)
         return rewritten and name not in self._exported
 
-    def _text(self, value: cst.BaseExpression) -> None:
-        if isinstance(value, cst.SimpleString) and isinstance(value.evaluated_value, str):
-            moved = self.table.moved(value.evaluated_value)
-            if moved is not None:
-                self.texts[value] = moved
-                self.packages.add("-".join(moved.split(".")[:2]))
+    def _text(self, value: cst.BaseExpression | None, *, is_whole: bool) -> None:
+        """Move the path that a text names, or tell that it is left."""
+        text = _text_of(value)
+        if value is None or text is None:
+            return
+        moved = self.table.moved(text)
+        if text in self.table.modules:
+            self._leave(value, text, "name what is used of it one by one")
+        elif moved is not None and is_whole and isinstance(value, cst.SimpleString):
+            self.texts[value] = moved
+            self.packages.add("-".join(moved.split(".")[:2]))
+            told = f"what Megatron itself calls is no longer replaced by this, only {moved} is"
+            self.notes.append(Note(self._line(value), moved.rpartition(".")[2], told))
+        elif moved is not None:
+            self._leave(value, text, f"write {moved}")
 
     def _leave(self, node: cst.CSTNode, name: str, text: str) -> None:
         self.notes.append(Note(self._line(node), name, text, is_left=True))
@@ -302,12 +329,10 @@ class _Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
-        if not self._changes(original_node.body):
-            return updated_node
         body = self._rewritten(original_node.body, updated_node.body)
         if not body:
             return cst.RemoveFromParent()
-        if len(original_node.body) > 1:
+        if len(original_node.body) > 1 or len(body) == 1:
             return updated_node.with_changes(body=body)
         first, *others = body
         end = updated_node.trailing_whitespace
@@ -319,14 +344,8 @@ class _Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        if not self._changes(original_node.body):
-            return updated_node
-        return updated_node.with_changes(
-            body=self._rewritten(original_node.body, updated_node.body)
-        )
-
-    def _changes(self, body: Sequence[cst.BaseSmallStatement]) -> bool:
-        return any(one in self._found.moves or one in self._found.added for one in body)
+        body = self._rewritten(original_node.body, updated_node.body)
+        return updated_node.with_changes(body=body)
 
     def _rewritten(
         self, original: Sequence[cst.BaseSmallStatement], updated: Sequence[cst.BaseSmallStatement]
@@ -367,6 +386,14 @@ def _root(node: cst.CSTNode) -> cst.Name:
     return node  # type: ignore[return-value]
 
 
-def _elements(node: cst.BaseExpression) -> Iterator[cst.BaseExpression]:
-    if isinstance(node, cst.List | cst.Tuple | cst.Set):
-        yield from (one.value for one in node.elements)
+def _is_target(argument: cst.Arg) -> bool:
+    return argument.keyword is not None and argument.keyword.value == "target"
+
+
+def _text_of(value: cst.BaseExpression | None) -> str | None:
+    """A text as far as it is known before it runs."""
+    if isinstance(value, cst.SimpleString | cst.ConcatenatedString):
+        text = value.evaluated_value
+        return text if isinstance(text, str) else None
+    first = value.parts[0] if isinstance(value, cst.FormattedString) and value.parts else None
+    return first.value if isinstance(first, cst.FormattedStringText) else None

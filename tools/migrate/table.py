@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import re
+import warnings
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -47,19 +50,49 @@ class Table:
                 if path.startswith(f"{prefix}."):
                     self.homes[other + path.removeprefix(prefix)] = home
         self.modules = frozenset(path.rpartition(".")[0] for path in self.homes)
+        self._roots = {one.partition(".")[0] for one in self.modules}
+        self._packages = {
+            ".".join(parts[:length])
+            for parts in (one.split(".") for one in self.modules)
+            for length in range(1, len(parts) + 1)
+        }
 
-    def may_concern(self, source: str) -> bool:
-        """Whether a source has the words of an old module and of a name from it, or ``*``."""
-        words = set(re.findall(r"\w+", source))
-        modules = {one for one in self.modules if words.issuperset(one.split("."))}
-        if not modules:
+    def may_concern(self, source: bytes) -> bool:
+        """Whether a source speaks of an old module, or can't be read."""
+        if not any(root.encode() in source for root in self._roots):
             return False
-        names = {name for module, _, name in map(_parted, self.homes) if module in modules}
-        return not words.isdisjoint(names) or "import *" in source
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError, RecursionError, MemoryError):
+            return b"import" in source
+        return any(map(self._is_about, ast.walk(tree)))
+
+    def _is_about(self, node: ast.AST) -> bool:
+        """Whether a node imports an old module or from one, or is a text that names one."""
+        if isinstance(node, ast.Import):
+            return any(one.name.partition(".")[0] in self._roots for one in node.names)
+        if isinstance(node, ast.ImportFrom):
+            paths = [f"{node.module}.{one.name}" for one in node.names]
+            is_old = node.module in self.modules or not self._packages.isdisjoint(paths)
+            return is_old and not node.level
+        text = node.value if isinstance(node, ast.Constant) else None
+        return isinstance(text, str) and text.startswith(tuple(self.modules))
 
     def find(self, path: str) -> Home | None:
         """The new home of what a dotted path names; None where it stays."""
         return self.homes.get(path)
+
+    def without_home(self, paths: Iterable[str]) -> set[str]:
+        """Those of the paths that lie in an old module, and in no package."""
+        return {
+            one
+            for one in paths
+            if one.rpartition(".")[0] in self.modules
+            and one not in self.homes
+            and one not in self._packages
+        }
 
     def moved(self, path: str) -> str | None:
         """The new spelling of a path to a name or to something inside of one; None if it stays."""
@@ -71,10 +104,6 @@ class Table:
                 if home is not None:
                     return f"{home.module}.{name}{dot}{inside}"
         return None
-
-
-def _parted(path: str) -> tuple[str, str, str]:
-    return path.rpartition(".")
 
 
 def read_table() -> Table:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from migrate.__main__ import python_files, read
+from migrate.files import python_files, read
 from migrate.rewrite import rewrite
 from migrate.table import read_table
 

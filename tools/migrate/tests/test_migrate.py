@@ -9,9 +9,11 @@ import json
 import os
 import re
 import shutil
+import signal
 import stat
 import subprocess
 import sys
+import time
 import zipfile
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from hypothesis import strategies as st
 
 from migrate.__main__ import main
 from migrate.differences import _GROUPS, POSITIONAL
+from migrate.files import read, written
 from migrate.rewrite import LayoutError, rewrite
 from migrate.table import Table, read_table
 from monorepo.isolation.wheels import build
@@ -54,6 +57,10 @@ CASES = {
         "from megatron.core.utils import (\n    other, # b\n    divide\n)\n",
         "from megatron.core.utils import (\n    other, # b\n)\n"
         "from mcore.tensor import (\n    divide\n)\n",
+    ),
+    "a comment behind a name, its parenthesis on a line with another": (
+        "from megatron.core.utils import (divide, # a\n    other as c,)\n",
+        "from megatron.core.utils import (other as c,)\nfrom mcore.tensor import (divide, # a\n)\n",
     ),
     "comments for linters": (
         "from megatron.core.utils import divide, get_pg_size  # noqa: F401\n",
@@ -112,6 +119,11 @@ CASES = {
         "from megatron.core import utils\nimport mcore.tensor as mcore_tensor\n"
         "__all__ = ['utils']\nmcore_tensor.divide\n",
     ),
+    "a module that is exported later on": (
+        "import megatron.core.utils as u\n__all__: list[str] = []\n__all__ += ['u']\nu.divide\n",
+        "import megatron.core.utils as u\nimport mcore.tensor as mcore_tensor\n"
+        "__all__: list[str] = []\n__all__ += ['u']\nmcore_tensor.divide\n",
+    ),
     "a name that is taken": (
         "import megatron.core.utils as u\nmcore_tensor = u.divide(4, 2)\n",
         "import mcore.tensor as mcore_tensor_\nmcore_tensor = mcore_tensor_.divide(4, 2)\n",
@@ -122,10 +134,12 @@ CASES = {
     ),
     "patches": (
         "@mock.patch('megatron.core.utils.divide', None)\n"
+        "@mock.patch(new=1, target='megatron.core.utils.divide')\n"
         '@patch.object(x, "megatron.core.utils.divide")\n'
         "def f(monkeypatch):\n"
         '    monkeypatch.setattr("megatron.core.utils.GlobalMemoryBuffer.get", 1)\n',
         "@mock.patch('mcore.tensor.divide', None)\n"
+        "@mock.patch(new=1, target='mcore.tensor.divide')\n"
         '@patch.object(x, "megatron.core.utils.divide")\n'
         'def f(monkeypatch):\n    monkeypatch.setattr("mcore.tensor.GlobalMemoryBuffer.get", 1)\n',
     ),
@@ -189,7 +203,10 @@ def test_calls_that_mean_something_else_are_told_with_their_lines() -> None:
         "training_log(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15, pg_collection=x)\n"
         "StragglerDetector()\ndivide(4, 2)\n"
         "try:\n    import megatron.core.utils as v\nexcept ImportError:\n    v = Fake()\n"
-        "v.divide(4, 2)\n"
+        "v.divide(4, 2)\nfor v in (v.divide, v.divide): pass\n"
+        "patch('megatron.core.utils.' 'divide')\npatch(f'megatron.core.utils.divide{1}')\n"
+        "patch.multiple('megatron.core.utils', divide=1)\npatch('megatron.core.utils.divide')\n"
+        "import megatron.core.utils as w\ndef f(x: list['w.WrappedTensor']) -> 'w': ...\n"
     )
     notes = [(note.line, note.name, note.is_left) for note in rewrite(source.encode(), TABLE).notes]
     assert notes == [
@@ -201,7 +218,24 @@ def test_calls_that_mean_something_else_are_told_with_their_lines() -> None:
         (13, "training_log", False),
         (14, "StragglerDetector", False),
         (20, "divide", True),
+        (21, "divide", True),
+        (22, "megatron.core.utils.divide", True),
+        (23, "megatron.core.utils.divide", True),
+        (24, "megatron.core.utils", True),
+        (25, "divide", False),
+        (27, "WrappedTensor", True),
     ]
+
+
+def test_what_no_package_has_is_named() -> None:
+    source = (
+        "from megatron.core.utils import other, divide\nfrom megatron.core import utils, models\n"
+        "utils.more()\nutils.divide(4, 2)\n"
+    )
+    assert rewrite(source.encode(), TABLE).stays == {
+        "megatron.core.utils.other",
+        "megatron.core.utils.more",
+    }
 
 
 def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
@@ -245,11 +279,17 @@ def tree(tmp_path: Path) -> Path:
     (root / "plain.py").write_text("x = = megatron\n")  # not Python, and no matter of ours
     (root / "sub/a.py").chmod(0o750)
     (root / "link.py").symlink_to("sub/a.py")
+    (root / "round.py").symlink_to("round.py")
+    (root / "sub/up").symlink_to("..")
+    outside = root.parent / "outside.py"
+    outside.write_text(old)
+    (root / "outside.py").symlink_to(outside)
+    os.mkfifo(root / "pipe.py")
     return root
 
 
 def contents(root: Path) -> dict[str, bytes]:
-    files = (one for one in root.rglob("*") if one.is_file())
+    files = (one for one in root.rglob("*") if os.path.isfile(one))
     return {str(one.relative_to(root)): one.read_bytes() for one in files}
 
 
@@ -263,6 +303,7 @@ def test_files_are_rewritten_in_their_place_and_the_rest_is_left(
     new = imports + b"get_pg_size()\n"
     assert after == {**before, "sub/a.py": new, "link.py": new}
     assert (tree / "link.py").is_symlink()
+    assert b"megatron" in (tree.parent / "outside.py").read_bytes()
     assert stat.S_IMODE((tree / "sub/a.py").stat().st_mode) == 0o750
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].startswith(f"{tree}/broken.py: is not Python that can be read: ")
@@ -273,21 +314,28 @@ def test_files_are_rewritten_in_their_place_and_the_rest_is_left(
     assert main([str(tree), "--check"]) == 0
 
 
-def test_a_check_and_a_diff_write_nothing(tree: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_check_and_a_diff_write_nothing(
+    tree: Path, capsysbinary: pytest.CaptureFixture[bytes]
+) -> None:
     (tree / "broken.py").unlink()
     before = contents(tree)
     assert main([str(tree), "--check", "--json"]) == 1
-    [file] = json.loads(capsys.readouterr().out)["files"]
+    [file] = json.loads(capsysbinary.readouterr().out)["files"]
     assert (file["rewritten"], file["error"]) == (True, None)
     assert [one["line"] for one in file["notes"]] == [2]
+    text = b"# coding: latin-1\r\n\x0c\nfrom megatron.core.utils import divide\r\nx = '\xe9\x85'"
+    (tree / "sub/b.py").write_bytes(text)
+    before = contents(tree)
     assert main(["--diff", str(tree / "sub")]) == 0
     assert contents(tree) == before
-    diff = capsys.readouterr().out.partition(f"{tree}/sub/a.py:2:")[0]
-    place = shutil.copytree(tree, tree.parent / "copy")
-    patch = diff.replace(f"{tree.as_posix()[1:]}/", "")
-    subprocess.run(["git", "apply", "-"], input=patch, cwd=place, text=True, check=True)
+    printed = capsysbinary.readouterr()
+    assert f"{tree}/sub/a.py:2:".encode() in printed.err
+    place = shutil.copytree(tree / "sub", tree.parent / "copy", symlinks=True)
+    patch = printed.out.replace(f"{tree.as_posix()[1:]}/sub/".encode(), b"")
+    subprocess.run(["git", "apply", "-"], input=patch, cwd=place, check=True)
     assert main([str(tree)]) == 0
-    assert (place / "sub/a.py").read_bytes() == (tree / "sub/a.py").read_bytes()
+    for name in ("a.py", "b.py"):
+        assert (place / name).read_bytes() == (tree / "sub" / name).read_bytes() != before
 
 
 def test_a_file_that_cannot_be_written_is_named_and_stays(
@@ -301,6 +349,53 @@ def test_a_file_that_cannot_be_written_is_named_and_stays(
     assert main([str(tree / "sub")]) == 2
     assert "a.py: can't be written: No space left on device" in capsys.readouterr().out
     assert contents(tree) == before
+
+
+def test_what_changed_meanwhile_or_is_read_only_stays(tree: Path) -> None:
+    file = tree / "sub/a.py"
+    result = read(file, TABLE)
+    assert result is not None
+    file.chmod(0o444)
+    assert written(result).error == "can't be written: it is read-only"
+    file.chmod(0o644)
+    file.write_text("from megatron.core.utils import divide  # newer\n")
+    assert written(result).error == "is left: it has changed since it was read"
+    assert file.read_text().endswith("# newer\n")
+    file.unlink()
+    assert written(result).error == "can't be written: No such file or directory"
+
+
+def test_a_notebook_is_named_and_left(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    book = tmp_path / "a.ipynb"
+    book.write_text('{"cells": [{"source": [\n"from megatron.core.utils import divide\\n"]}]}')
+    before = book.read_bytes()
+    assert main([str(tmp_path)]) == 0
+    assert book.read_bytes() == before
+    told = capsys.readouterr().out
+    assert told.startswith(f"{book}:2: megatron.core.utils: left as it is: notebooks are not")
+
+
+def test_many_files_are_done_and_an_interrupt_leaves_whole_ones(tmp_path: Path) -> None:
+    old = "from megatron.core.utils import divide\n" + "x = f(1, [2, 3], y={4: 5})\n" * 30
+    new = old.replace("megatron.core.utils", "mcore.tensor")
+    for number in range(40):
+        (tmp_path / f"{number}.py").write_text(old)
+    command = [sys.executable, "-m", "migrate", str(tmp_path)]
+    running = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    while running.poll() is None and not _children(running.pid):
+        time.sleep(0.01)
+    os.killpg(running.pid, signal.SIGINT)
+    _, told = running.communicate()
+    assert running.returncode in (0, 130)
+    assert running.returncode == 0 or told.startswith("interrupted after ")
+    assert "Traceback" not in told
+    assert {one.read_text() for one in tmp_path.iterdir()} <= {old, new}
+    assert main([str(tmp_path)]) == 0
+    assert {one.read_text() for one in tmp_path.iterdir()} == {new}
+
+
+def _children(pid: int) -> str:
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text()
 
 
 def test_a_path_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,136 @@
+"""Files of Python: found below folders, looked into, and put back in one step."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import libcst as cst
+
+from .rewrite import LayoutError, Note, Rewritten, rewrite
+from .table import Table
+
+_SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
+_NOTEBOOK = ".ipynb"
+_TAKEN = (".py", ".pyi", _NOTEBOOK)
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a file that was looked into.
+
+    Attributes:
+        path: The file.
+        before: Its bytes.
+        after: What they are rewritten to; None where it can't be read.
+        error: Why it can't be.
+    """
+
+    path: Path
+    before: bytes
+    after: Rewritten | None
+    error: str = ""
+
+    @property
+    def differs(self) -> bool:
+        """Whether anything is rewritten."""
+        return self.after is not None and self.after.source != self.before
+
+    @property
+    def notes(self) -> list[Note]:
+        """What a person has to look at."""
+        return [] if self.after is None else self.after.notes
+
+
+def python_files(paths: Iterable[Path]) -> Iterator[Path]:
+    """The files that are named, and the Python files of folders, each once and in order."""
+    seen = set()
+    for path in paths:
+        for file in sorted(_files_of(path)) if path.is_dir() else [path]:
+            place = os.path.realpath(file)
+            if place not in seen:
+                seen.add(place)
+                yield file
+
+
+def _files_of(folder: Path) -> Iterator[Path]:
+    """The files below a folder; links are taken that lead to a file in it."""
+    top = os.path.realpath(folder)
+    for root, folders, files in os.walk(folder):
+        folders[:] = [
+            one
+            for one in folders
+            if one not in _SKIPPED
+            and not one.startswith(".")
+            and not (Path(root, one) / "pyvenv.cfg").exists()
+        ]
+        for file in (Path(root, one) for one in files if one.endswith(_TAKEN)):
+            if os.path.isfile(file) and Path(os.path.realpath(file)).is_relative_to(top):
+                yield file
+
+
+def read(file: Path, table: Table) -> Result | None:
+    """Work out the rewriting of a file; None where it does not speak of Megatron."""
+    try:
+        source = file.read_bytes()
+    except OSError as error:
+        return Result(file, b"", None, f"can't be read: {error.strerror}")
+    if file.suffix == _NOTEBOOK:
+        return _notebook(file, source, table)
+    if not table.may_concern(source):
+        return None
+    try:
+        return Result(file, source, rewrite(source, table))
+    except LayoutError as error:
+        return Result(file, source, None, f"is left: {error}")
+    except (cst.ParserSyntaxError, UnicodeError, SyntaxError, RecursionError) as error:
+        first = " ".join(str(error).split()[:16])
+        return Result(file, source, None, f"is not Python that can be read: {first}")
+
+
+def _notebook(file: Path, source: bytes, table: Table) -> Result | None:
+    """What is said of a notebook, which is left as it is."""
+    for line, text in enumerate(source.decode(errors="replace").split("\n"), 1):
+        for module in sorted(table.modules):
+            if module in text:
+                told = "notebooks are not rewritten; change its cells by hand"
+                return Result(
+                    file, source, Rewritten(source, notes=[Note(line, module, told, True)])
+                )
+    return None
+
+
+def written(result: Result) -> Result:
+    """Put the new bytes into the file's place in one step, with its permissions and owner."""
+    if result.after is None or not result.differs:
+        return result
+    place = Path(os.path.realpath(result.path))
+    try:
+        status = place.stat()
+        if not status.st_mode & 0o222 or not os.access(place, os.W_OK):
+            return replace(result, after=None, error="can't be written: it is read-only")
+        if place.read_bytes() != result.before:
+            return replace(result, after=None, error="is left: it has changed since it was read")
+        _put(result.after.source, place, status)
+    except OSError as error:
+        return replace(result, after=None, error=f"can't be written: {error.strerror}")
+    return result
+
+
+def _put(source: bytes, place: Path, status: os.stat_result) -> None:
+    descriptor, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:99]}.")
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(source)
+        with suppress(OSError, AttributeError):  # who may not give a file away owns what he writes
+            os.chown(name, status.st_uid, status.st_gid)
+        os.chmod(name, stat.S_IMODE(status.st_mode))
+        os.replace(name, place)
+    except BaseException:
+        os.unlink(name)
+        raise
