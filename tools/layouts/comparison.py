@@ -5,9 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import random
 import shutil
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,12 +41,17 @@ def write_text(folder: Path) -> str:
     return str(path)
 
 
-def compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> Iterator[Row]:
+def compare(
+    wanted: Sequence[Settings], every: list[Settings], folder: Path, deadline: float = math.inf
+) -> Iterator[Row]:
     """Yield the row of each wanted combination, whose checkpoints are loaded in some of all.
 
-    Forks ranks; call it in a process that is no rank.
+    Forks ranks; call it in a process that is no rank. Nothing begins after the deadline, of
+    ``time.monotonic()``.
     """
     for first in range(0, len(wanted), _AT_ONCE):
+        if time.monotonic() >= deadline:
+            return
         runs = folder / f"runs-{first}"
         yield from _compare(wanted[first : first + _AT_ONCE], every, runs)
         shutil.rmtree(runs)
