@@ -8,6 +8,7 @@ import json
 import math
 import random
 import shutil
+import signal
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -146,7 +147,9 @@ def _run(tasks: list[Task], ranks: int) -> None:
             if not left:
                 return
             print(f"{name_of(left[0].settings)}: {failure}", file=sys.stderr, flush=True)
-            told = failure.ranks[0].message if failure.ranks else str(failure)
-            error = Result(1, error=str(told).strip().splitlines()[-1])
+            told = (failure.ranks[0].message if failure.ranks else str(failure)).strip()
+            if signal.SIGALRM.name in told:
+                told = f"no end after {_TASK_S} s"
+            error = Result(1, error=told.splitlines()[-1])
             Path(left[0].result).write_text(json.dumps(dataclasses.asdict(error)))
             tasks = left[1:]
