@@ -45,8 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if not (name in rows and rows[name].is_green)
         ]
         interrupted = _run(options, left, every, Path(folder), rows)
-    known = {name_of(one): one.world_size for one in every}
-    shown = sorted((row for row in rows.values() if row.name in known), key=lambda row: row.ranks)
+    shown = [rows[name] for name in map(name_of, every) if name in rows]
     text = page(shown, len({name_of(one) for one in table} | {row.name for row in shown}))
     print(text)
     if options.output:
@@ -75,12 +74,10 @@ def _run(
     options.results.parent.mkdir(parents=True, exist_ok=True)
     deadline = time.monotonic() + 60 * options.minutes
     try:
-        for done, row in enumerate(compare(left, every, folder), start=1):
+        for done, row in enumerate(compare(left, every, folder, deadline), start=1):
             rows[row.name] = row
             _append(options.results, row)
             print(f"{done} of {len(left)}: {row.line()}", file=sys.stderr, flush=True)
-            if time.monotonic() > deadline:
-                break
     except KeyboardInterrupt:
         print(f"interrupted; --resume goes on behind {options.results}", file=sys.stderr)
         return True
@@ -122,7 +119,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--only", nargs="+", metavar="NAME", help="only these combinations, of all that are valid")
     add("--every", type=int, default=1, help="only every n-th combination")
     add("--all", action="store_true", help="every layout with every set of switches: many hours")
-    add("--minutes", type=float, default=math.inf, help="begin no more after so many")
+    add(
+        "--minutes",
+        type=float,
+        default=math.inf,
+        help="begin no more after so many; 0 prints the table",
+    )
     add(
         "--results", type=Path, default=Path("runs/layouts.jsonl"), metavar="FILE",
         help="where each finished combination is noted (%(default)s)",

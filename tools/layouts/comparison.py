@@ -5,9 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import math
 import random
 import shutil
+import signal
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -39,12 +42,17 @@ def write_text(folder: Path) -> str:
     return str(path)
 
 
-def compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> Iterator[Row]:
+def compare(
+    wanted: Sequence[Settings], every: list[Settings], folder: Path, deadline: float = math.inf
+) -> Iterator[Row]:
     """Yield the row of each wanted combination, whose checkpoints are loaded in some of all.
 
-    Forks ranks; call it in a process that is no rank.
+    Forks ranks; call it in a process that is no rank. Nothing begins after the deadline, of
+    ``time.monotonic()``.
     """
     for first in range(0, len(wanted), _AT_ONCE):
+        if time.monotonic() >= deadline:
+            return
         runs = folder / f"runs-{first}"
         yield from _compare(wanted[first : first + _AT_ONCE], every, runs)
         shutil.rmtree(runs)
@@ -139,7 +147,9 @@ def _run(tasks: list[Task], ranks: int) -> None:
             if not left:
                 return
             print(f"{name_of(left[0].settings)}: {failure}", file=sys.stderr, flush=True)
-            told = failure.ranks[0].message if failure.ranks else str(failure)
-            error = Result(1, error=str(told).strip().splitlines()[-1])
+            told = (failure.ranks[0].message if failure.ranks else str(failure)).strip()
+            if signal.SIGALRM.name in told:
+                told = f"no end after {_TASK_S} s"
+            error = Result(1, error=told.splitlines()[-1])
             Path(left[0].result).write_text(json.dumps(dataclasses.asdict(error)))
             tasks = left[1:]
