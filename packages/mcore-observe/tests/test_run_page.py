@@ -267,7 +267,8 @@ press("End");
 said.time = read();
 document.querySelector("#legend input").click();
 said.one = read();
-const strip = [...document.querySelectorAll("figure")].find((one) => one.textContent.startsWith("Slow ranks"));
+const figures = [...document.querySelectorAll("figure")];
+const strip = figures.find((one) => one.textContent.startsWith("Slow ranks"));
 const drawing = strip.querySelector("canvas");
 said.reds = [1, 3, 5].map((sixth) => {
   const x = 56 + (sixth / 6) * (drawing.clientWidth - 66);

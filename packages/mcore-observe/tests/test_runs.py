@@ -79,6 +79,10 @@ def test_who_was_slow_is_kept_by_report_and_a_run_that_goes_back_forgets(folders
     assert len([r for r in caplog.records if "slow_ranks.jsonl" in r.getMessage()]) == 1
 
 
+def test_values_as_far_apart_as_floats_can_be():
+    assert sparkline([-1.7e308, 0.0, 1.7e308], bars="01234567") == "047"
+
+
 def test_a_picture(folders, tmp_path):
     pytest.importorskip("matplotlib")
     picture = tmp_path / "run.png"

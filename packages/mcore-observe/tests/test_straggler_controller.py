@@ -481,6 +481,14 @@ def test_without_a_token_names_that_are_no_address_are_refused(start, method, ho
     assert state.wanted() is (response.status == 202)
 
 
+def test_a_request_with_two_hosts_is_refused_whichever_comes_first(start):
+    state, address = start()
+    for first, second in (("localhost", "evil.example"), ("evil.example", "localhost")):
+        head = f"POST /on HTTP/1.1\r\nHost: {first}\r\nHost: {second}\r\n\r\n"
+        assert ask_raw(address, head.encode()).startswith(b"HTTP/1.0 400 ")
+    assert not state.wanted()
+
+
 def test_with_a_token_any_name_will_do_and_wrong_tokens_are_counted(start):
     _, address = start(token="secret")
     named = {"Host": "node7.cluster", "Authorization": "Bearer secret"}

@@ -41,7 +41,8 @@ def sparkline(
 def _bar(value: float, low: float, high: float, bars: str) -> str:
     if not math.isfinite(value):
         return "x"
-    height = 0.5 if high <= low else (value - low) / (high - low)
+    # Halves, since the difference of two floats may be beyond all floats.
+    height = 0.5 if high <= low else (value / 2 - low / 2) / (high / 2 - low / 2)
     return bars[round(min(max(height, 0.0), 1.0) * 7)]
 
 

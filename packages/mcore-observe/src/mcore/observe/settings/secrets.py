@@ -21,7 +21,7 @@ _TOKEN_NAME = re.compile("token(?!iz)", re.IGNORECASE)
 # Up to the last @ before the path: a password may hold one.
 _USER_OF_URI = re.compile(r"(?<=://)[^/\s'\"]*@")
 _ASSIGNED = re.compile(
-    rf"([\w-]*(?:{_WORDS}|token)['\"]?\s*[=:]\s*['\"]?)(?:(?:basic|bearer)\s+)?[^\s'\"&,;)}}\]]+",
+    rf"((?:{_WORDS}|token)['\"]?\s*[=:]\s*['\"]?)(?:(?:basic|bearer)\s+)?[^\s'\"&,;)}}\]]+",
     re.IGNORECASE,
 )
 _HEADER = re.compile(r"\b(basic|bearer)\s+[\w.~+/=-]{8,}", re.IGNORECASE)

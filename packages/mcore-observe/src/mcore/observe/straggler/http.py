@@ -124,6 +124,8 @@ class ControllerRequest(BaseHTTPRequestHandler):
             self.rfile = incoming
         if is_request and self.request_version == "HTTP/0.9":
             raise _RefusedError(HTTPStatus.BAD_REQUEST, "no HTTP version in the request line")
+        if is_request and len(self.headers.get_all("Host", [])) > 1:
+            raise _RefusedError(HTTPStatus.BAD_REQUEST, "more than one Host")
         return is_request
 
     def _read_headers(self) -> bytes | None:
