@@ -29,7 +29,6 @@ MORE_GUIDES = {
     "guides/codemod.md": "tools/migrate/README.md",
     "guides/main-job.md": "tools/pretrain/README.md",
 }
-_PICTURES = REPOSITORY / "tools/docs"
 _FENCED = re.compile(r"(^ *```.*?^ *```$)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
 _LIST = re.compile(r"^(?![-*|#> ]|\d+\. )(.+)\n(?=[-*] |1\. )", re.MULTILINE)
@@ -100,8 +99,9 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
         file = posixpath.normpath(posixpath.join(folder, path))
         if file.startswith(pages):
             return found[0]
+        file = file if file in places else f"{file}/README.md"
         if file not in places:
-            return f"]({address}/blob/main/{file})"
+            return f"]({address}/blob/main/{file.removesuffix('/README.md')})"
         place = posixpath.relpath(places[file], posixpath.dirname(uri))
         return f"]({place}{'#' * bool(heading)}{heading})"
 

@@ -90,9 +90,11 @@ def _logged(browser: webdriver.Chrome) -> list[dict[str, str]]:
 def _take(browser: webdriver.Chrome, scheme: str, file: Path) -> None:
     """Save what the browser shows in a colour scheme."""
     scheme_of_the_system = [{"name": "prefers-color-scheme", "value": scheme}]
-    browser.execute_script("localStorage.clear()")  # where a page keeps the scheme it had
     address = browser.current_url
     browser.get("about:blank")
+    # A page keeps the scheme that it had, and writes it when it likes.
+    kept = {"origin": address, "storageTypes": "local_storage"}
+    browser.execute_cdp_cmd("Storage.clearDataForOrigin", kept)
     browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme_of_the_system})
     browser.get(address)
     file.parent.mkdir(parents=True, exist_ok=True)
