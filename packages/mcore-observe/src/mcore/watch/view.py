@@ -31,7 +31,7 @@ class Slow:
     @classmethod
     def read(cls, fields: dict[str, Any], report: dict[str, Any]) -> Slow:
         """Read one of a report's ``stragglers``."""
-        host, device = plain(str(fields["host"])), plain(str(fields["device"]))
+        host, device = plain(str(fields["host"])), plain(str(fields.get("device", "")))
         metric, value = str(fields["metric"]), _number(fields["value"])
         is_known = metric in report["metrics"] or metric in report["sections"]
         times = value / _median(_values_of(report, metric)) if is_known else math.nan
