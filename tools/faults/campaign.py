@@ -11,12 +11,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from faults.dealing import Dealer
-from faults.deck import VARIANTS, Fault, all_faults
+from faults.deck import STEPS, VARIANTS, Fault, all_faults
 from faults.journal import Journal, Result
 from faults.machine import Lateness
 from faults.starting import MAX_RESTARTS
 from faults.tracker import Tracker
-from faults.trial import Happened, Outcome, Place, Trial, undisturbed
+from faults.trial import RUN, Happened, Outcome, Place, Trial, undisturbed
+from faults.verdict import newest_good
 
 _FAULTS_A_TRIAL = 6
 # Of the trials in turn, those under a real launcher: each imports torch in every process.
@@ -139,10 +140,10 @@ class Campaign:
             self._tracker = Tracker(self.folder)
         if variant not in self._references:
             folder = self.folder / f"undisturbed-{variant}"
-            shutil.rmtree(folder, ignore_errors=True)
-            self._references[variant] = undisturbed(
-                folder, VARIANTS[variant], self.result.timeout_s, self.result.seed
-            )
+            if newest_good(folder / RUN) < STEPS:  # of an earlier session there is none
+                shutil.rmtree(folder, ignore_errors=True)
+                undisturbed(folder, VARIANTS[variant], self.result.timeout_s, self.result.seed)
+            self._references[variant] = folder / RUN
         return self._references[variant]
 
 

@@ -6,7 +6,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from faults.deck import Fault, phase_of, shuffled
+from faults.deck import DAMAGES, Fault, phase_of, shuffled
 
 
 @dataclass
@@ -60,7 +60,7 @@ class Dealer:
     ) -> tuple[str, list[Fault]]:
         """Take faults that one run may have, and its variant, which is none of the busy ones.
 
-        Those at the end of a run come last, one of them.
+        Damage comes late, as it needs checkpoints; those at the end of a run, one of them, last.
         """
         pile = self._piles[launcher]
         passed: list[Fault] = []
@@ -77,7 +77,9 @@ class Dealer:
             )
             (dealt if variant in fault.variants and not ends else passed).append(fault)
         pile.back.extend(passed)
-        return variant, sorted(dealt, key=lambda fault: phase_of(fault.phase).is_last)
+        return variant, sorted(
+            dealt, key=lambda fault: (phase_of(fault.phase).is_last, fault.kind in DAMAGES)
+        )
 
     def give_back(self, launcher: str, faults: Sequence[Fault]) -> None:
         """Take what did not happen; it comes before new ones."""

@@ -19,9 +19,12 @@ _HEAD = """# Faults
 `hatch run faults` runs the main job, breaks it again and again, and compares what is left with an
 undisturbed run of the same seed: final weights and optimizer bit by bit, every metric of every step
 in `metrics.jsonl` and MLflow, every checkpoint whose save had returned. Each job has {ranks} ranks
-and {steps} steps; torchrun's rules, torchrun itself, or a scheduler that repeats the command start
-it again. The job carries no code for this: `tools/faults/inside.py` wraps its functions from
-outside, and a new phase is a row in `tools/faults/deck.py`.
+and {steps} steps. Ranks are forked and ended as torchrun does it, or started again by torchrun
+itself, by torchrun on two nodes that meet at a store of neither, or by a scheduler that repeats the
+command. The job carries no code for this: `tools/faults/inside.py` wraps its functions from
+outside, and a new phase is a row in `tools/faults/deck.py`. With `--keep FOLDER` an interrupted
+campaign goes on where it was. `hatch run dev:python -m faults.slurm` does the same to one node of a
+Slurm on this machine.
 
 `{command}` did what is below.
 """
@@ -69,7 +72,7 @@ def _facts(result: Result, had_disk: bool) -> Iterator[str]:
         f"| machine | {len(os.sched_getaffinity(0))} CPUs, {versions} |",
         f"| faults | {len(happened)} in {result.trials} runs and {result.starts} starts, "
         f"{result.seconds / 60:.0f} minutes{sessions}; {real} of them under torchrun or the job's "
-        "own launcher, the others in ranks that are forked as torchrun starts them |",
+        "own launcher, the others in forked ranks |",
         f"| recovered | {recovered} |",
         f"| the last rank ended | at most {slowest:.1f} s after a fault "
         f"(bound: {bound:.0f} s, the timeout of collectives + {BEYOND_TIMEOUT_S:.0f} s) |",

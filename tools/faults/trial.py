@@ -109,6 +109,7 @@ class Trial:
         self.faults = list(faults)
         self.plan = _by_start(self.faults)
         self.damaged: set[int] = set()
+        self.only_kills: list[tuple[str, str]] = []
         self.outcome = Outcome()
         self.forked = starting.Forked()
         self.left: list[threading.Thread] = []
@@ -180,6 +181,7 @@ class Trial:
             self.left.append(self._continue(rank, script))
         for one in self.outcome.happened[-len(faults) :] if faults else ():
             if one.fault.kind in DAMAGES and not self._damage(one.fault.kind):
+                self.only_kills.append((one.fault.kind, one.fault.phase))
                 one.fault = dataclasses.replace(one.fault, kind="kill")  # which is all it was
         self._check_checkpoints()
 
@@ -244,6 +246,7 @@ class Trial:
             later += [max(ended.at.values())] if ended.is_success else []
             one.recovered_s = min(later) - one.at if later else None
         used = [(one.fault.kind, one.fault.phase) for one in self.outcome.happened]
+        used += self.only_kills
         for fault in self.faults:
             if (fault.kind, fault.phase) in used:
                 used.remove((fault.kind, fault.phase))

@@ -58,7 +58,7 @@ _ALWAYS = {
     "configure(allow_get_toggle=True) lets `curl HOST:PORT` toggle, bind= and token= open it",
     "trace_async_exceptions": "an error in a thread's event loop ends the process by SIGTERM; "
     "on_error= chooses otherwise",
-    "WrappedTensor": "can't be copied or pickled, and unwraps once",
+    "WrappedTensor": "can't be copied or pickled",
 }
 _VERSION_CHECK = "is_{}_min_version"
 _VERSION_CHECKS = {_VERSION_CHECK.format(one) for one in ("torch", "te", "fa", "mamba")}

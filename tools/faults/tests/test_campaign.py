@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from faults.dealing import Dealer
 from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffled
-from faults.journal import Result
+from faults.journal import Journal, Result
 from faults.report import page
-from faults.trial import Outcome, Place, Trial, undisturbed
+from faults.trial import Happened, Outcome, Place, Trial, undisturbed
 from faults.verdict import differences, newest_good
 
 SEED, TIMEOUT_S = 11, 15.0
@@ -102,3 +104,39 @@ def test_the_deck_has_every_fault_in_every_phase_of_every_rank() -> None:
     assert [next(again) for _ in range(1000)] == first
     other = shuffled(8)
     assert [next(other) for _ in range(10)] != first[:10]
+
+
+def test_an_interrupted_campaign_goes_on_with_what_has_not_happened(tmp_path: Path) -> None:
+    def dealer() -> Dealer:
+        return Dealer(7, ["forked"], with_disk=True, chosen=lambda fault: True)
+
+    first, journal = dealer(), Journal(tmp_path, 7, 8.0)
+    done: list[Fault] = []
+    for turn in range(40):
+        variant, dealt = first.deal("forked", 6, turn, frozenset({"disk"}))
+        assert variant != "disk"
+        assert all(variant in fault.variants for fault in dealt)
+        happened, unused = dealt[:4], dealt[4:]
+        first.give_back("forked", unused)
+        outcome = Outcome(
+            [Happened(fault, "forked", variant, 1.0, 0) for fault in happened], unused, [], 5
+        )
+        # The last trial was under way when the campaign was interrupted.
+        if turn < 39:
+            drawn = first.drawn("forked")
+            journal.add(f"trial-{turn:03d}", "forked", outcome, drawn=drawn, seconds=2.0)
+            done += happened
+
+    again, second = Journal(tmp_path, 7, 8.0), dealer()
+    assert (again.result.trials, again.result.sessions) == (39, 2)
+    assert again.result.happened == journal.result.happened
+    assert again.happened_under("forked") == done
+    second.go_on_behind("forked", again.drawn["forked"], done)
+    for turn in range(300):
+        done += second.deal("forked", 6, turn, frozenset())[1]
+    order = shuffled(7)
+    every = Counter(next(order) for _ in range(second.drawn("forked")))
+    assert Counter(done) <= every
+    assert (every - Counter(done)).total() < 100  # those that fit in none of the last trials
+    with pytest.raises(ValueError, match="has seed 7 and"):
+        Journal(tmp_path, 8, 8.0)
