@@ -47,6 +47,7 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
         ("hiden-size = 3", "unknown settings: hiden_size"),
         ("tp = 2.5", "tp is 2.5, not of type int"),
         ("tp = = 2", "--config x.toml: Invalid value"),
+        ("topk = 3", "--topk 3 does nothing without --experts"),
         ("tp = 3", "--num-attention-heads 4 is not divisible by --tp 3"),
         (None, "--config x.toml: No such file"),
     ],

@@ -16,6 +16,11 @@ from pretrain.usage import UsageError
 MLFLOW_URI = "--mlflow-uri"
 _SIZES = ("tp", "cp", "pp", "dp")
 _WITHIN_SIZES = ("vpp", "ep", "hsdp_outer")
+_ONLY_WITH = {
+    "experts": ("topk", "balance", "balance_loss", "z_loss"),
+    "mtp": ("mtp_loss",),
+    "packed": ("document_multiple",),
+}
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
 _GROUPS = {
@@ -101,7 +106,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    flag = "--" + field.name.replace("_", "-")
+    flag = _flag(field.name)
     default = "" if field.default == "" else f" (default: {field.default})"
     text = f"{field.metadata['help']}{default}"
     if isinstance(field.default, bool):
@@ -109,6 +114,10 @@ def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) 
     else:
         choices = field.metadata["choices"]
         parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
 
 
 def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
@@ -136,6 +145,8 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
         kept |= dict.fromkeys(_WITHIN_SIZES, 1)  # a layout that is named is another one as a whole
     options = {**kept, **options, **_layout(vars(given), base, ranks, world_size)}
     settings = Settings(**_with_tokenizer(options, base))
+    if not base:
+        _refuse_unused(options, settings)
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
@@ -202,6 +213,16 @@ def _stored_layout(base: Mapping[str, Any]) -> dict[str, int]:
     return {name: base[name] for name in _SIZES if name in base}
 
 
+def _refuse_unused(options: Mapping[str, Any], settings: Settings) -> None:
+    """Raise where an option other than its default says something about what is not there."""
+    defaults = Settings()
+    for owner, names in _ONLY_WITH.items():
+        for name in names:
+            value = options.get(name, getattr(defaults, name))
+            if not getattr(settings, owner) and value != getattr(defaults, name):
+                raise UsageError(f"{_flag(name)} {value} does nothing without {_flag(owner)}")
+
+
 def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None:
     if not base:
         return
@@ -210,6 +231,6 @@ def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None
             continue
         if options[field.name] != base[field.name]:
             raise UsageError(
-                f"--{field.name.replace('_', '-')} {options[field.name]} differs from the run to "
+                f"{_flag(field.name)} {options[field.name]} differs from the run to "
                 f"resume, which has {base[field.name]}: leave it out or start a new run"
             )
