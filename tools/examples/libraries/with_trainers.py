@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from mcore.parallel.checkpoint import latest_checkpoint, load_sharded_state_dict
+from mcore.parallel.checkpoint import (
+    latest_checkpoint,
+    load_sharded_state_dict,
+    load_training_state,
+)
 
 EXAMPLES = Path(__file__).parents[1]
 
@@ -60,7 +65,7 @@ def test_a_gpt_of_megatron_core_goes_on_with_another_number_of_ranks(tmp_path: P
     run("megatron_core.py", tmp_path / "both", "--steps", "10", ranks=2)
     at_10 = latest_checkpoint(tmp_path / "both" / "checkpoints")
     assert at_10 is not None
-    table = {"model.embedding.word_embeddings.weight": torch.zeros(64, 32)}
+    table = {"embedding.word_embeddings.weight": torch.zeros(64, 32)}
     load_sharded_state_dict(table, at_10, unexpected="ignore")
     run("megatron_core.py", tmp_path / "both", "--steps", "20", ranks=1)
     run("megatron_core.py", tmp_path / "one", "--steps", "20", ranks=1)
@@ -69,3 +74,15 @@ def test_a_gpt_of_megatron_core_goes_on_with_another_number_of_ranks(tmp_path: P
     torch.testing.assert_close([*found.values()], [*alone.values()], rtol=1e-3, atol=0)
     assert found[20] < found[10]
     assert table.popitem()[1].abs().sum() > 0
+
+
+def test_ray_trains_on_two_workers_and_names_the_slow_one(tmp_path: Path) -> None:
+    printed = run("ray_workers.py", tmp_path, "--steps", "40", "--slow-rank", "1")
+    assert re.search(r"at the end: .*'step': 40.*'slow ranks': \[(\d, )*1", printed), printed
+    losses = curve(tmp_path, "loss")
+    assert list(losses) == [10, 20, 30, 40]
+    assert losses[40] < losses[10]
+    model = torch.nn.Sequential(torch.nn.Linear(1, 64), torch.nn.Tanh(), torch.nn.Linear(64, 1))
+    load_training_state(tmp_path / "checkpoints" / "step_40", model, unexpected="ignore")
+    inputs = torch.rand(1000, 1) * 6
+    assert (model(inputs) - inputs.sin()).square().mean() < losses[10]

@@ -65,7 +65,7 @@ def model_state(model: nn.Module | Iterable[nn.Module]) -> ModelState:
     in_place: set[int] = set()
     clashes = []
     for module in modules:
-        found = list(_leaves_of(module))  # first: under fully_shard, parameters are shards from here on
+        found = list(_leaves_of(module))  # first: it has fully_shard put its shards back
         parameters = set(module.parameters())
         in_place.update(map(id, [*parameters, *module.buffers()]))
         for name, leaf in found:
