@@ -58,7 +58,9 @@ def train_worker(settings: dict[str, Any]) -> None:
                 detector.report(0.0, REPORT_EVERY)
                 report = detector.last_report
                 slow = sorted({one.rank for one in report.stragglers}) if report else []
-                ray.train.report({"step": step, "loss": mean_loss.item(), "slow ranks": slow})
+                ray.train.report({"step": step, "loss": mean_loss.item()})
+                if rank == 0:
+                    print("slow ranks:", slow or "none", flush=True)
     detector.close()
 
 
@@ -72,7 +74,7 @@ def main(words: list[str]) -> int:
     options = parser.parse_args(words)
     folder = os.path.abspath(options.folder)
     ray.init(num_cpus=options.workers, include_dashboard=False)
-    result = TorchTrainer(
+    TorchTrainer(
         train_worker,
         train_loop_config={**vars(options), "folder": folder},
         scaling_config=ScalingConfig(
@@ -81,7 +83,6 @@ def main(words: list[str]) -> int:
         run_config=RunConfig(name="ray", storage_path=folder),
     ).fit()
     ray.shutdown()
-    print("at the end:", result.metrics)
     print(f"log: {folder}/metrics.jsonl, checkpoints: {folder}/checkpoints")
     return 0
 
