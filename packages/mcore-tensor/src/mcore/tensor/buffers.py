@@ -378,6 +378,8 @@ def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
 def _is_one_integer(value: Any) -> bool:
     if isinstance(value, (int, torch.SymInt)):
         return True
+    if isinstance(value, (tuple, list)):  # torch.compile of torch 2.11 cannot ask it for an index
+        return False
     try:
         operator.index(value)
     except TypeError:

@@ -65,9 +65,10 @@ def model_state(model: nn.Module | Iterable[nn.Module]) -> ModelState:
     in_place: set[int] = set()
     clashes = []
     for module in modules:
+        found = list(_leaves_of(module))  # first: it has fully_shard put its shards back
         parameters = set(module.parameters())
         in_place.update(map(id, [*parameters, *module.buffers()]))
-        for name, leaf in _leaves_of(module):
+        for name, leaf in found:
             if name in leaves and leaves[name].value is not leaf.value:
                 clashes.append(name)
             leaves[name] = leaf

@@ -1,0 +1,1 @@
+"""One file a trainer: how the packages go into it."""
