@@ -14,14 +14,16 @@ ROOT = Path(__file__).resolve().parents[1]
 def module_names() -> list[str]:
     """Names of all modules, from their files: importing them here would delay every test run.
 
-    The adapters' examples run where their libraries are loaded: ``adapter_programs``.
+    What extends other libraries runs where these are loaded: ``adapter_programs``, the examples'
+    and the site's own tests.
     """
+    elsewhere = {"tests", "adapters", "examples", "site"}
     sources = [*sorted((ROOT / "packages").glob("*/src")), ROOT / "tools"]
     names = []
     for source in sources:
         for path in sorted(source.rglob("*.py")):
             parts = path.relative_to(source).with_suffix("").parts
-            if parts[-1] != "__main__" and not {"tests", "adapters"} & set(parts):
+            if parts[-1] != "__main__" and not elsewhere & set(parts):
                 names.append(".".join(part for part in parts if part != "__init__"))
     return names
 

@@ -8,7 +8,9 @@ preload("mcore.observe")
 
 
 def run(code):
-    done = run_script("import os, signal, sys, time\n" + code)
+    start = "import os, signal, sys, time\n"
+    start += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the tests' nohup ignores
+    done = run_script(start + code)
     return done.stdout.split("\n")[:-1], done.returncode, done.stderr
 
 

@@ -94,4 +94,4 @@ def test_the_command_makes_the_change_that_the_page_shows(
     before = [line[1:] for line in diff.splitlines()[3:] if not line.startswith("+")]
     Path("train.py").write_text("\n".join(before) + "\n", encoding="utf-8")
     assert migrate(["--diff", "train.py"]) == 0
-    assert capsys.readouterr().out == diff + end
+    assert tuple(capsys.readouterr()) == (diff, end)
