@@ -324,6 +324,34 @@ def test_cycles_are_refused():
         to_half(cycle)
 
 
+def test_torch_compile_traces_containers_and_leaves_a_cycle_to_python():
+    def cast_twice(x):
+        made = x + 1
+        return to_half({"made": (made, [made, 3]), "given": [x]})
+
+    torch.compiler.reset()
+    result = torch.compile(cast_twice, backend="eager", fullgraph=True)(ones(2))
+    assert result["made"][0].tolist() == [2.0, 2.0]
+    assert result["made"][1][0] is result["made"][0]
+    assert result["made"][0].dtype is result["given"][0].dtype is torch.float16
+
+    def cast_within(x, depth, cycle):
+        innermost = containers = [x]
+        for _ in range(depth):
+            containers = [containers]
+        if cycle:
+            innermost.append(containers)
+        return to_half(containers)
+
+    compiled = torch.compile(cast_within, backend="eager")
+    found = compiled(ones(2), 20, cycle=False)  # deeper than what is traced at once
+    while isinstance(found, list):
+        [found] = found
+    assert found.dtype is torch.float16
+    with pytest.raises(ValueError, match="list contains itself"):
+        compiled(ones(2), 3, cycle=True)
+
+
 def test_caller_may_retry_after_a_cycle_or_an_error():
     def fail(_):
         raise ArithmeticError("no")

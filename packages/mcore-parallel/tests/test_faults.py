@@ -263,6 +263,7 @@ def disagree_about_experts() -> Any:
     }
 
 
+@pytest.mark.ordered_ranks
 def test_ranks_whose_expert_meshes_would_create_other_groups_all_raise() -> None:
     for rank, found in enumerate(run_ranks(disagree_about_experts, 4)):
         kind, text = found["one gives a group"]

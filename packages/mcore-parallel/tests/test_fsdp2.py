@@ -189,7 +189,15 @@ def with_tensor_parallelism(names: tuple[str, str]) -> Losses:
     return train(trainer, index.get_dp_group())
 
 
-@pytest.mark.parametrize("worker", [full_shard, hybrid, full_shard_hybrid, flattened_shards])
+@pytest.mark.parametrize(
+    "worker",
+    [
+        full_shard,
+        hybrid,
+        pytest.param(full_shard_hybrid, marks=pytest.mark.ordered_ranks),
+        flattened_shards,
+    ],
+)
 def test_losses_and_norms_are_those_of_one_process(worker) -> None:
     require_equal(run_ranks(worker, 4))
 

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from mcore.parallel.torch_compat import (
     all_gather_single,
+    can_order_ranks,
     flatten_mesh,
     flattened_meshes,
     is_distributed,
@@ -28,9 +29,19 @@ def test_is_distributed_follows_the_world(fake_world) -> None:
     assert is_distributed()
 
 
+def test_ranks_can_be_ordered_where_new_group_takes_an_order(fake_world) -> None:
+    fake_world(0, 2)
+    if can_order_ranks():
+        group = dist.new_group([1, 0], sort_ranks=False)
+        assert dist.get_process_group_ranks(group) == [1, 0]
+    else:
+        with pytest.raises(TypeError, match="sort_ranks"):
+            dist.new_group([1, 0], sort_ranks=False)
+
+
 def collectives() -> dict[str, object]:
     rank = dist.get_rank()
-    group = dist.new_group([1, 0], sort_ranks=True)
+    group = dist.new_group([1, 0])
     found: dict[str, object] = {}
     with warnings.catch_warnings():
         warnings.simplefilter("error")

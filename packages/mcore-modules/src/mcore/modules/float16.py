@@ -31,6 +31,15 @@ from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
 
 
+# Functions, since torch.compile of torch 2.11 cannot trace a method of Tensor that a module holds.
+def _half(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.half()
+
+
+def _bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.bfloat16()
+
+
 class Float16Module(MegatronModule):
     """A model in 16-bit floats that takes float32 inputs and gives float32 outputs.
 
@@ -104,7 +113,7 @@ class Float16Module(MegatronModule):
         if vp_size is None:
             vp_size = read_field(config, "virtual_pipeline_model_parallel_size", None)
         self._set_stage(vp_stage, vp_size)
-        self.float16_convertor = torch.Tensor.half if self.fp16 else torch.Tensor.bfloat16
+        self.float16_convertor = _half if self.fp16 else _bfloat16
         self.module = convert_module_to_dtype_except_fp32_marked(module, self._dtype)
         self._assigned = False
         self.keep_arguments_in_fp32()

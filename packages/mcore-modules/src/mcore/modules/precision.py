@@ -13,6 +13,8 @@ import torch
 
 # Names of this module are found faster than attributes of torch, once for each of many leaves.
 _Tensor = torch.Tensor
+_is_traced = torch.compiler.is_dynamo_compiling
+_TRACED_DEPTH = 16  # torch.compile itself gives up before twice as many levels are inlined
 _FP32_DTYPES = frozenset({torch.float32})
 _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -112,7 +114,15 @@ class _Conversion:
     Tensors on which the attribute ``exempting`` is true are left as well.
     """
 
-    __slots__ = ("_changes", "_conversion", "_converted", "_dtypes", "_exempting", "_inside")
+    __slots__ = (
+        "_changes",
+        "_conversion",
+        "_converted",
+        "_dtypes",
+        "_exempting",
+        "_inside",
+        "_is_traced",
+    )
 
     def __init__(
         self,
@@ -123,8 +133,11 @@ class _Conversion:
         self._conversion = conversion
         self._dtypes = dtypes
         self._exempting = exempting
+        # Not every torch.compile can trace id(): tensors are keys themselves there, and containers
+        # the number of those around them.
+        self._is_traced = _is_traced()
         # Keeps each source alive, so that its id cannot be used again while the call runs.
-        self._converted: dict[int, tuple[torch.Tensor, Any]] = {}
+        self._converted: dict[Any, tuple[torch.Tensor, Any]] = {}
         self._inside: set[int] = set()
         # Counted, since torch.compile cannot compare what containers hold by identity.
         self._changes = 0
@@ -132,7 +145,7 @@ class _Conversion:
     def each(self, vals: Iterable[Any]) -> list[Any]:
         """Convert values in one loop for all items of a container, since calls double the cost."""
         conversion, converted = self._conversion, self._converted
-        dtypes, exempting = self._dtypes, self._exempting
+        dtypes, exempting, is_traced = self._dtypes, self._exempting, self._is_traced
         results = []
         for val in vals:
             if not isinstance(val, _Tensor):
@@ -143,7 +156,7 @@ class _Conversion:
             ):
                 results.append(val)
                 continue
-            key = id(val)
+            key = val if is_traced else id(val)
             known = converted.get(key)
             if known is None:
                 known = converted[key] = (val, conversion(val))
@@ -159,10 +172,14 @@ class _Conversion:
         if kind is None:
             return val if self._dtypes is not None else self._leaf(val)
         parts, rebuild = kind
-        key = id(val)
-        if key in self._inside:
+        # Asked again: after a graph break this runs in Python too.
+        is_traced = self._is_traced and _is_traced()
+        key = len(self._inside) if is_traced else id(val)
+        if key in self._inside or (is_traced and key == _TRACED_DEPTH):
             raise ValueError(
-                f"a {type(val).__name__} contains itself; pass nested containers without cycles"
+                f"a {type(val).__name__} contains itself"
+                + (f", or has {key} others around it, too many to compile" if is_traced else "")
+                + "; pass nested containers without cycles"
             )
         self._inside.add(key)
         try:

@@ -134,8 +134,8 @@ def get_pg_rank(group: GroupLike | None = None) -> int:
 def get_pg_src_rank(group: GroupLike | None = None) -> int:
     """Return the global rank of a group's first member, the usual source of a broadcast.
 
-    No communication. The order is the group's own: with ``new_group(..., sort_ranks=False)`` the
-    first rank listed, which need not be the lowest.
+    No communication. The order is the group's own: where torch takes
+    ``new_group(..., sort_ranks=False)``, the first rank listed, which need not be the lowest.
 
     Args:
         group: A process group, a 1-D DeviceMesh, or None. None is *not* the world group.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +38,11 @@ def has_destroyed_groups(mesh: DeviceMesh) -> bool:
         return True
     known = set(dist.distributed_c10d._world.pg_names.values()) if names else set()
     return any(name is not None and name not in known for name in names)
+
+
+def can_order_ranks() -> bool:
+    """Return whether ``new_group(sort_ranks=False)`` is there; without it the ranks ascend."""
+    return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 def job_timeout() -> timedelta | None:

@@ -13,12 +13,19 @@ from mcore.parallel.agreement import max_or_raise
 from mcore.parallel.fsdp_index.dimensions import FSDPDims, expert_dims, register_submeshes
 from mcore.parallel.groups import GroupLike, as_process_group, group_ranks
 from mcore.parallel.shortened import ranks_text
-from mcore.parallel.torch_compat import flatten_mesh, root_mesh
+from mcore.parallel.torch_compat import can_order_ranks, flatten_mesh, root_mesh
 
-_HOW_TO_MAKE = (
+_FLATTEN = (
     "flatten the two dimensions, keep the result and pass its group: "
     "mesh[{outer!r}, {shard!r}]._flatten(...).get_group(), or make it with "
-    "dist.new_group(ranks, sort_ranks=False) for each outer-major list of ranks"
+    "dist.new_group(ranks) for each outer-major list of ranks"
+)
+_KEEP_ORDER = (
+    "make it with dist.new_group(ranks, sort_ranks=False) for each outer-major list of ranks"
+)
+_ASCEND = (
+    "this version of torch sorts the ranks of every group, so make a mesh whose ranks ascend, "
+    "with {outer!r} before {shard!r}"
 )
 
 
@@ -131,16 +138,23 @@ def member_of(argument: str, group: GroupLike | None) -> dist.ProcessGroup | Non
 def check_hybrid_group(argument: str, group: dist.ProcessGroup | None, hybrid: DeviceMesh) -> None:
     """Raise ValueError unless a group has the ranks of ``(outer, shard)``, in outer-major order."""
     outer, shard = hybrid.mesh_dim_names or ("", "")
-    how = _HOW_TO_MAKE.format(outer=outer, shard=shard)
+    expected = hybrid.mesh.flatten().tolist()
+    how = _how_to_make(expected, outer, shard)
     if group is None:
         raise ValueError(f"dp_outer_dim {outer!r} needs {argument}, which is None: {how}")
-    expected = hybrid.mesh.flatten().tolist()
     found = group_ranks(group)
     if found != expected:
         raise ValueError(
             f"{argument} has {ranks_text(found)}, but ({outer}, {shard}) of the mesh has "
             f"{ranks_text(expected)} in outer-major order: {how}"
         )
+
+
+def _how_to_make(ranks: list[int], outer: str, shard: str) -> str:
+    how = _FLATTEN
+    if ranks != sorted(ranks):
+        how = _KEEP_ORDER if can_order_ranks() else _ASCEND
+    return how.format(outer=outer, shard=shard)
 
 
 def check_rows_of_hybrid_group(
@@ -185,7 +199,9 @@ def created_hybrid_group(hybrid: DeviceMesh) -> dist.ProcessGroup:
     ranks = hybrid.mesh.flatten().tolist()
     flat = flatten_mesh(hybrid, "_".join(("expert", *(hybrid.mesh_dim_names or ()))))
     if flat is None or group_ranks(flat.get_group()) != ranks:
+        how = _how_to_make(ranks, *(hybrid.mesh_dim_names or ("", "")))
         raise ValueError(
-            f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass hybrid_fsdp_expt_group"
+            f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass hybrid_fsdp_expt_group; "
+            + how
         )
     return flat.get_group()

@@ -99,7 +99,7 @@ class _CheckedMultiply:
         """
         total: Any = math.nan if self.is_traced else product.sum().tolist()
         if not math.isfinite(total):
-            self._extremes += torch.aminmax(source)
+            self._extremes.extend(torch.aminmax(source))
 
     def all_finite(self) -> Tensor:
         finite = self._found_non_finite.eq(0)
