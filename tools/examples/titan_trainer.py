@@ -1,9 +1,6 @@
-"""torchtitan's own trainer with the log and the detector of slow ranks.
+"""torchtitan's own trainer with the log, the detector of slow ranks, and the checkpoints.
 
 torchrun --nproc-per-node 2 tools/examples/titan_trainer.py runs/titan --slow-rank 1
-
-torchtitan 0.3 asks for a GPU: where there is none, ``CpuDevice`` takes its place, and the same
-trainer steps on gloo. Checkpoints are torchtitan's: its model splits tensors as it saves them.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from torchtitan.tools import utils
 
 
 class CpuDevice:
-    """What the trainer, once it is imported, calls of ``torch.cuda``."""
+    """What the trainer calls of ``torch.cuda``, for machines that have no GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name, lambda *args: None)
@@ -45,16 +42,16 @@ from torchtitan.trainer import Trainer  # noqa: E402
 
 from mcore.observe import StragglerDetector  # noqa: E402
 from mcore.observe.adapters.torchtitan import ObserveLogger  # noqa: E402
+from mcore.parallel.checkpoint import CheckpointManager  # noqa: E402
 
-LENGTH, BATCH, VOCABULARY, REPORT_EVERY = 32, 4, 2048, 5
+LENGTH, BATCH, VOCABULARY = 32, 4, 2048
 
 
 class NoTokenizer(BaseTokenizer):
     Config: Any = dataclass(kw_only=True, slots=True)(type("Config", (BaseTokenizer.Config,), {}))
 
     __init__ = lambda self, *args, **others: None  # noqa: E731
-    encode: Any = lambda self, *args: []
-    decode = get_vocab_size = encode
+    encode = decode = get_vocab_size = lambda self, *args: []  # type: ignore[var-annotated]
 
 
 class Counting(BaseDataLoader):
@@ -76,11 +73,10 @@ class Counting(BaseDataLoader):
 def build_trainer(folder: str, steps: int) -> Trainer:
     """Return torchtitan's trainer of its smallest Llama, which every rank has a copy of."""
     config = llama3_debugmodel()
-    config.dump_folder = f"{folder}/torchtitan"
+    config.dump_folder, config.optimizer.implementation = f"{folder}/torchtitan", "for-loop"
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Counting.Config()
     config.loss = CrossEntropyLoss.Config(global_vocab_size=VOCABULARY)
-    config.activation_checkpoint, config.metrics.log_freq = None, REPORT_EVERY
-    config.optimizer.implementation = "for-loop"
+    config.activation_checkpoint, config.metrics.log_freq = None, 5
     config.training = replace(config.training, steps=steps, seq_len=LENGTH, local_batch_size=BATCH)
     layout: dict[str, Any] = {"data_parallel_replicate_degree": int(os.environ["WORLD_SIZE"])}
     layout |= {"data_parallel_shard_degree": 1, "spmd_backend": "partial_dtensor"}
@@ -92,22 +88,26 @@ def build_trainer(folder: str, steps: int) -> Trainer:
 
 
 def train(folder: str, steps: int, slow_rank: int | None) -> None:
-    """Train to a step."""
-    trainer = build_trainer(folder, steps)
-    [model] = trainer.model_parts
+    """Train to a step, from the newest checkpoint in the folder if there is one."""
+    model = (trainer := build_trainer(folder, steps)).model_parts[0]
     trainer.metrics_processor.logger = ObserveLogger(folder, model=model, seq_length=LENGTH)
     if dist.get_rank() == slow_rank:
         model.tok_embeddings.register_forward_hook(lambda *args: time.sleep(0.05))
+    checkpoints = CheckpointManager(f"{folder}/checkpoints", keep=2, every=10)
+    optimizers, state = list(trainer.optimizers), {"run": trainer, "rates": trainer.lr_schedulers}
+    checkpoints.load_latest(model, optimizers, **state)
+    trainer.dataloader.read = trainer.step
     batches = trainer.batch_generator(trainer.dataloader)
     while trainer.step < steps:  # trainer.train() of 0.3 wants a torch newer than 2.13
         trainer.step += 1
         trainer.train_step(batches)
+        checkpoints.save(model, optimizers, step=trainer.step, **state)
     report = StragglerDetector().last_report
     trainer.close()
     trainer.metrics_processor.close()
     if dist.get_rank() == 0:
         slow = sorted({one.rank for one in report.stragglers}) if report else []
-        print(f"slow ranks: {slow or 'none'}, log: {folder}/metrics.jsonl")
+        print(f"slow ranks: {slow or 'none'}, log: {folder}/metrics.jsonl, {folder}/checkpoints")
     dist.destroy_process_group()
 
 

@@ -157,6 +157,60 @@ def test_extra_states_and_made_up_tensors_reach_the_module(tmp_path: Path) -> No
     assert torch.equal(other.weight, model.weight)
 
 
+class Renamed(torch.nn.Linear):
+    """A layer whose state dict has halves of the weight, or, without a way back, none of it."""
+
+    def __init__(self, keep: bool, join: bool = False) -> None:
+        super().__init__(3, 4)
+        self.keep = keep
+        self.register_state_dict_post_hook(self.halve)
+        if join:
+            self.register_load_state_dict_pre_hook(self.join)
+
+    @staticmethod
+    def halve(module: Any, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+        weight = state.pop(prefix + "weight")
+        if module.keep:
+            state[prefix + "top"], state[prefix + "end"] = weight.T.contiguous().T.chunk(2)
+
+    @staticmethod
+    def join(module: Any, state: dict[str, Any], prefix: str, *others: Any) -> None:
+        halves = [state.pop(prefix + key) for key in ("top", "end")]
+        state[prefix + "weight"] = torch.cat(halves)
+
+
+def test_a_parameter_that_hooks_take_apart_is_itself_to_the_optimizer(tmp_path: Path) -> None:
+    model, other = Renamed(keep=True, join=True), Renamed(keep=True, join=True)
+    optimizer, fresh = (torch.optim.AdamW(one.parameters(), lr=0.1) for one in (model, other))
+    model(torch.ones(2, 3)).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        save_training_state(tmp_path / "a", model, optimizer, step=1)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    states = get_optimizer_state_dict(model, optimizer, options=options)
+    keys = set(read_index(tmp_path / "a").keys)
+    expected = {f"optimizer.{name}" for name in states if name.startswith("state.")}
+    assert {key for key in keys if key.startswith("optimizer.state")} == expected
+    assert {key for key in keys if key.startswith("model")} == {
+        "model.bias",
+        "model.top",
+        "model.end",
+    }
+    load_training_state(tmp_path / "a", other, fresh)
+    assert torch.equal(other.weight, model.weight)
+    for field, moment in optimizer.state[model.weight].items():
+        assert torch.equal(fresh.state[other.weight][field], moment)
+
+    one_way, dropped = Renamed(keep=True), Renamed(keep=False)
+    with pytest.raises(CheckpointingException, match=r"does not take(?s:.*)'?top"):
+        load_training_state(tmp_path / "a", one_way, unexpected="ignore")
+    with pytest.raises(CheckpointingException, match=r"'weight', of which (?s:.*) not be saved"):
+        save_training_state(
+            tmp_path / "b", dropped, torch.optim.AdamW(dropped.parameters()), step=1
+        )
+    save_training_state(tmp_path / "b", dropped, torch.optim.AdamW([dropped.bias]), step=1)
+
+
 def test_options_follow_the_parameters_into_other_groups_and_optimizers(tmp_path: Path) -> None:
     model, other = net(), net(seed=1)
     optimizer = torch.optim.SGD(

@@ -24,15 +24,41 @@ VOCAB, WIDTH, HIDDEN = 13, 6, 10
 Found = dict[str, torch.Tensor]
 
 
+class Joined(torch.nn.Module):
+    """Two projections in one parameter, which its state dict takes apart, 3 rows and 6."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Parameter(torch.randn(9, WIDTH))
+        self.register_state_dict_post_hook(self.take_apart)
+        self.register_load_state_dict_pre_hook(self.join)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        small, large = (hidden @ self.both.T).split([3, WIDTH], dim=-1)
+        return large * small.sum(-1, keepdim=True)
+
+    @staticmethod
+    def take_apart(module: Any, state: Found, prefix: str, metadata: Any) -> None:
+        both = state.pop(prefix + "both")
+        state[prefix + "small.weight"], state[prefix + "large.weight"] = both.split([3, WIDTH])
+
+    @staticmethod
+    def join(module: Any, state: Found, prefix: str, *others: Any) -> None:
+        parts = [state.pop(f"{prefix}{name}.weight") for name in ("small", "large")]
+        state[prefix + "both"] = torch.cat(parts)
+
+
 class Block(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.norm = torch.nn.LayerNorm(WIDTH)
         self.up = torch.nn.Linear(WIDTH, HIDDEN)
         self.down = torch.nn.Linear(HIDDEN, WIDTH)
+        self.gate = Joined()
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        return hidden + self.down(F.gelu(self.up(self.norm(hidden))))
+        normal = self.norm(hidden)
+        return hidden + self.down(F.gelu(self.up(normal))) + self.gate(normal)
 
 
 class Net(torch.nn.Module):
@@ -161,6 +187,7 @@ def travel(folder: str) -> dict[str, Any]:
     torch.manual_seed(100 + rank // 2)  # copies within tp draw alike
     train(model, opts, range(2))
     before = whole(model, opts)
+    found["joined"] = sorted(name for name in before if "blocks.1.gate" in name)
     found["steps"] = [before["step.embed.weight"].item(), "step.unused.weight" in before]
     more: dict[str, Any] = {"scheduler": Scheduler(opts[0]), "loader": Loader(rank), "epoch": 3}
     save_training_state(root / "2d", model, opts, step=2, **more)
@@ -222,6 +249,11 @@ def test_a_state_travels_between_layouts_to_the_last_bit(tmp_path: Path) -> None
     results = run_ranks(travel, 4, str(tmp_path), timeout_s=180)
     for rank, found in enumerate(results):
         assert found == {
+            "joined": [
+                *(f"{field}.blocks.1.gate.both" for field in ("exp_avg", "exp_avg_sq", "lr")),
+                *(f"model.blocks.1.gate.{part}.weight" for part in ("large", "small")),
+                "step.blocks.1.gate.both",
+            ],
             "steps": [2.0, False],
             "changed by the save": [],
             "values": [2, 3, True, rank],

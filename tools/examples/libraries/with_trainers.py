@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -88,10 +89,16 @@ def test_ray_trains_on_two_workers_and_names_the_slow_one(tmp_path: Path) -> Non
     assert (model(inputs) - inputs.sin()).square().mean() < losses[10]
 
 
-def test_torchtitan_s_trainer_names_the_slow_rank(tmp_path: Path) -> None:
-    printed = run("titan_trainer.py", tmp_path, "--slow-rank", "1", ranks=2)
+def test_torchtitan_s_trainer_names_the_slow_rank_and_goes_on_with_equal_losses(
+    tmp_path: Path,
+) -> None:
+    printed = run("titan_trainer.py", tmp_path / "all", "--slow-rank", "1", ranks=2)
     assert re.search(r"slow ranks: \[.*\b1\b", printed), printed
-    losses = curve(tmp_path, "loss")
+    losses = curve(tmp_path / "all", "loss")
     assert list(losses) == [1, 5, 10, 15, 20]
     assert losses[20] < losses[1] / 2
     assert 7 < losses[1] < 9  # of 2,048 equal chances: ln 2048 = 7.6
+    at_10 = Path("checkpoints", "step_10")
+    shutil.copytree(tmp_path / "all" / at_10, tmp_path / "rest" / at_10)
+    run("titan_trainer.py", tmp_path / "rest", ranks=2)
+    assert curve(tmp_path / "rest", "loss") == {step: losses[step] for step in (15, 20)}

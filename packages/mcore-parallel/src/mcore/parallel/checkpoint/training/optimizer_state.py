@@ -14,6 +14,7 @@ from mcore.parallel.checkpoint.files.index import StoredKey
 from mcore.parallel.checkpoint.planning.staging import digest_of
 from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
 from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.checkpoint.training.model_state import ModelState
 from mcore.parallel.shortened import titled_list
 
 GROUPS = "param_groups"
@@ -22,7 +23,6 @@ _NO_OPTIONS = frozenset({"params", "param_names"})
 # How a step is computed, which is this process's own business and not the training's.
 _IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
-Names = Mapping[torch.Tensor, Sequence[str]]
 Groups = list[dict[str, Any]]
 
 
@@ -50,11 +50,11 @@ class OptimizerState:
     """
 
     def __init__(
-        self, optimizer: Optimizer | Iterable[Optimizer] | None, names: Names, key: str
+        self, optimizer: Optimizer | Iterable[Optimizer] | None, model: ModelState, key: str
     ) -> None:
         self._key = key
         given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
-        self._parameters = list(_parameters(given, names))
+        self._parameters = list(_parameters(given, model))
 
     def tree(self, groups: Groups) -> dict[str, Any]:
         """Return what to save: every parameter's state, and the groups of all ranks."""
@@ -192,7 +192,7 @@ class OptimizerState:
                 parameter.optimizer.state.pop(parameter.value, None)
 
 
-def _parameters(optimizers: Iterable[Optimizer], names: Names) -> Iterator[_Parameter]:
+def _parameters(optimizers: Iterable[Optimizer], model: ModelState) -> Iterator[_Parameter]:
     seen: set[torch.Tensor] = set()
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
@@ -202,19 +202,30 @@ def _parameters(optimizers: Iterable[Optimizer], names: Names) -> Iterator[_Para
             )
         for group in optimizer.param_groups:
             for value in group["params"]:
-                if value not in names:
-                    raise CheckpointingException(
-                        f"the optimizer has a tensor of shape {tuple(value.shape)} that is no "
-                        "parameter of the model, so that it has no name; make the optimizer over "
-                        "the model's own parameters, after it was sharded"
-                    )
+                _check_saved(value, model)
+                names = model.names[value]
                 if value in seen:
                     raise CheckpointingException(
-                        f"parameter {names[value][0]!r} is in two optimizers, whose states would "
+                        f"parameter {names[0]!r} is in two optimizers, whose states would "
                         "have one name; save one of them by itself"
                     )
                 seen.add(value)
-                yield _Parameter(value, names[value], optimizer, group)
+                yield _Parameter(value, names, optimizer, group)
+
+
+def _check_saved(value: torch.Tensor, model: ModelState) -> None:
+    if value in model.left_out:
+        raise CheckpointingException(
+            f"the optimizer has the parameter {model.left_out[value]!r}, of which the model's "
+            "state_dict() has nothing, as far as autograd can tell, so that it would not be saved; "
+            "take it out of the optimizer, or have the hooks of the model keep it, without detach()"
+        )
+    if value not in model.names:
+        raise CheckpointingException(
+            f"the optimizer has a tensor of shape {tuple(value.shape)} that is no parameter of the "
+            "model, so that it has no name; make the optimizer over the model's own parameters, "
+            "after it was sharded"
+        )
 
 
 def _options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -65,10 +65,11 @@ def save_training_state(
     appears complete or not at all, see :func:`save_sharded_state_dict`. Parameters and optimizer
     states are named as in ``model.state_dict()``, without the prefixes of
     DistributedDataParallel, torch.compile and activation checkpointing; a tied parameter is written
-    under each of its names. Nothing of model and optimizer changes: an optimizer that has made no
-    step has no state in the checkpoint either. Each rank's random streams (Python, NumPy if it is
-    loaded, torch, the accelerator, the tracker of :mod:`mcore.parallel.rng`) are in it too. Without
-    torch.distributed this process saves alone.
+    under each of its names. Where hooks make other tensors of a parameter, these are written, and
+    its optimizer state under its own name. Nothing of model and optimizer changes: an optimizer
+    that has made no step has no state in the checkpoint either. Each rank's random streams (Python,
+    NumPy if it is loaded, torch, the accelerator, the tracker of :mod:`mcore.parallel.rng`) are in
+    it too. Without torch.distributed this process saves alone.
 
     Args:
         path: The directory to make; it must not exist.
@@ -92,8 +93,8 @@ def save_training_state(
     Raises:
         CheckpointingException: On every rank, and ``path`` is as before: as for
             :func:`save_sharded_state_dict`, or two chunks have one name, a tensor of the optimizer
-            is no parameter of the model, copies differ, or the model is under
-            FullyShardedDataParallel, whose parameters have no names.
+            is no parameter of the model or one that hooks leave out of its state dict, copies
+            differ, or the model is under FullyShardedDataParallel, whose parameters have no names.
 
     Example:
         >>> import tempfile, torch
@@ -126,7 +127,7 @@ def save_training_state(
 
 def _parts(model: Model, optimizer: Optimizers) -> tuple[ModelState, OptimizerState]:
     modules = model_state(model)
-    return modules, OptimizerState(optimizer, modules.names, "optimizer")
+    return modules, OptimizerState(optimizer, modules, "optimizer")
 
 
 def _other_modules(more: Mapping[str, Any]) -> dict[str, ModelState]:
@@ -180,7 +181,8 @@ def load_training_state(
             filled in part, as the text says then.
         CheckpointingException: On every rank, before anything is filled: a key, shape or dtype does
             not fit, a group of the optimizer has parameters that had different options, or a value
-            passed here was saved for each of another number of ranks.
+            passed here was saved for each of another number of ranks. After: the model does not
+            take back what its hooks made of a parameter.
 
     Example:
         >>> import torch
