@@ -26,8 +26,8 @@ def rotary_table(positions: torch.Tensor, head_size: int) -> torch.Tensor:
 
 
 def apply_rotary(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate ``[s, b, heads, head_size]`` by the positions of the table."""
-    cos, sin = table.to(heads.dtype)[:, :, :, None, :]
+    """Rotate ``[b, heads, s, head_size]`` by the positions of the table."""
+    cos, sin = table.to(heads.dtype).transpose(1, 2)[:, :, None]
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -81,13 +81,14 @@ class SelfAttention(MegatronModule):
         """``[s / cp, b, h]`` to the same; gathers keys and values over the cp group."""
         qkv = self.qkv(hidden)
         sequence, batch, _ = qkv.shape
-        qkv = qkv.view(sequence, batch, -1, 3 * self.head_size)
+        # Each head's sequence lies together from here on, which attention reads the fastest.
+        qkv = qkv.view(sequence, batch, -1, 3 * self.head_size).permute(1, 2, 0, 3)
         query, key, value = qkv.chunk(3, dim=-1)
         query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
         if get_pg_size(self.cp_group) > 1:
-            key_value = torch.cat((key, value), dim=-1)
+            key_value = torch.cat((key, value), dim=-1).permute(2, 0, 1, 3).contiguous()
             key_value = gather_from_sequence_parallel_region(key_value, group=self.cp_group)
-            key, value = key_value.chunk(2, dim=-1)
+            key, value = key_value.permute(1, 2, 0, 3).chunk(2, dim=-1)
         context = self._attend(query, key, value, mask)
         projected: torch.Tensor = self.projection(
             context.permute(2, 0, 1, 3).reshape(sequence, batch, -1)
@@ -102,7 +103,6 @@ class SelfAttention(MegatronModule):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        query, key, value = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         with stream_for(differs_over_tp=dropout > 0):  # as heads do
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
