@@ -201,10 +201,9 @@ def test_close_gives_up_after_its_time_and_reports_what_is_lost(caplog):
     for step in range(3, 6):
         sender.put(entry(step, 2))
     sender.close(timeout_s=0.1)
-    assert (caplog.records[-1].levelname, caplog.records[-1].getMessage()) == (
-        "ERROR",
-        "tracker is away: 6 values of steps 3 to 5 did not reach it",
-    )
+    # The thread may still be about to warn that the tracker is away.
+    [error] = [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+    assert error == "tracker is away: 6 values of steps 3 to 5 did not reach it"
     assert sender.num_kept == 0
 
 
