@@ -29,7 +29,7 @@ from pretrain.run.training import train
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_DIVERGED, EXIT_USAGE, UsageError
 from pretrain.watch.logs import is_writer
-from pretrain.watch.mlflow_run import JobRun
+from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
 from pretrain.watch.mlflow_target import choose_target
 
 _EXIT_FAILED = 1
@@ -139,6 +139,7 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
         return None
     target = choose_target(folder, request.mlflow_uri)
     first_step = latest_step(folder) if request.resume is not None else 0
+    warn_like_the_job()
     job = JobRun(request.settings, folder, target, first_step, still_ours(folder.path))
     ending.last_call = lambda: job.end("KILLED")
     return job

@@ -59,7 +59,6 @@ class JobRun:
     ) -> None:
         self.folder = folder
         self.target = target
-        _warn_like_the_job()
         self.logger = MlflowRun(
             functools.partial(_open, settings, folder, target, first_step, time.time(), is_ours),
             name=f"MLflow at {target.shown}",
@@ -100,8 +99,8 @@ class JobRun:
         return f"hatch run mlflow ui --backend-store-uri {shlex.quote(shown)}"
 
 
-def _warn_like_the_job() -> None:
-    """Start the library's warnings like the job's lines; the closing lines say the rest."""
+def warn_like_the_job() -> None:
+    """Start the library's warnings, in this whole process, like lines of the job."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
     logging.getLogger("mcore.observe.sinks").addHandler(handler)
