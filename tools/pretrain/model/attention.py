@@ -9,27 +9,8 @@ from mcore.modules import MegatronModule, TransformerConfig
 from mcore.parallel import cp_zigzag_index, gather_from_sequence_parallel_region, get_pg_size
 from mcore.tensor import divide
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
+from pretrain.model.rotary import split_rotated
 from pretrain.model.tensor_parallel import ColumnParallelLinear, RowParallelLinear
-
-_ROTARY_BASE = 10_000.0
-
-
-def rotary_table(positions: torch.Tensor, head_size: int) -> torch.Tensor:
-    """Cosines and sines of rotary positions (Su et al. 2021), ``[s, b]``: ``[2, s, b, size / 2]``.
-
-    ``b`` may be 1, for positions that are those of all sequences.
-    """
-    half = torch.arange(head_size // 2, device=positions.device, dtype=torch.float32)
-    frequencies = _ROTARY_BASE ** (-half / (head_size // 2))
-    angles = positions.float()[..., None] * frequencies
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def apply_rotary(heads: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Rotate ``[b, heads, s, head_size]`` by the positions of the table."""
-    cos, sin = table.to(heads.dtype).transpose(1, 2)[:, :, None]
-    first, second = heads.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def causal_mask(
@@ -81,10 +62,7 @@ class SelfAttention(MegatronModule):
         """``[s / cp, b, h]`` to the same; gathers keys and values over the cp group."""
         qkv = self.qkv(hidden)
         sequence, batch, _ = qkv.shape
-        # Each head's sequence lies together from here on, which attention reads the fastest.
-        qkv = qkv.view(sequence, batch, -1, 3 * self.head_size).permute(1, 2, 0, 3)
-        query, key, value = qkv.chunk(3, dim=-1)
-        query, key = apply_rotary(query, rotary), apply_rotary(key, rotary)
+        query, key, value = split_rotated(qkv.view(sequence, batch, -1, 3 * self.head_size), rotary)
         if get_pg_size(self.cp_group) > 1:
             key_value = torch.cat((key, value), dim=-1).permute(2, 0, 1, 3).contiguous()
             key_value = gather_from_sequence_parallel_region(key_value, group=self.cp_group)

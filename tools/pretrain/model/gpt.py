@@ -18,13 +18,14 @@ from mcore.modules import (
 )
 from mcore.parallel import ProcessGroups, checkpoint_activations
 from mcore.tensor import make_viewless_tensor
-from pretrain.model.attention import SelfAttention, causal_mask, rotary_table
+from pretrain.model.attention import SelfAttention, causal_mask
 from pretrain.model.configuration import ModelConfig
 from pretrain.model.deferred import DeferredWeightGradient
 from pretrain.model.experts import ExpertFeedForward
 from pretrain.model.mtp import PredictionAhead
 from pretrain.model.norm import LayerNorm
 from pretrain.model.randomness import ParameterInit, inner_init, output_init, stream_for
+from pretrain.model.rotary import rotary_table
 from pretrain.model.stages import Stage, as_replica, mark_shared_embedding
 from pretrain.model.tensor_parallel import (
     ColumnParallelLinear,
