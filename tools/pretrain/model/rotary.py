@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), turned by in one pass each way over query, key and value."""
+"""Rotary positions (Su et al. 2021), applied while query, key and value are split."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ def split_rotated(
     Query and key are rotated by the positions of the table. The sequence of each head lies
     together from here on, which attention reads the fastest.
     """
-    query, key, value = _SplitRotated.apply(qkv, table.to(qkv.dtype))
+    query, key, value = _SplitRotated.apply(  # type: ignore[no-untyped-call]
+        qkv, table.to(qkv.dtype)
+    )
     return query, key, value
 
 
@@ -55,7 +57,8 @@ class _SplitRotated(torch.autograd.Function):
 
 def _three_parts(qkv: torch.Tensor) -> torch.Tensor:
     """``[s, b, heads, 3 * head_size]`` seen as ``[3, b, heads, s, head_size]``."""
-    return qkv.unflatten(-1, (3, -1)).permute(3, 1, 2, 0, 4)
+    sequence, batch, heads, size = qkv.shape
+    return qkv.view(sequence, batch, heads, 3, size // 3).permute(3, 1, 2, 0, 4)
 
 
 def _rotate(heads: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, sign: int) -> None:

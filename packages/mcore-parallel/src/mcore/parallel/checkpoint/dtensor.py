@@ -90,7 +90,8 @@ def prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTenso
 
 def with_leading_axes(tensor: torch.Tensor, count: int) -> torch.Tensor:
     """View a local tensor, detached, with ``count`` more axes of size 1 before its own."""
-    return to_local_if_dtensor(tensor).detach()[(None,) * count + (...,)]
+    local = to_local_if_dtensor(tensor).detach()
+    return local[(None,) * count + (...,)] if count else local
 
 
 def replica_index(tensor: DTensor) -> int:

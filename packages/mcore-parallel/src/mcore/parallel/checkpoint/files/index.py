@@ -14,6 +14,7 @@ import torch
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.files.checksums import DIGITS
 from mcore.parallel.checkpoint.sharded import Shape
+from mcore.parallel.tensor_memory import memory_of
 
 ALIGNMENT_BYTES = 64  # as in archives of torch.save: memory is copied half as fast from odd places
 _LAST = chr(0x10FFFF)  # sorts after every name of a file
@@ -134,12 +135,12 @@ class PackedKeys(Mapping[str, StoredKey]):
             raise ValueError("a number lies outside its range")
         if int(axes.sum()) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
-        self._shape_at = _starts(axes)
-        self._box_at = _starts(2 * axes.index_select(0, keys))
-        if int(self._box_at[-1]) != len(self._boxes):
+        self._shape_at = _column(_starts(axes))
+        self._box_at = _column(_starts(2 * axes.index_select(0, keys)))
+        if self._box_at[-1] != len(self._boxes):
             raise ValueError("the boxes do not have as many numbers as axes")
-        self._order = torch.argsort(keys, stable=True).int()
-        self._first = _starts(torch.bincount(keys, minlength=len(self))).int()
+        self._order = _column(torch.argsort(keys, stable=True).int())
+        self._first = _column(_starts(torch.bincount(keys, minlength=len(self))).int())
         if self._ends != self._sizes:
             raise ValueError("the pieces of some file do not end where it ends")
 
@@ -156,11 +157,10 @@ class PackedKeys(Mapping[str, StoredKey]):
         key = self._number(name)
         if key is None:
             raise KeyError(name)
-        begin = int(self._shape_at[key])
+        begin = self._shape_at[key]
         shape = tuple(self._shapes[begin : begin + self._axes[key]])
-        first, end = int(self._first[key]), int(self._first[key + 1])
         dtype = self._kinds[self._dtypes[key]]
-        numbers = self._order[first:end].tolist()
+        numbers = self._order[self._first[key] : self._first[key + 1]]
         pieces = tuple(self._piece(number, len(shape)) for number in numbers)
         stored = StoredKey(dtype, shape, pieces)
         if not _fits(stored):
@@ -177,7 +177,7 @@ class PackedKeys(Mapping[str, StoredKey]):
     def _piece(self, number: int, axes: int) -> Piece:
         _, file = self._blocks[bisect_right(self._blocks, (number, _LAST)) - 1]
         at, length, elements = self._at[number], self._lengths[number], self._elements[number]
-        box = int(self._box_at[number])
+        box = self._box_at[number]
         digest = self._checksums[number * DIGITS // 2 : (number + 1) * DIGITS // 2]
         return Piece(
             file,
@@ -208,6 +208,11 @@ def _numbers(column: array[int]) -> torch.Tensor:
         if column
         else torch.zeros(0, dtype=dtype, device="cpu")
     )
+
+
+def _column(numbers: torch.Tensor) -> memoryview[int]:
+    """Return numbers as a sequence of ints, each read in a hundredth of the time of a tensor's."""
+    return memory_of(numbers).cast("q" if numbers.dtype == torch.int64 else "i")
 
 
 def _starts(counts: torch.Tensor) -> torch.Tensor:

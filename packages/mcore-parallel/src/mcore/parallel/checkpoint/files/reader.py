@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from math import prod
@@ -40,26 +40,28 @@ Verify = Literal["while_reading", "before", False]
 _DEVICE_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, few large copies are fastest
 
 
-def metadata_of(keys: dict[str, StoredKey]) -> Metadata:
-    """Describe some keys as torch.distributed.checkpoint does."""
+def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
+    """Describe some keys as torch.distributed.checkpoint does, but for where they lie."""
     described: dict[str, Any] = {}
-    places = {}
     for name, stored in keys.items():
-        for piece in stored.pieces:
-            place = file_part(piece.file, piece.at, piece.length)
-            if piece.transforms:
-                place.transform_descriptors = list(piece.transforms)
-            places[index_of(name, stored, piece)] = place
         if stored.dtype is None:
             described[name] = BytesStorageMetadata()
-        else:
-            chunks = [
-                ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape))
-                for piece in stored.pieces
-            ]
-            properties = TensorProperties(dtype=stored.dtype)
-            described[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
-    return Metadata(described, storage_data=places)
+            continue
+        chunks = [
+            ChunkStorageMetadata(torch.Size(piece.start), torch.Size(piece.shape))
+            for piece in stored.pieces
+        ]
+        properties = TensorProperties(dtype=stored.dtype)
+        described[name] = TensorStorageMetadata(properties, torch.Size(stored.shape), chunks)
+    return Metadata(described)
+
+
+def _place_of(piece: Piece) -> Any:
+    """Return where a piece lies in terms of torch.distributed.checkpoint."""
+    place = file_part(piece.file, piece.at, piece.length)
+    if piece.transforms:
+        place.transform_descriptors = list(piece.transforms)
+    return place
 
 
 def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
@@ -196,8 +198,7 @@ class CheckedReader:
                 self._read_archive(stream, wanted, planner)
             return
         parts = [
-            Part(tuple(item.storage_offsets), planner.resolve_tensor(item).detach())
-            for item in wanted.items
+            Part(tuple(item.storage_offsets), planner.resolve_tensor(item)) for item in wanted.items
         ]
         scratch = self._scratch_for(parts)
         first = piece.at + piece.elements
@@ -229,7 +230,7 @@ class CheckedReader:
                 source = whole
                 for dim, start in enumerate(item.storage_offsets):
                     source = source.narrow(dim, start, item.lengths[dim])
-                planner.resolve_tensor(item).detach().copy_(source)
+                planner.resolve_tensor(item).copy_(source)
 
     def _read_as_torch(self, wanted: _Wanted, planner: Any) -> None:
         """Have torch read an archive of its own, and undo what was done to it."""
@@ -239,6 +240,7 @@ class CheckedReader:
                 f"{', '.join(wanted.piece.transforms)}; load it from a copy on a local file system"
             )
         reader = FileSystemReader(self._directory)
-        reader.set_up_storage_reader(self._metadata, False)
+        places = {item.storage_index: _place_of(wanted.piece) for item in wanted.items}
+        reader.set_up_storage_reader(Metadata({}, storage_data=places), False)
         with self._named_problems(wanted, (Exception,)):
             reader.read_data(LoadPlan(wanted.items), planner).wait()
