@@ -60,7 +60,7 @@ def _asked(options: argparse.Namespace, offered: list[Settings]) -> dict[str, Se
     named = {name_of(one): one for one in offered if one.world_size in options.ranks}
     if options.only:
         return {name: one for name, one in named.items() if name in options.only}
-    return dict(list(named.items())[:: options.every])
+    return {name: named[name] for name in part_of(list(named), *options.part)}
 
 
 def _run(
@@ -109,6 +109,19 @@ def _refuse(why: str) -> int:
     return 2
 
 
+def part(text: str) -> tuple[int, int]:
+    """The two numbers of ``3/17``."""
+    number, _, parts = text.partition("/")
+    if not (number.isdecimal() and parts.isdecimal() and int(parts)):
+        raise argparse.ArgumentTypeError(f"{text} is not like 3/17")
+    return int(number), int(parts)
+
+
+def part_of(names: list[str], number: int, parts: int) -> list[str]:
+    """One of so many parts of equal size, each with names from everywhere."""
+    return names[number % parts :: parts]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hatch run parity",
@@ -117,7 +130,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--ranks", type=int, nargs="+", choices=RANKS, default=RANKS, help="only so many ranks")
     add("--only", nargs="+", metavar="NAME", help="only these combinations, of all that are valid")
-    add("--every", type=int, default=1, help="only every n-th combination")
+    add(
+        "--part", type=part, default=(0, 1), metavar="K/N",
+        help="only the K-th of N parts, where K counts on from 0 for ever, as nights do",
+    )  # fmt: skip
     add("--all", action="store_true", help="every layout with every set of switches: many hours")
     add(
         "--minutes",

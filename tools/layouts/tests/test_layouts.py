@@ -62,6 +62,16 @@ def test_every_layout_is_run_and_any_two_values_meet() -> None:
         assert ranks > 2 or len(run) == len(every)
 
 
+def test_the_parts_of_all_nights_are_everything_once(capsys: pytest.CaptureFixture[str]) -> None:
+    every = [f"tp{number}" for number in range(40)]
+    nights = [command.part_of(every, *command.part(f"{night}/17")) for night in range(100, 117)]
+    assert sorted(name for night in nights for name in night) == sorted(every)
+    for wrong in ("3", "3/0", "-1/17", "a/b"):
+        with pytest.raises(SystemExit):
+            command.main([f"--part={wrong}"])
+        assert f"{wrong} is not like 3/17" in capsys.readouterr().err
+
+
 def layout_of(settings: Settings) -> tuple[object, ...]:
     """What a layout is, without its switches."""
     return settings.layout, settings.experts, settings.ep, settings.fsdp, settings.hsdp_outer
