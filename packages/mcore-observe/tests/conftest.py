@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import signal
 import struct
 import time
@@ -32,7 +34,35 @@ from mcore.observe.straggler.outliers import OutlierRule
 from rank_testing import free_port
 from rank_testing.scripts import Script
 
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "needs(*names): Python modules and programs; what is missing fails where CI is set",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            if importlib.util.find_spec(name) is None and shutil.which(name) is None:
+                _missing(name)
+
+
+def _missing(what: str) -> None:
+    """Skip a test that cannot run here; where all are to run, fail instead."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {what}")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of Chromium or Chrome."""
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    return found or _missing(f"one of {', '.join(CHROMIUM)}")
 
 
 def _make_state(*, step=5, sinks=(), train=None, model=None, optimizer=None, **logger):

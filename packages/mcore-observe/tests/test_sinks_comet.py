@@ -1,6 +1,5 @@
 """A training run that logs to Comet offline, read back from the experiment's archive."""
 
-import importlib.util
 import json
 import math
 import os
@@ -20,9 +19,7 @@ from mcore.observe import (
 )
 from rank_testing import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("comet_ml") is None, reason="needs comet_ml"
-)
+pytestmark = pytest.mark.needs("comet_ml")
 
 
 def train():

@@ -1,6 +1,5 @@
 """What every sink does, each with its real client, from what can be read back afterwards."""
 
-import importlib.util
 import json
 import logging
 import math
@@ -33,8 +32,14 @@ INF = math.inf
 LARGEST = 1.7976931348623157e308  # what MLflow keeps of an infinity
 NOT_A_NUMBER = "nan"
 
-NEEDS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
-KINDS = ("memory", "jsonl", "tensorboard", "mlflow", "wandb", "comet")
+KINDS = {  # and the modules that each needs
+    "memory": (),
+    "jsonl": (),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+    "comet": ("comet_ml",),
+}
 
 NUMBERS = {
     "tensor": torch.tensor(2.5),
@@ -279,14 +284,7 @@ def session(kind, folder):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(
-            kind,
-            marks=pytest.mark.skipif(
-                kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None,
-                reason=f"needs {NEEDS.get(kind)}",
-            ),
-        )
-        for kind in KINDS
+        pytest.param(kind, marks=pytest.mark.needs(*modules)) for kind, modules in KINDS.items()
     ],
 )
 def done(request, tmp_path_factory):

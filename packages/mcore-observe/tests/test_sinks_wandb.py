@@ -1,6 +1,5 @@
 """A training run that logs to Weights & Biases offline, read back from the run's file."""
 
-import importlib.util
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from mcore.observe import (
 )
 from rank_testing import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+pytestmark = pytest.mark.needs("wandb")
 
 
 def train(folder):
