@@ -172,6 +172,40 @@ def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.chdir(tmp_path)
 
 
+def _offline(folder, *, quiet=True):
+    nowhere = "http://127.0.0.1:9"
+    places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "MPLCONFIGDIR")
+    settings = dict.fromkeys(places, str(folder)) | {
+        "WANDB_MODE": "offline",
+        "WANDB_CONSOLE": "off",
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_DISABLE_GIT": "true",
+        "WANDB_DISABLE_CODE": "true",
+        "WANDB_X_DISABLE_STATS": "true",
+        "WANDB_X_DISABLE_META": "true",
+        "COMET_API_KEY": None,
+        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
+        "COMET_DISABLE_AUTO_LOGGING": "1",
+        "COMET_AUTO_LOG_ENV_DETAILS": "0",
+        "COMET_INTERNAL_SENTRY_DSN": "",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+    if quiet:
+        settings["WANDB_SILENT"] = "true"
+        settings |= {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_DISPLAY_SUMMARY_LEVEL": "0"}
+    return settings
+
+
+@pytest.fixture(scope="session")
+def offline() -> Callable[..., dict[str, str | None]]:
+    """Variables that keep the clients offline, in a folder, and away from their makers."""
+    return _offline
+
+
 def _wandb_records(path, header=7, block=32768):
     """Yield the records, in the format of LevelDB's log; SIGKILL cuts the last one off."""
     from wandb.proto.wandb_internal_pb2 import Record
