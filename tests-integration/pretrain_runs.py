@@ -29,6 +29,7 @@ from mcore.observe.sinks import sanitize_metric_name
 from mcore.parallel.checkpoint.files.manifest import read_index
 from pretrain.cli import SLOW_IMPORTS, launch
 from pretrain.cli.command import main
+from pretrain.run.steps import Steps
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
@@ -79,6 +80,21 @@ def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: 
     with contextlib.redirect_stdout(io.StringIO()) as printed:
         train(settings, RunFolder(path), device, resume=path if resume else None)
     return printed.getvalue()
+
+
+def seen_here(settings: Settings, run_dir: str, *, resume: bool = False) -> list[list[int]]:
+    """Train as one rank; return the windows that it was trained on."""
+    seen: list[list[int]] = []
+    part = Steps._part
+
+    def recording(steps: Steps, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if steps.model.training:
+            seen.extend(batch["tokens"].tolist())
+        return part(steps, batch)
+
+    with mock.patch.object(Steps, "_part", recording):
+        train_here(settings, run_dir, resume=resume)
+    return seen
 
 
 def patient_main(arguments: list[str]) -> int:

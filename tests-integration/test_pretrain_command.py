@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from pretrain.settings import Settings, write_settings
-from pretrain_runs import command, last_value, pretrain
+from pretrain_runs import command, environment, last_value, pretrain
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
@@ -130,3 +132,23 @@ def test_bad_input_is_one_line_and_leaves_nothing(
     assert done.stderr.count("\n") == 1
     assert done.stdout == ""
     assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_refusals_and_help_come_before_torch_is_loaded(tmp_path: Path) -> None:
+    code = (
+        "import contextlib, sys\n"
+        "from pretrain.cli.command import main\n"
+        "for words in (['--nonsense'], ['--tp', '3'], ['--config', 'x'], ['--resume', 'x']):\n"
+        "    print(main(words))\n"
+        "with contextlib.suppress(SystemExit):\n"
+        "    main(['--help'])\n"
+        "print(sys.modules.keys() & {'torch', 'numpy', 'mcore', 'mlflow', 'matplotlib'})\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environment(),
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    lines = done.stdout.splitlines()
+    assert (lines[:4], lines[-1]) == (["2"] * 4, "set()")
+    assert "--train-iters" in done.stdout
+    assert len(done.stderr.splitlines()) == 4

@@ -20,14 +20,13 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from pretrain import sample
 from pretrain.corpus import Corpus, load_corpus, load_text
-from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache
 from pretrain.text.tokenizer import open_tokenizer
 from pretrain.usage import UsageError
 from pretrain.windows import permuted, starts_in_order
-from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, train_here
+from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, seen_here
 from rank_testing import run_ranks
 
 LINE = "the cat sat on the mat. "
@@ -98,21 +97,6 @@ def test_the_order_follows_from_seed_and_epoch() -> None:
     ]
     assert len(set(orders)) == 3
     assert orders[0] == orders[3] != tuple(range(0, 200, 2))
-
-
-def seen_here(settings: Settings, run_dir: str, *, resume: bool = False) -> list[list[int]]:
-    """Train as one rank; return the sequences that it was trained on."""
-    seen: list[list[int]] = []
-    part = Steps._part
-
-    def recording(steps: Steps, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if steps.model.training:
-            seen.extend(batch["tokens"].tolist())
-        return part(steps, batch)
-
-    with mock.patch.object(Steps, "_part", recording):
-        train_here(settings, run_dir, resume=resume)
-    return seen
 
 
 def test_ranks_see_every_window_once_whatever_the_layouts_of_the_starts(tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import random
 from collections import Counter
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -20,11 +19,10 @@ from hypothesis import strategies as st
 
 from layouts.reference import Part, PlainGPT, loss_in_parts, parts_of, train_plain
 from pretrain.corpus import Corpus, load_corpus, own_corpus
-from pretrain.run.steps import Steps
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache
 from pretrain.usage import UsageError
-from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, train_here
+from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, seen_here, train_here
 from rank_testing import run_ranks
 
 OFF: dict[str, Any] = {"mlflow": False, "tensorboard": False, "straggler": False}
@@ -143,21 +141,6 @@ def read_windows(batch: dict[str, torch.Tensor]) -> list[list[Part]]:
         windows[start // seq_length].append((tokens, labels[: len(tokens)]))
         assert labels[len(tokens) :] == [-1] * (end - start - len(tokens))
     return windows
-
-
-def seen_here(settings: Settings, run_dir: str, *, resume: bool = False) -> list[list[int]]:
-    """Train as one rank; return the windows that it was trained on."""
-    seen: list[list[int]] = []
-    part = Steps._part
-
-    def recording(steps: Steps, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        if steps.model.training:
-            seen.extend(batch["tokens"].tolist())
-        return part(steps, batch)
-
-    with mock.patch.object(Steps, "_part", recording):
-        train_here(settings, run_dir, resume=resume)
-    return seen
 
 
 def test_a_resumed_run_sees_each_window_once_in_another_layout(tmp_path: Path) -> None:

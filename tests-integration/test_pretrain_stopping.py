@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
 from pretrain.run.checkpoints import latest_step
-from pretrain.run.stopping import StopAgreement
+from pretrain.run.loop import StopAgreement
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings, write_settings
 from pretrain.usage import UsageError

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
+import shutil
 import signal
 import struct
 import time
@@ -32,7 +34,35 @@ from mcore.observe.straggler.outliers import OutlierRule
 from rank_testing import free_port
 from rank_testing.scripts import Script
 
+CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 LINE = re.compile(r"^ \[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\](?P<fields> iteration.*)$", re.MULTILINE)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line(
+        "markers",
+        "needs(*names): Python modules and programs; what is missing fails where CI is set",
+    )
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for mark in item.iter_markers("needs"):
+        for name in mark.args:
+            if importlib.util.find_spec(name) is None and shutil.which(name) is None:
+                _missing(name)
+
+
+def _missing(what: str) -> None:
+    """Skip a test that cannot run here; where all are to run, fail instead."""
+    (pytest.fail if os.environ.get("CI") else pytest.skip)(f"needs {what}")
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The path of Chromium or Chrome."""
+    found = next(filter(None, map(shutil.which, CHROMIUM)), None)
+    return found or _missing(f"one of {', '.join(CHROMIUM)}")
 
 
 def _make_state(*, step=5, sinks=(), train=None, model=None, optimizer=None, **logger):
@@ -140,6 +170,40 @@ def tracking_server() -> type[Server]:
 def in_a_folder_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs without a folder keep what trackers have not taken in the current one."""
     monkeypatch.chdir(tmp_path)
+
+
+def _offline(folder, *, quiet=True):
+    nowhere = "http://127.0.0.1:9"
+    places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "MPLCONFIGDIR")
+    settings = dict.fromkeys(places, str(folder)) | {
+        "WANDB_MODE": "offline",
+        "WANDB_CONSOLE": "off",
+        "WANDB_ERROR_REPORTING": "false",
+        "WANDB_DISABLE_GIT": "true",
+        "WANDB_DISABLE_CODE": "true",
+        "WANDB_X_DISABLE_STATS": "true",
+        "WANDB_X_DISABLE_META": "true",
+        "COMET_API_KEY": None,
+        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
+        "COMET_DISABLE_AUTO_LOGGING": "1",
+        "COMET_AUTO_LOG_ENV_DETAILS": "0",
+        "COMET_INTERNAL_SENTRY_DSN": "",
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
+        "HTTP_PROXY": nowhere,
+        "HTTPS_PROXY": nowhere,
+        "NO_PROXY": "127.0.0.1,localhost",
+    }
+    if quiet:
+        settings["WANDB_SILENT"] = "true"
+        settings |= {"COMET_LOGGING_CONSOLE": "ERROR", "COMET_DISPLAY_SUMMARY_LEVEL": "0"}
+    return settings
+
+
+@pytest.fixture(scope="session")
+def offline() -> Callable[..., dict[str, str | None]]:
+    """Variables that keep the clients offline, in a folder, and away from their makers."""
+    return _offline
 
 
 def _wandb_records(path, header=7, block=32768):

@@ -1,10 +1,13 @@
 import importlib.metadata
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from mcore.observe.settings.extras import is_extra_installed, require_extra
+
+pytest_plugins = ["pytester"]
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
@@ -54,3 +57,27 @@ def test_import_brings_no_optional_library_and_starts_nothing():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
     assert done.stdout.split() == ["[]", "1", "False", "False", "True", "True"], done.stderr
+
+
+def test_what_a_test_needs_is_missed_in_ci_and_skipped_elsewhere(pytester, monkeypatch):
+    pytester.makeconftest(Path(__file__).with_name("conftest.py").read_text())
+    pytester.makepyfile(
+        """
+        import pytest
+        @pytest.mark.needs("pytest", "sh")
+        def test_has_both(): pass
+        @pytest.mark.needs("pytest", "absent_program")
+        def test_has_one(): pass
+        def test_shows(chromium): pass
+        """
+    )
+    sh = next(path for path in map(Path, ("/bin/sh", "/usr/bin/sh")) if path.exists())
+    (pytester.path / "bin").mkdir()
+    (pytester.path / "bin" / "sh").symlink_to(sh)
+    monkeypatch.setenv("PATH", str(pytester.path / "bin"))
+    monkeypatch.delenv("CI", raising=False)
+    pytester.runpytest_inprocess().assert_outcomes(passed=1, skipped=2)
+    monkeypatch.setenv("CI", "true")
+    result = pytester.runpytest_inprocess()
+    result.assert_outcomes(passed=1, errors=2)
+    result.stdout.fnmatch_lines(["*needs absent_program", "*needs one of chromium, *"])

@@ -1,8 +1,6 @@
 """Ranges as a profiler receives them: a library that NVTX itself loads writes them down."""
 
-import importlib.util
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -46,17 +44,11 @@ CASES = [
             pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
         ],
     ),
-    pytest.param(
-        "nvtx",
-        OF_THE_PACKAGE,
-        marks=pytest.mark.skipif(
-            importlib.util.find_spec("nvtx") is None, reason="needs the package nvtx"
-        ),
-    ),
+    pytest.param("nvtx", OF_THE_PACKAGE, marks=pytest.mark.needs("nvtx")),
 ]
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="needs a C compiler")
+@pytest.mark.needs("cc")
 @pytest.mark.parametrize(("backend", "expected"), CASES)
 def test_what_a_profiler_receives(backend, expected, tmp_path):
     """Real NVTX calls of a real build: names, nesting, overlapping lives, colours, switching."""

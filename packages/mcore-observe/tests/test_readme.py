@@ -1,4 +1,3 @@
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -37,10 +36,7 @@ def logging_example(arguments):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not all(map(importlib.util.find_spec, ("mlflow", "tensorboard"))),
-    reason="needs mlflow and tensorboard",
-)
+@pytest.mark.needs("mlflow", "tensorboard")
 def test_the_example_runs_on_two_ranks_and_prints_what_it_says(tmp_path):
     done = run_program(logging_example, [], 2, timeout_s=300)
     assert done.exit_codes == [0, 0], done.stderr

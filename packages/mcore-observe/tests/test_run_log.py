@@ -4,11 +4,16 @@ import io
 import json
 import re
 import sys
+from contextlib import redirect_stdout
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore.observe import GlobalState, JsonlSink, MemorySink, RunLog
+from rank_testing import preload, run_ranks
+
+preload("mcore.observe")
 
 
 def lines_of(folder):
@@ -29,6 +34,28 @@ def test_counters_totals_and_scalars_are_kept(tmp_path, capsys):
     assert list(kept.steps) == [2, 4, 6]
     assert kept.steps[4]["accuracy"] == 0.4
     assert [line["accuracy"] for line in lines_of(tmp_path)] == [0.2, 0.4, 0.6]
+
+
+def losses_shown(folder):
+    """Log 3 on rank 0 and 1 on rank 1, as they are and averaged; what this rank showed."""
+    kept, shown = MemorySink(), io.StringIO()
+    own = torch.tensor(3.0 - 2 * dist.get_rank())
+    with redirect_stdout(shown), RunLog(folder, log_every=1, sinks=[kept]) as log:
+        log.log_step(own)
+        mean = own.detach().clone()
+        dist.all_reduce(mean)
+        mean /= dist.get_world_size()
+        log.log_step(mean)
+    fields = re.findall(r"\| ((?:max )?loss): (\S+)", shown.getvalue())
+    return [step["loss"] for step in kept.steps.values()], fields
+
+
+def test_the_loss_is_that_of_the_last_rank_unless_it_was_averaged(tmp_path):
+    first, last = run_ranks(losses_shown, 2, tmp_path)
+    assert first == ([], [])
+    expected = [("loss", "1.000000E+00"), ("max loss", "3.000000E+00"), ("loss", "2.000000E+00")]
+    assert last == ([1.0, 2.0], expected)
+    assert [line["loss"] for line in lines_of(tmp_path)] == [1.0, 2.0]
 
 
 def test_a_loss_that_does_not_come_again_is_not_shown_as_0(tmp_path, capsys):

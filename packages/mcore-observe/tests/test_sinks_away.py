@@ -1,6 +1,5 @@
 """Runs whose trackers are away while they train and when they end; what arrives in the end."""
 
-import importlib.util
 import json
 import os
 import signal
@@ -29,10 +28,7 @@ preload("mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
 pytestmark = [
     pytest.mark.xdist_group("sinks_away"),  # one worker makes the runs
     pytest.mark.slow,  # processes that import MLflow and W&B, and one server
-    pytest.mark.skipif(
-        not all(map(importlib.util.find_spec, ("mlflow", "tensorboard", "wandb"))),
-        reason="needs mlflow, tensorboard and wandb",
-    ),
+    pytest.mark.needs("mlflow", "tensorboard", "wandb"),
 ]
 
 STEPS = 30

@@ -1,6 +1,5 @@
 """A training run that logs to Comet offline, read back from the experiment's archive."""
 
-import importlib.util
 import json
 import math
 import os
@@ -20,9 +19,7 @@ from mcore.observe import (
 )
 from rank_testing import run_ranks
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("comet_ml") is None, reason="needs comet_ml"
-)
+pytestmark = pytest.mark.needs("comet_ml")
 
 
 def train():
@@ -51,23 +48,8 @@ def train():
     return before == dict(os.environ)
 
 
-def environment(folder):
-    nowhere = "http://127.0.0.1:9"
-    return {
-        "HOME": str(folder),
-        "COMET_API_KEY": None,
-        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
-        "COMET_DISABLE_AUTO_LOGGING": "1",
-        "COMET_AUTO_LOG_ENV_DETAILS": "0",
-        "COMET_LOGGING_CONSOLE": "ERROR",
-        "COMET_INTERNAL_SENTRY_DSN": "",
-        "HTTP_PROXY": nowhere,
-        "HTTPS_PROXY": nowhere,
-    }
-
-
-def test_an_experiment_holds_its_settings_and_every_metric_with_its_step(tmp_path):
-    (kept_environment,) = run_ranks(train, 1, init=None, env=environment(tmp_path), timeout_s=120)
+def test_an_experiment_holds_its_settings_and_every_metric_with_its_step(tmp_path, offline):
+    (kept_environment,) = run_ranks(train, 1, init=None, env=offline(tmp_path), timeout_s=120)
     assert kept_environment
     (path,) = (tmp_path / "comet").glob("*.zip")
     with zipfile.ZipFile(path) as archive:

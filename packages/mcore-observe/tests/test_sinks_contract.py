@@ -1,6 +1,5 @@
 """What every sink does, each with its real client, from what can be read back afterwards."""
 
-import importlib.util
 import json
 import logging
 import math
@@ -33,8 +32,14 @@ INF = math.inf
 LARGEST = 1.7976931348623157e308  # what MLflow keeps of an infinity
 NOT_A_NUMBER = "nan"
 
-NEEDS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
-KINDS = ("memory", "jsonl", "tensorboard", "mlflow", "wandb", "comet")
+KINDS = {  # and the modules that each needs
+    "memory": (),
+    "jsonl": (),
+    "tensorboard": ("tensorboard",),
+    "mlflow": ("mlflow",),
+    "wandb": ("wandb",),
+    "comet": ("comet_ml",),
+}
 
 NUMBERS = {
     "tensor": torch.tensor(2.5),
@@ -195,34 +200,6 @@ def by_name(rows):
     return dict(history)
 
 
-def environment(folder):
-    """Keep the clients offline, quiet, in the folder, and away from their makers."""
-    nowhere = "http://127.0.0.1:9"
-    places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR", "MPLCONFIGDIR")
-    return dict.fromkeys(places, str(folder)) | {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "WANDB_CONSOLE": "off",
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_DISABLE_GIT": "true",
-        "WANDB_DISABLE_CODE": "true",
-        "WANDB_X_DISABLE_STATS": "true",
-        "WANDB_X_DISABLE_META": "true",
-        "COMET_API_KEY": None,
-        "COMET_OFFLINE_DIRECTORY": str(folder / "comet"),
-        "COMET_DISABLE_AUTO_LOGGING": "1",
-        "COMET_AUTO_LOG_ENV_DETAILS": "0",
-        "COMET_LOGGING_CONSOLE": "ERROR",
-        "COMET_DISPLAY_SUMMARY_LEVEL": "0",
-        "COMET_INTERNAL_SENTRY_DSN": "",
-        "MLFLOW_DISABLE_TELEMETRY": "true",
-        "DO_NOT_TRACK": "true",
-        "HTTP_PROXY": nowhere,
-        "HTTPS_PROXY": nowhere,
-        "NO_PROXY": "127.0.0.1,localhost",
-    }
-
-
 def session(kind, folder):
     """Log through one sink what a run may log, in a process of its own, and read it back."""
     os.chdir(folder)
@@ -279,21 +256,14 @@ def session(kind, folder):
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(
-            kind,
-            marks=pytest.mark.skipif(
-                kind in NEEDS and importlib.util.find_spec(NEEDS[kind]) is None,
-                reason=f"needs {NEEDS.get(kind)}",
-            ),
-        )
-        for kind in KINDS
+        pytest.param(kind, marks=pytest.mark.needs(*modules)) for kind, modules in KINDS.items()
     ],
 )
-def done(request, tmp_path_factory):
+def done(request, tmp_path_factory, offline):
     """The kind of the sink, what its session saw, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     (result,) = run_ranks(
-        session, 1, request.param, folder, init=None, env=environment(folder), timeout_s=180
+        session, 1, request.param, folder, init=None, env=offline(folder), timeout_s=180
     )
     return request.param, result, folder
 

@@ -1,4 +1,3 @@
-import importlib.util
 import socket
 import threading
 import time
@@ -9,7 +8,7 @@ from mcore.observe.sinks import MlflowConnection, MlflowRun, TrackingServer
 
 pytestmark = [
     pytest.mark.slow,  # importing MLflow takes seconds
-    pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow"),
+    pytest.mark.needs("mlflow"),
 ]
 
 

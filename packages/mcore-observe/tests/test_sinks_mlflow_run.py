@@ -1,4 +1,3 @@
-import importlib.util
 import math
 import threading
 
@@ -14,7 +13,7 @@ preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 
 pytestmark = [
     pytest.mark.slow,  # a fresh database takes MLflow seconds
-    pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow"),
+    pytest.mark.needs("mlflow"),
 ]
 
 

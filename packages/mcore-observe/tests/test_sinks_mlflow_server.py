@@ -1,6 +1,5 @@
 """A real tracking server on this machine, which dies in the middle of a run and comes back."""
 
-import importlib.util
 import logging
 import math
 import time
@@ -21,7 +20,7 @@ from rank_testing import preload
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "mlflow.server.fastapi_app")
 pytestmark = [
     pytest.mark.slow,  # a server takes seconds to start, and it starts twice
-    pytest.mark.skipif(importlib.util.find_spec("mlflow") is None, reason="needs mlflow"),
+    pytest.mark.needs("mlflow"),
 ]
 
 PASSWORD = "pa55word-of-the-server"

@@ -1,6 +1,5 @@
 """A training run that logs to Weights & Biases offline, read back from the run's file."""
 
-import importlib.util
 import json
 import math
 import os
@@ -18,7 +17,7 @@ from mcore.observe import (
 )
 from rank_testing import run_ranks
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("wandb") is None, reason="needs wandb")
+pytestmark = pytest.mark.needs("wandb")
 
 
 def train(folder):
@@ -49,25 +48,8 @@ def train(folder):
     wandb.teardown()
 
 
-def environment(folder):
-    nowhere = "http://127.0.0.1:9"
-    places = ("HOME", "WANDB_CONFIG_DIR", "WANDB_CACHE_DIR", "WANDB_DATA_DIR")
-    return dict.fromkeys(places, str(folder)) | {
-        "WANDB_MODE": "offline",
-        "WANDB_SILENT": "true",
-        "WANDB_CONSOLE": "off",
-        "WANDB_ERROR_REPORTING": "false",
-        "WANDB_DISABLE_GIT": "true",
-        "WANDB_DISABLE_CODE": "true",
-        "WANDB_X_DISABLE_STATS": "true",
-        "WANDB_X_DISABLE_META": "true",
-        "HTTP_PROXY": nowhere,
-        "HTTPS_PROXY": nowhere,
-    }
-
-
-def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path, wandb_records):
-    run_ranks(train, 1, tmp_path, init=None, env=environment(tmp_path), timeout_s=120)
+def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path, wandb_records, offline):
+    run_ranks(train, 1, tmp_path, init=None, env=offline(tmp_path), timeout_s=120)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = list(wandb_records(path))
     (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")

@@ -22,30 +22,21 @@ from mcore.observe.straggler.page.history import History
 from mcore.observe.straggler.routes import ControllerState
 from rank_testing import run_ranks
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
-CHROMIUM = next(filter(None, map(shutil.which, NAMES)), None)
-DRIVER = shutil.which("chromedriver")
 TOKEN = "0123456789abcdef"
 WAIT_S = 240
 
-pytestmark = [
-    pytest.mark.xdist_group("browser"),
-    pytest.mark.skipif(
-        not (CHROMIUM and DRIVER),
-        reason="no Chromium with its driver: apt-get install chromium chromium-driver",
-    ),
-]
+pytestmark = [pytest.mark.xdist_group("browser"), pytest.mark.needs("chromedriver")]
 
 
 class Browser:
     """A headless Chromium, and what the tests read from it."""
 
-    def __init__(self):
+    def __init__(self, chromium):
         from selenium import webdriver
         from selenium.webdriver.chrome.service import Service
 
         options = webdriver.ChromeOptions()
-        options.binary_location = CHROMIUM
+        options.binary_location = chromium
         options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
         for option in (
             "--headless=new",
@@ -56,7 +47,9 @@ class Browser:
             "--host-resolver-rules=MAP evil.example 127.0.0.1",
         ):
             options.add_argument(option)
-        self.driver = webdriver.Chrome(options=options, service=Service(DRIVER))
+        self.driver = webdriver.Chrome(
+            options=options, service=Service(shutil.which("chromedriver"))
+        )
         self.driver.set_script_timeout(WAIT_S)
 
     def open(self, address, *, width=1280, height=900, scheme="light"):
@@ -98,8 +91,8 @@ class Browser:
 
 
 @pytest.fixture(scope="module")
-def browser():
-    opened = Browser()
+def browser(chromium):
+    opened = Browser(chromium)
     yield opened
     opened.driver.quit()
 

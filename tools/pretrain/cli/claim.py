@@ -11,12 +11,12 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
-
-import torch
-import torch.distributed as dist
+from typing import IO, TYPE_CHECKING
 
 from pretrain.usage import UsageError
+
+if TYPE_CHECKING:
+    import torch
 
 # What a job that goes on by itself leaves one that is ending: its ranks outlive their launcher.
 PATIENCE_S = 30.0
@@ -100,6 +100,9 @@ def is_of_this_launcher(folder: Path) -> bool:
 
 def check_seen_by_all(folder: Path, device: torch.device) -> None:
     """Raise UsageError on all ranks where some do not see the folder that rank 0 has claimed."""
+    import torch  # here: the command checks claims without it
+    import torch.distributed as dist
+
     path = folder / _LOCK
     deadline = time.monotonic() + _SEEN_WITHIN_S
     while not path.exists() and time.monotonic() < deadline:

@@ -23,8 +23,8 @@ from pretrain.cli.claim import check_seen_by_all, claim, still_ours
 from pretrain.cli.ending import Ending
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest, latest_step
+from pretrain.run.loop import DivergedError, StoppedBySignal
 from pretrain.run.saving import ReplicasDifferError
-from pretrain.run.stopping import DivergedError, StoppedBySignal
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_DIVERGED, EXIT_USAGE, UsageError

@@ -1,12 +1,12 @@
 """Graphs of layers: specs, runners, the choice among them, and captures of all layers."""
 
-from mcore.modules.graphs.checked import CheckedGraph, GraphCall
-from mcore.modules.graphs.graphable import (
+from mcore.modules.graphs.capture import (
     capture_graphs,
     delete_graphs,
     num_graphs_needed,
     set_current_microbatch,
 )
+from mcore.modules.graphs.checked import CheckedGraph, GraphCall
 from mcore.modules.graphs.local import LocalGraphManager
 from mcore.modules.graphs.resolve import EagerGraphRunner, resolve_graph_runner
 from mcore.modules.graphs.runner import (

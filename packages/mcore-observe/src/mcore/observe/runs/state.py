@@ -300,7 +300,9 @@ class GlobalState:
         same waits for the device, and keeps the counters, the sums and the time stamps itself.
 
         Args:
-            losses: Losses of the step by name, or one loss, which is called ``loss``.
+            losses: Losses of the step by name, or one loss, which is called ``loss``. What is shown
+                is the last rank's own, and on the line the largest too where another rank's is;
+                for the mean over data-parallel ranks give a loss that was averaged over them.
             lr: Learning rate.
             grad_norm: L2 norm of the gradients.
             samples: Samples of the steps over all ranks; None takes the configured batch.

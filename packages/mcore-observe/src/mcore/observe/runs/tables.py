@@ -1,4 +1,4 @@
-"""Runs read from their files, and their metrics as tables for a terminal."""
+"""Runs read from their files, and their metrics as tables for a terminal or as a picture."""
 
 from __future__ import annotations
 
@@ -10,12 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
+from mcore.observe.settings.extras import require_extra
 from mcore.observe.settings.secrets import config_params
 from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.watch.sparkline import sparkline
 
 _LATEST_S = 1e11  # since 1970; what is later is no time
+_COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 @dataclass(frozen=True)
@@ -156,6 +158,45 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
     if len(rows) == 1:
         raise ValueError(f"{' and '.join(shown)} have no metric at the same step")
     yield from _table(rows)
+
+
+def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
+    """Draw a chart for each metric into a picture; needs matplotlib, and no display.
+
+    Args:
+        runs: The runs.
+        path: The file; its ending says which format.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed; names the extra.
+
+    Example:
+        >>> draw_picture([Run.read("runs/first")], "first.png")  # doctest: +SKIP
+    """
+    require_extra("charts", "a picture")
+    from matplotlib.figure import Figure
+
+    names = list(dict.fromkeys(name for run in runs for name in run.curves))
+    columns = min(3, max(1, len(names)))
+    rows = max(1, math.ceil(len(names) / columns))
+    figure = Figure(figsize=(5 * columns, 3 * rows), layout="constrained")
+    for index, name in enumerate(names):
+        axes = figure.add_subplot(rows, columns, index + 1)
+        for number, run in enumerate(runs):
+            points = run.points(name)
+            if points:
+                steps, values = zip(*points, strict=True)
+                axes.plot(
+                    steps,
+                    values,
+                    color=_COLOURS[number % len(_COLOURS)],
+                    label=run.name,
+                    linewidth=1.2,
+                )
+        axes.set_title(name, fontsize=9)
+        axes.grid(alpha=0.3)
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=100)
 
 
 def _change(before: float, after: float) -> str:

@@ -1,0 +1,284 @@
+"""Graphs of all layers: their capture, their number, their release, and whose turn it is."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from mcore.modules.config import read_field
+from mcore.modules.errors import GraphStateError
+from mcore.modules.graphs.graphable import GraphableMegatronModule
+from mcore.modules.graphs.local import LocalGraphManager
+from mcore.modules.graphs.resolve import resolve_graph_runner
+from mcore.modules.graphs.runner import (
+    GraphedCallable,
+    GraphRunner,
+    GraphSpec,
+    graph_capturing,
+    preserved_state,
+)
+from mcore.modules.traversal import iter_modules
+from mcore.modules.wrappers import unwrap_model
+from mcore.tensor.device import device_of
+
+logger = logging.getLogger(__name__)
+SampleInputs = Sequence[Mapping[str, "torch.Tensor | None"]]
+
+
+def capture_graphs(
+    layers: Iterable[torch.nn.Module],
+    seq_length: int,
+    micro_batch_size: int,
+    *,
+    num_graphs: int = 1,
+    runner: GraphRunner | None = None,
+    sample_inputs: SampleInputs | None = None,
+    num_warmup_iters: int | None = None,
+) -> None:
+    """Capture ``num_graphs`` graphs of each layer and put them into ``layer.cuda_graphs``.
+
+    Layers replay them in training when their configuration has
+    ``cuda_graph_impl="transformer_engine"``; see :func:`set_current_microbatch`. Buffers and random
+    states (the CPU's, the device's, the model-parallel tracker's) are unchanged afterwards;
+    ``.grad`` is not touched. Local to the rank, but layers may communicate while they are captured.
+
+    Args:
+        layers: Layers in execution order.
+        seq_length: Length of the whole sequences, in tokens.
+        micro_batch_size: Sequences per microbatch.
+        num_graphs: Graphs per layer, see :func:`num_graphs_needed`.
+        runner: Captures the graphs. Default: the first layer's ``graph_runner``, else by
+            configuration and device.
+        sample_inputs: For each layer its inputs by name; ``hidden_states`` is the positional one.
+            None counts as absent. Default:
+            ``layer.get_layer_static_inputs(seq_length, micro_batch_size)``. Each graph gets copies.
+        num_warmup_iters: Eager runs before each capture. Default: the first layer's
+            ``cuda_graph_warmup_steps``, else 3.
+
+    Raises:
+        TypeError: A layer is not a GraphableMegatronModule.
+        GraphStateError: A layer is in evaluation mode, has graphs, has hooks that a graph would
+            leave out, or draws from a random tracker with plain states.
+        ValueError: ``num_graphs`` is below 1, or ``sample_inputs`` is not one mapping per layer.
+
+    Example:
+        >>> import torch
+        >>> from mcore.modules import TransformerConfig
+        >>> from mcore.modules.graphs import EagerGraphRunner
+        >>> class Layer(GraphableMegatronModule):
+        ...     def __init__(self, config):
+        ...         super().__init__(config)
+        ...         self.linear = torch.nn.Linear(config.hidden_size, config.hidden_size)
+        ...     def forward(self, hidden_states):
+        ...         return self.linear(hidden_states)
+        >>> config = TransformerConfig(
+        ...     num_layers=1,
+        ...     hidden_size=4,
+        ...     num_attention_heads=2,
+        ...     cuda_graph_impl="transformer_engine",
+        ... )
+        >>> layer = Layer(config)
+        >>> capture_graphs([layer], 2, 1, num_graphs=2, runner=EagerGraphRunner())
+        >>> len(layer.cuda_graphs), layer(torch.ones(2, 1, 4, requires_grad=True)).shape
+        (2, torch.Size([2, 1, 4]))
+    """
+    checked = _checked_layers(layers)
+    if num_graphs < 1:
+        raise ValueError(f"num_graphs is {num_graphs}; pass at least 1")
+    if sample_inputs is not None and len(sample_inputs) != len(checked):
+        raise ValueError(
+            f"{len(sample_inputs)} sample inputs for {len(checked)} layers; pass one mapping each"
+        )
+    if not checked:
+        return
+    device = device_of(checked[0].parameters())
+    config = checked[0].config
+    runner = runner or checked[0].graph_runner or resolve_graph_runner(config, device)
+    if num_warmup_iters is None:
+        num_warmup_iters = read_field(config, "cuda_graph_warmup_steps", 3)
+    sizes = (seq_length, micro_batch_size)
+    _log_if_never_replayed(config)
+    with graph_capturing(), preserved_state(checked, device):
+        specs = [
+            _spec_of(layer, order, slot, _inputs_of(layer, order, sample_inputs, sizes))
+            for slot in range(num_graphs)
+            for order, layer in enumerate(checked)
+        ]
+        graphs = runner.capture(specs, num_warmup_iters=num_warmup_iters, allow_unused_input=True)
+        _hand_out(checked, specs, graphs)
+
+
+def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
+    """Free the graphs of layers, captured together or one by one, and drop manual hooks.
+
+    Does nothing for layers without graphs.
+
+    Args:
+        layers: Layers.
+
+    Raises:
+        TypeError: A layer is not a GraphableMegatronModule.
+
+    Example:
+        >>> layer = GraphableMegatronModule(None)
+        >>> delete_graphs([layer])
+        >>> layer.cuda_graphs
+        []
+    """
+    for layer in [_graphable(layer) for layer in layers]:
+        for graph in layer.cuda_graphs:
+            graph.reset()
+        layer.cuda_graphs = []
+        layer.cuda_graph_manual_hooks = []
+        manager = getattr(layer, "cudagraph_manager", None)
+        if isinstance(manager, LocalGraphManager):
+            manager.reset()
+
+
+def set_current_microbatch(model: Any, microbatch: int) -> None:
+    """Tell every graphable layer of a model which microbatch its next call belongs to.
+
+    Args:
+        model: A model or a list of models, wrapped or not.
+        microbatch: Number of the microbatch in its step, from 0.
+
+    Raises:
+        ValueError: ``microbatch`` is negative.
+
+    Example:
+        >>> layer = GraphableMegatronModule(None)
+        >>> set_current_microbatch(layer, 3)
+        >>> layer.current_microbatch
+        3
+    """
+    if microbatch < 0:
+        raise ValueError(f"microbatch is {microbatch}; count from 0")
+    models = model if isinstance(model, (list, tuple)) else [model]
+    for one in models:
+        for module in iter_modules(unwrap_model(one)):
+            if isinstance(module, GraphableMegatronModule):
+                # Past nn.Module.__setattr__, which is slow: this runs for each microbatch.
+                module.__dict__["current_microbatch"] = microbatch
+
+
+def num_graphs_needed(
+    num_microbatches: int, pp_rank: int, pp_size: int, vp_size: int | None = None
+) -> int:
+    """Return how many graphs each layer needs, so that none is in flight when it is used again.
+
+    Microbatch ``i`` uses graph ``i % number``.
+
+    Args:
+        num_microbatches: Microbatches per step.
+        pp_rank: Rank in the pipeline group.
+        pp_size: Size of the pipeline group.
+        vp_size: Model chunks per pipeline rank; None or 1 for a schedule that is not interleaved.
+
+    Returns:
+        1 without a pipeline; with one-forward-one-backward the microbatches in flight on this
+        stage, ``min(num_microbatches, pp_size - pp_rank)``; all microbatches when interleaved.
+
+    Raises:
+        ValueError: A number is out of range.
+
+    Example:
+        >>> num_graphs_needed(64, 7, 8), num_graphs_needed(64, 0, 8)
+        (1, 8)
+    """
+    if num_microbatches < 1 or not 0 <= pp_rank < pp_size or (vp_size is not None and vp_size < 1):
+        raise ValueError(
+            f"got num_microbatches={num_microbatches}, pp_rank={pp_rank}, pp_size={pp_size}, "
+            f"vp_size={vp_size}; sizes are at least 1, and the rank is below pp_size"
+        )
+    if pp_size == 1:
+        return 1
+    if vp_size is not None and vp_size > 1:
+        return num_microbatches
+    return min(num_microbatches, pp_size - pp_rank)
+
+
+def _graphable(layer: torch.nn.Module) -> GraphableMegatronModule:
+    if not isinstance(layer, GraphableMegatronModule):
+        raise TypeError(
+            f"a layer is a {type(layer).__name__}; pass GraphableMegatronModule instances"
+        )
+    return layer
+
+
+def _checked_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatronModule]:
+    checked = [_graphable(layer) for layer in layers]
+    for order, layer in enumerate(checked):
+        name = f"layer {order} ({type(layer).__name__})"
+        if not layer.training:
+            raise GraphStateError(f"{name} is in evaluation mode; call train() before the capture")
+        if layer.cuda_graphs:
+            raise GraphStateError(f"{name} has graphs; call delete_graphs() before the capture")
+        if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
+            raise GraphStateError(f"{name} has hooks, which a graph would leave out; remove them")
+        if layer._forward_pre_hooks and not layer.cuda_graph_manual_hooks:
+            raise GraphStateError(
+                f"{name} has forward pre-hooks, which a graph would leave out; remove them or call "
+                "setup_manual_hooks()"
+            )
+    return checked
+
+
+def _log_if_never_replayed(config: object) -> None:
+    impl = read_field(config, "cuda_graph_impl", "none")
+    if impl != "transformer_engine":
+        logger.warning(
+            "graphs are captured, but cuda_graph_impl is %r: they are replayed only while it is "
+            "'transformer_engine'",
+            impl,
+        )
+
+
+def _inputs_of(
+    layer: GraphableMegatronModule,
+    order: int,
+    sample_inputs: SampleInputs | None,
+    sizes: tuple[int, int],
+) -> dict[str, torch.Tensor]:
+    if sample_inputs is None:
+        return layer.get_layer_static_inputs(*sizes)
+    # Copies: a graph's inputs must stay as they are until its backward.
+    return {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
+        for name, tensor in sample_inputs[order].items()
+        if tensor is not None
+    }
+
+
+def _spec_of(
+    layer: GraphableMegatronModule, order: int, slot: int, inputs: dict[str, torch.Tensor]
+) -> GraphSpec:
+    hidden_states = inputs.pop("hidden_states", None)
+    if hidden_states is None:
+        raise ValueError(
+            f"the sample inputs of layer {order} ({type(layer).__name__}) have no 'hidden_states'"
+        )
+    return GraphSpec(
+        module=layer,
+        fn=layer._te_cuda_graph_capture,
+        args=(hidden_states,),
+        kwargs={name: tensor for name, tensor in inputs.items() if tensor is not None},
+        microbatch=slot,
+        order=order,
+    )
+
+
+def _hand_out(
+    layers: Sequence[GraphableMegatronModule],
+    specs: Sequence[GraphSpec],
+    graphs: Sequence[GraphedCallable],
+) -> None:
+    if len(graphs) != len(specs):
+        raise GraphStateError(f"the runner gave {len(graphs)} graphs for {len(specs)}")
+    filled: list[list[GraphedCallable]] = [[] for _ in layers]
+    for spec, graph in zip(specs, graphs, strict=True):
+        filled[spec.order].append(graph)
+    for layer, layer_graphs in zip(layers, filled, strict=True):
+        layer.cuda_graphs = layer_graphs
