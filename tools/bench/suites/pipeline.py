@@ -1,4 +1,11 @@
-"""The idle part of a pipeline's steps against the formula, and the steps against torch's."""
+"""Pipelines of the main job: the idle part of a step against the formula, and against torch.
+
+- A step is the fastest of six, the idle part what its passes leave of it, averaged over the ranks.
+- Passes that sleep (100 ms and 200 ms a stage) need no core and show the order and the messages
+  alone; the aim is to be at most 15 % over the formula.
+- torch's schedule also keeps a buffer for each micro-batch to receive into, in both directions;
+  here there are two at most.
+"""
 
 from __future__ import annotations
 
