@@ -88,6 +88,6 @@ def _run_suite(name: str, module: str) -> SuiteResult:
             result.missing = error.name
     except Exception:
         result.error = traceback.format_exc()
-    result.seconds = time.monotonic() - started_s
+    result.seconds = round(time.monotonic() - started_s, 1)
     result.load.append(load_average())
     return result

@@ -265,5 +265,5 @@ def test_options_that_do_not_go_together(
 
 def test_page_of_the_repository_is_that_of_its_results() -> None:
     results = read_results(program.RESULTS)
-    assert set(results) <= set(suite_names())
+    assert sorted(results) == suite_names()
     assert program.PAGE.read_text() == page(results), "hatch run bench --page writes it again"
