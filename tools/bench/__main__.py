@@ -31,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return EXIT_OK
     try:
         return _write_page(options) if options.page else _measure(options, available)
-    except ResultsError as error:
+    except (OSError, ResultsError) as error:
         print(f"bench: error: {error}", file=sys.stderr)
         return EXIT_NOTHING_RAN
 
@@ -61,7 +61,9 @@ def _write_page(options: argparse.Namespace) -> int:
 
 def _measure(options: argparse.Namespace, available: Sequence[str]) -> int:
     """Run the suites; what one found is kept before the next begins."""
-    if options.results:
+    if options.output:
+        _write_page(options)
+    elif options.results:
         read_results(options.results)
     print(joined({"date": now(), **facts(), "load average": load_average()}))
     results = []

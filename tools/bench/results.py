@@ -22,8 +22,9 @@ _HEAD = """# Benchmarks
 
 Each figure comes from two sides that take turns in one process, after their results have been
 compared. The ratio says how many times faster the left side is; the aim is what a change must not
-fall below. On an idle machine `hatch run bench --record` measures every suite again, or with a name
-that one, and writes this page from [the results](benchmarks.jsonl).
+fall below. On an idle machine, `hatch run bench --record` measures every suite again and
+`hatch run bench tensor --record` one of them; both write this page from
+[the results](benchmarks.jsonl).
 """
 
 
@@ -35,7 +36,7 @@ def read_lines(
     path: Path, made_of: Callable[[Any], T], refuse: Callable[[str], object]
 ) -> Iterator[T]:
     """Yield what is made of each line of a JSONL file; ``refuse`` is told why one is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_bytes().splitlines() if path.exists() else []
     for number, line in enumerate(lines, start=1):
         try:
             made = made_of(json.loads(line))
@@ -65,8 +66,11 @@ def write_whole(path: Path, text: str) -> None:
     """Write a file that is never seen half-written."""
     path.parent.mkdir(parents=True, exist_ok=True)
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    try:
+        beside.write_text(text, encoding="utf-8")
+        beside.replace(path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def page(results: Mapping[str, SuiteResult]) -> str:

@@ -221,6 +221,8 @@ def test_suite_measured_again_replaces_its_own_rows_only(
         (json.dumps(GOOD)[:-9], "line 2 is no result"),
         (json.dumps({**GOOD, "format": 2}), "its format is 2; this version reads and writes 1"),
         ("[]", "line 2 is no result"),
+        ('{"\xe9": 1}', "line 2 is no result"),
+        ("<<<<<<< HEAD", "line 2 is no result"),
         ("", "line 2 is no result"),
         (json.dumps({**GOOD, "rows": []}), "line 2 is no result"),
         (json.dumps({**GOOD, "rows": [{**ROW, "ours_s": "fast"}]}), "line 2 is no result"),
@@ -236,7 +238,7 @@ def test_file_that_is_damaged_or_of_another_version_is_left_alone(
     file = tmp_path / "results.jsonl"
     options = written(file, FAILING)
     content = file.read_text() + line + "\n"
-    file.write_text(content)
+    file.write_text(content, encoding="latin-1")
     for arguments in ([*options, "good"], [*options, "--page"]):
         assert program.main(arguments) == 2
         captured = capsys.readouterr()
@@ -244,8 +246,25 @@ def test_file_that_is_damaged_or_of_another_version_is_left_alone(
         assert said in captured.err
         assert "Nothing was changed" in captured.err
         assert "load average" not in captured.out  # nothing was measured
-    assert file.read_text() == content
+    assert file.read_text(encoding="latin-1") == content
     assert not (tmp_path / "results.md").exists()
+
+
+@pytest.mark.usefixtures("suites")
+def test_folder_in_place_of_a_file_is_refused_before_anything_is_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = written(tmp_path / "results.jsonl", GOOD)
+    (tmp_path / "results.md").mkdir()
+    for arguments in (options, ["--results", str(tmp_path)]):
+        assert program.main([*arguments, "good"]) == 2
+        captured = capsys.readouterr()
+        assert "Is a directory" in captured.err
+        assert "load average" not in captured.out
+    assert sorted(path.name for path in tmp_path.glob("*results*")) == [
+        "results.jsonl",
+        "results.md",
+    ]
 
 
 @pytest.mark.parametrize(
