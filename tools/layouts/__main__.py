@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.results import read_lines
+from bench.table import markdown_line
 from layouts.combinations import RANKS, chosen, combinations, name_of
 from layouts.comparison import compare, write_text
 from layouts.table import Row, page
@@ -77,7 +79,8 @@ def _run(
         for done, row in enumerate(compare(left, every, folder, deadline), start=1):
             rows[row.name] = row
             _append(options.results, row)
-            print(f"{done} of {len(left)}: {row.line()}", file=sys.stderr, flush=True)
+            shown = markdown_line(row.cells())
+            print(f"{done} of {len(left)}: {shown}", file=sys.stderr, flush=True)
     except KeyboardInterrupt:
         print(f"interrupted; --resume goes on behind {options.results}", file=sys.stderr)
         return True
@@ -86,15 +89,8 @@ def _run(
 
 def _read(results: Path) -> dict[str, Row]:
     """The last row of each combination in a results file; a line that is cut off counts not."""
-    rows = {}
-    for line in results.read_text().splitlines() if results.exists() else []:
-        try:
-            row = Row(**json.loads(line))
-        except (TypeError, ValueError):  # of a version with other columns
-            print(f"{results}: a line is no result: {line[:40]}", file=sys.stderr)
-            continue
-        rows[row.name] = row
-    return rows
+    lines = read_lines(results, lambda data: Row(**data), lambda why: print(why, file=sys.stderr))
+    return {row.name: row for row in lines}
 
 
 def _append(results: Path, row: Row) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from bench.table import describe_machine
+from bench.machine import joined, machine, now
 from layouts.cell import Result, Task, do_tasks
 from layouts.combinations import AFTER, RANKS, STEPS, name_of, others
 from layouts.experts import PlainExperts
@@ -82,16 +82,13 @@ def _compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) ->
 
 
 def _row(settings: Settings) -> Row:
-    facts = describe_machine()
-    when, _ = facts.pop("date"), facts.pop("load average")
-    machine = "; ".join(f"{label}: {text}" for label, text in facts.items())
     return Row(
         name_of(settings),
         settings.world_size,
         settings.num_layers,
         tolerance_of(settings),
-        when,
-        machine,
+        now(),
+        joined(machine()),
     )
 
 

@@ -7,6 +7,7 @@ import math
 import re
 from collections.abc import Sequence
 
+from bench.table import markdown_table
 from layouts.cell import Result
 from layouts.combinations import STEPS
 from pretrain.settings import Settings
@@ -34,10 +35,7 @@ What it has found, both mended: with bf16, torch's layer norm adds up its gradie
 (7.7e-2 off here without sp, 79 % of a bias gradient lost over 16,384 tokens), whatever the layout;
 and a layout named with `--resume` kept `--vpp`, `--ep` and `--hsdp-outer` of the stored one.
 """
-_COLUMNS = (
-    "| combination | ranks | layers | loss | gradient | bound | loads | seconds | |",
-    "|---|--:|--:|--:|--:|--:|--:|--:|---|",
-)
+_NUMBERS = ("ranks", "layers", "loss", "gradient", "bound", "loads", "seconds")
 # An fp32 number is rounded by up to 2**-24; the sums of a step have some thousand terms whose
 # errors add up like a random walk, sqrt(10_000) * 2**-24 = 6e-6.
 _FP32 = 1e-5
@@ -83,14 +81,14 @@ class Row:
         """Whether nothing failed and nothing differs by more than rounding explains."""
         return not self.problems and self.loaded == self.to_load
 
-    def line(self) -> str:
-        """The row of the table."""
+    def cells(self) -> tuple[str, ...]:
+        """The texts of its line of the table."""
         said = "ok" if self.is_green else "; ".join(self.problems) or "not all layouts load it"
         return (
-            f"| {self.name} | {self.ranks} | {self.layers} | {self.loss:.1e} | "
-            f"{self.gradient:.1e} | {self.tolerance:.0e} | {self.loaded}/{self.to_load} | "
-            f"{self.seconds:.1f} | {said} |"
-        )
+            self.name, str(self.ranks), str(self.layers), f"{self.loss:.1e}",
+            f"{self.gradient:.1e}", f"{self.tolerance:.0e}", f"{self.loaded}/{self.to_load}",
+            f"{self.seconds:.1f}", said,
+        )  # fmt: skip
 
 
 def tolerance_of(settings: Settings) -> float:
@@ -156,7 +154,9 @@ def page(rows: Sequence[Row], count: int) -> str:
     dates = sorted(row.when for row in rows)
     if rows:
         told += f", from {dates[0]} to {dates[-1]} on {' and on '.join(machines)}"
-    return "\n".join([_HEAD, f"{told}.", "", *_COLUMNS, *(row.line() for row in rows)])
+    lines = (row.cells() for row in rows)
+    table = markdown_table(("combination", *_NUMBERS, ""), lines, right=_NUMBERS)
+    return "\n".join([_HEAD, f"{told}.", "", table])
 
 
 def _by_layer(gradients: dict[str, float]) -> dict[str, float]:

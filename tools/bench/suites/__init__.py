@@ -1,1 +1,1 @@
-"""One module per package; each has ``run()``, which yields the rows of its table."""
+"""One module a suite; each has ``run()``, which yields the rows of its table."""

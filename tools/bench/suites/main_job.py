@@ -1,4 +1,11 @@
-"""The main job's steps beside plain PyTorch, and with and without what watches them."""
+"""The main job's steps beside plain PyTorch, and with and without the straggler detector.
+
+- The default model has 4 layers of 128 and takes 16 sequences of 128 bytes a step.
+- Only the main job copies between ``[s, b]``, in which sequences are cut over ranks, and what
+  attention returns.
+- A step of the small model is so short that there is a report every tenth of a second: the aim is
+  for the default model, with one every second.
+"""
 
 from __future__ import annotations
 

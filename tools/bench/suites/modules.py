@@ -1,4 +1,11 @@
-"""mcore.modules against megatron-core: casts, first-microbatch marks, wrapper calls, sharding."""
+"""``mcore.modules`` against megatron-core: casts, marks, replays, wrapper calls, sharding.
+
+- The casts themselves, of 16 numbers a leaf, are two thirds of the time here.
+- megatron-core walks a list of modules that it made at its first call.
+- A bare graphed call is what ``make_graphed_callables`` returns: it checks and watches nothing.
+- ``Float16Module`` wraps a module that does nothing.
+- Each entry of a sharded state dict is checked here when it is made.
+"""
 
 from __future__ import annotations
 
@@ -74,7 +81,6 @@ def _cast(
         peer_s,
         target=target,
         agreement="structure, dtypes and values",
-        note="16 numbers a leaf; the casts themselves are two thirds of ours",
     )
 
 
@@ -106,7 +112,6 @@ def _first_microbatch(peer: Any, name: str, number: int) -> Row:
         peer_s,
         target=1.0,
         agreement=f"{sum(mark is True for mark in _marks(ours))} modules marked",
-        note="the peer walks a list that it made at its first call",
     )
 
 
@@ -155,7 +160,6 @@ def _wrapper_calls(peer: Any, name: str) -> Iterator[Row]:
             name,
             peer_s,
             agreement="outputs",
-            note="around a module that does nothing",
         )
 
 
@@ -181,7 +185,7 @@ def _sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
         target=1.0,
         agreement=f"{len(described)} entries",
         note=f"{ours_s / len(described) * 1e6:.3g} us an entry against "
-        f"{peer_s / len(described) * 1e6:.3g}; ours checks each entry",
+        f"{peer_s / len(described) * 1e6:.3g}",
     )
 
 
@@ -253,7 +257,6 @@ def _replays() -> Iterator[Row]:
         peer_s,
         target=0.5,
         agreement="nothing to compare: no device runs",
-        note="what make_graphed_callables returns checks and watches nothing",
     )
 
 

@@ -1,4 +1,10 @@
-"""mcore.parallel against megatron-core and megatron-fsdp, on ranks that one process plays."""
+"""``mcore.parallel`` against megatron-core and megatron-fsdp, on ranks that one process plays.
+
+- torch's fake process group simulates the ranks.
+- On a CPU the peer's fork reads and writes the CPU's generator in place of CUDA's.
+- A cp slice and an index check more than the peers do: lengths of all tensors; that all ranks ask
+  for the same.
+"""
 
 from __future__ import annotations
 
@@ -140,7 +146,6 @@ def _slice_row(
         peer_s,
         target=target,
         agreement=f"all tensors on {cp_size} ranks",
-        note="CPU tensors, explicit group",
     )
 
 
@@ -164,9 +169,7 @@ def _rng_fork(name: str) -> Iterator[Row]:
 
     bare_s = single(read_and_write_twice, number=500)
     note = (
-        f"the peer needs CUDA, which is not here: its reads and writes of the CUDA state are "
-        f"replaced by those of the CPU generator, which take {bare_s / 1e-6:.1f} us on both sides; "
-        f"the target of {_FORK_TARGET:g}x is for CUDA"
+        f"{bare_s / 1e-6:.1f} us of both are the generator's; on CUDA the aim is {_FORK_TARGET:g}"
     )
     with _cuda_state_on_the_cpu(peer):
         yield _fork_row("rng fork, CPU", peer.CudaRNGStatesTracker(), name, "cpu", None, note)
@@ -312,8 +315,8 @@ class _Growth:
         if last is None:
             return ""
         return (
-            f"growth for {world // last[0]}x the ranks: {ours_s / last[1]:.1f}x, "
-            f"peer {peer_s / last[2]:.1f}x"
+            f"{world // last[0]} times the ranks take {ours_s / last[1]:.1f} times as long, "
+            f"peer {peer_s / last[2]:.1f}"
         )
 
 

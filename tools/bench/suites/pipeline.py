@@ -1,4 +1,12 @@
-"""The idle part of a pipeline's steps against the formula, and the steps against torch's."""
+"""Pipelines of the main job: the idle part of a step against the formula, and against torch.
+
+- A step is the fastest of six, the idle part what its passes leave of it, averaged over the ranks.
+- Tests of the main job compare the losses of these steps with those of one process.
+- Passes that sleep (100 ms and 200 ms a stage) need no core and show the order and the messages
+  alone; the aim is to be at most 15 % over the formula.
+- torch's schedule also keeps a buffer for each micro-batch to receive into, in both directions;
+  here there are two at most.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +71,6 @@ def _idle(
         f"(p - 1) / (v m + p - 1) = {share:.3f} of it",
         took * share,
         target=target,
-        agreement="the losses equal those of one process (tests of the main job)",
         note=f"idle share {found:.3f}, {100 * (found / share - 1):+.0f} % of the formula's",
     )
 

@@ -1,4 +1,4 @@
-"""mcore.versioning against megatron-core, a plain class and ``packaging.version``."""
+"""``mcore.versioning`` against megatron-core, a plain class and ``packaging.version``."""
 
 from __future__ import annotations
 
@@ -61,7 +61,6 @@ def _minimum_check(peer: Any, name: str) -> Row:
         peer_s,
         target=10.0,
         agreement=f"{len(_REQUESTS)} requests",
-        note="per call",
     )
 
 
@@ -103,7 +102,6 @@ def _experimental_class() -> Iterator[Row]:
             peer_s,
             target=target,
             agreement="same attributes",
-            note="per call",
         )
 
 

@@ -1,24 +1,21 @@
-"""Tests of the frame for benchmarks: timing, tables, finding and running suites, exit codes."""
+"""Tests of the frame for benchmarks: timing, tables and the machine."""
 
 import gc
-import json
 import math
 import os
 import platform
+import re
 import sys
-import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-import bench.suites
-from bench import __main__ as program
-from bench import measure, table
+from bench import machine as machine_module
+from bench import measure
+from bench.machine import load_average, machine, now
 from bench.measure import Row, paired, single
-from bench.running import SuiteResult, run_suites, suite_names
-from bench.table import as_data, describe_machine, format_duration, markdown_table, text_table
+from bench.table import format_duration, markdown_table, text_table
 
 
 class Clock:
@@ -145,192 +142,43 @@ ROWS = [
 
 def test_text_table_is_aligned() -> None:
     lines = text_table(ROWS).splitlines()
-    assert lines[0].split() == ["case", "ours", "peer", "ratio", "target", "agreement", "note"]
+    assert lines[0].split("  ")[0] == "case"
     assert lines[2].split("  ")[0] == "add"
-    start = lines[0].index("peer")
-    assert lines[2][start:].startswith("6 us (numpy 2.1)")
-    assert lines[3][start:].startswith("500 ms (plain)")
-    assert "3.00x" in lines[2]
-    assert ">= 2x met" in lines[2]
-    assert ">= 1x MISSED" in lines[3]
+    start = lines[0].index("compared with")
+    assert lines[2][start:].startswith("6 us, numpy 2.1")
+    assert lines[3][start:].startswith("500 ms, plain")
+    assert "3.00   2  " in lines[2]
+    assert "1, missed" in lines[3]
     assert "DISAGREES: 3 against 4" in lines[4]
     assert all(line == line.rstrip() for line in lines)
 
 
 def test_markdown_table_has_one_cell_per_column() -> None:
-    lines = markdown_table(ROWS).splitlines()
-    assert lines[0] == "| case | ours | peer | ratio | target | agreement | note |"
-    assert lines[1] == "| --- | --- | --- | --- | --- | --- | --- |"
-    assert lines[2].endswith("| >= 2x met | equal | a\\|b |")
-    assert len(lines) == 5
-
-
-def test_data_is_strict_json() -> None:
-    results = [SuiteResult("one", ROWS), SuiteResult("two", missing="apex"), SuiteResult("three")]
-    data = json.loads(json.dumps(as_data({"date": "today"}, results), allow_nan=False))
-    assert data["machine"] == {"date": "today"}
-    first, _, third = data["suites"][0]["rows"]
-    assert first == {
-        "case": "add",
-        "ours_s": 2e-6,
-        "peer": "numpy 2.1",
-        "peer_s": 6e-6,
-        "target": 2.0,
-        "agreement": "equal",
-        "note": "a|b",
-        "ratio": pytest.approx(3.0),
-        "met": True,
-    }
-    assert (third["ours_s"], third["ratio"]) == (None, None)
-    assert [suite["missing"] for suite in data["suites"]] == [None, "apex", None]
+    table = markdown_table(["a", "b", ""], [["1|2", "", "two\nlines"]], right=["b"])
+    assert table == "| a | b | |\n|---|--:|---|\n| 1\\|2 | | two lines |"
 
 
 def test_machine_is_described_without_importing_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torch", None)
-    described = describe_machine()
+    described = machine("pytest", "no-such-peer")
+    assert list(described) == ["Python", "torch", "pytest", "no-such-peer", "CPUs"]
     assert platform.python_version() in described["Python"]
+    assert described["pytest"] == pytest.__version__
+    assert described["no-such-peer"] == "not installed"
     assert described["CPUs"].startswith(f"{os.cpu_count()} x ")
-    assert described["date"].endswith("UTC")
-    assert len(described["load average"].split()) == 3
+    assert float(load_average()) >= 0
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", now())
 
 
-def test_machine_without_torch_proc_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_proc_and_load(monkeypatch: pytest.MonkeyPatch) -> None:
     class Nowhere(type(Path())):
         def read_text(self, *_: object, **__: object) -> str:
             raise OSError
 
-    def missing(name: str) -> str:
-        raise table.metadata.PackageNotFoundError(name)
-
     def unknown() -> None:
         raise OSError
 
-    monkeypatch.setattr(table.metadata, "version", missing)
-    monkeypatch.setattr(table, "Path", Nowhere)
+    monkeypatch.setattr(machine_module, "Path", Nowhere)
     monkeypatch.setattr(os, "getloadavg", unknown)
-    described = describe_machine()
-    assert described["torch"] == "not installed"
-    assert described["CPUs"].endswith(platform.machine())
-    assert described["load average"] == "unknown"
-
-
-SUITES = {
-    "good": """
-        from bench.measure import Row
-        def run():
-            yield Row("fast", 1.0, "peer", 2.0, target=1.5)
-    """,
-    "disagreeing": """
-        from bench.measure import Row
-        def run():
-            yield Row.disagreement("sum", "peer", "3 against 4")
-    """,
-    "lonely": """
-        def run():
-            import no_such_peer.utils
-            yield
-    """,
-    "failing": """
-        from bench.measure import Row
-        def run():
-            yield Row("before", 1.0, "peer", 2.0)
-            raise ZeroDivisionError("in the suite")
-    """,
-    "broken": """
-        import mcore.no_such_part
-        def run():
-            return []
-    """,
-}
-
-
-@pytest.fixture
-def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ModuleType]:
-    """A package with one suite for everything that can happen."""
-    package = tmp_path / "planted_suites"
-    package.mkdir()
-    (package / "__init__.py").write_text("")
-    for name, source in SUITES.items():
-        (package / f"{name}.py").write_text(textwrap.dedent(source))
-    monkeypatch.syspath_prepend(tmp_path)
-    import planted_suites  # type: ignore[import-not-found]
-
-    monkeypatch.setattr(bench.suites, "__path__", planted_suites.__path__)
-    monkeypatch.setattr(bench.suites, "__name__", "planted_suites")
-    yield planted_suites
-    for name in [name for name in sys.modules if name.startswith("planted_suites")]:
-        del sys.modules[name]
-
-
-def test_suites_of_the_repository_are_found() -> None:
-    assert {"versioning", "training-log"} <= set(suite_names())
-
-
-@pytest.mark.usefixtures("suites")
-def test_what_can_happen_to_a_suite() -> None:
-    assert suite_names() == sorted(SUITES)
-    results = {result.suite: result for result in run_suites(sorted(SUITES))}
-    assert [row.case for row in results["good"].rows] == ["fast"]
-    assert not results["good"].failed
-    assert results["disagreeing"].failed
-    assert results["lonely"].missing == "no_such_peer"
-    assert not results["lonely"].failed
-    assert [row.case for row in results["failing"].rows] == ["before"]
-    assert "ZeroDivisionError: in the suite" in results["failing"].error
-    assert "mcore.no_such_part" in results["broken"].error
-    assert results["broken"].missing == ""
-
-
-@pytest.mark.usefixtures("suites")
-@pytest.mark.parametrize(
-    ("arguments", "expected"),
-    [
-        (["good"], 0),
-        (["good", "lonely"], 0),
-        (["lonely"], 2),
-        (["good", "disagreeing"], 1),
-        (["failing"], 1),
-        ([], 1),
-        (["nothing"], 2),
-        (["--list"], 0),
-    ],
-)
-def test_exit_codes(arguments: list[str], expected: int) -> None:
-    assert program.main(arguments) == expected
-
-
-@pytest.mark.usefixtures("suites")
-def test_missing_peer_is_named_with_the_way_out(capsys: pytest.CaptureFixture[str]) -> None:
-    program.main(["lonely"])
-    output = capsys.readouterr().out
-    assert "'no_such_peer', which is not installed" in output
-    assert "`hatch run bench lonely`" in output
-
-
-@pytest.mark.usefixtures("suites")
-def test_printed_report(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    file = tmp_path / "figures.json"
-    program.main(["good", "failing", "--json", str(file)])
-    captured = capsys.readouterr()
-    lines = captured.out.splitlines()
-    assert lines[0] == "suites: broken, disagreeing, failing, good, lonely"
-    assert lines[1].startswith("date: ")
-    assert "load average: " in lines[1]
-    assert lines[3:5] == ["good", text_table([Row("fast", 1.0, "peer", 2.0, 1.5)]).splitlines()[0]]
-    assert "ZeroDivisionError: in the suite" in captured.err
-    data = json.loads(file.read_text())
-    assert [suite["suite"] for suite in data["suites"]] == ["good", "failing"]
-
-
-@pytest.mark.usefixtures("suites")
-def test_markdown_report(capsys: pytest.CaptureFixture[str]) -> None:
-    program.main(["good", "--markdown"])
-    output = capsys.readouterr().out
-    assert "### good\n\n| case |" in output
-    assert "| fast | 1 s | 2 s (peer) | 2.00x | >= 1.5x met |" in output
-
-
-@pytest.mark.usefixtures("suites")
-def test_unknown_suite_names_those_that_exist(capsys: pytest.CaptureFixture[str]) -> None:
-    program.main(["good", "typo"])
-    assert "no suite typo; there are: broken, disagreeing" in capsys.readouterr().err
+    assert machine()["CPUs"].endswith(platform.machine())
+    assert load_average() == "unknown"

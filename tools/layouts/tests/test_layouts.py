@@ -115,7 +115,7 @@ def test_what_makes_a_row_red(
     row, reference, result = judged
     take_steps(row, dataclasses.replace(result, **change), reference)
     assert row.is_green == (said == "ok")
-    assert said in row.line()
+    assert said in row.cells()[-1]
 
 
 def test_a_load_that_goes_on_elsewhere_makes_a_row_red(
@@ -126,7 +126,7 @@ def test_a_load_that_goes_on_elsewhere_makes_a_row_red(
     take_load(row, Result(21, [5.0, 5.0], [1.0, 1.0]), reference, "tp2")
     take_load(row, Result(21, [5.0, 5.1], [1.0, 1.0]), reference, "cp2")
     assert (row.loaded, row.is_green) == (1, False)
-    assert "as cp2: goes on 2.0e-02 off" in row.line()
+    assert "as cp2: goes on 2.0e-02 off" in row.cells()[-1]
 
 
 def fail_in_some(tasks: list[comparison.Task], limit_s: int) -> None:
@@ -183,3 +183,11 @@ def test_results_are_kept_and_what_is_green_is_not_run_again(
     assert "2 of 472 combinations have been run, 1 of them green, from later" in written.read_text()
     assert written.read_text().count("\n| tp1-cp1-dp1") == 2
     assert json.loads(results.read_text().splitlines()[-1])["problems"] == ["broken"]
+
+
+def test_page_of_the_repository_is_that_of_its_results(tmp_path: Path) -> None:
+    docs, written = Path(command.__file__).parents[1] / "docs", tmp_path / "layouts.md"
+    results = str(docs / "layouts.jsonl")
+    options = ["--resume", "--minutes", "0", "--results", results, "--output", str(written)]
+    assert command.main(options) == 0
+    assert written.read_text() == (docs / "layouts.md").read_text()
