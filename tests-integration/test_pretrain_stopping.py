@@ -88,6 +88,7 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert done.returncode == 4
     folder = RunFolder(tmp_path / "run")
     assert latest_step(folder) == 1
+    assert "3 steps in a row, to step 4" in folder.diverged.read_text()
     assert done.stderr == (
         "pretrain: error: the gradients of 3 steps in a row, to step 4, were not finite: try a "
         "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001; "
