@@ -6,6 +6,7 @@ import collections
 import dataclasses
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -23,11 +24,13 @@ from pretrain.corpus import Corpus, load_corpus, load_text
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache, open_cache
+from pretrain.text.sources import find_sources
 from pretrain.text.tokenizer import open_tokenizer
 from pretrain.usage import UsageError
 from pretrain.windows import permuted, starts_in_order
 from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, seen_here
 from rank_testing import run_ranks
+from rank_testing.scripts import run_script
 
 LINE = "the cat sat on the mat. "
 QUICK = [*TINY, "--no-mlflow", "--no-tensorboard", "--no-straggler", "--train-iters", "2"]
@@ -226,6 +229,15 @@ def test_a_text_that_cannot_be_used(
     assert message in done.stderr
     assert not (tmp_path / "run").exists()
     assert not [*tmp_path.rglob("*.partial")]
+
+
+def test_what_is_no_regular_file_is_refused_without_being_opened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(UsageError, match="pipe is not a regular file"):
+        find_sources(str(tmp_path / "pipe"))
+    code = f"import pretrain.text.tokenizer as t; t.open_tokenizer({str(tmp_path / 'pipe')!r})"
+    done = run_script(code, timeout_s=30)
+    assert "pipe is not a regular file" in done.stderr
 
 
 def test_a_cache_is_used_again_until_a_file_or_the_tokenizer_changes(tmp_path: Path) -> None:

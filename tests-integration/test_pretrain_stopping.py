@@ -18,7 +18,7 @@ from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
 from pretrain.run.checkpoints import latest_step
 from pretrain.run.loop import StopAgreement
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, read_settings, write_settings
+from pretrain.settings import Settings, read_config, read_settings, write_settings
 from pretrain.usage import UsageError
 from pretrain_runs import (
     ENDLESS,
@@ -88,6 +88,7 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert done.returncode == 4
     folder = RunFolder(tmp_path / "run")
     assert latest_step(folder) == 1
+    assert "3 steps in a row, to step 4" in folder.diverged.read_text()
     assert done.stderr == (
         "pretrain: error: the gradients of 3 steps in a row, to step 4, were not finite: try a "
         "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001; "
@@ -123,6 +124,11 @@ def test_a_run_of_an_older_version_takes_defaults_and_wrong_types_are_named(tmp_
         path.write_text(json.dumps({"settings": stored["settings"] | {name: value}}))
         with pytest.raises(UsageError, match=name):
             read_settings(tmp_path)
+    for damaged in ("{", "[]", "null", "{}", '{"settings": []}'):
+        path.write_text(damaged)
+        for read in (lambda: read_settings(tmp_path), lambda: read_config(path)):
+            with pytest.raises(UsageError, match=r"line 1 column|holds no table of settings"):
+                read()
 
 
 def see_folder(folders: list[str]) -> str:

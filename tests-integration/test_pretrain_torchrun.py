@@ -80,6 +80,52 @@ def test_ranks_meet_though_their_nodes_count_restarts_differently() -> None:
     assert run_ranks(meet_again, 2, init=None, env=address, timeout_s=150) == [3.0, 3.0]
 
 
+SRUN = """#!/bin/sh
+echo "$@" > said
+for step in $SAVES; do mkdir -p run/checkpoints/step_0000000$step; done
+[ -z "$DIVERGES" ] || touch run/diverged.txt
+exit $CODE
+"""
+SCONTROL = """#!/bin/sh
+case "$1 $2" in
+    "show hostnames") echo n1;;
+    "show node") echo NodeAddr=127.0.0.1;;
+    requeue*) echo "$2" >> requeued;;
+esac
+"""
+
+
+def test_the_batch_file_requeues_a_job_as_long_as_that_helps(tmp_path: Path) -> None:
+    programs = tmp_path / "programs"
+    programs.mkdir()
+    for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
+        (programs / name).write_text(text)
+        (programs / name).chmod(0o755)
+
+    def is_requeued(restarts: int, code: int, saves: str = "", diverges: str = "") -> bool:
+        variables = {
+            "PATH": f"{programs}:{os.environ['PATH']}", "SLURM_JOB_ID": "7", "RUN_DIR": "run",
+            "SLURM_JOB_NODELIST": "n1", "SLURM_JOB_NUM_NODES": "1", "REQUEUES": "2",
+            "SLURM_RESTART_COUNT": str(restarts),
+            "CODE": str(code), "SAVES": saves, "DIVERGES": diverges,
+        }  # fmt: skip
+        batch = TOOLS / "pretrain" / "cluster" / "slurm.sbatch"
+        done = subprocess.run(["bash", str(batch)], cwd=tmp_path, env=variables, check=False)
+        assert done.returncode == code
+        (requeued := tmp_path / "requeued").touch()
+        told = requeued.read_text()
+        requeued.unlink()
+        return told == "7\n"
+
+    assert not is_requeued(0, 1)  # nothing saved
+    assert is_requeued(0, 1, saves="1 2")
+    assert not is_requeued(0, 2)  # submitted again, refused
+    assert [is_requeued(n, 1, saves=str(n)) for n in range(3, 8)] == [True] * 5
+    assert [is_requeued(n, 1) for n in range(8, 11)] == [True, False, False]
+    assert not is_requeued(11, 0, saves="8")
+    assert not is_requeued(12, 1, saves="9", diverges="1")
+
+
 def test_the_cluster_files_give_options_that_exist() -> None:
     folder = TOOLS / "pretrain" / "cluster"
     service, store, job = YAML(typ="safe").load_all(folder / "kubernetes.yaml")

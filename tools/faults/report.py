@@ -23,8 +23,8 @@ and {steps} steps. Ranks are forked and ended as torchrun does it, or started ag
 itself, by torchrun on two nodes that meet at a store of neither, or by a scheduler that repeats the
 command. The job carries no code for this: `tools/faults/inside.py` wraps its functions from
 outside, and a new phase is a row in `tools/faults/deck.py`. With `--keep FOLDER` an interrupted
-campaign goes on where it was. `hatch run dev:python -m faults.slurm` does the same to one node of a
-Slurm on this machine.
+campaign goes on where it was. `hatch run dev:python -m faults.slurm` does the same to a Slurm on
+this machine.
 
 `{command}` did what is below.
 """

@@ -1,11 +1,13 @@
-"""The batch file under a Slurm of two nodes on this machine, one of which is killed.
+"""The batch file under a Slurm of two nodes on this machine, disturbed in every way it handles.
 
-``hatch run dev:python -m faults.slurm``: ``sbatch --requeue`` has to go on from the last
-checkpoint and end like an undisturbed run. Exit codes: 0, 1 where it does not, 77 without Slurm.
+``hatch run dev:python -m faults.slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
+job that is requeued has to go on from the last checkpoint and end like an undisturbed run, one
+that cannot succeed has to stay ended. Exit codes: 0, 1 where it does not, 77 without Slurm.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import getpass
 import os
@@ -16,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from faults.deck import Variant
@@ -25,7 +27,7 @@ from faults.verdict import differences, newest_good, points_of
 from rank_testing.ports import free_port
 
 _BATCH = Path(__file__).parents[1] / "pretrain" / "cluster" / "slurm.sbatch"
-_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "srun")
+_PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "srun")
 _EXIT_SKIPPED = 77
 _TIMEOUT_S = 30.0
 _JOB = Variant(
@@ -65,7 +67,10 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def main() -> int:
-    """Run the batch file once, with a node killed in the middle."""
+    """Run the batch file undisturbed, then in each case that was asked for."""
+    parser = argparse.ArgumentParser(prog="python -m faults.slurm")
+    parser.add_argument("case", nargs="*", choices=[[], *_CASES], metavar="CASE")
+    chosen = parser.parse_args().case or list(_CASES)
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     missing = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
@@ -77,7 +82,7 @@ def main() -> int:
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="faults-slurm-"))
     with _Cluster(folder) as cluster:
-        wrong = list(_wrong_in(cluster))
+        wrong = list(_wrong_in(cluster, chosen))
     for problem in wrong:
         print(f"PROBLEM: {problem}; see {folder}")
     if not wrong:
@@ -85,27 +90,128 @@ def main() -> int:
     return 1 if wrong else 0
 
 
-def _wrong_in(cluster: _Cluster) -> Iterator[str]:
-    """Run the job once as it is and once with a node killed; what is wrong then."""
-    reference, run = cluster.folder / "undisturbed", cluster.folder / "run"
+def _wrong_in(cluster: _Cluster, chosen: list[str]) -> Iterator[str]:
+    """Run the job once as it is and once for each case; what is wrong then."""
+    reference = cluster.folder / "undisturbed"
     job = cluster.submit(reference)
     cluster.wait_for_the_end(job)
     _say(f"undisturbed, the job is {cluster.state_of(job)}")
-    job = cluster.submit(run)
-    _wait(lambda: newest_good(run) >= _KILLED_AFTER, "first checkpoints")
-    before, killed_at = newest_good(run), time.time()
+    for case in chosen:
+        for problem in _CASES[case](cluster, reference, cluster.folder / case):
+            yield f"{case}: {problem}"
+
+
+def _node(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A node is killed: Slurm requeues the job."""
+    job, before = _started(cluster, run)
+    killed_at = time.time()
     cluster.kill_node("n2")
     _say(f"node n2 was killed after step {before}")
     _wait(lambda: cluster.state_of(job) != "RUNNING", "Slurm to notice that a node is gone")
     cluster.start_node("n2")
     _say(f"node n2 is back, the job is {cluster.state_of(job)}")
+    yield from _wrong_at_the_end(cluster, job, reference, run, before, killed_at, at_once=False)
 
+
+def _launcher(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A rank is killed, then a launcher, on nodes that live: torchrun, then the batch file."""
+    job, before = _started(cluster, run)
+    _kill([pid for pid in cluster.tasks_of("n2") if _has(pid, "environ", b"\0RANK=")])
+    _say(f"the rank of node n2 was killed after step {before}")
+    _wait(lambda: newest_good(run) >= before + _KILLED_AFTER, "later checkpoints")
+    if cluster.restarts_of(job):
+        yield "the job was requeued for a rank that torchrun can start again"
+    before, killed_at = newest_good(run), time.time()
+    _kill([pid for pid in cluster.tasks_of("n2") if _has(pid, "cmdline", b"distributed.run")])
+    _say(f"the launcher of node n2 was killed after step {before}")
+    _wait(lambda: cluster.state_of(job) != "RUNNING", "the job's end after that of a launcher")
+    yield from _wrong_at_the_end(cluster, job, reference, run, before, killed_at)
+
+
+def _limit(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """The time limit comes near: the job saves, ends and is requeued."""
+    job, before = _started(cluster, run)
+    cluster.limit(job, "1")
+    _say(f"the time limit was lowered after step {before}")
+    _wait(lambda: cluster.state_of(job) != "RUNNING", "the job's end before its time limit")
+    ended_at, before = time.time(), newest_good(run)
+    _say(f"the job is {cluster.state_of(job)}, saved at step {before}")
+    if before % 10 == 0:
+        yield f"the newest checkpoint is the regular one of step {before}"
+    _wait(lambda: cluster.state_of(job) != "COMPLETING", "the job to be pending")
+    cluster.limit(job, "60")
+    yield from _wrong_at_the_end(cluster, job, reference, run, before, ended_at)
+
+
+def _diverged(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A run that diverges behind a checkpoint stays ended."""
+    options = "--lr 1e30 --min-lr 1 --warmup-iters 0 --save-interval 1 --max-skipped 3"
+    yield from _stays_ended(cluster, run, options, 1, "not finite")
+
+
+def _refused(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A run that cannot go on as it is asked to stays ended."""
+    shutil.copytree(reference, run)
+    options, last = "--tp 3 --train-iters 320", newest_good(reference)
+    yield from _stays_ended(cluster, run, options, last, "pretrain: error: ")
+
+
+def _stays_ended(cluster: _Cluster, run: Path, options: str, last: int, said: str) -> Iterator[str]:
+    job = cluster.submit(run, options.split())
     cluster.wait_for_the_end(job)
-    _say(f"the job is {cluster.state_of(job)} after {time.time() - killed_at:.0f} s")
+    _say(f"with {options}, the job is {cluster.state_of(job)}")
+    if (state := cluster.state_of(job)) != "FAILED":
+        yield f"the job is {state}, not FAILED"
+    if cluster.restarts_of(job):
+        yield f"the job was requeued {cluster.restarts_of(job)} times"
+    if said not in Path(f"{run}.said").read_text():
+        yield f"the output does not say {said!r}"
+    if newest_good(run) != last:
+        yield f"the newest checkpoint is that of step {newest_good(run)}"
+
+
+def _cancelled(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A run that somebody cancels stays ended, and has saved."""
+    job, before = _started(cluster, run)
+    cluster.cancel(job)
+    cluster.wait_for_the_end(job)
+    _say(f"cancelled after step {before}, saved at step {newest_good(run)}")
+    if (state := cluster.state_of(job)) != "CANCELLED":
+        yield f"the job is {state}, not CANCELLED"
+    if cluster.restarts_of(job):
+        yield f"the job was requeued {cluster.restarts_of(job)} times"
+
+
+_CASES = {
+    "node": _node, "launcher": _launcher, "limit": _limit,
+    "diverged": _diverged, "refused": _refused, "cancelled": _cancelled,
+}  # fmt: skip
+
+
+def _started(cluster: _Cluster, run: Path) -> tuple[str, int]:
+    """A job in the middle of its steps, and the step that it has saved."""
+    job = cluster.submit(run)
+    _wait(lambda: newest_good(run) >= _KILLED_AFTER, "first checkpoints")
+    return job, newest_good(run)
+
+
+def _wrong_at_the_end(
+    cluster: _Cluster,
+    job: str,
+    reference: Path,
+    run: Path,
+    before: int,
+    at: float,
+    *,
+    at_once: bool = True,
+) -> Iterator[str]:
+    """Wait for a job that was disturbed after a step had been saved; what is wrong then."""
+    cluster.wait_for_the_end(job, at_once=at_once)
+    _say(f"the job is {cluster.state_of(job)} after {time.time() - at:.0f} s")
     if cluster.restarts_of(job) != 1:
         yield f"the job was requeued {cluster.restarts_of(job)} times, not once"
     yield from differences(run, reference, None)
-    again = [point for point, _ in points_of(run, since=killed_at) if point[1] <= before]
+    again = [point for point, _ in points_of(run, since=at) if point[1] <= before]
     if again:
         yield f"steps up to {before} were done again after they were saved"
 
@@ -144,16 +250,17 @@ class _Cluster:
 
     def kill_node(self, name: str) -> None:
         """Kill a node's daemon and everything that it has started."""
-        ours = f"{MARK}={os.environ[MARK]}".encode()
-        tasks = processes_with(f"SLURMD_NODENAME={name}".encode(), ours)
         # Slurm's own first, or it would tell the controller how the tasks ended.
         log = str(self.folder / f"slurmd-{name}.log")
-        for pid in [self.nodes[name].pid, *_step_daemons(log), *tasks]:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        _kill([self.nodes[name].pid, *_step_daemons(log), *self.tasks_of(name)])
         self.nodes[name].wait()
 
-    def submit(self, run: Path) -> str:
+    def tasks_of(self, name: str) -> Iterator[int]:
+        """What runs on a node for jobs."""
+        ours = f"{MARK}={os.environ[MARK]}".encode()
+        return processes_with(f"SLURMD_NODENAME={name}".encode(), ours)
+
+    def submit(self, run: Path, more: Sequence[str] = ()) -> str:
         """Submit the batch file for ranks of this Python; the job's number."""
         self.environment |= {
             "TORCHRUN": f"{sys.executable} -m torch.distributed.run",
@@ -161,14 +268,25 @@ class _Cluster:
             "PYTHONPATH": str(Path(__file__).parents[1]),
         }  # fmt: skip
         said = f"--output={run}.said"
-        words = [*_JOB.words, "--timeout-s", str(_TIMEOUT_S)]
+        words = [*_JOB.words, "--timeout-s", str(_TIMEOUT_S), *more]
         return self._told("sbatch", "--parsable", said, str(_BATCH), *words).strip()
 
-    def wait_for_the_end(self, job: str) -> None:
-        """Wait for it; a requeued job need not wait for two minutes, as it does by default."""
+    def limit(self, job: str, minutes: str) -> None:
+        """Give a job another time limit."""
+        self._told("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+
+    def cancel(self, job: str) -> None:
+        """Cancel a job as its user does."""
+        self._told("scancel", job)
+
+    def wait_for_the_end(self, job: str, *, at_once: bool = True) -> None:
+        """Wait for it; a requeued job need not wait for two minutes, as it does by default.
+
+        After a node's loss it has to: Slurm may yet end there what it thinks is the start before.
+        """
 
         def has_ended() -> bool:
-            if self.state_of(job) == "PENDING":
+            if at_once and self.state_of(job) == "PENDING":
                 self._told("scontrol", "update", f"JobId={job}", "StartTime=now")
             return self.state_of(job) not in ("PENDING", "RUNNING", "COMPLETING")
 
@@ -207,6 +325,18 @@ def _step_daemons(log: str) -> Iterator[int]:
                 os.readlink(file) == log for file in (path / "fd").iterdir()
             ):
                 yield int(path.name)
+
+
+def _kill(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _has(pid: int, file: str, wanted: bytes) -> bool:
+    with contextlib.suppress(OSError):
+        return wanted in (Path(f"/proc/{pid}") / file).read_bytes()
+    return False
 
 
 def _wait(condition: Callable[[], bool], what: str) -> None:

@@ -51,6 +51,11 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def diverged(self) -> Path:
+        """Why a run has ended that goes on by hand only; gone as soon as it does."""
+        return self.path / "diverged.txt"
+
+    @property
     def loss_picture(self) -> Path:
         """Train and validation loss over steps."""
         return self.path / "loss.png"

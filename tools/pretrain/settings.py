@@ -245,8 +245,8 @@ def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
         raise UsageError(f"{option} {run_dir}: not a run folder (it has no config.json)")
     fields = dataclasses.fields(Settings)
     try:
-        stored = _checked(json.loads(path.read_text())["settings"])
-    except (ValueError, KeyError, TypeError) as error:
+        stored = _checked(_settings_in(path.read_text()))
+    except (ValueError, TypeError) as error:
         raise UsageError(
             f"{option} {run_dir}: config.json is not from this job ({error})"
         ) from None
@@ -263,12 +263,12 @@ def read_config(path: Path) -> dict[str, Any]:
     try:
         text = path.read_text()
         if path.suffix == ".json":
-            return kept_settings(_checked(json.loads(text)["settings"]))
+            return kept_settings(_checked(_settings_in(text)))
         given = {name.replace("-", "_"): v for name, v in tomllib.loads(text).items()}
         return _checked(given, may_be_derived=False)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, TypeError) as error:
         raise UsageError(f"--config {path}: {error}") from None
 
 
@@ -276,6 +276,15 @@ def kept_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that a run which goes on, or another one, takes over."""
     kept = {field.name for field in dataclasses.fields(Settings) if field.metadata["kept"]}
     return {name: value for name, value in stored.items() if name in kept}
+
+
+def _settings_in(text: str) -> dict[str, Any]:
+    """The settings in the text of a ``config.json``."""
+    config = json.loads(text)
+    settings = config.get("settings") if isinstance(config, dict) else None
+    if not isinstance(settings, dict):
+        raise ValueError("it holds no table of settings")
+    return settings
 
 
 def _checked(stored: Mapping[str, Any], *, may_be_derived: bool = True) -> dict[str, Any]:

@@ -137,6 +137,26 @@ def test_a_setting_that_is_wrong_is_refused_on_every_rank(tmp_path):
         RunLog(tmp_path, no_such_setting=1)
 
 
+def test_a_log_that_is_closed_says_once_that_it_no_longer_writes(tmp_path, caplog):
+    with RunLog(tmp_path, log_every=1) as log:
+        log.log_step({"loss": 1.0})
+    log.close()
+    assert not caplog.messages
+    for _ in range(2):
+        log.log_step({"loss": 2.0})
+        log.log_metrics({"accuracy": 0.5})
+    assert [line["loss"] for line in lines_of(tmp_path)] == [1.0]
+    assert caplog.messages == ["the log is closed: what is logged now is only on the console"]
+
+
+def test_a_number_that_no_float_can_hold_is_called_too_large(tmp_path, caplog):
+    with RunLog(tmp_path, log_every=1) as log:
+        log.log_step({"loss": 1.0}, huge=10**400)
+    assert caplog.messages == [
+        "'huge' is an int too large for a float and is not logged; give one number"
+    ]
+
+
 class Terminal(io.StringIO):
     def isatty(self):
         return True

@@ -311,6 +311,10 @@ def test_torch_loads_what_is_converted(name: str, root: Path, run: Any, tmp_path
         assert loaded["list"][1]["a"].tolist() == [0.0]
     code, text = run("to-torch", root / name, file)
     assert (code, text) == (2, f"error: {file} already exists and is left as it is\n")
+    assert run("to-torch", root / name, tmp_path / "no" / "one.pt") == (
+        2,
+        f"error: cannot write {tmp_path}/no/one.pt: there is no folder {tmp_path}/no\n",
+    )
     assert run("to-torch", root / name, tmp_path / "one.pt", "--keys", "columns")[0] == 0
     assert list(torch.load(tmp_path / "one.pt")) == ["columns"]
     assert sorted(os.listdir(tmp_path)) == ["model.pt", "one.pt"]

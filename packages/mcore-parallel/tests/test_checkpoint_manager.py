@@ -57,6 +57,47 @@ def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
             CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
 
 
+def test_a_damaged_checkpoint_of_a_later_step_costs_no_good_one(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step, value in ((2, 1.0), (4, 8.0), (6, 8.0)):
+        manager.save(linear(value), step=step)
+    flip_a_byte(tmp_path / "step_4")
+    flip_a_byte(tmp_path / "step_6")
+    manager = CheckpointManager(tmp_path, keep=1)
+    assert manager.load_latest(linear()) == {"step": 2}
+    assert manager.save(linear(3.0), step=3)
+    assert names(tmp_path) == ["step_3", "step_4", "step_6"]
+    manager = CheckpointManager(tmp_path, keep=2)
+    assert manager.load_latest(linear()) == {"step": 3}
+    assert manager.save(linear(5.0), step=5)
+    assert names(tmp_path) == ["step_3", "step_4", "step_5", "step_6"]
+    assert manager.save(linear(7.0), step=7)  # damaged ones are no reason to delete step 5
+    assert names(tmp_path) == ["step_4", "step_5", "step_6", "step_7"]
+
+
+def test_what_is_saved_stays_beside_checkpoints_of_an_abandoned_future(tmp_path: Path) -> None:
+    for step in (2, 8, 9):
+        save_training_state(tmp_path / f"step_{step}", linear(), step=step)
+    manager = CheckpointManager(tmp_path, keep=1)
+    assert manager.save(linear(), step=3)
+    assert names(tmp_path) == ["step_3", "step_8", "step_9"]
+    assert manager.save(linear(), step=10)
+    assert names(tmp_path) == ["step_10"]
+
+
+@pytest.mark.parametrize("step", [-2, 2.0, "2", None, torch.tensor(2.0)])
+def test_a_step_that_would_never_be_found_again_is_refused(tmp_path: Path, step: Any) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(
+        (TypeError, ValueError), match=r"step must be a(t least 0| whole number), got"
+    ):
+        manager.save(linear(), step=step)
+    assert not (tmp_path / "run").exists()
+    for options in ({"keep": 1.5}, {"every": "2"}):
+        with pytest.raises(TypeError, match="must be a whole number, got"):
+            CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
 def test_what_a_killed_save_left_is_deleted_by_the_first_save(tmp_path: Path) -> None:
     left = incomplete_sibling(tmp_path / "step_2", 1)
     save_training_state(tmp_path / "step_1", linear(), step=1)

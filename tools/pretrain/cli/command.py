@@ -56,6 +56,7 @@ def _be_a_rank(argv: list[str]) -> int:
     if request.resume is not None and os.environ["RANK"] == "0":
         patience_s = min(PATIENCE_S, request.settings.timeout_s) if request.by_itself else 0.0
         request.claims.append(claim(request.resume, patience_s))
+        RunFolder(request.resume).diverged.unlink(missing_ok=True)
         _set_damaged_aside(RunFolder(request.resume), step)
     from pretrain.cli.rank import run_rank
 

@@ -71,6 +71,9 @@ def _run(request: Request) -> int:
     except StoppedBySignal as stopped:
         return int(str(stopped.code))
     except DivergedError as error:
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                folder.diverged.write_text(f"{error}\n")
         return _refuse(DivergedError(f"{error}. {describe_latest(folder)}"), EXIT_DIVERGED)
     except UsageError as error:
         return _refuse(error, EXIT_USAGE)

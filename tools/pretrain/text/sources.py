@@ -19,6 +19,8 @@ def find_sources(data: str) -> list[Path]:
     if path.is_dir():
         found = [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
     elif path.exists():
+        if not path.is_file():
+            raise UsageError(f"--data {data}: {path} is not a regular file")
         found = [path]
     else:
         found = [Path(name) for name in glob.glob(data, recursive=True)]

@@ -53,6 +53,8 @@ class _FromFile:
             from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError:
             raise UsageError("--tokenizer needs the library tokenizers: install it") from None
+        if path.exists() and not path.is_file():  # a pipe would be waited for
+            raise UsageError(f"--tokenizer: {path} is not a regular file")
         try:
             content = path.read_bytes()
             self._tokenizer = HuggingFaceTokenizer.from_buffer(content)

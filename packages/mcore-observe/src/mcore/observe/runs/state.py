@@ -271,7 +271,7 @@ class GlobalState:
             >>> kept.steps
             {10: {'lm loss validation': 2.5}}
         """
-        sinks = log_state_of(self).sinks.of(self)
+        sinks = log_state_of(self).sinks.to_log_to(self)
         if not sinks:
             return
         scalars = Scalars()
@@ -380,7 +380,8 @@ class GlobalState:
         Those that were never read are not opened. A failure is a warning, and the others are
         still closed. Trackers that are away are waited for at the same time, ``closing_s`` of the
         logger's settings in all; what they have not taken then is on the disk, and
-        ``python -m mcore.observe replay`` sends it. A process that ends closes the state itself.
+        ``python -m mcore.observe replay`` sends it. What is logged later is only on the console,
+        with one warning. A process that ends closes the state itself.
 
         Args:
             status: How the run ended: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.

@@ -105,6 +105,7 @@ class SinkTable:
 
     def __init__(self) -> None:
         self._guards: dict[int, tuple[Any, GuardedSink]] = {}
+        self._has_warned = False
 
     def of(self, global_state: Any) -> list[tuple[ScalarRules, GuardedSink]]:
         """Return the sinks that a state holds now on this rank, each with its rules."""
@@ -118,6 +119,14 @@ class SinkTable:
         for sink in _extra_sinks(global_state) if is_last_rank() else ():
             guard = self._guard(sink, type(sink).__name__, lambda sink: sink, config)
             pairs.append((_ALL_SCALARS, guard))
+        return pairs
+
+    def to_log_to(self, global_state: Any) -> list[tuple[ScalarRules, GuardedSink]]:
+        """Return :meth:`of`, with one WARNING where there are none any more."""
+        pairs = self.of(global_state)
+        if self._guards and not pairs and not self._has_warned:
+            self._has_warned = True
+            logger.warning("the log is closed: what is logged now is only on the console")
         return pairs
 
     def _guard(

@@ -355,7 +355,7 @@ def _send(
     line: Sequence[Field | str],
 ) -> None:
     """Copy what this rank shows to the host, all at once, then send and print it."""
-    sinks = state.sinks.of(step.global_state)
+    sinks = state.sinks.to_log_to(step.global_state)
     if not sinks and not line:
         return
     if not sinks:

@@ -49,7 +49,9 @@ def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
         if found is not None and is_one_number(found):
             return found
     if warns:
-        _warn_left_out(as_name(name), type(value).__name__)
+        kind = type(value).__name__
+        text = "an int too large for a float" if kind == "int" else f"not a number but a {kind}"
+        _warn_left_out(as_name(name), text)
     return None
 
 
@@ -66,8 +68,8 @@ def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, 
 
 
 @functools.lru_cache(maxsize=1024)
-def _warn_left_out(name: str, kind: str) -> None:
-    logger.warning("%r is not a number but a %s and is not logged; give one number", name, kind)
+def _warn_left_out(name: str, text: str) -> None:
+    logger.warning("%r is %s and is not logged; give one number", name, text)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -28,6 +28,8 @@ def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output)
     target = local_path(file)
     if os.path.lexists(target):
         raise CheckpointingException(f"{target} already exists and is left as it is")
+    if not target.parent.is_dir():
+        raise CheckpointingException(f"cannot write {target}: there is no folder {target.parent}")
     values: dict[str, Any] = {}
     with Contents(path) as contents:
         names = contents.names(patterns)

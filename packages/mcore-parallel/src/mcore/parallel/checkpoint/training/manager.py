@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import operator
 import re
 from collections.abc import Callable, Iterable
 from types import TracebackType
@@ -37,7 +38,8 @@ class CheckpointManager:
     Args:
         root: The folder, made by the first save; with ``mcore-parallel[remote]`` a URL too.
         keep: How many of the newest checkpoints stay, at least 1; None keeps all. Old ones are
-            deleted after a save is complete: with ``async_``, at the next save or wait.
+            deleted after a save is complete: with ``async_``, at the next save or wait. Those
+            that :meth:`load_latest` found damaged, or of later steps, are not counted and stay.
         every: Of the steps that :meth:`save` is called with, those are written that this divides.
         async_: Write in the background. A save waits for the one before it first, and raises its
             error.
@@ -46,6 +48,7 @@ class CheckpointManager:
 
     Raises:
         ValueError: ``keep`` or ``every`` is below 1.
+        TypeError: One of them is not a whole number.
 
     Example:
         >>> import tempfile, torch
@@ -71,15 +74,14 @@ class CheckpointManager:
         process_group: GroupLike | None = None,
         protect: Iterable[str] = (),
     ) -> None:
-        for name, number in (("keep", keep), ("every", every)):
-            if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1, got {number}")
         self.root = place_of(root)
-        self.keep, self.every, self.async_ = keep, every, async_
+        self.keep = None if keep is None else _whole_number("keep", keep, 1)
+        self.every, self.async_ = _whole_number("every", every, 1), async_
         self._protect = tuple(protect)
         self._group = process_group
         self._pending: SaveHandle | None = None
         self._last: Place | None = None  # what the model's state is saved as
+        self._step = 0  # of the last save
         self._has_saved = False
         self._damaged: set[Place] = set()
 
@@ -112,7 +114,10 @@ class CheckpointManager:
         Raises:
             CheckpointingException: On every rank: the save, or the background save before it,
                 failed. The folder holds only complete checkpoints.
+            ValueError: The step is below 0.
+            TypeError: The step is not a whole number.
         """
+        step = _whole_number("step", step, 0)
         path = self.root / f"step_{step}"
         if path == self._last or (step % self.every and not force):
             return False
@@ -128,7 +133,7 @@ class CheckpointManager:
             async_=self.async_,
             **more,
         )
-        self._last, self._has_saved = path, True
+        self._last, self._step, self._has_saved = path, step, True
         if self._pending is None:
             self._delete_old()
         return True
@@ -225,7 +230,15 @@ class CheckpointManager:
     def _delete_old(self) -> None:
         keep = self.keep
         if keep is not None:
-            self._on_first_rank(lambda: keep_last(self.root, keep, protect=self._protect))
+            self._on_first_rank(
+                lambda: keep_last(self.root, keep, protect=[*self._protect, *self._passed_over()])
+            )
+
+    def _passed_over(self) -> list[str]:
+        """Name damaged checkpoints, and those of later steps than the run is at."""
+        steps = _steps_below(self.root)
+        damaged = {path.name for path in self._damaged}
+        return [name for name, step in steps.items() if step > self._step or name in damaged]
 
     def _on_first_rank(self, change: Callable[[], object]) -> None:
         """Change the folder on the first rank; a failure is no reason to end a run."""
@@ -237,12 +250,27 @@ class CheckpointManager:
             logger.warning("old checkpoints in %s cannot be deleted: %s", self.root, error)
 
 
+def _whole_number(name: str, given: Any, least: int) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {given!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
 def _step_names(root: Place) -> list[str]:
     """Return the names of checkpoints in a folder, complete or not, newest first."""
+    steps = _steps_below(root)
+    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+
+
+def _steps_below(root: Place) -> dict[str, int]:
+    """Map the names of checkpoints in a folder, complete or not, to their steps."""
     if isinstance(root, RemotePath):
         names = [folder.name for folder in root.folders()]
     else:
         is_dir = root.is_dir()
         names = [one.name for one in root.iterdir() if not one.is_symlink()] if is_dir else []
-    steps = {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
-    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+    return {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}
