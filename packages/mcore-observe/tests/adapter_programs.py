@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import warnings
+from inspect import signature
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -269,7 +270,9 @@ def pl_fit(folder):
     other = pl.Trainer(
         max_steps=5, callbacks=[again], logger=False, enable_checkpointing=False, **options
     )
-    other.fit(Module(), loader(), loader(), ckpt_path=folder / "pl.ckpt", weights_only=False)
+    # Under 2.6 Lightning has no such argument and reads everything.
+    whole = {"weights_only": False} if "weights_only" in signature(other.fit).parameters else {}
+    other.fit(Module(), loader(), loader(), ckpt_path=folder / "pl.ckpt", **whole)
     return {
         "losses": module.losses,
         "steps": first,
