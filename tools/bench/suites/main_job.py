@@ -1,8 +1,9 @@
 """The main job's steps beside plain PyTorch, and with and without the straggler detector.
 
 - The default model has 4 layers of 128 and takes 16 sequences of 128 bytes a step.
-- Only the main job copies between ``[s, b]``, in which sequences are cut over ranks, and what
-  attention returns.
+- Beside plain PyTorch, where memory happens to lie makes 2 %, so that both sides start six times.
+  Only the main job copies between ``[s, b]``, in which sequences are cut over ranks, and what
+  attention returns; it rotates query and key in one autograd function.
 - A step of the small model is so short that there is a report every tenth of a second: the aim is
   for the default model, with one every second.
 """
@@ -44,7 +45,7 @@ _PEER = "the same steps with --no-straggler"
 
 def run() -> Iterable[Row]:
     """Yield the rows; steps of both kinds alternate in one process group."""
-    yield _beside_plain(rounds=12)
+    yield _beside_plain(starts=6, rounds=3)
     cases = (("the default model", Settings(), 12, 0.99), ("a small model", _SMALL, 100, None))
     for what, settings, rounds, target in cases:
         case = (
@@ -67,18 +68,23 @@ def run() -> Iterable[Row]:
         )
 
 
-def _beside_plain(rounds: int) -> Row:
+def _beside_plain(starts: int, rounds: int) -> Row:
     settings = Settings(dp=1, mlflow=False, train_iters=100_000)
     case = "step of the default model on 1 rank with log, TensorBoard, JSONL and detector"
     peer = f"plain PyTorch {torch.__version__}: SDPA, fused AdamW, no log"
-    losses, ours_s, peer_s = run_ranks(_plain_rank, 1, settings, rounds, timeout_s=600)[0]
+    measured = [
+        run_ranks(_plain_rank, 1, settings, rounds, timeout_s=600)[0] for _ in range(starts)
+    ]
+    losses = [pair for one, _, _ in measured for pair in one]
+    ours_s = min(ours for _, ours, _ in measured)
+    peer_s = min(theirs for _, _, theirs in measured)
     far = max(abs(one / other - 1) for one, other in losses)
     if not far < _LOSSES_NEAR:
         return Row.disagreement(case, peer, f"losses {losses}")
     return Row(
         case, ours_s, peer, peer_s, target=1.0,
         agreement=f"the losses of {len(losses)} steps to {_LOSSES_NEAR:g}",
-        note=f"fastest of {rounds} rounds of {_STEPS} steps in alternation",
+        note=f"fastest of {starts} starts with {rounds} rounds of {_STEPS} steps in alternation",
     )  # fmt: skip
 
 

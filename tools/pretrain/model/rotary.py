@@ -10,13 +10,14 @@ _BASE = 10_000.0
 
 
 def rotary_table(positions: torch.Tensor, head_size: int) -> torch.Tensor:
-    """Cosines and sines of positions ``[s, b]``: ``[2, s, b, head_size / 2]``.
+    """Cosines and sines of positions ``[s, b]``: ``[2, s, b, head_size]``.
 
-    ``b`` may be 1, for positions that are those of all sequences.
+    Both halves of a head turn by the same angles. ``b`` may be 1, for positions that are those of
+    all sequences.
     """
     half = torch.arange(head_size // 2, device=positions.device, dtype=torch.float32)
     frequencies = _BASE ** (-half / (head_size // 2))
-    angles = positions.float()[..., None] * frequencies
+    angles = positions.float()[..., None] * frequencies.repeat(2)
     return torch.stack((angles.cos(), angles.sin()))
 
 
@@ -65,6 +66,6 @@ def _rotate(heads: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, sign
     """Turn ``[..., b, heads, s, head_size]`` forth, or back with the sign -1, into ``out``."""
     cos, sin = table.transpose(1, 2)[:, :, None]
     first, second = heads.chunk(2, dim=-1)
-    out_first, out_second = out.chunk(2, dim=-1)
-    torch.mul(first, cos, out=out_first).addcmul_(second, sin, value=-sign)
-    torch.mul(second, cos, out=out_second).addcmul_(first, sin, value=sign)
+    out_first, out_second = torch.mul(heads, cos, out=out).chunk(2, dim=-1)
+    out_first.addcmul_(second, sin[..., : second.shape[-1]], value=-sign)
+    out_second.addcmul_(first, sin[..., : first.shape[-1]], value=sign)
