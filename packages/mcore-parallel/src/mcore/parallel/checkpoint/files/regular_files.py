@@ -76,6 +76,8 @@ def open_regular(path: Place) -> io.RawIOBase:
     if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
         stream.close()
         raise CheckpointingException(f"{path} is not a regular file; take another checkpoint")
+    if hasattr(os, "posix_fadvise"):  # the system reads twice as far ahead
+        os.posix_fadvise(stream.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
     return stream
 
 
