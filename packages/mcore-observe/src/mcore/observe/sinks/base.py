@@ -10,7 +10,13 @@ from typing import Any, Protocol, runtime_checkable
 
 from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.spool import EarlierSpools, Spool
-from mcore.observe.values.scalars import as_name, as_number, only_numbers, read_scalars
+from mcore.observe.values.scalars import (
+    as_name,
+    as_number,
+    is_one_number,
+    only_numbers,
+    read_scalars,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -251,10 +257,13 @@ def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
     None is left out, and so is anything else that is not a number, with one WARNING for each name.
     """
-    if all(type(value) is float for value in metrics.values()):
+    values = metrics.values()
+    if set(map(type, values)) <= {float, int} and all(
+        is_one_number(value) for value in values if type(value) is int
+    ):
         numbers: dict[str, float] = dict(metrics)
     else:
         numbers = read_scalars(only_numbers(metrics))
-    if all(type(name) is str and name.isascii() for name in numbers):
+    if set(map(type, numbers)) <= {str} and "".join(numbers).isascii():
         return numbers
     return {as_name(name): value for name, value in numbers.items()}
