@@ -154,6 +154,7 @@ def hf_odd(folder):
     ]
     saves = {"max_steps": 3, "save_strategy": "steps", "save_steps": 3, "logging_steps": 1}
     hf_trainer(folder / "odd", callbacks[0], made_by=WaitsForTheDevice, **saves).train()
+    batches = []
     for others, options in (
         ([OtherCallback(), callbacks[1]], {"per_device_train_batch_size": 4}),
         ([OtherCallback(callbacks[2])], {"max_steps": 4}),
@@ -162,7 +163,9 @@ def hf_odd(folder):
         others[0].trainer = trainer
         checkpoint = folder / "odd" / "hf" / "checkpoint-3"
         trainer.train(resume_from_checkpoint=str(checkpoint) if len(others) > 1 else None)
+        batches.append(trainer._train_batch_size)
     return {
+        "batches": batches,
         "losses": [{s: v.get("loss") for s, v in sink.steps.items()} for sink in kept],
         "consumed": [each.run_log.train_state.consumed_train_samples for each in callbacks],
     }

@@ -81,12 +81,15 @@ def test_transformers_continue_a_run_from_a_checkpoint_and_open_another_from_ste
 
 
 def test_transformers_steps_keep_their_time_and_number_whatever_other_callbacks_do(ran):
-    waited, early, late = lines(ran, "hf_odd.0")[:3], *result(ran, "hf_odd.0")["losses"][1:]
+    found = result(ran, "hf_odd.0")
+    waited, early, late = lines(ran, "hf_odd.0")[:3], *found["losses"][1:]
     assert all(float(line["step ms"]) >= 50 for line in waited)
     assert early == {"4": 4.0, "5": 5.0}
     assert late == {"2": 2.0, "3": 3.0, "4": 4.0}
     # 3 steps of 2 x 2; the same and 2 of 2 x 4; the last two of 4 steps, and before them as many.
-    assert result(ran, "hf_odd.0")["consumed"] == [12, 28, 16]
+    # transformers 5.0 goes on with the batch of the checkpoint, whatever it is given.
+    assert found["batches"] in ([4, 2], [2, 2])
+    assert found["consumed"] == [12, 12 + 2 * 2 * found["batches"][0], 16]
 
 
 def test_training_that_fails_is_told_to_the_sinks_even_if_the_program_goes_on(ran):
