@@ -18,7 +18,6 @@ from mcore.observe.sinks.mlflow_run import (
     MlflowRun,
     sanitize_metric_name,
     send_params,
-    with_names_of_mlflow,
 )
 
 logger = logging.getLogger(__name__)
@@ -190,11 +189,7 @@ def _last_steps(client: Any, run_id: str) -> dict[str, int]:
 
 
 def _batches_of_unique_names(metrics: Mapping[str, float]) -> Iterator[dict[str, float]]:
-    batch = with_names_of_mlflow(metrics)
-    if len(batch) == len(metrics):
-        yield from [batch] if batch else []
-        return
-    batch = {}
+    batch: dict[str, float] = {}
     for name, value in metrics.items():
         clean = sanitize_metric_name(name)
         if clean in batch:

@@ -154,7 +154,8 @@ class MlflowRun(BackgroundRun[MlflowConnection]):
             RuntimeError: The run was closed.
             Exception: What MLflow raised for metrics sent earlier.
         """
-        self._put(with_names_of_mlflow(metrics), step, time_s)
+        named = {sanitize_metric_name(name): value for name, value in metrics.items()}
+        self._put(named, step, time_s)
 
     def log_params(self, params: Mapping[str, str]) -> None:
         """Send settings, waiting for them; values beyond 6000 characters are cut.
@@ -263,11 +264,6 @@ def sanitize_metric_name(name: str) -> str:
         'acc_at_5 ___'
     """
     return _sanitized(str(name))
-
-
-def with_names_of_mlflow(metrics: Mapping[str, Any]) -> dict[str, Any]:
-    """Return metrics under sanitized names; of those that become equal the last one."""
-    return dict(zip(map(_sanitized, map(str, metrics)), metrics.values(), strict=True))
 
 
 @functools.lru_cache(maxsize=16384)
