@@ -9,17 +9,22 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
+import sys
+import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from mcore.observe import StragglerDetector, configure_nvtx_profiling
 from mcore.observe.runs import Run
+from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.watch.straggler import StepRanges
+from pretrain.watch.straggler import CpuWaits, StepRanges, StragglerWatch
 from pretrain_runs import (
     ENDLESS,
     PASSWORD,
@@ -34,7 +39,7 @@ from pretrain_runs import (
 )
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import TINY as ONE_LAYER
-from rank_testing import free_port
+from rank_testing import free_port, run_ranks
 
 TINY = shlex.split(
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 64 "
@@ -85,6 +90,67 @@ def test_a_slow_rank_is_named(ranks: int, tmp_path: Path) -> None:
     written = (tmp_path / "run" / "straggler.log").read_text()
     assert re.search(r"\| MnRtt/Rnk: [\d.]+ms/\d \| MxRtt/Rnk: [\d.]+ms/\d \|", written)
     assert re.search(r"^straggler: rank 1 .* forward=[\d.]+ms ", written, re.MULTILINE)
+
+
+def slow_ranks_here(run_dir: str) -> None:
+    """Ranks 0 and 1 sleep in their forward; rank 3 starts to the third report."""
+    rank, cpu = dist.get_rank(), torch.device("cpu")
+    report = 0
+    settings = Settings(tp=2, dp=2)
+    watch = StragglerWatch(
+        settings, RunFolder(Path(run_dir)), cpu, 1, lambda: rank == 3 and report < 3
+    )
+    ranges = StepRanges(watch.detector, None, cpu, waits=watch.waits)
+    for report in range(1, 7):
+        for _ in range(2):
+            with ranges.forward():
+                time.sleep(0.2 if rank < 2 else 0.01)
+            watch.end_step()
+        if report == 5 and rank == 1:
+            watch.waits = Waited()
+        watch.report(report)
+    watch.close()
+
+
+class Waited(CpuWaits):
+    """What a rank reports that had no CPU for ten seconds, once."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("meta"))
+        self._waited["forward"] = 10_000.0
+
+
+def test_a_rank_that_starts_or_has_no_cpu_is_not_named(tmp_path: Path) -> None:
+    run_ranks(slow_ranks_here, 4, str(tmp_path))
+    lines = [json.loads(line) for line in (tmp_path / "slow_ranks.jsonl").read_text().splitlines()]
+    named = {line["step"]: sorted(one["rank"] for one in line["slow"]) for line in lines}
+    assert named == {4: [0, 1], 5: [], 6: [0, 1]}  # rank 0 waits for rank 1: one tp group
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not count it")
+def test_waiting_for_a_cpu_is_what_a_busy_thread_lacks_to_the_wall_clock() -> None:
+    waits = CpuWaits(torch.device("cpu"))
+    allowed = os.sched_getaffinity(0)
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        try:
+            for process in (0, other.pid):
+                os.sched_setaffinity(process, {min(allowed)})
+            with waits.during("forward"):
+                began, ran = time.perf_counter(), time.thread_time()
+                while time.thread_time() - ran < 0.3:
+                    pass
+                lacked = time.perf_counter() - began - (time.thread_time() - ran)
+            with waits.during("backward"):
+                time.sleep(0.01)
+        finally:
+            os.sched_setaffinity(0, allowed)
+            other.kill()
+    forward, _, optimizer = waits.take()
+    assert forward == pytest.approx(1e3 * lacked, rel=0.05, abs=10)
+    assert forward > 50  # of 300 or so: the other process has the same right to the CPU
+    assert optimizer == 0.0
+    assert waits.take() == [0.0, 0.0, 0.0]
+    waits.close()
 
 
 def test_nothing_that_watches_changes_a_loss(tmp_path: Path) -> None:

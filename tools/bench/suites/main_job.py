@@ -157,7 +157,7 @@ class _Job:
         """Make the detector again, on or off."""
         settings = dataclasses.replace(self.settings, straggler=is_on)
         self.watch = StragglerWatch(settings, self.folder, self.device, training_flops(settings))
-        ranges = StepRanges(self.watch.detector, None, self.device)
+        ranges = StepRanges(self.watch.detector, None, self.device, waits=self.watch.waits)
         self.steps = Steps(
             settings, self.model, self.optimizer, self.corpus, self.groups, self.device, ranges
         )

@@ -96,10 +96,13 @@ def build_loop(
     if dist.get_rank() == 0:
         facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
         write_settings(settings, folder.path, facts)
-    watch = StragglerWatch(settings, folder, device, training_flops(settings))
+    flops = training_flops(settings)
+    watch = StragglerWatch(
+        settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting
+    )
     configure_nvtx_profiling(settings.nvtx)
     slow = SlowRank.parse(settings.slow_rank, settings.world_size)
-    ranges = StepRanges(watch.detector, slow, device, in_step=settings.pp == 1)
+    ranges = StepRanges(watch.detector, slow, device, in_step=settings.pp == 1, waits=watch.waits)
     kind = Steps if settings.pp == 1 else PipelineSteps
     steps = kind(settings, model, optimizer, corpus, groups, device, ranges)
     observed = observe_run(settings, folder, progress, config, mlflow)

@@ -47,6 +47,7 @@ class JobRun:
 
     Attributes:
         logger: the state's MLflow logger, which takes metrics at once.
+        is_starting: whether its first attempt to open goes on, which takes from this rank's steps.
     """
 
     def __init__(
@@ -59,12 +60,21 @@ class JobRun:
     ) -> None:
         self.folder = folder
         self.target = target
+        self.is_starting = True
+        opening = functools.partial(
+            _open, settings, folder, target, first_step, time.time(), is_ours
+        )
         self.logger = MlflowRun(
-            functools.partial(_open, settings, folder, target, first_step, time.time(), is_ours),
-            name=f"MLflow at {target.shown}",
+            functools.partial(self._first_try, opening), name=f"MLflow at {target.shown}"
         )
         self.logger.closing_s = _WAIT_AT_THE_END_S
         self.logger.open_in_background()
+
+    def _first_try(self, opening: Callable[[], MlflowConnection]) -> MlflowConnection:
+        try:
+            return opening()
+        finally:
+            self.is_starting = False
 
     def __enter__(self) -> JobRun:
         return self
