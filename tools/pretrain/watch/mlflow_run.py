@@ -8,6 +8,7 @@ import functools
 import json
 import logging
 import math
+import os
 import shlex
 import time
 from collections.abc import Callable, Sequence
@@ -127,6 +128,8 @@ def _open(
     is_ours: Callable[[], bool],
 ) -> MlflowConnection:
     """Continue the run that the folder names, where it still exists, or open a new one."""
+    # Its thread changes the environment, which another thread that copies it may not survive.
+    os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.tracking import MlflowClient
 
     if target.is_server:
