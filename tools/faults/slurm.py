@@ -160,10 +160,7 @@ def _stays_ended(cluster: _Cluster, run: Path, options: str, last: int, said: st
     job = cluster.submit(run, options.split())
     cluster.wait_for_the_end(job)
     _say(f"with {options}, the job is {cluster.state_of(job)}")
-    if (state := cluster.state_of(job)) != "FAILED":
-        yield f"the job is {state}, not FAILED"
-    if cluster.restarts_of(job):
-        yield f"the job was requeued {cluster.restarts_of(job)} times"
+    yield from _wrong_ending(cluster, job, "FAILED")
     if said not in Path(f"{run}.said").read_text():
         yield f"the output does not say {said!r}"
     if newest_good(run) != last:
@@ -176,8 +173,12 @@ def _cancelled(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
     cluster.cancel(job)
     cluster.wait_for_the_end(job)
     _say(f"cancelled after step {before}, saved at step {newest_good(run)}")
-    if (state := cluster.state_of(job)) != "CANCELLED":
-        yield f"the job is {state}, not CANCELLED"
+    yield from _wrong_ending(cluster, job, "CANCELLED")
+
+
+def _wrong_ending(cluster: _Cluster, job: str, wanted: str) -> Iterator[str]:
+    if (state := cluster.state_of(job)) != wanted:
+        yield f"the job is {state}, not {wanted}"
     if cluster.restarts_of(job):
         yield f"the job was requeued {cluster.restarts_of(job)} times"
 
