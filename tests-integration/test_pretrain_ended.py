@@ -7,6 +7,7 @@ import os
 import shlex
 import signal
 import sqlite3
+import time
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from pretrain.run_folder import RunFolder
 from pretrain_runs import (
     ENDLESS,
     TINY,
+    environment,
     losses_of,
     mlflow_of,
     pretrain,
@@ -24,6 +26,7 @@ from pretrain_runs import (
     started,
     wait_until,
 )
+from rank_testing.scripts import Script
 
 # Each step is followed by a save in the background, of a model large enough to be met at it.
 SAVING = shlex.split("--save-interval 1 --async-save --num-layers 4 --hidden-size 128")
@@ -83,6 +86,26 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
     steps = [step for step, _ in history["lm loss"]]
     assert steps[: last + 3] == list(range(1, last + 4))
     assert steps == sorted(set(steps))
+
+
+# What the launcher of the job starts here ignores its signal: after its wait it is killed.
+DEAF_RANKS = """
+from pretrain.cli import launch
+from pretrain.settings import Settings
+launch._GRACE_AFTER_S = 0.5
+ranks = launch.elastic_launch(launch._launch_config(Settings(dp=2, grace_s=0.5)), "sh")
+ranks("-c", "trap '' TERM; touch up-$LOCAL_RANK; sleep 600")
+"""
+
+
+def test_the_launcher_waits_as_long_as_its_ranks_may_take(tmp_path: Path) -> None:
+    """And not the 30 s that are its own default, which torch 2.11 has no option for."""
+    job = Script(DEAF_RANKS, cwd=tmp_path, env=environment())
+    wait_until(lambda: len(list(tmp_path.glob("up-*"))) == 2)
+    sent = time.monotonic()
+    job.send(signal.SIGTERM)
+    job.wait()
+    assert 1 <= time.monotonic() - sent < 25
 
 
 def metrics_in(folder: RunFolder) -> int:

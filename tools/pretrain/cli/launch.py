@@ -9,7 +9,7 @@ import signal
 import sys
 import uuid
 
-from torch.distributed.elastic.multiprocessing.api import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -53,7 +53,8 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
 
 
 def _launch_config(settings: Settings) -> LaunchConfig:
-    return LaunchConfig(
+    wait_s = math.ceil(settings.grace_s + _GRACE_AFTER_S)
+    config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,
         nproc_per_node=settings.world_size,
@@ -63,8 +64,12 @@ def _launch_config(settings: Settings) -> LaunchConfig:
         local_addr="127.0.0.1",
         max_restarts=0,
         monitor_interval=0.1,
-        shutdown_timeout=math.ceil(settings.grace_s + _GRACE_AFTER_S),
     )
+    if hasattr(config, "shutdown_timeout"):
+        config.shutdown_timeout = wait_s
+    else:  # torch 2.11 waits as long as this default says
+        PContext.close.__defaults__ = (None, wait_s)
+    return config
 
 
 def _culprit(failed: ChildFailedError) -> tuple[int, ProcessFailure]:

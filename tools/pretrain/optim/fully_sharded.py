@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from mcore.modules import MegatronModule
@@ -16,6 +17,7 @@ from mcore.parallel import (
     ProcessGroups,
     copy_tensor_model_parallel_attributes,
     get_pg_size,
+    resolve_submesh,
 )
 from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor import to_local_if_dtensor
@@ -40,11 +42,9 @@ def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
     """
     if groups.dense_mesh is None or groups.expert_mesh is None:
         raise ValueError("the process groups have no mesh: make them with from_sizes")
-    sizes = (outer, groups.size("dp") // outer)
-    mesh = groups.dense_mesh._unflatten("dp", sizes, (_OUTER, "dp_inner"))
-    mesh["dp_inner", "cp"]._flatten(_SHARD)
-    sizes = (outer, groups.size("expt_dp") // outer)
-    experts = groups.expert_mesh._unflatten("expt_dp", sizes, (_OUTER, _SHARD))
+    mesh = _divided(groups.dense_mesh, "dp", outer, "dp_inner")
+    resolve_submesh(mesh, ("dp_inner", "cp"))._flatten(_SHARD)
+    experts = _divided(groups.expert_mesh, "expt_dp", outer, _SHARD)
     if outer == 1:
         return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP, expt_device_mesh=experts)
     return FSDPDistributedIndex(
@@ -56,6 +56,12 @@ def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
         expt_device_mesh=experts,
         hybrid_fsdp_expt_group=groups.expt_dp,
     )
+
+
+def _divided(mesh: DeviceMesh, dim: str, outer: int, inner: str) -> DeviceMesh:
+    """The mesh with one dimension cut into ``outer`` parts; torch 2.11 takes only its number."""
+    place = (mesh.mesh_dim_names or ()).index(dim)
+    return mesh._unflatten(place, (outer, mesh.size(place) // outer), (_OUTER, inner))
 
 
 def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: bool) -> None:

@@ -69,8 +69,9 @@ def get_torch_version() -> Version:
     """Return the version of PyTorch, without importing it.
 
     Returns:
-        ``torch.__version__`` where torch is loaded, else what its metadata says, local label such
-        as ``+cpu`` included; ``Version("0.0.0")`` where torch is absent.
+        ``torch.__version__`` where torch is loaded, local label such as ``+cpu`` included, else
+        what its metadata says, which for CUDA wheels from PyPI has none; ``Version("0.0.0")``
+        where torch is absent.
 
     Raises:
         packaging.version.InvalidVersion: torch is installed, but its version can't be parsed.
