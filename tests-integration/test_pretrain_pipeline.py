@@ -91,9 +91,15 @@ def assert_equal_runs(settings: Settings, run: Path, expected: Path, *, rel: flo
         assert len(found) == (1 if "validation" in metric else settings.train_iters)
     weights, other = weights_of(settings, run), weights_of(settings, expected)
     assert weights.keys() == other.keys()
+    if settings.bf16:
+        # Stages add up the norm that clips in another order: it differs in the eighth digit,
+        # which rounds a weight here and there to the neighbour of what one process has.
+        both = [torch.cat([each.flatten() for each in of.values()]) for of in (weights, other)]
+        assert float((both[0] != both[1]).float().mean()) < 0.005
+    within = 2**-8 if settings.bf16 else 20 * rel
     for key, values in weights.items():
         scale = float(other[key].abs().max())
-        torch.testing.assert_close(values, other[key], rtol=rel, atol=20 * rel * scale)
+        torch.testing.assert_close(values, other[key], rtol=rel, atol=within * scale)
 
 
 def test_every_layout_of_four_ranks_equals_one_process(alone: Path, tmp_path: Path) -> None:

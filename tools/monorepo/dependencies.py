@@ -119,6 +119,8 @@ def _judge(
 
 # Namespaces of distributions that need not be installed here.
 _NAMESPACES = {"megatron": ["megatron-core"]}
+# Python's own of 3.14, which the one that runs this may lack.
+_NEWER = ("annotationlib",)
 
 
 def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[set[str]]:
@@ -127,7 +129,7 @@ def provided_by(workspace: Workspace, package: Distribution, name: str) -> list[
         if any(_is_within(name, module) for module in sibling.modules):
             return [] if sibling.name == package.name else [{sibling.name}]
     top = name.partition(".")[0]
-    if top in sys.stdlib_module_names:
+    if top in sys.stdlib_module_names or top in _NEWER:
         return []
     found = _installed_providers().get(top) or _NAMESPACES.get(top) or [top]
     facades = [{library} for module, library in FACADES.items() if _is_within(name, module)]

@@ -1,5 +1,8 @@
+import __future__
+
 import copy
 import dataclasses
+import sys
 from collections import namedtuple
 from types import SimpleNamespace
 
@@ -87,6 +90,18 @@ def test_no_cast_kwargs_can_be_chosen():
     assert model.module.seen["loss_mask"].dtype is torch.bfloat16
     with pytest.raises(TypeError, match="loss_mask"):
         Float16Module(BF16, Recorder(), no_cast_kwargs="loss_mask")
+
+
+def test_arguments_are_found_beside_annotations_that_only_type_checkers_know():
+    """From Python 3.14 on without an import from ``__future__``, before it with one."""
+    source = "def forward(self, x: Tensor, times: Times): return times"
+    flags = 0 if sys.version_info >= (3, 14) else __future__.annotations.compiler_flag
+    names = {}
+    exec(compile(source, "user", "exec", flags, dont_inherit=True), names)
+    model = type("Model", (torch.nn.Module,), {"forward": names["forward"]})()
+    model = Float16Module(BF16, model, no_cast_kwargs=["times"])
+    times = torch.ones(1)
+    assert model(torch.ones(2), times, fp32_output=False) is times
 
 
 def test_arguments_may_be_kept_in_float32_later_by_name_and_by_position():

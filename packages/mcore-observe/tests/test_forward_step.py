@@ -1,6 +1,8 @@
 from __future__ import annotations
+import __future__
 
 import functools
+import sys
 import typing
 from types import SimpleNamespace
 
@@ -176,3 +178,16 @@ def test_the_caller_may_know_the_answer():
     assert maybe_inject_state(last, STATE, needs_injection=True)("i", "m")[0] is STATE
     bound = maybe_inject_state(anything, STATE, needs_injection=True)
     assert bound("iterator") == ((STATE, "iterator"), {})
+
+
+@pytest.mark.parametrize(
+    "annotation", ["GlobalState", "GlobalState | None", "Optional[GlobalState]"]
+)
+def test_the_class_may_be_imported_for_type_checkers_alone(annotation):
+    """From Python 3.14 on without an import from ``__future__``, before it with one."""
+    source = f"def forward_step(iterator: Batches, model, where: {annotation} = None): return where"
+    flags = 0 if sys.version_info >= (3, 14) else __future__.annotations.compiler_flag
+    names = {"Optional": typing.Optional}
+    exec(compile(source, "user", "exec", flags, dont_inherit=True), names)
+    prepared = prepare_forward_step_func(names["forward_step"], STATE)
+    assert prepared("iterator", "model") is STATE

@@ -11,6 +11,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import struct
 import subprocess
@@ -392,6 +393,7 @@ def on_a_terminal(words, *, env=None, size=(30, 100), until, then=()):
     def take_terminal():
         os.setsid()
         fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # which jobs in a shell's background ignore
 
     chosen = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     process = subprocess.Popen(

@@ -1,13 +1,22 @@
 """Tests of extended signatures and of which parameters a callable accepts."""
 
+import __future__
+
 import inspect
+import sys
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.versioning import accepts_parameter, create_updated_function_signature
+from mcore.versioning import (
+    accepts_parameter,
+    create_updated_function_signature,
+    deprecate_args,
+    deprecated,
+    experimental_cls,
+)
 
 
 def _a(x, y=1) -> int: ...
@@ -95,3 +104,30 @@ def test_extras_come_last_in_order_and_bind(names: list[str], defaults: list[Any
 )
 def test_accepts_parameter(function: Any, name: str, expected: bool) -> None:
     assert accepts_parameter(function, name) is expected
+
+
+_UNDEFINED = """
+def scale(x: Missing, y: int = 1, **options) -> Missing: ...
+class Layer:
+    def __init__(self, size: Missing): ...
+class Head(Layer): ...
+"""
+
+
+def test_annotations_may_name_what_only_type_checkers_import() -> None:
+    """From Python 3.14 on without an import from ``__future__``, before it with one."""
+    flags = 0 if sys.version_info >= (3, 14) else __future__.annotations.compiler_flag
+    names: dict[str, Any] = {"__name__": "user"}
+    exec(compile(_UNDEFINED, "user", "exec", flags, dont_inherit=True), names)
+    scale, layer, head = names["scale"], names["Layer"], names["Head"]
+    assert accepts_parameter(scale, "x")
+    assert not accepts_parameter(layer, "y")
+    extended = create_updated_function_signature(scale, verbose=True)
+    assert list(extended.parameters) == ["x", "y", "verbose", "options"]
+    assert "Missing" in str(extended.parameters["x"].annotation)
+    with pytest.raises(TypeError, match="y goes"):
+        deprecate_args("y", message="{name} goes")(scale)(1, 2)
+    with pytest.warns(DeprecationWarning, match="Head"):
+        assert isinstance(deprecated("1.0.0")(head)(3), layer)
+    gated = experimental_cls("1.0.0")(layer)
+    assert list(inspect.signature(gated).parameters) == ["size"]

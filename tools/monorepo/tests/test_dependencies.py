@@ -144,6 +144,7 @@ def test_module_that_no_index_has_is_declared_by_name(repository: SampleReposito
     ("name", "expected"),
     [
         ("json.decoder", []),
+        ("annotationlib.Format", []),
         ("mcore.tensor.buffers", []),
         ("mcore.versioning", [{"mcore-versioning"}]),
         ("torch.nn", [{"torch"}]),

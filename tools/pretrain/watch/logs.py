@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -20,6 +21,10 @@ from mcore.observe import (
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_run import JobRun
+
+# Of threads, which is enough: from Python 3.14 on tqdm's own, which is also one of processes,
+# brings a process that complains when a rank ends at a signal.
+tqdm.set_lock(threading.RLock())
 
 
 def observe_run(

@@ -29,6 +29,7 @@ from mcore.modules.wrapped_keys import (
 from mcore.modules.wrappers import find_in_wrapped_models
 from mcore.parallel.groups import get_pg_rank, get_pg_size
 from mcore.parallel.process_groups import ProcessGroups, get_default_process_groups
+from mcore.versioning.signatures import signature_of
 
 
 # Functions, since torch.compile of torch 2.11 cannot trace a method of Tensor that a module holds.
@@ -360,7 +361,7 @@ class Float16Module(MegatronModule):
 def _positional_arguments(module: torch.nn.Module) -> list[str]:
     """Return the names of forward's arguments that may be given by position."""
     try:
-        parameters = inspect.signature(module.forward).parameters.values()
+        parameters = signature_of(module.forward).parameters.values()
     except (TypeError, ValueError):
         return []
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)

@@ -13,6 +13,7 @@ from mcore.versioning.signatures import (
     accepts_parameter,
     display_name,
     mark_if_coroutine_function,
+    signature_of,
     through_descriptor,
 )
 
@@ -181,7 +182,7 @@ def _positions(
             "name parameters that a call could pass"
         )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    parameters = inspect.signature(func).parameters.values()
+    parameters = signature_of(func).parameters.values()
     order = [p.name for p in parameters if p.kind in by_position]
     return {name: order.index(name) for name in names if name in order}
 
@@ -306,7 +307,7 @@ def _signature_with_self(cls: type[Any]) -> Any:
     import inspect
 
     try:
-        signature = inspect.signature(cls)
+        signature = signature_of(cls)
     except (ValueError, TypeError):
         return None
     receiver = inspect.Parameter("self", inspect.Parameter.POSITIONAL_ONLY)

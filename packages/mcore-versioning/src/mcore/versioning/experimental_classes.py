@@ -25,7 +25,7 @@ from mcore.versioning.experimental import (
     check_lifetime,
     warn_if_expired,
 )
-from mcore.versioning.signatures import full_name
+from mcore.versioning.signatures import full_name, signature_of
 
 if TYPE_CHECKING:
     import inspect
@@ -326,26 +326,22 @@ def _explicit_signature(cls: type[Any]) -> Any:
 
 
 def _metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signature | None:
-    import inspect
-
     for meta in type(cls).__mro__:
         call = vars(meta).get("__call__")
         if isinstance(call, FunctionType) and meta is not without:
-            return inspect.signature(MethodType(call, cls))
+            return signature_of(MethodType(call, cls))
     return None
 
 
 def _constructor(cls: type[Any]) -> inspect.Signature:
-    import inspect
-
     places = ((base, name) for base in cls.__mro__ for name in ("__new__", "__init__"))
     base, name = next((base, name) for base, name in places if name in vars(base))
     method = vars(base)[name]
     method = getattr(method, "__func__", method)
     if isinstance(method, FunctionType):
-        return inspect.signature(MethodType(method, cls))
+        return signature_of(MethodType(method, cls))
     # Written in C: use the signature of a class that defines nothing else.
-    return inspect.signature(type(cls.__name__, (base,), {}))
+    return signature_of(type(cls.__name__, (base,), {}))
 
 
 _PRESENTED: Mapping[str, Callable[[type[Any]], Any]] = {

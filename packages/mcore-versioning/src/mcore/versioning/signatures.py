@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from types import CodeType
@@ -43,7 +44,7 @@ def create_updated_function_signature(
     import inspect
 
     try:
-        signature = inspect.signature(original_function)
+        signature = signature_of(original_function)
     except ValueError as error:
         raise ValueError(f"{original_function!r} has no signature that can be extended") from error
     present = list(signature.parameters.values())
@@ -81,10 +82,21 @@ def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
     import inspect
 
     collecting = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    parameters = inspect.signature(func).parameters
+    parameters = signature_of(func).parameters
     if name in parameters and parameters[name].kind not in collecting:
         return True
     return any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def signature_of(target: Callable[..., Any]) -> inspect.Signature:
+    """Return ``inspect.signature``, also where annotations name what only type checkers import."""
+    import inspect
+
+    if sys.version_info >= (3, 14):
+        from annotationlib import Format
+
+        return inspect.signature(target, annotation_format=Format.FORWARDREF)
+    return inspect.signature(target)
 
 
 def _keyword_only(name: str, default: Any) -> inspect.Parameter:

@@ -9,6 +9,8 @@ import types
 from collections.abc import Callable
 from typing import Annotated, Any, ForwardRef, Union, get_args, get_origin
 
+from mcore.versioning.signatures import signature_of
+
 _STATE_CLASS = "GlobalState"
 _STATE_NAMES = ("state", "global_state")
 _IDENTIFIER = re.compile(rf"(?<!\w){_STATE_CLASS}(?!\w)")
@@ -111,7 +113,7 @@ def _state_parameter(
 ) -> tuple[int, inspect.Parameter] | None:
     """Find the parameter that takes the state, and its position."""
     try:
-        signature = inspect.signature(forward_step_func)
+        signature = signature_of(forward_step_func)
     except (TypeError, ValueError):  # built-in functions may have none
         return None
     bound = getattr(forward_step_func, "keywords", None) or {}

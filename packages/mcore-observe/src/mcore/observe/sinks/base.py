@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from mcore.observe.values.scalars import (
     only_numbers,
     read_scalars,
 )
+from mcore.versioning import accepts_parameter
 
 logger = logging.getLogger(__name__)
 
@@ -239,10 +239,9 @@ class MemorySink:
 def accepts(function: Any, parameter: str) -> bool:
     """Return whether a function takes a parameter of this name."""
     try:
-        parameters = inspect.signature(function).parameters
+        return accepts_parameter(function, parameter)
     except (TypeError, ValueError):
         return False
-    return parameter in parameters or any(p.kind is p.VAR_KEYWORD for p in parameters.values())
 
 
 def _close(sink: MetricSink, status: str) -> None:
