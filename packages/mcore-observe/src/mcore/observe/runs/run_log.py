@@ -67,6 +67,9 @@ class RunLog(GlobalState):
         sinks: Sequence[MetricSink] = (),
         **settings: Any,
     ) -> None:
+        for argument, count in (("batch_size", batch_size), ("seq_length", seq_length)):
+            if count is not None and count < 1:
+                raise ValueError(f"RunLog got {argument}={count}; give a number of at least 1")
         folder = Path(run_dir)
         name = folder.absolute().name
         chosen: dict[str, Any] = {

@@ -314,7 +314,7 @@ class GlobalState:
             scalars: Further values for the trackers, by name.
 
         Raises:
-            ValueError: ``steps`` below 1.
+            ValueError: ``steps`` below 1, ``samples`` or ``tokens`` below 0.
 
         Example:
             >>> from mcore.observe import MemorySink
@@ -326,6 +326,9 @@ class GlobalState:
         """
         if steps < 1:
             raise ValueError(f"log_step got steps={steps}; give those since the last call")
+        for name, count in (("samples", samples), ("tokens", tokens)):
+            if count is not None and count < 0:
+                raise ValueError(f"log_step got {name}={count}; give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
         self._counted.log(
             config,
