@@ -132,7 +132,10 @@ def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
 
 
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
-    return open_metrics_file(_logger_of(state)) if is_last_rank() else None
+    if not is_last_rank():
+        return None
+    begins_anew = state._counted.first_step == 0
+    return open_metrics_file(_logger_of(state), state.start_time if begins_anew else None)
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
