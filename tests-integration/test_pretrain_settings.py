@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -60,6 +61,14 @@ def test_a_settings_file_that_cannot_be_used(
     done = pretrain(tmp_path, "--config", "x.toml")
     assert (done.returncode, done.stdout) == (2, "")
     assert message in done.stderr
+
+
+def test_settings_in_a_pipe_or_a_folder_are_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe.toml")
+    for name in ("pipe.toml", "."):
+        done = pretrain(tmp_path, "--config", name)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert f"--config {name}: not a regular file; give the path of one" in done.stderr
 
 
 def test_validation_is_of_the_text_that_is_not_trained_on(tmp_path: Path) -> None:

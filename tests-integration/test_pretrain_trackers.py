@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -171,11 +172,12 @@ def serving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     yield serve
     for process in started:
         os.killpg(process.pid, signal.SIGTERM)
-        try:
+    for process in started:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):  # nothing of the group is left
             os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        process.wait()
 
 
 def fetch(url: str, body: dict[str, Any] | None = None, timeout_s: float = 120) -> bytes:

@@ -8,6 +8,7 @@ import math
 import platform
 import re
 import socket
+import stat
 import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -261,6 +262,8 @@ def read_fact(run_dir: Path, name: str) -> Any:
 def read_config(path: Path) -> dict[str, Any]:
     """Read settings from TOML or from a run's ``config.json``; UsageError says what is wrong."""
     try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe that nobody writes to blocks for ever
+            raise UsageError(f"--config {path}: not a regular file; give the path of one")
         text = path.read_text()
         if path.suffix == ".json":
             return kept_settings(_checked(_settings_in(text)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import re
@@ -102,17 +103,19 @@ def _log_step(state, losses=None, totals=None, *, lr=1e-4, memory=False, skipped
     )
 
 
-# ``mlflow server`` starts uvicorn as a program, which would import MLflow once more.
+# ``mlflow server`` starts uvicorn, or before 3.3 gunicorn, as a program, which would import MLflow
+# once more and outlive its parent. Whatever is started nevertheless is in the script's group.
 SERVER = """
 import os, runpy, subprocess, sys
+os.setpgid(0, 0)
 from mlflow.cli import cli
 
 def run_here(command, env=None, **options):
-    if command[1:3] != ["-m", "uvicorn"]:
+    if command[1:3] not in (["-m", "uvicorn"], ["-m", "gunicorn"]):
         return program(command, env=env, **options)
     os.environ.update(env or {})
     sys.argv = command[2:]
-    runpy.run_module("uvicorn", run_name="__main__", alter_sys=True)
+    runpy.run_module(command[2], run_name="__main__", alter_sys=True)
     sys.exit()
 
 program, subprocess.Popen = subprocess.Popen, run_here
@@ -150,20 +153,30 @@ class Server:
                 time.sleep(0.05)
             else:
                 return
-        self.script.send(signal.SIGKILL)
-        pytest.fail(str(self.script.wait()))
+        pytest.fail(str(self.kill()))
 
     def kill(self):
-        if self.script is not None:
-            self.script.send(signal.SIGKILL)
-            self.script.wait()
-            self.script = None
+        """Kill it with all that it started; return how it ended."""
+        script, self.script = self.script, None
+        if script is None:
+            return None
+        with contextlib.suppress(ProcessLookupError):  # it has no group of its own yet
+            os.killpg(script.pid, signal.SIGKILL)
+        script.send(signal.SIGKILL)
+        return script.wait()
 
 
 @pytest.fixture(scope="session")
-def tracking_server() -> type[Server]:
-    """Makes a server in a folder, which is started and killed by hand."""
-    return Server
+def tracking_server() -> Iterator[Callable[[Path], Server]]:
+    """Makes a server in a folder, which is started and killed by hand, and at the end anyway."""
+    with contextlib.ExitStack() as made:
+
+        def make(folder: Path) -> Server:
+            server = Server(folder)
+            made.callback(server.kill)
+            return server
+
+        yield make
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from mcore.observe import GlobalState, JsonlSink, MemorySink, RunLog
+from mcore.observe import GlobalState, JsonlSink, MemorySink, Outlier, RunLog
+from mcore.observe.runs import Run, log_slow_ranks
 from rank_testing import preload, run_ranks
 
 preload("mcore.observe")
@@ -97,6 +98,37 @@ def test_a_run_that_goes_on_after_a_checkpoint(tmp_path):
     ]  # fmt: skip
 
 
+def test_a_new_run_in_an_old_folder_sets_the_old_curves_aside(tmp_path, caplog):
+    for start, steps in enumerate((5, 3, 2)):
+        with RunLog(tmp_path, log_every=1) as log:
+            for step in range(1, steps + 1):
+                log.log_step({"loss": 10.0 * start + step})
+            checkpoint = log.state_dict()
+            log_slow_ranks(tmp_path, step, [Outlier("forward", start, "h", 40.0, 10.0, 9.0, 0.2)])
+    assert Run.read(tmp_path).points("loss") == [(1, 21.0), (2, 22.0)]
+    assert [found[0].rank for found in Run.read(tmp_path).slow.values()] == [2]
+    for number, steps in ((1, 5), (2, 3)):
+        kept = Run.read(tmp_path / f"metrics.{number}.jsonl")
+        assert len(kept.points("loss")) == steps
+        assert (tmp_path / f"slow_ranks.{number}.jsonl").read_text().count("\n") == 1
+    warnings = [record.getMessage() for record in caplog.records]
+    assert len(warnings) == 2
+    assert (
+        f"{tmp_path} had the metrics of an earlier run, which are now in metrics.1" in warnings[0]
+    )
+
+    caplog.clear()
+    with RunLog(tmp_path, log_every=1) as log:
+        log.log_metrics({"before": 0.5})  # which opens the file, and nothing is known yet
+        log.load_state_dict(checkpoint)
+        log.log_step({"loss": 5.0})
+        with RunLog(tmp_path, log_every=1) as other:
+            other.log_step({"loss": 6.0})
+    assert [line["loss"] for line in lines_of(tmp_path) if "loss" in line] == [21.0, 22.0, 5.0, 6.0]
+    (warning,) = caplog.records
+    assert "another run writes" in warning.getMessage()
+
+
 def test_tokens_and_the_wait_for_data_are_shown(tmp_path, capsys):
     with RunLog(tmp_path, batch_size=4, seq_length=10, log_every=2) as log:
         for _ in range(2):
@@ -135,6 +167,21 @@ def test_a_setting_that_is_wrong_is_refused_on_every_rank(tmp_path):
         RunLog(tmp_path, console_format="pretty")
     with pytest.raises(TypeError, match="no_such_setting"):
         RunLog(tmp_path, no_such_setting=1)
+    with pytest.raises(ValueError, match="RunLog got batch_size=-4; give a number of at least 1"):
+        RunLog(tmp_path, batch_size=-4)
+    with pytest.raises(ValueError, match="RunLog got seq_length=0"):
+        RunLog(tmp_path, seq_length=0)
+
+
+def test_counts_below_0_are_refused_and_count_nothing(tmp_path):
+    with RunLog(tmp_path, batch_size=4, seq_length=10, log_every=1) as log:
+        with pytest.raises(ValueError, match="log_step got samples=-8; give those since"):
+            log.log_step(1.0, samples=-8)
+        with pytest.raises(ValueError, match="log_step got tokens=-1"):
+            log.log_step(1.0, tokens=-1)
+        log.log_step(1.0, samples=0)
+    assert (log.train_state.step, log.train_state.consumed_train_samples) == (1, 0)
+    assert [line["step"] for line in lines_of(tmp_path)] == [1]
 
 
 def test_a_log_that_is_closed_says_once_that_it_no_longer_writes(tmp_path, caplog):

@@ -48,6 +48,44 @@ def train(folder):
     wandb.teardown()
 
 
+def start_again_and_again(folder, wandb_records):
+    """Go two steps beyond each checkpoint; how many files are whole after each start."""
+    import wandb
+
+    os.chdir(folder)
+    logger = {"log_interval": 100, "wandb_project": "pretraining", "wandb_exp_name": "x"}
+    logger |= {"wandb_save_dir": str(folder), "tensorboard_log_interval": 1, "run_dir": str(folder)}
+    kinds = []
+    for first in (0, 4, 8, 12):
+        resumed = {"resume_step": first} if first else {}
+        config = ConfigContainer(logger=LoggerConfig(**logger, **resumed))
+        for path in folder.glob("wandb/offline-run-*"):
+            path.rename(f"{path}-{first}")  # as W&B names a second one of a second
+        with GlobalState(config, train_state=TrainState()) as state:
+            for step in range(first + 1, first + 7):
+                state.train_state.step = step
+                state.log_metrics({"lm loss": torch.tensor(step / 4)})
+        files = folder.glob("wandb/offline-run-*/run-*.wandb")
+        kinds.append(
+            [one.WhichOneof("record_type") for path in files for one in wandb_records(path)]
+        )
+    wandb.teardown()
+    return [each.count("exit") for each in kinds]
+
+
+def test_starts_within_a_second_lose_no_step_and_repeat_none(tmp_path, wandb_records, offline):
+    (ends,) = run_ranks(
+        start_again_and_again, 1, tmp_path, wandb_records,
+        init=None, env=offline(tmp_path), timeout_s=120,
+    )  # fmt: skip
+    assert ends == [1, 2, 3, 4]  # a file is whole once its run is closed
+    files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
+    assert len({path.name for path in files}) == 1
+    records = [record for path in files for record in wandb_records(path)]
+    steps = [r.history.step.num for r in records if r.WhichOneof("record_type") == "history"]
+    assert sorted(steps) == list(range(1, 19))
+
+
 def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path, wandb_records, offline):
     run_ranks(train, 1, tmp_path, init=None, env=offline(tmp_path), timeout_s=120)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")

@@ -467,14 +467,17 @@ def test_the_command_starts_without_torch_and_a_pipe_gets_what_changes(start):
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
-    seen = [live.stdout.readline() for _ in range(5)]
-    publish(job.state, report_of((10.0, 77.0), unix_time=1001.0))
-    while "77" not in seen[-1]:
-        seen.append(live.stdout.readline())
-    live.stdout.close()  # as head does
-    publish(job.state, report_of((10.0, 78.0), unix_time=1002.0))
-    assert live.wait(60) == 0
-    assert live.stderr.read() == ""
-    live.stderr.close()
+    try:
+        seen = [live.stdout.readline() for _ in range(5)]
+        publish(job.state, report_of((10.0, 77.0), unix_time=1001.0))
+        while "77" not in seen[-1] and live.poll() is None:
+            seen.append(live.stdout.readline())
+        live.stdout.close()  # as head does
+        publish(job.state, report_of((10.0, 78.0), unix_time=1002.0))
+        assert live.wait(60) == 0
+        assert live.stderr.read() == ""
+        live.stderr.close()
+    finally:
+        live.kill()
     assert "".join(seen).isascii()
     assert "\x1b" not in "".join(seen)

@@ -70,6 +70,7 @@ def started(words: list[str], port: int) -> subprocess.Popen[bytes]:
             time.sleep(0.02)
         else:
             return process
+    ended(process)
     raise TimeoutError(f"{words} does not listen")
 
 
@@ -84,20 +85,23 @@ class Server:
 
     def __init__(self, port: int) -> None:
         self.port = port
-        self._process = self._started()
+        self._start()
 
-    def _started(self) -> subprocess.Popen[bytes]:
+    def _start(self) -> None:
         import s3fs
 
         words = ["-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
-        process = started(words, self.port)
-        s3fs.S3FileSystem().mkdir("bucket")
-        return process
+        self._process = started(words, self.port)
+        try:
+            s3fs.S3FileSystem().mkdir("bucket")
+        except BaseException:
+            self.end()
+            raise
 
     def restart(self) -> None:
         """Kill it and start it."""
         self.end()
-        self._process = self._started()
+        self._start()
 
     def end(self) -> None:
         """Kill it."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from monorepo.isolation.venv import CleanVenv
 from monorepo.workspace import Distribution, Workspace
@@ -51,21 +51,6 @@ def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] =
             venv.run_code(_IMPORT_ALL, module, target.name, *absent)
     except RuntimeError as error:
         raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
-
-
-def check_floors(requirements: Sequence[str], venv: CleanVenv) -> None:
-    """Check that an environment has the lowest version of each requirement.
-
-    A resolver silently goes above a floor that another requirement forbids.
-    """
-    installed = venv.installed()
-    lowest = venv.lowest_versions(requirements)
-    raised = {name: version for name, version in lowest.items() if installed[name] != version}
-    if raised:
-        told = (f"{name} {low}, got {installed[name]}" for name, low in raised.items())
-        raise IsolationError(
-            f"floors that cannot be installed together: {'; '.join(told)}; raise these floors"
-        )
 
 
 def check_siblings(

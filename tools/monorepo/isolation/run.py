@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,14 +13,8 @@ from xml.etree import ElementTree
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from monorepo.isolation.checks import (
-    TORCH,
-    IsolationError,
-    check_contents,
-    check_floors,
-    check_siblings,
-)
-from monorepo.isolation.venv import CleanVenv, clean_environment, make_venv
+from monorepo.isolation.checks import TORCH, IsolationError, check_contents, check_siblings
+from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
 from monorepo.workspace import Distribution, Workspace
 
 TEST_TOOL = "rank_testing"
@@ -54,9 +48,11 @@ class IsolationRun:
         venv = make_venv(
             self.scratch / target.name / "venv", self.python, self._constraints(target)
         )
-        venv.install(self._target_requirements(target), lowest=self.lowest)
+        wheel = f"{target.name} @ {self.wheels[target.name].as_uri()}"
         if self.lowest:
-            check_floors(_floors(target), venv)
+            install_lowest([wheel], _floors(target), venv)
+        else:
+            venv.install([wheel])
         check_contents(self.workspace, target, venv)
         versions = _versions(target, venv)
         # What the tests need must not raise what is under test.
@@ -78,12 +74,19 @@ class IsolationRun:
         for name, wheel in self.wheels.items():
             yield f"{name} @ {wheel.as_uri()}"
 
-    def _target_requirements(self, target: Distribution) -> list[str]:
-        """The target, and for the lowest versions each requirement, which makes it a direct one."""
-        wheel = f"{target.name} @ {self.wheels[target.name].as_uri()}"
-        if not self.lowest:
-            return [wheel]
-        return [wheel, *_floors(target)]
+
+def install_lowest(wheels: Sequence[str], requirements: Sequence[str], venv: CleanVenv) -> None:
+    """Install wheels, the lowest version of each requirement, and the newest of what those need.
+
+    They are pinned: a resolver that may go above a floor does, where that lets it take something
+    else at its newest.
+    """
+    pins = [f"{name}=={version}" for name, version in venv.lowest_versions(requirements).items()]
+    try:
+        venv.install([*wheels, *requirements, *pins])
+    except InstallError as error:
+        told = f"floors that cannot be installed together, raise one of them: {', '.join(pins)}"
+        raise IsolationError(f"{told}\n{error}") from error
 
 
 def _floors(target: Distribution) -> list[str]:

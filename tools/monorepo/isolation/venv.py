@@ -46,19 +46,15 @@ class CleanVenv:
         """Its interpreter."""
         return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
-    def install(
-        self, requirements: Iterable[str], *, lowest: bool = False, compiled: bool = False
-    ) -> None:
-        """Install requirements; ``lowest`` is for them, and their own needs stay at the newest."""
+    def install(self, requirements: Iterable[str], *, compiled: bool = False) -> None:
+        """Install requirements, and what they need, at the newest versions that fit."""
         constraints = self.folder / "constraints.txt"
         constraints.write_text("\n".join(self.constraints) + "\n", encoding="utf-8")
-        resolution = "lowest-direct" if lowest else "highest"
         compiling = ["--compile-bytecode"] if compiled else []
         _run_uv(
             [
                 self.uv, "pip", "install", "--quiet", "--python", str(self.python),
-                "--constraints", str(constraints), "--resolution", resolution,
-                *compiling, *self.options, *requirements,
+                "--constraints", str(constraints), *compiling, *self.options, *requirements,
             ]
         )  # fmt: skip
 

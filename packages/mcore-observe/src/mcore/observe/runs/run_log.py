@@ -25,7 +25,8 @@ class RunLog(GlobalState):
     Every rank makes one and calls :meth:`log_step`; the last rank writes. Use it in a ``with``
     block, so that trackers learn how the run ended. Save :meth:`state_dict` with a checkpoint and
     load it before the first step: counters go on, trackers continue their runs, and what was
-    logged after the checkpoint is dropped or overwritten.
+    logged after the checkpoint is dropped or overwritten. A run that loads nothing is a new one:
+    in the folder of an earlier run it first renames that one's ``metrics.jsonl``, with a WARNING.
 
     Args:
         run_dir: Folder of the run; ``python -m mcore.observe show`` reads it.
@@ -67,6 +68,9 @@ class RunLog(GlobalState):
         sinks: Sequence[MetricSink] = (),
         **settings: Any,
     ) -> None:
+        for argument, count in (("batch_size", batch_size), ("seq_length", seq_length)):
+            if count is not None and count < 1:
+                raise ValueError(f"RunLog got {argument}={count}; give a number of at least 1")
         folder = Path(run_dir)
         name = folder.absolute().name
         chosen: dict[str, Any] = {

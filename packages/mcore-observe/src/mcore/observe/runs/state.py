@@ -132,7 +132,10 @@ def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
 
 
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
-    return open_metrics_file(_logger_of(state)) if is_last_rank() else None
+    if not is_last_rank():
+        return None
+    begins_anew = state._counted.first_step == 0
+    return open_metrics_file(_logger_of(state), state.start_time if begins_anew else None)
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
@@ -314,7 +317,7 @@ class GlobalState:
             scalars: Further values for the trackers, by name.
 
         Raises:
-            ValueError: ``steps`` below 1.
+            ValueError: ``steps`` below 1, ``samples`` or ``tokens`` below 0.
 
         Example:
             >>> from mcore.observe import MemorySink
@@ -326,6 +329,9 @@ class GlobalState:
         """
         if steps < 1:
             raise ValueError(f"log_step got steps={steps}; give those since the last call")
+        for name, count in (("samples", samples), ("tokens", tokens)):
+            if count is not None and count < 0:
+                raise ValueError(f"log_step got {name}={count}; give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
         self._counted.log(
             config,

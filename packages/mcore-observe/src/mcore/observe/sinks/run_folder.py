@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from mcore.observe.sinks.spool import lock
+
+logger = logging.getLogger(__name__)
 
 _WITHOUT_FOLDER = Path("mcore-spool")
 
@@ -39,6 +44,23 @@ class RunFolder:
         """Run ids by tracker."""
         return self.path / "trackers.json"
 
+    def set_aside(self, before_s: float) -> None:
+        """Rename the files that an earlier run has left, as none goes on; one WARNING."""
+        left = [file for file in (self.metrics, self.slow_ranks) if _is_left(file, before_s)]
+        if self.metrics not in left:
+            return
+        number = 1
+        while any(_numbered(file, number).exists() for file in left):
+            number += 1
+        for file in left:
+            file.rename(_numbered(file, number))
+        logger.warning(
+            "%s had the metrics of an earlier run, which are now in %s; to continue a run, load "
+            "its counters before the first step, else give each run a folder of its own",
+            self.path,
+            _numbered(self.metrics, number).name,
+        )
+
     def run_id(self, tracker: str) -> str | None:
         """Return the id that an earlier start noted for a tracker."""
         return self._read().get(tracker, {}).get("run_id") or None
@@ -58,6 +80,21 @@ class RunFolder:
         except (OSError, ValueError):
             return {}
         return notes if isinstance(notes, dict) else {}
+
+
+def _numbered(file: Path, number: int) -> Path:
+    return file.with_name(f"{file.stem}.{number}{file.suffix}")
+
+
+def _is_left(file: Path, before_s: float) -> bool:
+    """Return whether a file has content that was written before a time, and no run is open."""
+    try:
+        with file.open("rb") as opened:
+            lock(opened.fileno())
+            found = os.fstat(opened.fileno())
+    except (FileNotFoundError, BlockingIOError):
+        return False
+    return found.st_size > 0 and found.st_mtime < before_s
 
 
 def run_folder_of(settings: Any) -> RunFolder | None:

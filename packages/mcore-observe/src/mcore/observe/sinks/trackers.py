@@ -70,13 +70,19 @@ def import_libraries(settings: Any) -> None:
                 import_module(tracker.module)
 
 
-def open_metrics_file(settings: Any) -> JsonlSink | None:
-    """Open the file in the run's folder; a warning where that fails, since it is one rank's own."""
+def open_metrics_file(settings: Any, begun_s: float | None = None) -> JsonlSink | None:
+    """Open the file in the run's folder; a warning where that fails, since it is one rank's own.
+
+    A run that has begun at step 0, at a time, sets aside what an earlier one has left there.
+    """
     folder = run_folder_of(settings)
     if folder is None:
         return None
+    resume_step = getattr(settings, "resume_step", None)
     try:
-        return JsonlSink(folder.metrics, resume_step=getattr(settings, "resume_step", None))
+        if begun_s is not None and resume_step is None:
+            folder.set_aside(begun_s)
+        return JsonlSink(folder.metrics, resume_step=resume_step)
     except OSError as error:
         logger.warning("%s is not written: %s", folder.metrics, error)
         return None

@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import collections
-import json
-import os
-import struct
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from mcore.observe.settings.extras import require_extra
@@ -20,16 +15,13 @@ from mcore.observe.settings.secrets import config_params, without_secrets
 from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, Tracker, accepts, plain_numbers
 from mcore.observe.sinks.spool import StepMetrics
+from mcore.observe.sinks.wandb_files import last_offline_step, wait_until_written
 
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 143}
 _PROBE_S = 5.0
 # W&B's own process writes its file block by block: what it took last is lost when it is killed
 # with the training process, so the spool keeps that much.
 _KEPT_BACK_BYTES = 256 << 10
-_BLOCK_BYTES = 32 << 10
-_HEADER_BYTES = 7
-_PARTS = (1, 2, 3, 4)  # a whole record, its first part, a middle one, its last one
-_LAST_PARTS = (1, 4)
 
 
 class WandbSink:
@@ -138,6 +130,7 @@ class WandbRun(ClientRun[_Connection]):
 
     def _end(self, connection: _Connection, status: str) -> None:
         _finish(connection.run, status)
+        wait_until_written(connection.run)
         super()._settle([entry for entry, _ in self._held])
         self._held.clear()
 
@@ -200,48 +193,10 @@ def _connect(
         except Exception:
             wandb.teardown()
     run = wandb.init(**options, id=run_id, resume="allow")
-    last_step = int(run.step) - 1 if is_online else _last_offline_step(settings, run_id)
+    last_step = (
+        int(run.step) - 1 if is_online else last_offline_step(settings.wandb_save_dir, run_id)
+    )
     return _Connection(run, run_id, last_step)
-
-
-def _last_offline_step(settings: Any, run_id: str) -> int:
-    """Return the last step in the files of a run that was written offline, else -1."""
-    folder = Path(settings.wandb_save_dir or os.environ.get("WANDB_DIR") or ".") / "wandb"
-    files = folder.glob(f"offline-run-*-{run_id}/run-{run_id}.wandb")
-    return max((step for path in files for step in _offline_steps(path)), default=-1)
-
-
-def _offline_steps(path: Path) -> Iterator[int]:
-    messages: Any = import_module("wandb.proto.wandb_internal_pb2")
-    for data in _offline_records(path.read_bytes()):
-        record = messages.Record.FromString(data)
-        if record.WhichOneof("record_type") == "history":
-            yield _step_of(record.history)
-
-
-def _offline_records(data: bytes) -> Iterator[bytes]:
-    """Yield the complete records of a W&B file, which has the format of LevelDB's log."""
-    at, record = _HEADER_BYTES, b""
-    while at + _HEADER_BYTES <= len(data):
-        left = _BLOCK_BYTES - at % _BLOCK_BYTES
-        if left < _HEADER_BYTES:
-            at += left
-            continue
-        _, size, kind = struct.unpack_from("<IHB", data, at)
-        at += _HEADER_BYTES + size
-        if kind not in _PARTS or at > len(data):  # a killed process leaves the end cut off
-            return
-        record += data[at - size : at]
-        if kind in _LAST_PARTS:
-            yield record
-            record = b""
-
-
-def _step_of(history: Any) -> int:
-    for item in history.item:
-        if item.key == "_step":
-            return int(json.loads(item.value_json))
-    return int(history.step.num)
 
 
 TRACKER = Tracker(

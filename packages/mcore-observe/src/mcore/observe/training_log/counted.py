@@ -19,7 +19,7 @@ class CountedSteps:
 
     def __init__(self) -> None:
         self._totals: dict[str, Any] = {}
-        self._first_step: int | None = None
+        self.first_step: int | None = None  # done before the first that was counted
         self._finished: collections.deque[float] = collections.deque()
 
     def log(
@@ -39,8 +39,8 @@ class CountedSteps:
     ) -> None:
         """Advance the counters by steps and log them; all ranks call it."""
         progress = global_state.train_state
-        if self._first_step is None:
-            self._first_step = progress.step
+        if self.first_step is None:
+            self.first_step = progress.step
         if samples is None:
             groups = find_process_groups(pg_collection, model)
             microbatches = find_num_microbatches(config, global_state, groups)
@@ -63,7 +63,7 @@ class CountedSteps:
             history_wct=list(self._finished) if len(self._finished) > window else None,
             model=model,
             pg_collection=pg_collection,
-            loaded_iteration=self._first_step,
+            loaded_iteration=self.first_step,
             further=scalars,
             samples=samples,
             tokens=tokens,
