@@ -66,10 +66,13 @@ def check_that_a_job_without_its_folder_sends_nothing(path: Path, run_id: str) -
     target = choose_target(folder, None)
     with claim(path):
         settings = Settings(**read_settings(path))
-        frozen = JobRun(settings, folder, target, 5, still_ours(path)).logger
+        job = JobRun(settings, folder, target, 5, still_ours(path))
+        frozen = job.logger
         frozen.open()
+        assert job.is_starting  # until what has waited is sent
         frozen.log_metrics({"lm loss": 2.5}, 6)
         frozen.flush()
+        assert not job.is_starting
     with claim(path):
         frozen.log_metrics({"lm loss": 3.5}, 7)
         with pytest.raises(RuntimeError, match="a later start of the job has the run folder"):

@@ -48,7 +48,7 @@ class JobRun:
 
     Attributes:
         logger: the state's MLflow logger, which takes metrics at once.
-        is_starting: whether its first attempt to open goes on, which takes from this rank's steps.
+        is_starting: whether it opens and sends what has waited, which takes from this rank's steps.
     """
 
     def __init__(
@@ -62,20 +62,29 @@ class JobRun:
         self.folder = folder
         self.target = target
         self.is_starting = True
-        opening = functools.partial(
-            _open, settings, folder, target, first_step, time.time(), is_ours
-        )
+        opening = functools.partial(_open, settings, folder, target, first_step, time.time())
         self.logger = MlflowRun(
-            functools.partial(self._first_try, opening), name=f"MLflow at {target.shown}"
+            functools.partial(self._connect, opening, is_ours), name=f"MLflow at {target.shown}"
         )
         self.logger.closing_s = _WAIT_AT_THE_END_S
         self.logger.open_in_background()
 
-    def _first_try(self, opening: Callable[[], MlflowConnection]) -> MlflowConnection:
+    def _connect(
+        self,
+        opening: Callable[[Callable[[], bool]], MlflowConnection],
+        is_ours: Callable[[], bool],
+    ) -> MlflowConnection:
         try:
-            return opening()
-        finally:
-            self.is_starting = False
+            connection = opening(is_ours)
+        except Exception:
+            self.is_starting = False  # it is away, and what is tried again takes little
+            raise
+        return dataclasses.replace(
+            connection, server=_Writer(connection.writer, is_ours, self._note_sent)
+        )
+
+    def _note_sent(self) -> None:
+        self.is_starting = False
 
     def __enter__(self) -> JobRun:
         return self
@@ -154,20 +163,25 @@ def _open(
         client.update_run(run_id, status="RUNNING")
     _note(folder, target, client.get_run(run.run_id).info)
     _send_earlier(run, folder, first_step, started_s)
-    connection = run.open()
-    return dataclasses.replace(connection, server=_Writer(connection.writer, is_ours))
+    return run.open()
 
 
 class _Writer:
     """Writes while the job has its folder: one that was frozen may wake beside the next one."""
 
-    def __init__(self, writer: Any, is_ours: Callable[[], bool]) -> None:
+    def __init__(
+        self, writer: Any, is_ours: Callable[[], bool], note_sent: Callable[[], None]
+    ) -> None:
         self._writer = writer
         self._is_ours = is_ours
+        self._note_sent = note_sent
 
     def log_batch(self, run_id: str, metrics: Sequence[Any]) -> None:
         _check_ours(self._is_ours)
-        self._writer.log_batch(run_id, metrics=metrics)
+        try:
+            self._writer.log_batch(run_id, metrics=metrics)
+        finally:
+            self._note_sent()
 
     def set_terminated(self, run_id: str, status: str) -> None:
         _check_ours(self._is_ours)
