@@ -37,6 +37,7 @@ _JOB = Variant(
 )
 _KILLED_AFTER = 20
 _LOOK_EVERY_S = 0.1
+_PENDING_S = 3.0
 _LONGEST_S = 900.0
 _CONFIG = """
 ClusterName=loopback
@@ -130,7 +131,8 @@ def _launcher(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
 
 def _limit(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
     """The time limit comes near: the job saves, ends and is requeued."""
-    job, before = _started(cluster, run)
+    # Slurm looks at the limits twice a minute, in which a quick machine would be done.
+    job, before = _started(cluster, run, "--slow-rank", "1:60")
     cluster.limit(job, "1")
     _say(f"the time limit was lowered after step {before}")
     _wait(lambda: cluster.state_of(job) != "RUNNING", "the job's end before its time limit")
@@ -189,9 +191,9 @@ _CASES = {
 }  # fmt: skip
 
 
-def _started(cluster: _Cluster, run: Path) -> tuple[str, int]:
+def _started(cluster: _Cluster, run: Path, *more: str) -> tuple[str, int]:
     """A job in the middle of its steps, and the step that it has saved."""
-    job = cluster.submit(run)
+    job = cluster.submit(run, more)
     _wait(lambda: newest_good(run) >= _KILLED_AFTER, "first checkpoints")
     return job, newest_good(run)
 
@@ -284,11 +286,16 @@ class _Cluster:
         """Wait for it; a requeued job need not wait for two minutes, as it does by default.
 
         After a node's loss it has to: Slurm may yet end there what it thinks is the start before.
+        Seconds it waits always: nodes refuse what starts in the second in which it was ended.
         """
+        pending_since = None
 
         def has_ended() -> bool:
+            nonlocal pending_since
             if at_once and self.state_of(job) == "PENDING":
-                self._told("scontrol", "update", f"JobId={job}", "StartTime=now")
+                pending_since = pending_since or time.monotonic()
+                if time.monotonic() - pending_since > _PENDING_S:
+                    self._told("scontrol", "update", f"JobId={job}", "StartTime=now")
             return self.state_of(job) not in ("PENDING", "RUNNING", "COMPLETING")
 
         _wait(has_ended, "the job's end")
