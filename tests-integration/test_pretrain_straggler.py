@@ -131,8 +131,11 @@ def test_a_rank_that_starts_or_has_no_cpu_is_not_named(tmp_path: Path) -> None:
 def test_waiting_for_a_cpu_is_what_a_busy_thread_lacks_to_the_wall_clock() -> None:
     waits = CpuWaits(torch.device("cpu"))
     allowed = os.sched_getaffinity(0)
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+    busy = "print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", busy], stdout=subprocess.PIPE) as other:
         try:
+            assert other.stdout is not None
+            other.stdout.readline()
             for process in (0, other.pid):
                 os.sched_setaffinity(process, {min(allowed)})
             with waits.during("forward"):
@@ -141,13 +144,16 @@ def test_waiting_for_a_cpu_is_what_a_busy_thread_lacks_to_the_wall_clock() -> No
                     pass
                 lacked = time.perf_counter() - began - (time.thread_time() - ran)
             with waits.during("backward"):
-                time.sleep(0.01)
+                began = time.perf_counter()
+                time.sleep(0.3)
+                overslept = time.perf_counter() - began - 0.3
         finally:
             os.sched_setaffinity(0, allowed)
             other.kill()
-    forward, _, optimizer = waits.take()
+    forward, backward, optimizer = waits.take()
     assert forward == pytest.approx(1e3 * lacked, rel=0.05, abs=10)
     assert forward > 50  # of 300 or so: the other process has the same right to the CPU
+    assert backward <= 1e3 * overslept + 10  # a thread that sleeps does not wait
     assert optimizer == 0.0
     assert waits.take() == [0.0, 0.0, 0.0]
     waits.close()
