@@ -122,7 +122,7 @@ def one_request(address, data, manner):
             if manner != "read":
                 return None
             client.shutdown(socket.SHUT_WR)
-            answer = client.recv(4096)
+            answer = client.recv(len("HTTP/1.1 400"), socket.MSG_WAITALL)
         except (ConnectionError, TimeoutError):
             return None
     return int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else None
