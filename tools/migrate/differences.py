@@ -48,6 +48,8 @@ POSITIONAL = {
 }
 # What holds for every call.
 _ALWAYS = {
+    "local_multi_tensor_applier": "a flag that it hands on is an integer tensor with one "
+    "element (a float one is refused) or None",
     "local_multi_tensor_l2_norm": "sets the flag for a norm that is not finite; the flag is an "
     "integer tensor with one element (a float one is refused) or None",
     "local_multi_tensor_scale": "sets the flag for sources that are not finite, and multiplies in "

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import libcst as cst
 
-from .rewrite import LayoutError, Note, Rewritten, rewrite
+from .findings import Note
+from .rewrite import LayoutError, Rewritten, rewrite
 from .table import Table
 
 _SKIPPED = ("__pycache__", "node_modules", "site-packages", "build", "dist")
@@ -119,7 +120,7 @@ def written(result: Result) -> Result:
         _put(result.after.source, place, status)
     except OSError as error:
         return replace(result, after=None, error=f"can't be written: {error.strerror}")
-    return result
+    return replace(result, after=result.after.placed())
 
 
 def _put(source: bytes, place: Path, status: os.stat_result) -> None:

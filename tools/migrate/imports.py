@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 
 import libcst as cst
 from libcst.helpers import get_full_name_for_node
@@ -59,9 +60,9 @@ def _with_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.
     old = node.names
     if isinstance(old, cst.ImportStar):
         return node
-    *names, last = chosen
+    node, (*names, last) = _with_comments_above(node, old, chosen)
     end = old[-1].comma
-    if last is old[-1] or node.lpar is None or isinstance(end, cst.Comma):
+    if chosen[-1] is old[-1] or node.lpar is None or isinstance(end, cst.Comma):
         ended = last.with_changes(comma=_with_comment_of(end, last.comma))
         return node.with_changes(names=[*names, ended])
     ended = last.with_changes(comma=_at_the_end(last.comma))
@@ -72,6 +73,35 @@ def _with_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.
 
 
 _Comma = cst.Comma | cst.MaybeSentinel
+
+
+def _with_comments_above(
+    node: cst.ImportFrom, old: Sequence[cst.ImportAlias], chosen: Sequence[cst.ImportAlias]
+) -> tuple[cst.ImportFrom, list[cst.ImportAlias]]:
+    """The statement's beginning and the names, with the comments that stood above each."""
+    if node.lpar is None:
+        return node, [*chosen]
+    begin = node.lpar.whitespace_after
+    commas = [one.comma for one in old[:-1]]
+    spaces = [begin, *(one.whitespace_after for one in commas if isinstance(one, cst.Comma))]
+    above = dict(zip(map(id, old), spaces, strict=True))
+    lpar = node.lpar.with_changes(whitespace_after=_above(above[id(chosen[0])], begin))
+    names = []
+    for one, following in pairwise(chosen):
+        comma = cst.ensure_type(one.comma, cst.Comma)
+        space = _above(above[id(following)], comma.whitespace_after)
+        names.append(one.with_changes(comma=comma.with_changes(whitespace_after=space)))
+    return node.with_changes(lpar=lpar), [*names, chosen[-1]]
+
+
+def _above(
+    wanted: cst.BaseParenthesizableWhitespace, own: cst.BaseParenthesizableWhitespace
+) -> cst.BaseParenthesizableWhitespace:
+    """The space behind something, with the lines above what now follows it."""
+    lines = wanted.empty_lines if isinstance(wanted, cst.ParenthesizedWhitespace) else ()
+    if isinstance(own, cst.ParenthesizedWhitespace):
+        return own.with_changes(empty_lines=lines)
+    return wanted.with_changes(first_line=cst.TrailingWhitespace()) if lines else own
 
 
 def _with_comment_of(end: _Comma, comma: _Comma) -> _Comma:
@@ -91,7 +121,7 @@ def _at_the_end(comma: _Comma, end: _Comma = cst.MaybeSentinel.DEFAULT) -> _Comm
     """What ended the list, unless a comment hangs on the comma."""
     space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
     if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment is not None:
-        there = space.with_changes(last_line=cst.SimpleWhitespace(""))
+        there = space.with_changes(empty_lines=(), last_line=cst.SimpleWhitespace(""))
         return comma.with_changes(whitespace_after=there)  # type: ignore[union-attr]
     return end
 
