@@ -1,8 +1,9 @@
-"""The programs of the guides: each runs as the page says, and prints what the page shows."""
+"""The programs and commands of the guides: each runs as the page says, and prints what it shows."""
 
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,6 +50,13 @@ def programs(page: str) -> dict[str, Program]:
     return found
 
 
+def commands(page: str) -> list[list[str]]:
+    """What the shell blocks of a page run with ``python -m``, in order."""
+    blocks = _BLOCK.findall((PAGES / page).read_text(encoding="utf-8"))
+    lines = [line for kind, _, text in blocks if kind == "bash" for line in text.splitlines()]
+    return [shlex.split(line, comments=True)[2:] for line in lines if line.startswith("python -m ")]
+
+
 def on_ranks(arguments: list[str]) -> int:
     """Run a program of a page as one of its ranks."""
     page, name = arguments
@@ -78,6 +86,11 @@ def test_programs_print_what_the_page_shows(
         else:
             said = "".join(line for line in printed.splitlines(keepends=True) if line not in logged)
             assert program.shown in (None, said), name
+    for module, *words in commands(page):
+        run = f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        done = run_script(f"import runpy, sys\nsys.argv[1:] = {words}\n{run}")
+        assert done.returncode == int(words[0] == "diff"), f"{words}: {done.stderr}"  # it differs
+        assert done.stdout or "--html" in words
 
 
 def _without_numbers(line: str) -> str:
