@@ -2,7 +2,6 @@
 
 import math
 import multiprocessing
-import os
 import pickle
 import tempfile
 import time
@@ -11,7 +10,7 @@ from typing import Any, TypeVar
 
 from rank_testing.messages import Request, output_path, text_of
 from rank_testing.report import diagnose, rank_failure, read_values
-from rank_testing.server import start_context
+from rank_testing.server import start_context, variables_of_the_test
 from rank_testing.target import find_target
 from rank_testing.watch import PROCESS_NAME, Rank, watch
 
@@ -24,7 +23,7 @@ def run_ranks(
     fn: Callable[..., T],
     world_size: int,
     *args: Any,
-    timeout_s: float = 60.0,
+    timeout_s: float = 180.0,
     env: Mapping[str, str | None] | None = None,
     init: str | None = "gloo",
     **kwargs: Any,
@@ -54,7 +53,7 @@ def run_ranks(
     Raises:
         RankFailure: if a rank raises, dies, returns what cannot be pickled, or has not ended in
             time. The first line names the likely culprit; ``.ranks`` has one report for each rank
-            that failed. The others have two seconds from the first failure, then they are killed.
+            that failed. The others have 20 seconds from the first failure, then they are killed.
         TypeError: if ``fn`` is not a module-level function, or an argument cannot be pickled.
         ValueError: if ``world_size`` or ``timeout_s`` is not positive, or ``env`` names a variable
             that the harness sets.
@@ -115,7 +114,7 @@ def _pickled_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
 
 
 def _environment(env: Mapping[str, str | None], world_size: int) -> dict[str, str]:
-    merged = {**os.environ, **env, "WORLD_SIZE": str(world_size)}
+    merged = {**variables_of_the_test(), **env, "WORLD_SIZE": str(world_size)}
     return {name: value for name, value in merged.items() if value is not None}
 
 

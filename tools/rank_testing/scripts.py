@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rank_testing.server import modules_for_scripts, server_environment
+from rank_testing.server import modules_for_scripts, server_environment, variables_of_the_test
 
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
@@ -55,7 +55,7 @@ class Script:
             "code": code,
             "arguments": arguments,
             "cwd": os.path.abspath(cwd or "."),
-            "env": dict(os.environ if env is None else env),
+            "env": variables_of_the_test() if env is None else dict(env),
         }
         payload = json.dumps(request).encode()
         files = [self._stdout, self._stderr, theirs.fileno()]
@@ -166,7 +166,7 @@ def _running_server() -> socket.socket:
                 [sys.executable, "-c", _SERVER, str(theirs.fileno()), *modules_for_scripts()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**os.environ, **server_environment()},
+                env={**variables_of_the_test(), **server_environment()},
                 start_new_session=True,
             )
         _server = os.getpid(), ours, process

@@ -77,6 +77,12 @@ def server_environment() -> dict[str, str]:
     }
 
 
+def variables_of_the_test() -> dict[str, str]:
+    """Return this process's variables, without those that a server gets in another thread."""
+    with _starting:
+        return dict(os.environ)
+
+
 @contextlib.contextmanager
 def _variables(values: dict[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in values}

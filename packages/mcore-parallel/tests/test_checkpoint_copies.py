@@ -117,7 +117,7 @@ WORDS = {
 
 
 def test_layers_that_a_plan_leaves_out_have_one_writer(tmp_path: Path) -> None:
-    first, *others = run_ranks(save_and_load_in_two_dimensions, 4, str(tmp_path), timeout_s=180)
+    first, *others = run_ranks(save_and_load_in_two_dimensions, 4, str(tmp_path), timeout_s=300)
     assert "values outside" in first.pop("values, unasked")
     assert first.keys() == WORDS.keys()
     for name, words in WORDS.items():
@@ -180,17 +180,18 @@ def leave_before_the_first_background_save(folder: str) -> str:
 
     import torch.distributed as dist
 
-    rank = int(os.environ["RANK"])
+    rank, new_group = int(os.environ["RANK"]), dist.new_group
     store = dist.FileStore(f"{folder}/store", 2)  # type: ignore[attr-defined]
-    dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=2, timeout=datetime.timedelta(seconds=5)
-    )
-    if rank == 1:
+    of_the_world = datetime.timedelta(seconds=321)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=2, timeout=of_the_world)
 
-        def leave(*args: Any, **kwargs: Any) -> None:
+    def leave(*args: Any, timeout: datetime.timedelta, **kwargs: Any) -> Any:
+        if rank == 1:
             raise LeftError
+        assert timeout == of_the_world
+        return new_group(*args, timeout=datetime.timedelta(seconds=2), **kwargs)
 
-        dist.new_group = leave
+    dist.new_group = leave
     try:
         state = {"w": torch.ones(3)}
         return refusal(save_sharded_state_dict, state, Path(folder) / "step_1", async_=True)
@@ -200,9 +201,7 @@ def leave_before_the_first_background_save(folder: str) -> str:
 
 def test_a_rank_that_is_gone_before_the_background_group_exists(tmp_path: Path) -> None:
     """The others waited for half an hour, whatever the timeout of their group."""
-    said, left = run_ranks(
-        leave_before_the_first_background_save, 2, str(tmp_path), init=None, timeout_s=90
-    )
+    said, left = run_ranks(leave_before_the_first_background_save, 2, str(tmp_path), init=None)
     assert left == "left"
     assert "a participating rank cannot be reached" in said
     assert not (tmp_path / "step_1").exists()

@@ -122,7 +122,7 @@ EXPECTED_IN_SAVES = {
 
 
 def test_broken_saves_raise_on_all_ranks_and_leave_nothing(tmp_path: Path) -> None:
-    first, second = run_ranks(broken_saves, 2, str(tmp_path), timeout_s=120)
+    first, second = run_ranks(broken_saves, 2, str(tmp_path), timeout_s=300)
     assert first.keys() == EXPECTED_IN_SAVES.keys()
     for name, words in EXPECTED_IN_SAVES.items():
         assert [word for word in words if word not in first[name]] == [], first[name]

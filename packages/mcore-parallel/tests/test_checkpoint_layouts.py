@@ -246,7 +246,7 @@ def saved_root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("layouts")
     save_layout(str(root), ALONE, 0, async_=False)
     for world in (1, 2, 4):
-        run_ranks(save_all, world, str(root), of_world(world), timeout_s=120)
+        run_ranks(save_all, world, str(root), of_world(world), timeout_s=300)
     return root
 
 
@@ -255,7 +255,7 @@ def test_every_layout_loads_every_other(saved_root: Path, world: int) -> None:
     saved = [ALONE, *LAYOUTS]
     assert all(is_complete_checkpoint(saved_root / layout.name) for layout in saved)
     mine = of_world(world)
-    checked = run_ranks(load_all, world, str(saved_root), mine, saved, timeout_s=240)
+    checked = run_ranks(load_all, world, str(saved_root), mine, saved, timeout_s=300)
     assert checked == [len(mine) * len(saved)] * world
 
 

@@ -33,7 +33,7 @@ def test_keys_that_nobody_asks_for_are_reported(tmp_path: Path) -> None:
     part = {"layer.7": torch.zeros(2)}
     with pytest.warns(UserWarning, match=r"no rank asks for .* \(29 keys\):\n  - layer.0\n") as got:
         load_sharded_state_dict(part, tmp_path / "a")
-    assert got[0].filename == __file__
+    assert [one.filename for one in got if "no rank asks" in str(one.message)] == [__file__]
     assert part["layer.7"].tolist() == [1, 1]
     part["layer.7"].zero_()
     with pytest.raises(CheckpointingException, match=r"\(29 keys\)"):

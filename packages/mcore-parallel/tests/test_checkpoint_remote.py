@@ -62,7 +62,7 @@ def started(words: list[str], port: int) -> subprocess.Popen[bytes]:
     """Start a program and wait until it listens."""
     quiet = subprocess.DEVNULL
     process = subprocess.Popen([sys.executable, *words], stdout=quiet, stderr=quiet)
-    for _ in range(6000):
+    for _ in range(15_000):
         try:
             socket.create_connection(("127.0.0.1", port), 1).close()
         except OSError:
@@ -397,7 +397,9 @@ def saves_through_outages(server: int, port: int, root: str) -> dict[str, list[A
 @pytest.mark.slow
 def test_an_outage_at_any_moment_is_an_error_and_the_next_save_works(server: Server) -> None:
     root = "s3://bucket/outages"
-    first, second = run_ranks(saves_through_outages, 2, server.port, free_port(), root)
+    first, second = run_ranks(
+        saves_through_outages, 2, server.port, free_port(), root, timeout_s=300
+    )
     assert first == second
     assert list(first) == MOMENTS
     for moment, (text, latest, is_complete, _, has_manifest) in first.items():

@@ -30,8 +30,8 @@ def chunk_of_a_dtensor() -> tuple[object, ...]:
 
     mesh = init_device_mesh("cpu", (2,))
     tensor = distribute_tensor(torch.arange(6.0).reshape(3, 2), mesh, [Shard(0)])
-    seven = datetime.timedelta(seconds=7)
-    assert group_timeout(dist.new_group(timeout=seven)) == seven
+    long = datetime.timedelta(seconds=777)  # no other group has it
+    assert group_timeout(dist.new_group(timeout=long)) == long
     factors = [split_factor(p) for p in (Shard(0), Replicate(), _StridedShard(0, split_factor=2))]
     return dist.get_rank(), dtensor_chunk(tensor), factors
 

@@ -246,7 +246,7 @@ def travel(folder: str) -> dict[str, Any]:
 
 
 def test_a_state_travels_between_layouts_to_the_last_bit(tmp_path: Path) -> None:
-    results = run_ranks(travel, 4, str(tmp_path), timeout_s=180)
+    results = run_ranks(travel, 4, str(tmp_path), timeout_s=300)
     for rank, found in enumerate(results):
         assert found == {
             "joined": [

@@ -135,15 +135,15 @@ def test_tied_parameters_are_listed_once_in_a_chunk_and_read_once_over_chunks(mo
 @pytest.mark.parametrize("num_threads", [None, 1, 2, 5])
 def test_any_number_of_threads_gives_the_same_hashes(num_threads: int | None) -> None:
     module = module_of(**{f"w{i}": torch.randn(2**16 * (i % 5), 3) for i in range(12)})
-    before = threading.active_count()
+    before = set(threading.enumerate())
     found = param_hashes(module, num_threads=num_threads)
     assert found == {name: sha1(param) for name, param in module.named_parameters()}
-    assert threading.active_count() == before
+    assert set(threading.enumerate()) <= before  # one of an earlier test may end meanwhile
 
 
 def test_several_threads_work_at_the_same_time() -> None:
     module = module_of(**{f"w{i}": torch.zeros(2**20) for i in range(2)})
-    both_hash = threading.Barrier(2, timeout=30)
+    both_hash = threading.Barrier(2, timeout=300)
     digest = hashlib.sha1
 
     def meet(*args: Any, **kwargs: Any) -> Any:

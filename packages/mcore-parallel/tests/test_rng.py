@@ -34,7 +34,8 @@ def warned(function: Any, *args: Any, **kwargs: Any) -> list[warnings.WarningMes
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function(*args, **kwargs)
-    return caught
+    # a collection of garbage may find what an earlier test has left open
+    return [one for one in caught if one.category is not ResourceWarning]
 
 
 def test_the_first_call_makes_the_tracker_and_all_others_return_it() -> None:
@@ -182,7 +183,7 @@ def test_without_transformer_engine_the_own_tracker_is_used_with_one_logged_warn
         tracker = get_cuda_rng_tracker(use_te_rng_tracker=True)
         assert get_cuda_rng_tracker(use_te_rng_tracker=True) is tracker
     assert type(tracker) is CudaRNGStatesTracker
-    (record,) = caplog.records
+    (record,) = [one for one in caplog.records if one.name.startswith("mcore.")]
     assert record.levelno == logging.WARNING
     assert "TransformerEngine is not installed" in record.getMessage()
 

@@ -4,14 +4,16 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from rank_testing import run_ranks
-from rank_testing.server import start_context, uses_accelerator
+from rank_testing import run_ranks, server
+from rank_testing.server import server_environment, start_context, uses_accelerator
 
 SEEN_ON_IMPORT = os.environ.get("RANK_TESTING_EXAMPLE")
 
@@ -84,6 +86,28 @@ def test_env_adds_and_removes_variables_for_the_ranks_only(
     assert result == [["mine", None]]
     assert os.environ.get("RANK_TESTING_EXAMPLE") is None
     assert os.environ["RANK_TESTING_GONE"] == "x"
+
+
+def test_what_a_server_gets_is_not_seen_by_ranks_that_another_thread_starts_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run_ranks(variables, 1)
+    names, found = list(server_environment()), []
+    expected, ensure_running = variables(*names), server.forkserver.ensure_running
+    other = threading.Thread(
+        target=lambda: found.extend(run_ranks(variables, 1, *names, init=None))
+    )
+
+    def start_the_other_first() -> None:
+        monkeypatch.setattr(server.forkserver, "ensure_running", ensure_running)
+        other.start()
+        time.sleep(0.5)  # in which the other would take its variables if nothing kept it from that
+        ensure_running()
+
+    monkeypatch.setattr(server.forkserver, "ensure_running", start_the_other_first)
+    run_ranks(dist.get_rank, 1)
+    other.join()
+    assert found == [expected]
 
 
 @pytest.mark.parametrize("name", ["RANK", "LOCAL_RANK", "WORLD_SIZE"])

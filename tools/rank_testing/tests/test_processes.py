@@ -15,6 +15,7 @@ import rank_testing
 
 TOOLS = Path(rank_testing.__file__).parents[1]
 MARGIN_S = 60.0
+START_S = 300.0  # pytest and a server import much, which takes long on a busy machine
 
 HANGING_TEST = """
 import os, subprocess, time
@@ -31,7 +32,7 @@ def wait_for_ever(folder):
     dist.all_reduce(torch.ones(1))
 
 def test_hang():
-    run_ranks(wait_for_ever, 2, os.environ["RANK_TESTING_FOLDER"], timeout_s=300)
+    run_ranks(wait_for_ever, 2, os.environ["RANK_TESTING_FOLDER"], timeout_s=600)
 """
 
 SAME_NAME_TEST = """
@@ -132,7 +133,7 @@ def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
     process = start_pytest(tmp_path)
     started = [tmp_path / f"started{rank}" for rank in range(2)]
     try:
-        assert wait_until(lambda: all(path.exists() for path in started), 60), log_of(tmp_path)
+        assert wait_until(lambda: all(path.exists() for path in started), START_S), log_of(tmp_path)
         family = descendants(process.pid)
     finally:
         process.send_signal(signal.SIGKILL)
@@ -158,7 +159,7 @@ def test_same_named_files_run_together_and_leave_nothing(
         (folder / "test_same.py").write_text(SAME_NAME_TEST.format(factor=number + 1))
         (folder / "conftest.py").write_text(CONFTEST)
     process = start_pytest(tmp_path, *arguments)
-    assert process.wait(120) == 0, log_of(tmp_path)
+    assert process.wait(START_S) == 0, log_of(tmp_path)
     assert "3 passed" in log_of(tmp_path)
     servers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(servers) == 1

@@ -168,6 +168,7 @@ def test_calls_from_several_threads_do_not_mix() -> None:
 def test_success_prints_nothing_and_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
+    run_ranks(dist.get_rank, 1)  # the server's own folder stays as long as it
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))

@@ -27,10 +27,11 @@ TOOLS = Path(rank_testing.__file__).parents[1]
 )
 def test_a_script_ends_as_it_does_under_python(ending: str, code: int) -> None:
     script = (
-        "import atexit, os, signal, sys, threading, time\n"
+        "import atexit, os, signal, sys, threading\n"
         "atexit.register(print, 'at the end')\n"
         "sys.excepthook = lambda *error: print('raised', error[0].__name__)\n"
-        "threading.Thread(target=lambda: (time.sleep(0.05), print('thread'))).start()\n"
+        "main = threading.current_thread()\n"
+        "threading.Thread(target=lambda: (main.join(), print('thread'))).start()\n"
         f"print(__name__, threading.active_count())\n{ending}\n"
     )
     done = run_script(script)
