@@ -145,10 +145,12 @@ class Server:
         self._wait()
 
     def _wait(self):
-        deadline = time.monotonic() + 120
+        """Until it answers a call: the first one takes it long, and no client may wait for that."""
+        address = f"http://127.0.0.1:{self.port}/api/2.0/mlflow/experiments/search?max_results=1"
+        deadline = time.monotonic() + 300
         while time.monotonic() < deadline and self.script.is_running:
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5).close()
+                urllib.request.urlopen(address, timeout=120).close()
             except (urllib.error.URLError, OSError):
                 time.sleep(0.05)
             else:

@@ -12,6 +12,7 @@ from mcore.observe import (
 )
 from mcore.observe.reports import memory
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
+from rank_testing import run_ranks
 
 
 def with_stats(monkeypatch, stats):
@@ -62,16 +63,20 @@ def test_peaks_start_again_only_when_asked(monkeypatch):
     assert resets == [1]
 
 
-def test_the_process_where_there_is_no_accelerator(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
+def grown_by_200_megabytes():
+    torch.accelerator.is_available = lambda: False
     before = report_memory(None)
+    held = torch.ones(50_000_000)  # which are touched
+    after = report_memory(None)
+    return before, after, held.numel(), report_memory({"allocated_bytes.all.current": "a"})
+
+
+def test_the_process_where_there_is_no_accelerator():
+    [(before, after, _, nothing)] = run_ranks(grown_by_200_megabytes, 1, init=None)  # no threads
     assert list(before) == ["mem-host-rss-gigabytes", "mem-max-host-rss-gigabytes"]
     assert 0 < before["mem-host-rss-gigabytes"] <= before["mem-max-host-rss-gigabytes"]
-    held = torch.ones(50_000_000)  # 0.2 GB that are touched
-    grown = report_memory(None)["mem-host-rss-gigabytes"] - before["mem-host-rss-gigabytes"]
-    assert 0.15 < grown < 0.35
-    assert held.numel() == 50_000_000
-    assert report_memory({"allocated_bytes.all.current": "a"}) == {}
+    assert 0.15 < after["mem-host-rss-gigabytes"] - before["mem-host-rss-gigabytes"] < 0.35
+    assert nothing == {}
 
 
 @pytest.fixture(autouse=True)

@@ -77,9 +77,10 @@ def test_callbacks_run_once_last_first_and_a_failing_one_does_not_stop_the_other
 def test_a_forked_child_neither_reports_nor_resists_sigterm():
     out, _, _ = run(
         WATCH
+        + "there, here = os.pipe()\n"
         + "child = os.fork()\n"
-        + "if child == 0: time.sleep(60)\n"
-        + "time.sleep(0.2); os.kill(child, signal.SIGTERM)\n"
+        + "if child == 0: os.write(here, b'x'); time.sleep(60)\n"
+        + "os.read(there, 1); os.kill(child, signal.SIGTERM)\n"
         + "print('child', os.WTERMSIG(os.waitpid(child, 0)[1]), flush=True)\n"
     )
     assert out == ["child 15", "FINISHED"]

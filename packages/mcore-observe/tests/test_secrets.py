@@ -64,12 +64,12 @@ def test_secret_texts(text, masked):
 
 def test_a_long_word_takes_no_longer_than_its_length():
     """A text of 20,000 letters without a space took a minute."""
-    began = time.process_time()
+    began = time.thread_time()
     for word in ("x", "token", "my-secret-"):
         assert mask_secrets(word * 20_000) == word * 20_000
     text = f"{'a' * 50_000}_token=abcdefgh {'b' * 50_000}"
     assert mask_secrets(text) == text.replace("abcdefgh", "***")
-    assert time.process_time() - began < 10
+    assert time.thread_time() - began < 10
 
 
 def test_what_the_caller_and_the_environment_know(monkeypatch):

@@ -42,6 +42,7 @@ def config_with_secrets(**logger):
     return ConfigContainer(
         logger=LoggerConfig(
             log_interval=1,
+            closing_s=120.0,
             mlflow_tags={"team": "a"},
             **logger,
         ),

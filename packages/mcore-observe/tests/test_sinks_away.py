@@ -5,8 +5,10 @@ import os
 import signal
 import socket
 import statistics
+import sys
 import threading
 import time
+from pathlib import Path
 
 import pytest
 
@@ -48,7 +50,10 @@ for first, settings in starts:
                      None, None)
     if len(starts) > 1:
         state.close()
-time.sleep(0.5)
+for name in ("mlflow_logger", "tensorboard_logger", "wandb_logger"):
+    run = getattr(state, name)
+    if len(starts) == 1 and run is not None:  # what is logged is with the operating system
+        assert run._spool.sync(240)
 print("logged", flush=True)
 exec(ending)
 """
@@ -89,7 +94,23 @@ def settings_of(name, folder, uri, trackers=("mlflow", "tensorboard", "wandb")):
 
 
 def start(folder, starts, ending=""):
-    return Script(SCRIPT, json.dumps(starts), ending, env=environment(), cwd=folder)
+    env = environment() | {"RUN_OF_THE_TEST": str(folder)}
+    return Script(SCRIPT, json.dumps(starts), ending, env=env, cwd=folder)
+
+
+def wait_for_helpers(folder):
+    """Wait until W&B's processes of a script that has ended are gone, which may still write."""
+    mark, deadline = f"RUN_OF_THE_TEST={folder}\0".encode(), time.monotonic() + 240
+    while any(mark in environ_of(path) for path in Path("/proc").glob("[0-9]*/environ")):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def environ_of(path):
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
 
 
 @pytest.fixture(scope="module")
@@ -105,16 +126,17 @@ def runs(tmp_path_factory, tracking_server):
         settings = settings_of(name, folder, uri, TRACKERS[name]) | {"closing_s": 1.0}
         scripts[name] = start(folder, [(1, settings)], ENDINGS[name])
     for name, script in scripts.items():
-        script.wait_until_printed("logged\n")
+        script.wait_until_printed("logged\n", 300)
         started_s = time.monotonic()
-        errors[name] = script.wait().stderr
+        errors[name] = script.wait(300).stderr
         took_s[name] = time.monotonic() - started_s
     server.start()
-    os.environ["WANDB_MODE"] = "offline"
-    for folder in folders.values():
-        assert main(["replay", str(folder)]) == 0
-    yield {"folders": folders, "uri": uri, "took": took_s, "errors": errors}
-    del os.environ["WANDB_MODE"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("WANDB_MODE", "offline")
+        for folder in folders.values():
+            wait_for_helpers(folder)
+            assert main(["replay", str(folder)]) == 0
+        yield {"folders": folders, "uri": uri, "took": took_s, "errors": errors}
     server.kill()
 
 
@@ -182,8 +204,8 @@ def test_nothing_is_left_on_the_disk(runs, name):
 
 
 def test_the_end_waits_no_longer_than_it_may(runs):
-    # closing_s is 1; the rest is the interpreter's end on a busy machine
-    assert max(runs["took"].values()) < 25, runs["took"]
+    # closing_s is 1; the rest is an import and the interpreter's end on a busy machine
+    assert max(runs["took"].values()) < 100, runs["took"]  # a client that waits takes 250 s
     assert "python -m mcore.observe replay" in runs["errors"]["term"]
 
 
@@ -194,9 +216,9 @@ def test_a_second_replay_finds_nothing(runs, capsys):
 
 def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, records, tmp_path):
     """The first start ends at step 30; the second continues from step 20 with other values."""
-    settings = settings_of("resumed", tmp_path, runs["uri"]) | {"closing_s": 60}
+    settings = settings_of("resumed", tmp_path, runs["uri"]) | {"closing_s": 240}
     script = start(tmp_path, [(1, settings), (21, settings | {"resume_step": 20})])
-    done = script.wait(240)
+    done = script.wait(600)
     assert done.returncode == 0, done.stderr
     expected = [(step, step / 4 + (1 if step <= 20 else 21)) for step in range(1, STEPS + 1)]
     client, run = mlflow_run(runs, "resumed")
@@ -217,6 +239,9 @@ def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, recor
 
 @pytest.mark.parametrize("answers", [False, True], ids=["refuses", "hangs"])
 def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog):
+    if "wandb" in sys.modules:  # which has read the variables of an earlier test
+        sys.modules["wandb"].teardown()
+    threads = set(threading.enumerate())
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if answers:
@@ -251,10 +276,12 @@ def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog
         state.close("KILLED")
     assert missing == (200 * 5, 200 * 5)
     assert statistics.median(handed_s) < 100e-6
-    assert took_s < 60  # where it waited, 250 s
-    warnings = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    sys.modules["wandb"].teardown()
+    assert took_s < 150  # where it waited, 250 s
+    warnings = [r.getMessage() for r in caplog.records if r.name.startswith("mcore.observe")]
+    warnings = [text for text in warnings if " is away, training" in text]
     assert len(warnings) == len({text.split(" is away")[0] for text in warnings}) <= 2, warnings
-    assert threading.active_count() < 20
+    assert len(set(threading.enumerate()) - threads) < 20
 
 
 def test_the_signals_are_left_to_whoever_has_them(tmp_path):

@@ -27,6 +27,7 @@ def train():
     logger = LoggerConfig(
         log_interval=100,
         tensorboard_log_interval=2,
+        closing_s=100.0,
         comet_project="pretraining",
         comet_experiment_name="first",
         comet_tags=["a", "b"],
@@ -49,7 +50,7 @@ def train():
 
 
 def test_an_experiment_holds_its_settings_and_every_metric_with_its_step(tmp_path, offline):
-    (kept_environment,) = run_ranks(train, 1, init=None, env=offline(tmp_path), timeout_s=120)
+    (kept_environment,) = run_ranks(train, 1, init=None, env=offline(tmp_path), timeout_s=300)
     assert kept_environment
     (path,) = (tmp_path / "comet").glob("*.zip")
     with zipfile.ZipFile(path) as archive:

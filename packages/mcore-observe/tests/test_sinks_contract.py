@@ -97,7 +97,7 @@ def read_jsonl(folder, _):
 
 
 def configured(**settings):
-    return GlobalState(ConfigContainer(logger=LoggerConfig(**settings)))
+    return GlobalState(ConfigContainer(logger=LoggerConfig(closing_s=100.0, **settings)))
 
 
 def open_tensorboard(folder):
@@ -263,7 +263,7 @@ def done(request, tmp_path_factory, offline):
     """The kind of the sink, what its session saw, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     (result,) = run_ranks(
-        session, 1, request.param, folder, init=None, env=offline(folder), timeout_s=180
+        session, 1, request.param, folder, init=None, env=offline(folder), timeout_s=400
     )
     return request.param, result, folder
 
@@ -339,7 +339,7 @@ def test_flushed_metrics_can_be_read_before_the_end(done):
 def test_no_process_outlives_the_session(done):
     _, _, folder = done
     place = f"WANDB_DATA_DIR={folder}".encode()
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while left := [p for p in Path("/proc").glob("[0-9]*/environ") if place in environ_of(p)]:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)

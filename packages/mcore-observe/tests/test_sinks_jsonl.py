@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mcore.observe import JsonlSink, MetricSink
-from mcore.observe.sinks import GuardedSink, records_of
+from mcore.observe.sinks import GuardedSink, jsonl, records_of
 from rank_testing.scripts import Script
 
 
@@ -93,6 +93,7 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
 
 
 def test_metrics_called_as_what_each_line_has_do_not_replace_it(tmp_path, caplog):
+    jsonl._warn_of_the_name.cache_clear()
     path = tmp_path / "metrics.jsonl"
     JsonlSink(path).log({"step": 7.0, "a": 1.0, "time": 0.25}, 1)
     assert lines_of(path) == [{"step": 1, "a": 1.0}]

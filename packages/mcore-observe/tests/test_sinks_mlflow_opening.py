@@ -39,14 +39,19 @@ class Opener:
 
     def __call__(self):
         self.calls += 1
-        self.may_open.wait(60)
+        self.may_open.wait(600)
         if self.failures:
             raise self.failures.pop(0)
         return MlflowConnection(self.client, "r", last_steps={"old": 2})
 
 
+def run_of(opener, **options):
+    """A run whose end has time for the import of MLflow that its first values need."""
+    return MlflowRun(opener, **{"closing_s": 120.0} | options)
+
+
 def opening(opener, **options):
-    run = MlflowRun(opener, **options)
+    run = run_of(opener, **options)
     run.open_in_background()
     return run
 
@@ -79,21 +84,21 @@ def test_a_run_that_nothing_was_logged_to_is_opened_and_ended():
 
 def test_a_run_that_nobody_opens_is_opened_by_its_first_metrics():
     opener = Opener()
-    run = MlflowRun(opener)
+    run = run_of(opener)
     assert (run.is_open, run.run_id, run.client, opener.calls) == (False, "", None, 0)
     run.log_metrics({"a": 1.0}, 1)
     run.close()
     assert opener.client.steps == [1]
     assert opener.calls == 1
-    MlflowRun(opener).close()
+    run_of(opener).close()
     assert opener.calls == 1  # nothing was to be written
 
 
 def test_a_released_connection_goes_on_in_another_run():
-    first = MlflowRun(Opener())
+    first = run_of(Opener())
     first.log_metrics({"a": 1.0}, 1)
     first.release()
-    second = MlflowRun(first.open)
+    second = run_of(first.open)
     second.log_metrics({"a": 1.0}, 2)
     second.close()
     assert first.client.steps == [1, 2]

@@ -47,9 +47,9 @@ def log_steps(state, first, last):
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
-        assert time.monotonic() < deadline, "nothing happened for a minute"
+        assert time.monotonic() < deadline, "nothing happened for five minutes"
         time.sleep(0.02)
 
 
@@ -61,6 +61,7 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
     logger = LoggerConfig(
         log_interval=1000,
         tensorboard_log_interval=1,
+        closing_s=300.0,
         mlflow_experiment="observe",
         mlflow_run_name="outage",
         mlflow_tracking_uri=f"http://me:{PASSWORD}@127.0.0.1:{server.port}",

@@ -47,6 +47,11 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
+def said_of_the_tracker(caplog):
+    """The records of these senders, not those of others that earlier tests have left behind."""
+    return [record for record in caplog.records if record.getMessage().startswith("tracker is ")]
+
+
 def threads_to(name):
     return [thread for thread in threading.enumerate() if thread.name.endswith(f" to {name}")]
 
@@ -64,7 +69,7 @@ def test_order_and_threads():
     sender.close()
     sender.close()
     assert steps(server.calls) == list(range(101))
-    assert not threads_to("this tracker")
+    wait_for(lambda: not threads_to("this tracker"))
     sender.put(entry(101))
     sender.close()
     assert steps(server.calls)[-1] == 101
@@ -120,7 +125,7 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     sender.flush()
     assert steps(server.calls) == list(range(60))
     sender.close()
-    assert [(r.levelname, r.getMessage()) for r in caplog.records] == [
+    assert [(r.levelname, r.getMessage()) for r in said_of_the_tracker(caplog)] == [
         (
             "WARNING",
             "tracker is away, training continues: the last 100000 values are kept and sent when it "
@@ -145,8 +150,32 @@ def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     assert kept == sorted(kept)
     assert kept[-5:] == [25, 26, 27, 28, 29]
     lost = 1 + 29 * 2 - sum(len(e.metrics) for call in server.calls for e in call)
-    assert caplog.records[-1].getMessage() == f"tracker is back; {lost} values were lost meanwhile"
+    assert (
+        said_of_the_tracker(caplog)[-1].getMessage()
+        == f"tracker is back; {lost} values were lost meanwhile"
+    )
     assert lost > 40
+
+
+class SlowlyCounted(dict):
+    """Metrics that a sender takes long to count, so that it can be met while it does."""
+
+    def __len__(self):
+        if threading.current_thread() is not threading.main_thread():
+            time.sleep(0.05)
+        return super().__len__()
+
+
+def test_a_value_counts_once_while_its_call_begins():
+    begun, gate = threading.Event(), threading.Event()
+    sender = make(lambda entries: (begun.set(), gate.wait(60)), linger_s=0.0)
+    sender.put(StepMetrics(SlowlyCounted(a=1.0), 1, 1))
+    seen = {sender.num_kept}
+    while not begun.is_set():
+        seen.add(sender.num_kept)
+    gate.set()
+    sender.close()
+    assert seen == {1}
 
 
 def test_a_call_that_hangs_holds_nobody_up():
@@ -201,7 +230,8 @@ def test_close_gives_up_after_its_time_and_reports_what_is_lost(caplog):
     for step in range(3, 6):
         sender.put(entry(step, 2))
     sender.close(timeout_s=0.1)
-    assert (caplog.records[-1].levelname, caplog.records[-1].getMessage()) == (
+    last = said_of_the_tracker(caplog)[-1]
+    assert (last.levelname, last.getMessage()) == (
         "ERROR",
         "tracker is away: 6 values of steps 3 to 5 did not reach it",
     )

@@ -27,6 +27,7 @@ def train(folder):
     logger = LoggerConfig(
         log_interval=100,
         tensorboard_log_interval=2,
+        closing_s=100.0,
         wandb_project="pretraining",
         wandb_exp_name="first",
         wandb_save_dir=str(folder),
@@ -54,6 +55,7 @@ def start_again_and_again(folder, wandb_records):
 
     os.chdir(folder)
     logger = {"log_interval": 100, "wandb_project": "pretraining", "wandb_exp_name": "x"}
+    logger["closing_s"] = 100.0
     logger |= {"wandb_save_dir": str(folder), "tensorboard_log_interval": 1, "run_dir": str(folder)}
     kinds = []
     for first in (0, 4, 8, 12):
@@ -76,7 +78,7 @@ def start_again_and_again(folder, wandb_records):
 def test_starts_within_a_second_lose_no_step_and_repeat_none(tmp_path, wandb_records, offline):
     (ends,) = run_ranks(
         start_again_and_again, 1, tmp_path, wandb_records,
-        init=None, env=offline(tmp_path), timeout_s=120,
+        init=None, env=offline(tmp_path), timeout_s=300,
     )  # fmt: skip
     assert ends == [1, 2, 3, 4]  # a file is whole once its run is closed
     files = list(tmp_path.glob("wandb/offline-run-*/run-*.wandb"))
@@ -87,7 +89,7 @@ def test_starts_within_a_second_lose_no_step_and_repeat_none(tmp_path, wandb_rec
 
 
 def test_a_run_holds_its_settings_and_every_metric_with_its_step(tmp_path, wandb_records, offline):
-    run_ranks(train, 1, tmp_path, init=None, env=offline(tmp_path), timeout_s=120)
+    run_ranks(train, 1, tmp_path, init=None, env=offline(tmp_path), timeout_s=300)
     (path,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     records = list(wandb_records(path))
     (run,) = (record.run for record in records if record.WhichOneof("record_type") == "run")

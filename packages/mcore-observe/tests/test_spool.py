@@ -3,14 +3,15 @@
 import json
 import threading
 
+from mcore.observe.sinks import spool as spools
 from mcore.observe.sinks.spool import Spool, StepMetrics, read_spool
 
 
 def ends(function):
-    """Whether a call returns within seconds."""
+    """Whether a call returns within minutes."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
-    thread.join(20)
+    thread.join(120)
     return not thread.is_alive()
 
 
@@ -25,6 +26,38 @@ def test_an_entry_that_cannot_be_written_neither_hangs_the_end_nor_loses_the_oth
     assert sorted(read_spool(spool.path).entries) == [1, 4]
     assert ends(spool.remove)
     assert not spool.path.exists()
+
+
+def test_a_disk_that_hangs_while_the_file_is_given_up_or_removed(tmp_path, monkeypatch):
+    """What was written stays where the rest was given up, and nothing where all has arrived."""
+    write, began, gate = spools._write_all, threading.Event(), threading.Event()
+
+    def hang(file, data):
+        began.set()
+        assert gate.wait(120)
+        write(file, data)
+
+    monkeypatch.setattr(spools, "_write_all", hang)
+    monkeypatch.setattr(spools, "_ENDING_S", 0.1)
+    for is_left in (True, False):
+        began.clear()
+        gate.clear()
+        spool = Spool(tmp_path / "spool", "mlflow", {"tracker": "mlflow"})
+        spool.append(StepMetrics({"a": 1.0}, 1, 0, 1))
+        assert began.wait(120)
+        spool.append(StepMetrics({"a": 2.0}, 2, 0, 2))
+        if is_left:
+            assert not spool.leave()
+        else:
+            spool.remove()
+        gate.set()
+        assert ends(spool._thread.join)
+        spool.sync()  # as a sender does that notices only now
+        assert spool.path.exists() == is_left
+        if is_left:
+            assert read_spool(spool.path).facts["tracker"] == "mlflow"
+            spool.path.unlink()
+    assert not (tmp_path / "spool").exists()
 
 
 def test_a_damaged_line_does_not_hide_the_others(tmp_path):

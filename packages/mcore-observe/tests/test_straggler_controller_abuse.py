@@ -149,12 +149,12 @@ def slow_clients(address, stop):
 
 def ask_healthz(address):
     url = f"http://{address[0]}:{address[1]}/healthz"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while True:
         try:
-            with urllib.request.urlopen(url, timeout=30) as response:
+            with urllib.request.urlopen(url, timeout=120) as response:
                 return response.read()
-        except (urllib.error.HTTPError, ConnectionError):
+        except (urllib.error.URLError, ConnectionError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
@@ -183,6 +183,14 @@ def attack(address):
 
 def count_resources():
     return len(os.listdir("/dev/fd")), threading.active_count()
+
+
+def wait_for_resources(before):
+    """Wait until no more are held: what else has threads and files may have fewer by then."""
+    deadline = time.monotonic() + 120
+    while any(now > then for now, then in zip(count_resources(), before, strict=True)):
+        assert time.monotonic() < deadline, (before, count_resources())
+        time.sleep(0.05)
 
 
 def report_until(detector, group, is_over, pause_s=0.0):
@@ -221,10 +229,7 @@ def report_under_attack(group, rank, port, done_file):
     before = count_resources()
     dist.broadcast(port, src=0)
     attacked = report_until(detector, group, lambda _: os.path.exists(done_file), pause_s=0.02)
-    deadline = time.monotonic() + 30
-    while any(now > then for now, then in zip(count_resources(), before, strict=True)):
-        assert time.monotonic() < deadline, (before, count_resources())
-        time.sleep(0.05)
+    wait_for_resources(before)
     still = ask_healthz(detector.controller_address) if rank == 0 else b"ok"
     has_request = detector.toggle
     detector.close()
@@ -246,7 +251,7 @@ def abused_job(done_file):
 
 @pytest.mark.slow
 def test_hostile_requests_change_and_leak_nothing_while_ranks_report(tmp_path):
-    *reporting, statuses = run_ranks(abused_job, 3, str(tmp_path / "done"), timeout_s=180)
+    *reporting, statuses = run_ranks(abused_job, 3, str(tmp_path / "done"), timeout_s=500)
     assert statuses.total() == NUM_OVER_TCP
     assert set(statuses) <= {None, 200, *REFUSALS}
     assert min(statuses[code] for code in REFUSALS - {503, 505}) > 0
@@ -319,4 +324,4 @@ def test_20_000_hostile_requests_change_nothing(served):
     assert min(statuses[401], statuses[403]) > 2000
     assert statuses[200] > 0  # the page's files
     assert told() == before
-    assert count_resources() == resources
+    wait_for_resources(resources)

@@ -11,7 +11,7 @@ from rank_testing import run_ranks
 
 def ask(address, path, data=None):
     url = f"http://{address[0]}:{address[1]}{path}"
-    with urllib.request.urlopen(url, data=data, timeout=30) as response:
+    with urllib.request.urlopen(url, data=data, timeout=120) as response:
         return response.read().decode()
 
 

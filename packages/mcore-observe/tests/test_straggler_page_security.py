@@ -32,7 +32,7 @@ def job(token, simulated_job):
     state.show({"secret loss": 1.0})
 
     def ask(path, headers=None, method="GET"):
-        connection = http.client.HTTPConnection(*controller.address, timeout=20)
+        connection = http.client.HTTPConnection(*controller.address, timeout=120)
         try:
             connection.request(method, path, headers=headers or {})
             answer = connection.getresponse()

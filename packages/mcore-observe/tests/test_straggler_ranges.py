@@ -240,12 +240,12 @@ def test_threads_have_ranges_of_their_own():
     def work():
         with detector(bdata=True):
             inside.set()
-            go_on.wait(30)
+            go_on.wait(300)
 
     thread = threading.Thread(target=work)
     with detector:
         thread.start()
-        assert inside.wait(30)
+        assert inside.wait(300)
         clock.wait(1)
         assert detector._ranges.has_open()
         assert detector._ranges.take() == {}
@@ -273,9 +273,9 @@ def test_many_threads_lose_nothing():
     for thread in [taker, *threads]:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join()
     is_done.set()
-    taker.join(60)
+    taker.join()
     counts.append(detector._ranges.take())
     for kind in (COMPUTE_KIND, DATA_KIND):
         assert sum(taken[kind].count for taken in counts if kind in taken) == 6000

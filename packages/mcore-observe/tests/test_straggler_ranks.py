@@ -11,6 +11,7 @@ from urllib.request import urlopen
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -116,13 +117,14 @@ def test_what_is_done_about_a_slow_rank_is_done_on_every_rank():
 def compute_then_wait():
     """A rank whose compute takes three times as long, and a collective behind it."""
     detector = configured(sections=["compute part"])
-    value = torch.ones(1)
+    now_ns = torch.zeros(1, dtype=torch.int64)  # of clocks that are set by hand
+    detector._now_ns = lambda: int(now_ns)
     for _ in range(3):
         for _ in range(4):
             with detector:
                 with detector.section("compute part"):
-                    time.sleep(0.06 if detector.my_rank == 1 else 0.02)
-                dist.all_reduce(value)
+                    now_ns += (60 if detector.my_rank == 1 else 20) * MS
+                dist.all_reduce(now_ns, dist.ReduceOp.MAX)  # all leave it at the same time
         detector.report(1e12, 4)
     return [(one.metric, one.rank) for one in detector.last_report.stragglers]
 
@@ -157,8 +159,8 @@ def toggled_over_http():
     if detector.my_rank == 0:
         host, port = detector.controller_address
         for _ in range(3):
-            urlopen(f"http://{host}:{port}/", timeout=30).read()
-        answer = urlopen(f"http://{host}:{port}/on", data=b"", timeout=30).read().decode()
+            urlopen(f"http://{host}:{port}/", timeout=120).read()
+        answer = urlopen(f"http://{host}:{port}/on", data=b"", timeout=120).read().decode()
         assert answer.split()[3] == "ON"
     dist.barrier()
     detector.report(1e12, 1)
@@ -167,8 +169,8 @@ def toggled_over_http():
     detector.report(1e12, 1)
     metrics = ""
     if detector.my_rank == 0:
-        metrics = urlopen(f"http://{host}:{port}/metrics", timeout=30).read().decode()
-        urlopen(f"http://{host}:{port}/toggle", data=b"", timeout=30).read()
+        metrics = urlopen(f"http://{host}:{port}/metrics", timeout=120).read().decode()
+        urlopen(f"http://{host}:{port}/toggle", data=b"", timeout=120).read()
     dist.barrier()
     detector._check_toggle()
     states.append(detector.enabled)
@@ -440,9 +442,10 @@ def dies_in_a_report():
     detector.report(1e12, 1)
 
 
-def test_a_rank_that_dies_is_a_clear_error():
+def test_a_rank_that_dies_is_a_clear_error(monkeypatch):
+    monkeypatch.setattr("rank_testing.watch.GRACE_S", 60.0)  # for rank 0 to notice
     with pytest.raises(RankFailure) as failure:
-        run_ranks(dies_in_a_report, 2, timeout_s=60)
+        run_ranks(dies_in_a_report, 2, timeout_s=180)
     by_rank = {one.rank: one for one in failure.value.ranks}
     assert by_rank[1].kind == "died"
     text = str(failure.value)
@@ -450,11 +453,13 @@ def test_a_rank_that_dies_is_a_clear_error():
 
 
 def hangs_in_a_report(path):
-    group = dist.new_group(timeout=timedelta(seconds=2))
+    group = dist.new_group()
     detector = configured(group=group)
     detector.report(1e12, 1)
+    dist.barrier()
+    _set_pg_timeout(timedelta(seconds=2), group)
     if detector.my_rank == 1:
-        give_up_at = time.monotonic() + 40
+        give_up_at = time.monotonic() + 120
         while not path.exists() and time.monotonic() < give_up_at:
             time.sleep(0.05)
         return path.exists()
@@ -465,7 +470,10 @@ def hangs_in_a_report(path):
 
 
 def test_a_rank_that_hangs_is_bounded_by_the_groups_timeout(tmp_path):
-    assert run_ranks(hangs_in_a_report, 2, tmp_path / "rank0_gave_up", timeout_s=60) == [True, True]
+    assert run_ranks(hangs_in_a_report, 2, tmp_path / "rank0_gave_up", timeout_s=180) == [
+        True,
+        True,
+    ]
 
 
 def report_and_destroy_the_group():

@@ -75,11 +75,11 @@ def test_starting_twice_and_stopping_what_does_not_run():
 
 
 def test_seconds_of_the_host():
-    timer = Timer("t")
+    timer, began = Timer("t"), time.perf_counter()
     timer.start(barrier=True)  # no ranks to wait for
     time.sleep(0.05)
     timer.stop(barrier=True)
-    assert 0.05 <= timer.elapsed() < 1.0
+    assert 0.05 <= timer.elapsed() <= time.perf_counter() - began
 
 
 def test_host_clock_waits_for_the_accelerator_only_when_asked(monkeypatch):
@@ -172,10 +172,11 @@ def sleep_then_stop():
     timer = Timer("t")
     timer.set_barrier_group(dist.group.WORLD)
     timer.start()
+    dist.barrier()  # none sleeps before the other's timer runs
     time.sleep(0.3 if dist.get_rank() == 1 else 0.0)
     timer.stop(barrier=True)
     return timer.elapsed()
 
 
 def test_a_barrier_waits_for_the_slowest_rank():
-    assert min(run_ranks(sleep_then_stop, 2)) >= 0.25
+    assert min(run_ranks(sleep_then_stop, 2)) >= 0.3

@@ -38,7 +38,8 @@ def test_a_line_without_a_device_says_what_a_user_wants_to_know(make_state, log_
     assert found, line
     step_ms, tokens = float(found[1]), int(found[2].replace(",", ""))
     assert tokens == pytest.approx(64 * 10 / (step_ms / 1e3), rel=0.01)
-    assert 0 <= float(found[3]) < 50
+    data_ms = with_data.active_time() * 1e3
+    assert float(found[3]) == pytest.approx(100 * data_ms / step_ms, abs=0.06)
     assert line.endswith(
         " learning rate: 1.000000E-04 | global batch size:    64 | lm loss: 2.500000E+00 | "
         "grad norm: 2.500 |"

@@ -219,7 +219,9 @@ def test_jsonl_holds_what_the_trackers_got(make_state, log_step, tmp_path):
 
 def test_event_files_hold_the_documented_tags(make_state, log_step, tmp_path):
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    state = make_state(step=0, tensorboard_dir=str(tmp_path), tensorboard_log_interval=1)
+    state = make_state(
+        step=0, tensorboard_dir=str(tmp_path), tensorboard_log_interval=1, closing_s=120.0
+    )
     for step in (1, 2):
         state.train_state.step = step
         state.train_state.consumed_train_samples = 64 * step

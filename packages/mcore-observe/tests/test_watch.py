@@ -33,8 +33,10 @@ from mcore.watch.command import main
 from mcore.watch.screen import Watcher, text_of
 from mcore.watch.table import lines, verdict
 from mcore.watch.view import NUM_KEPT, View, look
+from rank_testing import free_port
 
 COMMAND = [sys.executable, "-m", "mcore.watch"]
+PATIENTLY = ("--timeout", "120")  # an answer comes at once on a machine that has time
 
 
 def report_of(times, *, slow=(), hosts=None, unix_time=1000.0, sensors=(), ranks=(), devices=()):
@@ -63,8 +65,12 @@ def report_of(times, *, slow=(), hosts=None, unix_time=1000.0, sensors=(), ranks
     )
 
 
-def client_of(address, timeout_s=60.0):
+def client_of(address, timeout_s=120.0):
     return Client(Address.parse(address), token=None, timeout_s=timeout_s)
+
+
+def run(*words):
+    return main([*words, *PATIENTLY])
 
 
 def watcher_of(job):
@@ -120,7 +126,7 @@ def test_once_as_json_names_the_slow_and_says_so_with_its_exit_code(start, nobod
     devices = tuple(f"cuda:{at}" for at in range(4))
     job = start(report_of((10.0, 40.0, 12.0, 11.0), slow=[1], sensors=sensors, devices=devices))
     calm = start(report_of((10.0, 10.0)))
-    assert main(["watch", "--once", "--json", "--rows", "2", job.address, calm.address]) == 3
+    assert run("watch", "--once", "--json", "--rows", "2", job.address, calm.address) == 3
     said = json.loads(capsys.readouterr().out)
     assert (said["slow"], said["unreachable"]) == (True, 0)
     first, second = said["controllers"]
@@ -137,10 +143,10 @@ def test_once_as_json_names_the_slow_and_says_so_with_its_exit_code(start, nobod
     assert first["slowest"][0]["times_median"] == pytest.approx(40 / 11)
     assert (first["slowest"][0]["temp_c"], first["slowest"][0]["power_w"]) == (60.0, 300.0)
     assert second["slow"] == []
-    assert main(["watch", "--once", "--json", calm.address]) == 0
-    assert main(["watch", "--once", "--json", calm.address, nobody]) == 1
-    assert main(["watch", "--once", job.address, nobody]) == 3  # known is known
-    assert main(["watch", "--once", "--json", start().address]) == 0
+    assert run("watch", "--once", "--json", calm.address) == 0
+    assert run("watch", "--once", "--json", calm.address, nobody) == 1
+    assert run("watch", "--once", job.address, nobody) == 3  # known is known
+    assert run("watch", "--once", "--json", start().address) == 0
     assert '"last_report_unix": null' in capsys.readouterr().out.splitlines()[-1]
 
 
@@ -150,7 +156,7 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
     devices = tuple(f"cuda:{at % 8}" for at in range(4096))
     sensors = {"temp_c": (61.0,) * 4096}
     job = start(report_of(times, slow=[7], hosts=hosts, sensors=sensors, devices=devices))
-    assert main(["watch", "--once", "--rows", "3", job.address]) == 3
+    assert run("watch", "--once", "--rows", "3", job.address) == 3
     head, verdict, titles, *rows, more = capsys.readouterr().out.splitlines()
     assert re.fullmatch(rf"{job.address}  on  4 ranks  report 1, \d+ d ago", head)
     slow = "SLOW: rank 7 on node-with-a-name-that-is-long, cuda:7 (forward 0.33 x"
@@ -169,11 +175,11 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
     ]
     assert more == "(4093 more ranks)"
     for metric, first in (("forward", "0"), ("etpt_tf", "7"), ("temp_c", "7")):
-        assert main(["watch", "--once", "--metric", metric, "--rows", "2", job.address]) == 3
+        assert run("watch", "--once", "--metric", metric, "--rows", "2", job.address) == 3
         rows = capsys.readouterr().out.splitlines()[3:5]
         assert rows[0].split()[0] == "7"
         assert rows[1].split()[0] == ("0" if metric != "forward" else first)
-    assert main(["watch", "--once", "--metric", "x", job.address]) == 1
+    assert run("watch", "--once", "--metric", "x", job.address) == 1
     assert "has no metric 'x'; it has elapsed_ms, data_ms" in capsys.readouterr().out
 
 
@@ -195,7 +201,7 @@ def test_low_clocks_and_throughputs_are_the_bad_ones(start):
 
 
 def test_history_is_of_the_reports_seen_and_starts_again_with_the_job(start):
-    job = start(report_of((10.0, 11.0)))
+    job = start(report_of((10.0, 11.0)), port=free_port())
     client = client_of(job.address)
     view = look(client, View("", "elapsed_ms"))
     for at in range(1, NUM_KEPT + 5):
@@ -220,31 +226,31 @@ def test_switching_and_asking_need_the_token_and_take_it_from_a_file_or_the_envi
     file = tmp_path / "token"
     file.write_text("s3cret\n")
     monkeypatch.delenv("MCORE_STRAGGLER_TOKEN", raising=False)
-    assert main(["off", job.address]) == 1
+    assert run("off", job.address) == 1
     out, err = capsys.readouterr()
     assert (out, job.state.wanted()) == ("", True)
     assert "401: send the header Authorization" in err
     assert "MCORE_STRAGGLER_TOKEN or --token-file" in err
     for command, wanted in (("off", False), ("toggle", True), ("toggle", False), ("on", True)):
-        assert main([command, job.address, "--token-file", str(file)]) == 0
+        assert run(command, job.address, "--token-file", str(file)) == 0
         assert job.state.wanted() is wanted
         word = "ON" if wanted else "OFF"
         assert f"Will turn StragglerDetector {word}" in capsys.readouterr().out
     monkeypatch.setenv("MCORE_STRAGGLER_TOKEN", "s3cret")
-    assert main(["toggle", job.address]) == 0
-    assert main(["status", job.address]) == 0
+    assert run("toggle", job.address) == 0
+    assert run("status", job.address) == 0
     assert f"{job.address}  on (off after a report)  4 ranks" in capsys.readouterr().out
-    assert main(["status", "--json", job.address, job.address]) == 0
+    assert run("status", "--json", job.address, job.address) == 0
     assert [json.loads(line)["pending"] for line in capsys.readouterr().out.splitlines()] == [
         False,
         False,
     ]
-    assert main(["report", job.address]) == 0
+    assert run("report", job.address) == 0
     assert json.loads(capsys.readouterr().out)["metrics"]["elapsed_ms"] == [1.0, 2.0]
-    assert main(["report", start(token="s3cret").address]) == 1
+    assert run("report", start(token="s3cret").address) == 1
     assert "404: no report yet" in capsys.readouterr().err
     monkeypatch.setenv("MCORE_STRAGGLER_TOKEN", "another")
-    assert main(["watch", "--once", job.address]) == 1
+    assert run("watch", "--once", job.address) == 1
 
 
 @pytest.mark.parametrize(
@@ -321,7 +327,7 @@ def stranger():
 def test_other_servers_are_errors_that_say_what_came(stranger, capsys):
     address = f"127.0.0.1:{stranger.server_address[1]}"
 
-    def error_of(body, headers=None, status=200, timeout_s=60.0):
+    def error_of(body, headers=None, status=200, timeout_s=120.0):
         stranger.says = body, headers or {}, status
         return look(client_of(address, timeout_s), View(address, "elapsed_ms")).error
 
@@ -357,7 +363,7 @@ def test_a_report_of_many_members_of_gzip_and_an_endless_one(stranger, monkeypat
 def test_texts_of_a_report_cannot_drive_the_terminal(start, capsys):
     hosts = ("evil\x1b]0;title\x07\x9b2J", "[red]x[/red]\u202e")
     job = start(report_of((10.0, 90.0), slow=[0, 1], hosts=hosts))
-    assert main(["watch", "--once", job.address]) == 3
+    assert run("watch", "--once", job.address) == 3
     out = capsys.readouterr().out
     assert not {"\x1b", "\x07", "\x9b", "\u202e"} & set(out)
     assert "[red]x[/red]" in out
@@ -397,12 +403,12 @@ def on_a_terminal(words, *, env=None, size=(30, 100), until, then=()):
 
     chosen = {key: value for key, value in os.environ.items() if key != "NO_COLOR"}
     process = subprocess.Popen(
-        [*COMMAND, *words], stdin=child, stdout=child, stderr=child, close_fds=True,
+        [*COMMAND, *words, *PATIENTLY], stdin=child, stdout=child, stderr=child, close_fds=True,
         preexec_fn=take_terminal,
         env=chosen | {"TERM": "xterm-256color", "COLUMNS": "", "LINES": ""} | (env or {}),
     )  # fmt: skip
     os.close(child)
-    written, wanted, deadline = "", [until, *(text for text, _ in then)], time.monotonic() + 120
+    written, wanted, deadline = "", [until, *(text for text, _ in then)], time.monotonic() + 400
     actions = [action for _, action in then]
     mark = 0
     try:
@@ -420,7 +426,7 @@ def on_a_terminal(words, *, env=None, size=(30, 100), until, then=()):
                 elif not wanted:
                     os.write(parent, b"\x03")
         assert not wanted, written[-2000:]
-        return written, process.wait(30)
+        return written, process.wait(120)
     finally:
         process.kill()
         process.wait()
@@ -428,7 +434,7 @@ def on_a_terminal(words, *, env=None, size=(30, 100), until, then=()):
 
 
 def test_live_on_a_terminal_through_the_end_of_a_job_and_its_next_start(start):
-    job = start(report_of((10.0, 40.0), slow=[1]))
+    job = start(report_of((10.0, 40.0), slow=[1]), port=free_port())
     next_report = report_of((1.0, 1.0), unix_time=2000.0)
     steps = [
         ("refused", job.close),
@@ -460,10 +466,10 @@ def test_without_colour_on_a_dumb_terminal_and_without_rich(start, tmp_path):
 def test_the_command_starts_without_torch_and_a_pipe_gets_what_changes(start):
     job = start(report_of((10.0, 40.0), slow=[1]))
     code = "import sys; from mcore.watch.command import main; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     assert done.stdout == "False\n", done.stderr
     live = subprocess.Popen(
-        [*COMMAND, "watch", job.address, "--interval", "0.05"],
+        [*COMMAND, "watch", job.address, "--interval", "0.05", *PATIENTLY],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONIOENCODING": "ascii"},
     )  # fmt: skip
@@ -474,7 +480,7 @@ def test_the_command_starts_without_torch_and_a_pipe_gets_what_changes(start):
             seen.append(live.stdout.readline())
         live.stdout.close()  # as head does
         publish(job.state, report_of((10.0, 78.0), unix_time=1002.0))
-        assert live.wait(60) == 0
+        assert live.wait(300) == 0
         assert live.stderr.read() == ""
         live.stderr.close()
     finally:

@@ -59,7 +59,8 @@ class MetricSender:
     @property
     def num_kept(self) -> int:
         """Values that have not arrived yet."""
-        return self._num_waiting + _count(self._in_flight) + self._num_spilled
+        with self._changed:
+            return self._num_waiting + _count(self._in_flight) + self._num_spilled
 
     @property
     def has_thread(self) -> bool:

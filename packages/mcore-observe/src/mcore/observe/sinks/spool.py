@@ -77,6 +77,7 @@ class Spool:
         self._thread: threading.Thread | None = None
         self._is_writing = False
         self._failed = False
+        self._is_unwanted = False
 
     @property
     def run_folder(self) -> Path:
@@ -115,20 +116,18 @@ class Spool:
                 if left_s <= 0 or self._thread is None or not self._thread.is_alive():
                     break
                 self._changed.wait(min(left_s, 0.2))
-            if self._lines and not self._is_writing:  # no thread: the interpreter is ending
+            # Without a thread the interpreter is ending; a file that was given up is not reopened.
+            if self._lines and not self._is_writing and not self._failed:
                 self._write_waiting()
             return not self._lines and not self._failed
 
     def remove(self) -> None:
         """Forget everything: it has arrived."""
         with self._changed:
-            self._failed = True
+            self._failed = self._is_unwanted = True
             self._lines.clear()
-            if not self._changed.wait_for(lambda: not self._is_writing, _ENDING_S):
-                return  # the disk hangs
-            self._close()
-            self.path.unlink(missing_ok=True)
-            _remove_if_empty(self.path.parent)
+            if self._changed.wait_for(lambda: not self._is_writing, _ENDING_S):
+                self._let_go()
 
     def leave(self) -> bool:
         """Write what waits and leave the file to a replay; return whether it is on the disk."""
@@ -136,7 +135,7 @@ class Spool:
         with self._changed:
             self._failed = True
             if not self._is_writing:
-                self._close()
+                self._let_go()
         return is_kept
 
     def _put(self, line: dict[str, Any]) -> None:
@@ -165,7 +164,7 @@ class Spool:
                 self._is_writing = False
                 self._changed.notify_all()
                 if self._failed:
-                    self._close()
+                    self._let_go()
                     return
             time.sleep(_PAUSE_S)
 
@@ -210,6 +209,13 @@ class Spool:
         self._close()
         self._file, self._size = file, len(data)
         self._large_bytes = max(_LARGE_BYTES, 2 * len(data))
+
+    def _let_go(self) -> None:
+        """Close the file, and remove one that is to be forgotten, once the disk has answered."""
+        self._close()
+        if self._is_unwanted:
+            self.path.unlink(missing_ok=True)
+            _remove_if_empty(self.path.parent)
 
     def _close(self) -> None:
         if self._file is not None:
