@@ -193,6 +193,12 @@ def runner():
     return RecordingRunner()
 
 
+@pytest.fixture(autouse=True)
+def same_draws():
+    """Random numbers are those of the test, whatever its worker has run before."""
+    torch.manual_seed(0)
+
+
 @pytest.fixture
 def caplog(caplog):
     """The records of this package alone: threads of other tests' libraries may log as well."""
