@@ -47,8 +47,16 @@ TINY = shlex.split(
     "--num-layers 1 --hidden-size 32 --num-attention-heads 4 --seq-length 32 "
     "--global-batch-size 8 --warmup-iters 2 --eval-batches 1 --eval-interval 0"
 )
-# Steps until a signal comes, most of which is sleep: others need the cores.
-ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:20")
+# Steps until a signal comes, most of which is sleep: others need the cores. Busy ones are slow.
+ENDLESS = ("--train-iters", "100000", "--slow-rank", "1:20", "--grace-s", "300")
+# Read by every Python that has its folder in the path: ranks give MLflow all the time it needs.
+_PATIENT_RANKS = """
+import os
+if "RANK" in os.environ:
+    from pretrain.cli import ending
+    from pretrain.watch import mlflow_run
+    ending.LAST_CALL_S = mlflow_run._WAIT_WHEN_IT_FAILED_S = 150.0
+"""
 Curves = dict[str, dict[int, float]]
 _NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
 SMALL: dict[str, Any] = {
@@ -68,7 +76,7 @@ SMALL: dict[str, Any] = {
 def train_on_ranks(settings: Settings, run_dir: Path, *, resume: bool = False) -> list[str]:
     """Train on the ranks of the layout; return what each has printed."""
     return run_ranks(
-        train_here, settings.world_size, settings, str(run_dir), resume=resume, timeout_s=120
+        train_here, settings.world_size, settings, str(run_dir), resume=resume, timeout_s=600
     )
 
 
@@ -112,7 +120,7 @@ def pretrain(
     def forking_launcher(config: Any, program: str) -> Callable[..., None]:
         def ranks(*words: str) -> None:
             assert words[:2] == ("-m", "pretrain")
-            ended = run_program(entry, list(words[2:]), config.nproc_per_node, timeout_s=300)
+            ended = run_program(entry, list(words[2:]), config.nproc_per_node, timeout_s=600)
             output.write(ended.stdout)
             errors.write(ended.stderr)
             if failures := _failures(ended.exit_codes):
@@ -131,7 +139,7 @@ def pretrain(
     return subprocess.CompletedProcess(arguments, code, output.getvalue(), errors.getvalue())
 
 
-def command(cwd: Path, *arguments: str, timeout_s: float = 180) -> subprocess.CompletedProcess[str]:
+def command(cwd: Path, *arguments: str, timeout_s: float = 600) -> subprocess.CompletedProcess[str]:
     """Run the real command in ``cwd``, with its own launcher."""
     return subprocess.run(
         [*COMMAND, *arguments], cwd=cwd, env=environment(), capture_output=True, text=True,
@@ -140,13 +148,14 @@ def command(cwd: Path, *arguments: str, timeout_s: float = 180) -> subprocess.Co
 
 
 @contextlib.contextmanager
-def started(cwd: Path, *arguments: str) -> Iterator[Script]:
+def started(cwd: Path, *arguments: str, patient: bool = False) -> Iterator[Script]:
     """Start the real launcher, which leads a process group and starts real ranks; then end it."""
     code = (
         "import os, runpy, sys; os.setsid(); sys.argv[0] = 'pretrain'; "
         "runpy.run_module('pretrain', run_name='__main__', alter_sys=True)"
     )
-    job = Script(code, *arguments, cwd=cwd, env=environment())
+    env = beginning_with(_PATIENT_RANKS, cwd) if patient else environment()
+    job = Script(code, *arguments, cwd=cwd, env=env)
     try:
         yield job
     finally:
@@ -158,6 +167,13 @@ def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in _NOT_A_USERS}
     scripts = os.pathsep.join([str(Path(sys.executable).parent), kept.get("PATH", "")])
     return {**kept, "PYTHONPATH": str(TOOLS), "PATH": scripts}
+
+
+def beginning_with(code: str, folder: Path) -> dict[str, str]:
+    """The environment of a user whose every Python runs some code first."""
+    (folder / "site").mkdir()
+    (folder / "site" / "sitecustomize.py").write_text(code)
+    return {**environment(), "PYTHONPATH": os.pathsep.join([str(folder / "site"), str(TOOLS)])}
 
 
 def ranks_below(pid: int) -> dict[int, int]:
@@ -173,7 +189,7 @@ def ranks_below(pid: int) -> dict[int, int]:
 
 def wait_until(condition: Callable[[], Any], *, every_s: float = 0.05) -> None:
     """Wait for something that another process does."""
-    deadline = time.monotonic() + 300
+    deadline = time.monotonic() + 600
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(every_s)

@@ -123,7 +123,7 @@ def train_with_a_flip(settings: Settings, run_dir: str) -> None:
 def test_a_flipped_bit_is_found_and_named(layout: dict[str, int], tmp_path: Path) -> None:
     settings = Settings(**layout, **{**SMALL, "save_interval": 1}, check_replicas_interval=2)
     with pytest.raises(RankFailure) as caught:
-        run_ranks(train_with_a_flip, 2, settings, str(tmp_path), timeout_s=120)
+        run_ranks(train_with_a_flip, 2, settings, str(tmp_path), timeout_s=600)
     for report in caught.value.ranks:
         assert report.exception_type == "ReplicasDifferError"
         assert "copies of the parameters differ between ranks after step 4" in report.message

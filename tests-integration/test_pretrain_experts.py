@@ -94,8 +94,8 @@ def train_alone(root: str) -> None:
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The folder of all runs, and what the rank that writes logs has printed in the last."""
     root = tmp_path_factory.mktemp("runs")
-    printed = run_ranks(train_on_four, 4, str(root), timeout_s=300)
-    run_ranks(train_alone, 1, str(root), timeout_s=300)
+    printed = run_ranks(train_on_four, 4, str(root), timeout_s=900)
+    run_ranks(train_alone, 1, str(root), timeout_s=900)
     return root, printed[-1]
 
 

@@ -59,7 +59,7 @@ def test_norms_are_those_of_the_whole_model(layout: dict[str, Any], tmp_path: Pa
         whole = whole_parameters(tmp_path / "checkpoints" / f"step_{step:08d}")
         assert norm == pytest.approx(norm_of(whole.values()), rel=1e-6)
     before = str(tmp_path / "checkpoints" / "step_00000002")
-    (expected,) = run_ranks(gradient_norm_of_one_process, 1, before, 3, timeout_s=120)
+    (expected,) = run_ranks(gradient_norm_of_one_process, 1, before, 3, timeout_s=600)
     assert curves["grad-norm"][3] == pytest.approx(expected, rel=1e-4)
     ranks = {name.split("/")[1] for name in curves if name.startswith("memory/")}
     assert Counter(ranks) == Counter(f"rank{rank}" for rank in range(settings.world_size))

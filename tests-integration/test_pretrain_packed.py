@@ -69,7 +69,7 @@ def test_losses_and_norms_are_those_of_each_document_alone(tmp_path: Path) -> No
     for world_size in (1, 4):
         run_ranks(
             train_layouts, world_size,
-            [case for case in cases.values() if case[0].world_size == world_size], timeout_s=240,
+            [case for case in cases.values() if case[0].world_size == world_size], timeout_s=600,
         )  # fmt: skip
     wanted = {
         head: plain_curves(Settings(**{**shape, "value_head": head}), documents)

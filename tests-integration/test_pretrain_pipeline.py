@@ -68,7 +68,7 @@ def all_here(runs: list[Job], folder: str) -> list[str]:
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The runs in one process that pipelines are to equal."""
     folder = tmp_path_factory.mktemp("alone")
-    run_ranks(all_here, 1, list(ONE_PROCESS.items()), str(folder), timeout_s=120)
+    run_ranks(all_here, 1, list(ONE_PROCESS.items()), str(folder), timeout_s=600)
     return folder
 
 
@@ -111,7 +111,7 @@ def test_every_layout_of_four_ranks_equals_one_process(alone: Path, tmp_path: Pa
     others = [
         (name, dataclasses.replace(ONE_PROCESS[name], **layout)) for name, layout in OTHERS.items()
     ]
-    printed = run_ranks(all_here, 4, [*runs, *chain[:4], *others], str(tmp_path), timeout_s=200)
+    printed = run_ranks(all_here, 4, [*runs, *chain[:4], *others], str(tmp_path), timeout_s=600)
     for name, settings in others:
         assert_equal_runs(settings, tmp_path / name, alone / name)
     for name, settings in [*runs, ("chain", ALONE)]:
@@ -162,7 +162,7 @@ TWO_STAGES = [
 def test_every_kind_of_head_equals_one_process_and_a_stopped_run_goes_on(
     alone: Path, tmp_path: Path
 ) -> None:
-    deferred = run_ranks(two_stages_here, 2, str(tmp_path), timeout_s=200)
+    deferred = run_ranks(two_stages_here, 2, str(tmp_path), timeout_s=600)
     assert deferred == [[], [ALONE.num_microbatches] * ALONE.train_iters]
     for name in ("untied", "value head", "bf16"):
         assert_equal_runs(ONE_PROCESS[name], tmp_path / name, alone / name)

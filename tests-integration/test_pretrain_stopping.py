@@ -44,7 +44,7 @@ def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Pa
         refused = pretrain(tmp_path, "--resume", "run", "--train-iters", "200000")
         rank_0 = ranks_below(job.pid)[0]
         job.send(signal.SIGTERM)
-        ended = job.wait()
+        ended = job.wait(600)
     assert refused.returncode == 2
     assert refused.stderr == (
         "pretrain: error: run belongs to a job that runs "

@@ -209,7 +209,7 @@ def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
         tmp_path, *ONE_LAYER, *ENDLESS, "--log-interval", "3", "--save-interval", "0",
         "--run-dir", "run", "--straggler-port", str(port), "--mlflow-uri", uri,
     ) as job:  # fmt: skip
-        job.wait_until_printed("/ui\n")
+        job.wait_until_printed("/ui\n", timeout_s=600)
         assert f"straggler detector: http://127.0.0.1:{port}/ui" in job.printed.splitlines()
         lines = [Path(f"/proc/{pid}/cmdline").read_text() for pid in ranks_below(job.pid).values()]
         address = f"http://127.0.0.1:{port}"
@@ -226,7 +226,7 @@ def test_a_running_job_answers_and_shows_no_password(tmp_path: Path) -> None:
         answer_of(address, "/status", lambda text: json.loads(text)["enabled"] is False)
         wait_until(lambda: (tmp_path / "run" / "metrics.jsonl").exists())
         os.killpg(job.pid, signal.SIGINT)
-        done = job.wait()
+        done = job.wait(600)
     assert done.returncode == 130
     assert len(lines) == 2
     assert all("run" in line and PASSWORD not in line for line in lines)

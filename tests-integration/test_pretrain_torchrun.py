@@ -23,7 +23,7 @@ from pretrain.cli.options import parse
 from pretrain.cli.rank import _join
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run_folder import RunFolder
-from pretrain_runs import TINY, TOOLS, environment, losses_of, ranks_below, wait_until
+from pretrain_runs import TINY, TOOLS, beginning_with, losses_of, ranks_below, wait_until
 from rank_testing import run_ranks
 from rank_testing.ports import free_port
 
@@ -36,23 +36,36 @@ def readme_line(port: int) -> list[str]:
     return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
 
 
-def start(cwd: Path, words: list[str]) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        words, cwd=cwd, env=environment(), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )  # fmt: skip
+# A rank that saves its second checkpoint waits for a file, or it could be done before it is killed.
+HALTING = """
+import os, sys, time
+def wait(event, facts):
+    if event == "open" and "step_00000006" in str(facts[0]):
+        while not os.path.exists("killed"):
+            time.sleep(0.05)
+if "RANK" in os.environ:
+    sys.addaudithook(wait)
+"""
 
 
 @pytest.mark.slow
 def test_the_readme_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
     words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")
-    nodes = [start(tmp_path, [*words, "--train-iters", "100"]) for _ in range(2)]
+    env = beginning_with(HALTING, tmp_path)
+    nodes = [
+        subprocess.Popen(
+            [*words, "--train-iters", "100"], cwd=tmp_path, env=env, text=True,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )
+        for _ in range(2)
+    ]  # fmt: skip
     try:
         wait_until(lambda: has_checkpoint(folder) or nodes[0].poll() is not None)
         for pid in ranks_below(nodes[1].pid).values():  # so that only this node counts a restart
             os.kill(pid, signal.SIGKILL)
-        printed = [node.communicate(timeout=300)[0] for node in nodes]
+        (tmp_path / "killed").touch()
+        printed = [node.communicate(timeout=600)[0] for node in nodes]
     finally:
         for node in nodes:
             node.kill()
@@ -77,7 +90,7 @@ def meet_again() -> float:
 
 def test_ranks_meet_though_their_nodes_count_restarts_differently() -> None:
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    assert run_ranks(meet_again, 2, init=None, env=address, timeout_s=150) == [3.0, 3.0]
+    assert run_ranks(meet_again, 2, init=None, env=address, timeout_s=600) == [3.0, 3.0]
 
 
 SRUN = """#!/bin/sh

@@ -180,7 +180,7 @@ def serving(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
         process.wait()
 
 
-def fetch(url: str, body: dict[str, Any] | None = None, timeout_s: float = 120) -> bytes:
+def fetch(url: str, body: dict[str, Any] | None = None, timeout_s: float = 600) -> bytes:
     """Open a page as soon as it is served."""
     data = None if body is None else json.dumps(body).encode()
     asked = urllib.request.Request(url, data, {"Content-Type": "application/json"})

@@ -89,7 +89,7 @@ def test_gradients_under_sequence_parallelism_are_those_of_one_process(
     tp: int, cp: int, dp: int
 ) -> None:
     settings = Settings(tp=tp, cp=cp, dp=dp, sequence_parallel=True, **SMALL)
-    ranks = run_ranks(gradients_here, settings.world_size, settings, timeout_s=120)
+    ranks = run_ranks(gradients_here, settings.world_size, settings, timeout_s=600)
     expected = plain_gradients(settings)
     assert ranks[0].keys() == expected.keys()
     for name, whole in expected.items():
@@ -153,8 +153,8 @@ def head_here(settings: Settings) -> tuple[bool, torch.Tensor]:
 
 @pytest.mark.parametrize(("tp", "dp"), [(2, 1), (1, 2)])
 def test_the_head_starts_equal_on_all_ranks_of_all_layouts(tp: int, dp: int) -> None:
-    heads = run_ranks(head_here, 2, Settings(tp=tp, dp=dp, **SMALL), timeout_s=60)
-    [(_, alone)] = run_ranks(head_here, 1, Settings(dp=1, **SMALL), timeout_s=60)
+    heads = run_ranks(head_here, 2, Settings(tp=tp, dp=dp, **SMALL), timeout_s=600)
+    [(_, alone)] = run_ranks(head_here, 1, Settings(dp=1, **SMALL), timeout_s=600)
     assert all(is_head and torch.equal(weight, alone) for is_head, weight in heads)
 
 

@@ -6,6 +6,7 @@ capture for ever. Memory that a capture freed belongs to its pool: in the worst 
 which graphs captured later keep, so a replay spoils all of it.
 """
 
+import logging
 import weakref
 from contextlib import contextmanager, nullcontext
 
@@ -190,6 +191,21 @@ class RecordingRunner:
 @pytest.fixture
 def runner():
     return RecordingRunner()
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    """Random numbers are those of the test, whatever its worker has run before."""
+    torch.manual_seed(0)
+
+
+@pytest.fixture
+def caplog(caplog):
+    """The records of this package alone: threads of other tests' libraries may log as well."""
+    own = logging.Filter("mcore.modules")
+    caplog.handler.addFilter(own)
+    yield caplog
+    caplog.handler.removeFilter(own)
 
 
 @pytest.fixture

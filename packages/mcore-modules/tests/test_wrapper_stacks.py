@@ -110,7 +110,7 @@ def look_and_run_all():
 @pytest.fixture(scope="module")
 def two_ranks():
     """Return what each rank found, by stack."""
-    return run_ranks(look_and_run_all, 2, timeout_s=120)
+    return run_ranks(look_and_run_all, 2, timeout_s=600)
 
 
 @pytest.mark.parametrize("stack", STACKS)
@@ -149,4 +149,4 @@ def cast_sharded_parameters():
 
 
 def test_sharded_parameters_are_cast_where_they_lie():
-    assert run_ranks(cast_sharded_parameters, 2, timeout_s=60) == [[True] * 5] * 2
+    assert run_ranks(cast_sharded_parameters, 2, timeout_s=600) == [[True] * 5] * 2

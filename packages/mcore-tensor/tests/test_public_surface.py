@@ -44,7 +44,7 @@ def modules_after(program):
         [sys.executable, "-c", f"import json, sys\n{program}\nprint(json.dumps([*sys.modules]))"],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
         check=True,
     )
     return set(json.loads(finished.stdout.splitlines()[-1]))
@@ -64,7 +64,7 @@ def test_the_import_initialises_nothing():
         " threading.active_count())"
     )
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600, check=True
     )
     assert finished.stdout.split() == ["False", "False", "1"]
     assert finished.stderr == ""
@@ -85,7 +85,7 @@ assert mt.to_local_if_dtensor(3) == 3
 print("works")
 """
     finished = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=600
     )
     assert finished.stdout == "works\n", finished.stderr
 
@@ -146,7 +146,7 @@ check(norm.tolist() == [13.0])
 print("holds")
 """
     finished = subprocess.run(
-        [sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, *options, "-c", program], capture_output=True, text=True, timeout=600
     )
     assert finished.stdout == "holds\n", finished.stderr
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,9 +22,20 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setattr(config, "ENABLE_EXPERIMENTAL", False)
     clear_version_cache()
+    gc.disable()  # or what an earlier test left is collected, and warned about, in the midst of one
     yield
+    gc.enable()
     clear_version_cache()
     _owners_of.cache_clear()
+
+
+@pytest.fixture
+def caplog(caplog: pytest.LogCaptureFixture) -> Iterator[pytest.LogCaptureFixture]:
+    """The records of this package alone: threads of other tests' libraries may log as well."""
+    own = logging.Filter("mcore.versioning")
+    caplog.handler.addFilter(own)
+    yield caplog
+    caplog.handler.removeFilter(own)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
 import bench.suites
 from bench import __main__ as program
+from bench import running
 from bench.measure import Row
 from bench.results import page, read_results
 from bench.running import run_suites, suite_names
@@ -114,14 +115,17 @@ def test_missing_peer_is_named_with_the_way_out(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("suites")
-def test_printed_report(capsys: pytest.CaptureFixture[str]) -> None:
+def test_printed_report(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=iter(range(9)).__next__))
     program.main(["good", "failing"])
     captured = capsys.readouterr()
     lines = captured.out.splitlines()
     assert lines[0] == "suites: broken, disagreeing, failing, good, lonely"
     assert lines[1].startswith("date: ")
     assert "load average: " in lines[1]
-    assert lines[3].startswith("good, 0 s, load average ")
+    assert lines[3].startswith("good, 1 s, load average ")
     assert lines[4] == text_table([Row("fast", 1.0, "peer", 2.0, 1.5)]).splitlines()[0]
     assert "ZeroDivisionError: in the suite" in captured.err
 
@@ -211,7 +215,8 @@ def test_suite_measured_again_replaces_its_own_rows_only(
     assert "megatron-core" in kept.machine
     assert kept.when > "2026-11-01"
     assert (tmp_path / "results.md").read_text() == page(read_results(file))
-    assert [path.name for path in tmp_path.glob("*results*")] == ["results.jsonl", "results.md"]
+    names = sorted(path.name for path in tmp_path.glob("*results*"))
+    assert names == ["results.jsonl", "results.md"]
 
 
 @pytest.mark.usefixtures("suites")

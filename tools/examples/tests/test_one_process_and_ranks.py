@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from pathlib import Path
+from types import SimpleNamespace
+from unittest import mock
 
 import torch
 from torch import nn
@@ -35,9 +38,16 @@ def plainly_trained(steps: int) -> tuple[nn.Module, list[float]]:
     return model, losses
 
 
+def slow_loop(words: list[str]) -> int:
+    """The loop, whose slow rank is slower than one that waits for a core of a busy machine."""
+    longer = SimpleNamespace(sleep=lambda _: time.sleep(0.1))
+    with mock.patch.object(plain_loop, "time", longer):
+        return plain_loop.main(words)
+
+
 def test_a_plain_loop_of_two_ranks_goes_on_as_one_and_names_the_slow_rank(tmp_path: Path) -> None:
     words = [str(tmp_path), "--steps"]
-    two = run_program(plain_loop.main, [*words, "40", "--slow-rank", "1"], 2)
+    two = run_program(slow_loop, [*words, "40", "--slow-rank", "1"], 2)
     one = run_program(plain_loop.main, [*words, "60"], 1)
     assert two.exit_codes == [0, 0], two.stderr
     assert one.exit_codes == [0], one.stderr

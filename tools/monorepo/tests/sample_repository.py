@@ -138,7 +138,8 @@ class SampleRepository:
         # No settings of the machine or of its user, such as signed commits or hooks.
         settings = {"GIT_CONFIG_GLOBAL": os.devnull, "GIT_CONFIG_SYSTEM": os.devnull}
         return subprocess.run(
-            ["git", *arguments],
+            # Maintenance would go on in the background, beside who copies the repository.
+            ["git", "-c", "maintenance.auto=false", "-c", "gc.auto=0", *arguments],
             cwd=self.root,
             env={**os.environ, **identity, **settings},
             check=True,

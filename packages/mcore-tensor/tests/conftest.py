@@ -1,0 +1,8 @@
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True)
+def same_draws():
+    """Random numbers are those of the test, whatever its worker has run before."""
+    torch.manual_seed(0)
