@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +87,8 @@ def test_validation_is_of_the_text_that_is_not_trained_on(tmp_path: Path) -> Non
 
 
 def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> None:
-    folder, settings = RunFolder(tmp_path), Settings(log_interval=2)  # 16 x 128 tokens a step
+    folder, settings = RunFolder(tmp_path / "a run"), Settings(log_interval=2)
+    folder.path.mkdir()  # 16 x 128 tokens a step
     losses = (9.0, 4.0, 3.0, 2.0)
     folder.metrics.write_text(
         "".join(f'{{"step": {step}, "lm loss": {x}}}\n' for step, x in enumerate(losses, 1))
@@ -105,6 +107,8 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
     assert last_value(text, "loss") == (
         "9.000 at step 1, 2.500 over the last 2 steps (nats per byte)"
     )
+    typed = shlex.split(last_value(text, "continue"))
+    assert typed == ["hatch", "run", "pretrain", "--resume", str(folder.path)]
     speeds = {(30.0, 0.5): "4,096 tokens per second (500.0 ms a step)"}
     speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, how the run started included)"
     for seconds, speed in speeds.items():
