@@ -109,7 +109,9 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
     )
     typed = shlex.split(last_value(text, "continue"))
     assert typed == ["hatch", "run", "pretrain", "--resume", str(folder.path)]
-    speeds = {(30.0, 0.5): "4,096 tokens per second (500.0 ms a step)"}
+    speeds: dict[tuple[float, ...], str] = {
+        (30.0, 0.5): "4,096 tokens per second (500.0 ms a step)"
+    }
     speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, how the run started included)"
     for seconds, speed in speeds.items():
         summary.seconds = list(seconds)
