@@ -14,6 +14,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from mcore.parallel.checkpoint import list_checkpoints
+from pretrain import sample
 from pretrain_runs import flip_a_bit, pretrain
 
 pytestmark = pytest.mark.xdist_group("pretrain_damaged")
@@ -92,6 +93,17 @@ def test_a_foreign_or_damaged_checkpoint_is_refused_in_one_line(
     assert done.stderr.startswith("pretrain: error: --resume ")
     assert [reason for reason in reasons if reason not in done.stderr] == [], done.stderr
     assert contents(run) == before
+
+
+def test_a_sample_says_what_is_wrong_with_the_only_checkpoint(
+    finished_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = shutil.copytree(finished_run, tmp_path / "run")
+    change_a_digit(run / "checkpoints" / "step_00000003")
+    assert sample.main(["--run", str(run), "x"]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"sample: error: --run {run}: no complete checkpoint in ")
+    assert "step_00000003 (manifest.json has changed since it was saved)" in said
 
 
 def test_a_resume_names_damaged_checkpoints_and_saves_theirs_again(

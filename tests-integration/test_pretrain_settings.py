@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from layouts.reference import plain_run
+from pretrain.corpus import Corpus
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.summary import Summary
@@ -49,6 +52,8 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
         ("tp = 2.5", "tp is 2.5, not of type int"),
         ("tp = = 2", "--config x.toml: Invalid value"),
         ("topk = 3", "--topk 3 does nothing without --experts"),
+        ("cuda_graph = 'loc'", "--cuda-graph must be one of none, local, got loc"),
+        ("experts = 2\nbalance = 'all'", "--balance must be one of batch, sequence, got all"),
         ("tp = 3", "--num-attention-heads 4 is not divisible by --tp 3"),
         (None, "--config x.toml: No such file"),
     ],
@@ -82,7 +87,8 @@ def test_validation_is_of_the_text_that_is_not_trained_on(tmp_path: Path) -> Non
 
 
 def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> None:
-    folder, settings = RunFolder(tmp_path), Settings(log_interval=2)  # 16 x 128 tokens a step
+    folder, settings = RunFolder(tmp_path / "a run"), Settings(log_interval=2)
+    folder.path.mkdir()  # 16 x 128 tokens a step
     losses = (9.0, 4.0, 3.0, 2.0)
     folder.metrics.write_text(
         "".join(f'{{"step": {step}, "lm loss": {x}}}\n' for step, x in enumerate(losses, 1))
@@ -101,3 +107,24 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
     assert last_value(text, "loss") == (
         "9.000 at step 1, 2.500 over the last 2 steps (nats per byte)"
     )
+    typed = shlex.split(last_value(text, "continue"))
+    assert typed == ["hatch", "run", "pretrain", "--resume", str(folder.path)]
+    speeds: dict[tuple[float, ...], str] = {
+        (30.0, 0.5): "4,096 tokens per second (500.0 ms a step)"
+    }
+    speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, how the run started included)"
+    for seconds, speed in speeds.items():
+        summary.seconds = list(seconds)
+        text = "\n".join(summary.lines(None, Unwatched()))  # type: ignore[arg-type]
+        assert last_value(text, "speed") == speed
+
+
+def test_the_opening_line_says_how_long_a_short_text_is() -> None:
+    text = np.zeros(2_000_000, np.uint8)
+    assert Corpus(text[:1_234], text[:16], 0).description == (
+        "1,234 bytes to train on, 16 bytes to validate"
+    )
+    assert Corpus(text, text[:99_999], 0, "tokens").description == (
+        "2.0 M tokens to train on, 99,999 tokens to validate"
+    )
+    assert Corpus(text, text[:100_000], 0).description == "2.0 MB to train on, 0.1 MB to validate"

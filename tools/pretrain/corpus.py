@@ -26,6 +26,7 @@ from pretrain.windows import Batch, Text, batch_at, starts_in_order
 
 Result = TypeVar("Result")
 _DEFAULT_SHARE = 0.05
+_LEAST_IN_MILLIONS = 100_000
 _LONGEST_WAIT = datetime.timedelta(days=7)
 _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2to3", "__pycache__"}
 
@@ -40,7 +41,7 @@ class Corpus:
     train: Text
     validation: Text
     checksum: int
-    unit: str = "MB"
+    unit: str = "bytes"
     each_once: bool = False
 
     @property
@@ -85,8 +86,13 @@ class Corpus:
 
     def _length(self, part: Text) -> str:
         if isinstance(part, PackedText):
-            return f"{len(part.tokens) / 1e6:.1f} {self.unit} in {part.num_documents} documents"
-        return f"{len(part) / 1e6:.1f} {self.unit}"
+            return f"{self._amount(len(part.tokens))} in {part.num_documents} documents"
+        return self._amount(len(part))
+
+    def _amount(self, count: int) -> str:
+        if count < _LEAST_IN_MILLIONS:
+            return f"{count:,} {self.unit}"
+        return f"{count / 1e6:.1f} {'MB' if self.unit == 'bytes' else f'M {self.unit}'}"
 
     def _drawn(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
         return draw_batch(
@@ -146,8 +152,7 @@ def own_corpus(settings: Settings, cache: TokenCache) -> Corpus:
             f"{len(tokens) - split} to validate, but both must be above --seq-length "
             f"{settings.seq_length}"
         )
-    unit = "M tokens" if settings.tokenizer_digest else "MB"
-    corpus = Corpus(tokens[:split], tokens[split:], checksum, unit, each_once=True)
+    corpus = Corpus(tokens[:split], tokens[split:], checksum, kind, each_once=True)
     if settings.packed:
         return corpus.packed(read_borders(cache), settings.document_multiple)
     return corpus

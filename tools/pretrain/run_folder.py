@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -68,7 +69,7 @@ class RunFolder:
     @property
     def resume_command(self) -> str:
         """The command that continues the run."""
-        return f"hatch run pretrain --resume {self.path}"
+        return f"hatch run pretrain --resume {shlex.quote(str(self.path))}"
 
     def checkpoint(self, step: int) -> Path:
         """Where the checkpoint of a step lies."""

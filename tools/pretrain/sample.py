@@ -15,7 +15,7 @@ from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import CheckpointingException, load_sharded_state_dict
 from pretrain.cli.options import Parser
 from pretrain.model.configuration import transformer_config
-from pretrain.run.checkpoints import latest_step
+from pretrain.run.checkpoints import step_to_load
 from pretrain.run.training import build_model
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings
@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def load_model(settings: Settings, folder: RunFolder) -> MegatronModule:
     """The model of a run's last complete checkpoint, of any layout, in this one process."""
-    path = folder.checkpoint(latest_step(folder, "--run"))
+    path = folder.checkpoint(step_to_load(folder, "--run"))
     groups = ProcessGroups.from_sizes()
     model = build_model(settings, transformer_config(settings), groups, _CPU)
     metadata = {"dp_cp_group": groups.dp_cp, "tp_group": groups.tp}

@@ -45,7 +45,10 @@ def _at_least(minimum: int) -> Limit:
 _FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
 _PART = Limit("between 0 and 1", lambda value: 0.0 < value < 1.0)
-_DURATION = Limit("finite and above 0", lambda value: 0 < value < math.inf)
+_MOST_S = 1_000_000  # more than clocks count is no duration
+_DURATION = Limit(f"above 0 and at most {_MOST_S}", lambda value: 0 < value <= _MOST_S)
+_PATIENCE = Limit(f"from 0 to {_MOST_S}", lambda value: 0 <= value <= _MOST_S)
+_SEED = Limit("from 0 to 1000000000000", lambda value: 0 <= value <= 10**12)  # times 1,000,003
 _UP_TO_ONE = Limit("0 or 1", lambda value: value in (0, 1))
 _PORT = Limit("from 0 to 65535", lambda value: 0 <= value <= 65535)
 
@@ -162,7 +165,7 @@ class Settings:
     clip_grad: float = _option(
         1.0, "global gradient norm limit; 0: no clipping", _FINITE, fixed=True
     )
-    seed: int = _option(1234, "seed of weights, batches and dropout", _at_least(0), fixed=True)
+    seed: int = _option(1234, "seed of weights, batches and dropout", _SEED, fixed=True)
 
     log_interval: int = _option(10, "steps between console lines", _at_least(1))
     eval_interval: int = _option(
@@ -182,7 +185,7 @@ class Settings:
         10, "stop after this many steps in a row without finite gradients; 0: never", _at_least(0)
     )
     grace_s: float = _option(
-        20.0, "seconds to save a checkpoint in after SIGTERM, SIGHUP or Ctrl-C", _FINITE
+        20.0, "seconds to save a checkpoint in after SIGTERM, SIGHUP or Ctrl-C", _PATIENCE
     )
     timeout_s: float = _option(
         300.0, "seconds after which a stuck collective ends the run", _DURATION

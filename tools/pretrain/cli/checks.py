@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pretrain.settings import Settings, SlowRank
+from pretrain.settings import Limit, Settings, SlowRank
 from pretrain.usage import UsageError
 
 
@@ -65,6 +65,8 @@ def check(settings: Settings, available: int | None) -> None:
 def _check_limits(settings: Settings) -> None:
     for field in dataclasses.fields(settings):
         value, limit = getattr(settings, field.name), field.metadata["limit"]
+        if choices := field.metadata["choices"]:  # a file may name another one
+            limit = Limit(f"one of {', '.join(choices)}", choices.__contains__)
         if limit is not None and not limit.holds(value):
             flag = field.name.replace("_", "-")
             raise UsageError(f"--{flag} must be {limit.words}, got {value}")

@@ -135,7 +135,9 @@ def _start_step(request: Request) -> int:
         require_text(request.settings)
     if request.resume is None:
         return 0
-    step = _step_to_resume(RunFolder(request.resume))
+    from pretrain.run.checkpoints import step_to_load
+
+    step = step_to_load(RunFolder(request.resume))
     if step >= request.settings.train_iters and not request.by_itself:
         raise UsageError(
             f"--resume {request.resume}: its checkpoint is at step {step} of "
@@ -155,19 +157,6 @@ def _require_own_text(request: Request) -> None:
     cache = find_cache(request.settings, run_dir)
     make_cache(request.settings, cache)
     own_corpus(request.settings, cache)
-
-
-def _step_to_resume(folder: RunFolder) -> int:
-    from pretrain.run.checkpoints import damaged_after, latest_step
-
-    try:
-        return latest_step(folder)
-    except UsageError as error:
-        damaged = damaged_after(folder, -1)
-        if not damaged:
-            raise
-        told = ", ".join(f"{path} ({problem})" for path, problem in damaged.items())
-        raise UsageError(f"{error}, but damaged ones: {told}") from None
 
 
 def _set_damaged_aside(folder: RunFolder, step: int) -> None:

@@ -20,6 +20,7 @@ _ONLY_WITH = {
     "experts": ("topk", "balance", "balance_loss", "z_loss"),
     "mtp": ("mtp_loss",),
     "packed": ("document_multiple",),
+    "data": ("field", "data_cache"),
 }
 _PATHS = ("data", "tokenizer", "data_cache")
 # The first setting of each group of options in --help.
@@ -127,6 +128,8 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     """
     options = dict(vars(given))
     ranks = options.pop("ranks", None)
+    if ranks is not None and ranks < 1:
+        raise UsageError(f"--ranks must be at least 1, got {ranks}")
     resume = options.pop("resume", None)
     run_dir = options.pop("run_dir", None)
     options.pop("auto_resume", None)

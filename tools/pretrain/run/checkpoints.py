@@ -39,6 +39,18 @@ def latest_step(folder: RunFolder, option: str = "--resume") -> int:
     return _existing(_newest(folder), folder, option)
 
 
+def step_to_load(folder: RunFolder, option: str = "--resume") -> int:
+    """As :func:`latest_step`, but the error names damaged ones; before there is a process group."""
+    try:
+        return latest_step(folder, option)
+    except UsageError as error:
+        damaged = damaged_after(folder, -1)
+        if not damaged:
+            raise
+        told = ", ".join(f"{path} ({problem})" for path, problem in damaged.items())
+        raise UsageError(f"{error}, but damaged ones: {told}") from None
+
+
 def has_checkpoint(folder: RunFolder) -> bool:
     """Whether a run has saved a complete checkpoint."""
     return _newest(folder) >= 0

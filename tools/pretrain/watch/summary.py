@@ -101,9 +101,10 @@ class Summary:
 
     def _speed(self) -> str:
         """Of the step in the middle, which leaves out how the run started."""
-        second = median(self.seconds)
+        second = median(self.seconds[1:] or self.seconds)
+        also = "" if len(self.seconds) > 1 else ", how the run started included"
         tokens = self.settings.global_batch_size * self.settings.seq_length
-        return f"{tokens / second:,.0f} tokens per second ({1e3 * second:.1f} ms a step)"
+        return f"{tokens / second:,.0f} tokens per second ({1e3 * second:.1f} ms a step{also})"
 
     def _special(self) -> Iterator[str]:
         if self.settings.value_head:
