@@ -69,6 +69,11 @@ def _with_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.
     if isinstance(ended.comma, cst.Comma) and node.rpar is not None:
         bare = node.rpar.with_changes(whitespace_before=cst.SimpleWhitespace(""))
         return node.with_changes(names=[*names, ended], rpar=bare)
+    if node.rpar is not None:  # a comment before it is about the last of the old names
+        space = node.rpar.whitespace_before
+        if isinstance(space, cst.ParenthesizedWhitespace):
+            space = space.with_changes(first_line=cst.TrailingWhitespace())
+        node = node.with_changes(rpar=node.rpar.with_changes(whitespace_before=space))
     return node.with_changes(names=[*names, ended])
 
 

@@ -38,6 +38,16 @@ CASES = {
         "    # tail\n)\nfrom mcore.tensor import (  # head\n    # above divide\n    divide,\n"
         "    WrappedTensor,\n    # tail\n)\n",
     ),
+    "a comment behind a last name without a comma": (
+        "from megatron.core.utils import (\n    other,\n    divide  # about divide\n)\n",
+        "from megatron.core.utils import (\n    other\n)\nfrom mcore.tensor import (\n"
+        "    divide  # about divide\n)\n",
+    ),
+    "a comment behind a last name without a comma, which stays": (
+        "from megatron.core.utils import (\n    divide,\n    other  # about other\n)\n",
+        "from megatron.core.utils import (\n    other  # about other\n)\n"
+        "from mcore.tensor import (\n    divide\n)\n",
+    ),
     "blanks at the end": (
         "from megatron.core.utils import divide\n\n   \n\t",
         "from mcore.tensor import divide\n\n   \n\t",
