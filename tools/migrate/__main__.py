@@ -21,6 +21,7 @@ from .table import read_table
 # From so many files on, processes share them.
 _MANY = 32
 _INTERRUPTED = 130
+_BROKEN_PIPE = 141  # as of a program that the signal ends
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -30,6 +31,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     missing = [str(path) for path in options.paths if not os.path.lexists(path)]
     if missing:
         parser.error(f"there is no {', '.join(missing)}")
+    try:
+        code = _run(options)
+        sys.stdout.flush()
+    except BrokenPipeError:  # what is left would be written, and fail again, at the end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    except KeyboardInterrupt:  # of what is printed
+        return _INTERRUPTED
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     results: list[Result] = []
     try:
         found = _looked_into([*python_files(options.paths)])
@@ -37,8 +50,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results = found
         else:
             for result in found:
-                results.append(written(result))
+                with _interrupts_held():  # or what there is to tell of it could be lost
+                    results.append(written(result))
     except KeyboardInterrupt:
+        if results:
+            _print(results, options)
         count = sum(result.differs for result in results)
         print(
             f"interrupted after {count} rewritten files; the others are as before", file=sys.stderr
