@@ -123,7 +123,15 @@ def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outsi
     shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
     shutil.copy(workspace.root / "pyproject.toml", outside)
     report = outside / "report.xml"
-    command = [str(venv.python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [
+        str(venv.python),
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--hypothesis-seed=0",
+    ]
     done = subprocess.run(
         [*command, f"--junitxml={report}", str(copy)],
         cwd=outside,
