@@ -91,5 +91,6 @@ def test_groups_and_tests_that_share_a_fixture_stay_on_one_worker(
 
 def test_the_test_command_uses_the_plugin() -> None:
     assert (
-        '\ntest = "pytest -p monorepo.workers {args}"\n' in (REPOSITORY / "hatch.toml").read_text()
+        '\ntest = "pytest -p monorepo.workers --hypothesis-seed=0 {args}"\n'
+        in (REPOSITORY / "hatch.toml").read_text()
     )
