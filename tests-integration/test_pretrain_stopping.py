@@ -7,8 +7,10 @@ import os
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
 from pretrain.run.checkpoints import latest_step
 from pretrain.run.loop import StopAgreement
+from pretrain.run.saving import Saver
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_config, read_settings, write_settings
 from pretrain.usage import UsageError
@@ -26,6 +29,7 @@ from pretrain_runs import (
     curve_of,
     flip_a_bit,
     losses_of,
+    patient_main,
     pretrain,
     ranks_below,
     started,
@@ -98,6 +102,36 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert curve_of(folder.path, "skipped-train-samples")[4] == 3 * 8
 
 
+def deleting_main(arguments: list[str]) -> int:
+    """Be a rank of a job whose run folder is moved away after the checkpoint of step 2."""
+    save = Saver.save
+
+    def delete_after(saver: Saver, step: int) -> None:
+        save(saver, step)
+        saver.wait()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            saver.folder.path.rename("moved")
+
+    with mock.patch.object(Saver, "save", delete_after):
+        return patient_main(arguments)
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_is_gone_ends_the_run_and_is_not_made_again(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TINY, "--train-iters", "1000000", "--run-dir", "run", "--log-interval", "1",
+        "--save-interval", "2", "--async-save", "--no-mlflow", "--no-tensorboard",
+        entry=deleting_main,
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.count("pretrain: error: the run folder run is gone: after step ") == 1
+    assert "start a new run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "--resume run" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,7 +182,7 @@ def stop_together(asked_at: int) -> tuple[int, int]:
     agreement = StopAgreement(torch.device("cpu"))
     for step in range(100_000):
         asked = step >= asked_at and dist.get_rank() == 1
-        if found := agreement.agreed(signal.SIGHUP if asked else 0):
+        if found := agreement.agreed(partial(int, signal.SIGHUP if asked else 0)):
             return found, step
     return 0, -1
 

@@ -295,7 +295,7 @@ class StragglerWatch:
                 if times >= _WORTH_A_LINE:
                     slow[one.rank, one.metric] = times
         self.named.update({rank for rank, _ in slow})
-        if is_writer():
+        if is_writer() and self._folder.path.is_dir():  # which this would make again
             named = [
                 replace(one, score=1 / slow[one.rank, one.metric])
                 for one in found.stragglers
