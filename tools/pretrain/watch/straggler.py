@@ -314,7 +314,7 @@ class StragglerWatch:
         """Which ranks were named how often, or None without a report."""
         if not self._has_reported:
             return None
-        reports = f"{self.reports} reports ({self._folder.straggler_log})"
+        reports = f"{self.reports} report{'s' * (self.reports != 1)} ({self._folder.straggler_log})"
         if not self.named:
             return f"none in {reports}"
         named = ", ".join(f"rank {rank} in {count}" for rank, count in sorted(self.named.items()))
