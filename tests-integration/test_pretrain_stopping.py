@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
@@ -132,6 +133,29 @@ def test_a_run_folder_that_is_gone_ends_the_run_and_is_not_made_again(tmp_path: 
     assert not (tmp_path / "run").exists()
 
 
+def short_of_disk(arguments: list[str]) -> int:
+    """Be a rank whose files cannot grow beyond some bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    return patient_main(arguments)
+
+
+@pytest.mark.slow
+def test_metrics_that_cannot_be_written_end_the_run_before_a_save(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TINY, "--train-iters", "60", "--run-dir", "run", "--log-interval", "1",
+        "--save-interval", "55", "--no-mlflow", "--no-tensorboard", entry=short_of_disk,
+    )  # fmt: skip
+    assert done.returncode == 5
+    said = done.stderr.splitlines()
+    assert said[-1] == (
+        "pretrain: error: cannot write run/metrics.jsonl (File too large), so the checkpoint of "
+        "step 55 is not saved: free some space, then continue. There is no complete checkpoint yet."
+    )
+    assert sum("straggler.log" in line for line in said) == 1, done.stderr
+    assert not any(line.startswith(("Traceback", "---")) for line in said)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -248,10 +272,14 @@ def test_auto_resume_begins_sets_aside_and_goes_on(tmp_path: Path) -> None:
 
     # Killed in its last moments, and started again: there is nothing left to train.
     folder.loss_picture.unlink()
+    folder.page.unlink()
+    folder.page.mkdir()  # as if there were no place for it
     losses, weights = losses_of(folder.path), folder.checkpoint(5).stat().st_mtime_ns
     done = pretrain(tmp_path, *words, "--train-iters", "5")
     assert done.returncode == 0, done.stderr
     assert folder.loss_picture.is_file()
+    assert "pretrain: warning: cannot draw the run: " in done.stderr
+    folder.page.rmdir()
     assert "speed" not in done.stdout
     assert (losses_of(folder.path), folder.checkpoint(5).stat().st_mtime_ns) == (losses, weights)
 

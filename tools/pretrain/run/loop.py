@@ -174,7 +174,7 @@ class Loop:
             )
         raise RunFolderError(
             f"cannot write {self.folder.metrics} ({os.strerror(number)}), so the checkpoint of "
-            f"step {self.progress.step} is not saved: mend it, then continue"
+            f"step {self.progress.step} is not saved: free some space, then continue"
         )
 
     def _asked(self) -> int:
