@@ -12,8 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from pretrain.cli.ending import Ending
+from pretrain.cli.launch import _launch_config
 from pretrain.run.checkpoints import latest_step
 from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings
 from pretrain_runs import COMMAND, TINY, environment, losses_of, patient_main, pretrain, wait_until
 
 WORDS = (*TINY, "--no-mlflow", "--no-tensorboard", "--run-dir", "run", "--log-interval", "1")
@@ -87,3 +90,20 @@ def test_a_terminal_that_goes_away_saves_and_ends_the_job(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGKILL)
     assert os.waitstatus_to_exitcode(ended[1]) == 128 + signal.SIGHUP
     assert latest_step(folder) > 5
+
+
+def test_nohup_keeps_sighup_from_the_launcher_and_from_ranks() -> None:
+    pid = os.fork()
+    if pid == 0:
+        handled = _launch_config(Settings()).signals_to_handle
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it to what it starts
+        handled_then = _launch_config(Settings()).signals_to_handle
+        ending = Ending(300)
+        for number in (signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        while not ending.requested:
+            time.sleep(0.01)
+        told = "SIGHUP" in handled and handled_then == "SIGTERM,SIGINT,SIGQUIT"
+        os._exit(ending.requested if told else 99)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == signal.SIGTERM

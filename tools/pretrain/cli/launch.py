@@ -13,6 +13,7 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from pretrain.cli.ending import is_under_nohup
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run_folder import RunFolder
@@ -65,6 +66,8 @@ def _launch_config(settings: Settings) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    if is_under_nohup():
+        config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     if hasattr(config, "shutdown_timeout"):
         config.shutdown_timeout = wait_s
     else:  # torch 2.11 waits as long as this default says
