@@ -163,7 +163,7 @@ def _refuse(error: Exception, exit_code: int) -> int:
 
 def _leave_after(error: Exception) -> None:
     """Print what happened and end the process, without waiting for ranks that may be gone."""
-    words = str(error).lower() if isinstance(error, RuntimeError) else ""  # an OSError is our own
+    words = "" if isinstance(error, OSError) else str(error).lower()  # which is this rank's own
     lost_peer = any(told in words for told in _CONNECTION_WORDS)
     if lost_peer:
         # Whoever watches the ranks should see the peer that failed first.
