@@ -55,8 +55,8 @@ def test_the_command_goes_on_in_the_stored_layout(tmp_path: Path) -> None:
     quiet = {"mlflow": False, "tensorboard": False, "straggler": False}
     settings = Settings(tp=2, cp=1, dp=1, dropout=0.1, **quiet, **SMALL)
     whole = start(settings, tmp_path / "whole")
-    start(dataclasses.replace(settings, exit_after=STOP), tmp_path / "parts")
-    done = pretrain(tmp_path, "--resume", "parts", "--exit-after", "0")
+    start(dataclasses.replace(settings, exit_after=3), tmp_path / "parts")  # which is not kept
+    done = pretrain(tmp_path, "--resume", "parts")
     assert done.returncode == 0, done.stderr
     assert "continuing as" not in done.stderr
     assert json.loads((tmp_path / "parts" / "config.json").read_text())["settings"]["tp"] == 2

@@ -10,12 +10,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from layouts.reference import plain_run
 from pretrain.corpus import Corpus
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.watch.summary import Summary
+from pretrain.watch.summary import Summary, opening_lines
 from pretrain_runs import SMALL, curve_of, last_value, losses_of, pretrain, train_on_ranks
 
 LABELS = ["run folder", "loss", "validation loss", "speed", "slow ranks"]
@@ -41,7 +42,7 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
     assert again.returncode == 0, again.stderr
     assert losses_of(tmp_path / "two") == losses_of(tmp_path / "one")
     opening = {label: last_value(again.stdout, label) for label in ("model", "layout", "data")}
-    assert opening["model"].endswith("fp32: 1 layers of 32, 4 heads")
+    assert opening["model"].endswith("fp32: 1 layer of 32, 4 heads")
     assert opening["layout"].startswith("tp2-cp1-dp1 on 2 ranks")
 
 
@@ -50,6 +51,7 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
     [
         ("hiden-size = 3", "unknown settings: hiden_size"),
         ("tp = 2.5", "tp is 2.5, not of type int"),
+        ("num_layers = 1\nnum-layers = 2", "num-layers is there twice, with _ and with -"),
         ("tp = = 2", "--config x.toml: Invalid value"),
         ("topk = 3", "--topk 3 does nothing without --experts"),
         ("cuda_graph = 'loc'", "--cuda-graph must be one of none, local, got loc"),
@@ -103,6 +105,8 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
             """Nothing was found."""
 
     text = "\n".join(summary.lines(None, Unwatched()))  # type: ignore[arg-type]
+    one = Summary(folder, Settings(log_interval=1), first_step=4)
+    assert "over the last 1 step (" in "\n".join(one.lines(None, Unwatched()))  # type: ignore
     assert last_value(text, "speed") == "4,096 tokens per second (500.0 ms a step)"
     assert last_value(text, "loss") == (
         "9.000 at step 1, 2.500 over the last 2 steps (nats per byte)"
@@ -117,6 +121,17 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
         summary.seconds = list(seconds)
         text = "\n".join(summary.lines(None, Unwatched()))  # type: ignore[arg-type]
         assert last_value(text, "speed") == speed
+
+
+def test_the_opening_lines_count_in_english() -> None:
+    corpus, folder = Corpus(np.zeros(9, np.uint8), np.zeros(9, np.uint8), 0), RunFolder(Path("run"))
+    sizes = {"dp": 1, "num_layers": 1, "num_attention_heads": 1, "global_batch_size": 1}
+    one = Settings(**sizes, experts=1, topk=1)
+    model, layout, *_ = opening_lines(one, 10_000, corpus, torch.device("cpu"), folder)
+    assert model.endswith("1 layer of 128, 1 head, 1 expert, 1 for each token")
+    assert layout.endswith(" on 1 rank, a global batch of 1 x 128, 1 sequence a rank at once")
+    _, layout, *_ = opening_lines(Settings(), 10_000, corpus, torch.device("cpu"), folder)
+    assert layout.endswith(" on 2 ranks, a global batch of 16 x 128, 8 sequences a rank at once")
 
 
 def test_the_opening_line_says_how_long_a_short_text_is() -> None:

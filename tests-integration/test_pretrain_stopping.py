@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import socket
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,6 +20,7 @@ import torch.distributed as dist
 from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
 from pretrain.run.checkpoints import latest_step
 from pretrain.run.loop import StopAgreement
+from pretrain.run.saving import Saver
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_config, read_settings, write_settings
 from pretrain.usage import UsageError
@@ -26,6 +30,7 @@ from pretrain_runs import (
     curve_of,
     flip_a_bit,
     losses_of,
+    patient_main,
     pretrain,
     ranks_below,
     started,
@@ -98,6 +103,59 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert curve_of(folder.path, "skipped-train-samples")[4] == 3 * 8
 
 
+def deleting_main(arguments: list[str]) -> int:
+    """Be a rank of a job whose run folder is moved away after the checkpoint of step 2."""
+    save = Saver.save
+
+    def delete_after(saver: Saver, step: int) -> None:
+        save(saver, step)
+        saver.wait()
+        dist.barrier()
+        if dist.get_rank() == 0:
+            saver.folder.path.rename("moved")
+
+    with mock.patch.object(Saver, "save", delete_after):
+        return patient_main(arguments)
+
+
+@pytest.mark.slow
+def test_a_run_folder_that_is_gone_ends_the_run_and_is_not_made_again(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TINY, "--train-iters", "1000000", "--run-dir", "run", "--log-interval", "1",
+        "--save-interval", "2", "--async-save", "--no-mlflow", "--no-tensorboard",
+        entry=deleting_main,
+    )  # fmt: skip
+    assert done.returncode == 5, done.stderr
+    assert done.stderr.count("pretrain: error: the run folder run is gone: after step ") == 1
+    assert "start a new run" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert "--resume run" not in done.stderr
+    assert not (tmp_path / "run").exists()
+
+
+def short_of_disk(arguments: list[str]) -> int:
+    """Be a rank whose files cannot grow beyond some bytes, as on a full disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, resource.RLIM_INFINITY))
+    return patient_main(arguments)
+
+
+@pytest.mark.slow
+def test_metrics_that_cannot_be_written_end_the_run_before_a_save(tmp_path: Path) -> None:
+    done = pretrain(
+        tmp_path, *TINY, "--train-iters", "60", "--run-dir", "run", "--log-interval", "1",
+        "--save-interval", "55", "--no-mlflow", "--no-tensorboard", entry=short_of_disk,
+    )  # fmt: skip
+    assert done.returncode == 5
+    said = done.stderr.splitlines()
+    assert said[-1] == (
+        "pretrain: error: cannot write run/metrics.jsonl (File too large), so the checkpoint of "
+        "step 55 is not saved: free some space, then continue. There is no complete checkpoint yet."
+    )
+    assert sum("straggler.log" in line for line in said) == 1, done.stderr
+    assert not any(line.startswith(("Traceback", "---")) for line in said)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -148,7 +206,7 @@ def stop_together(asked_at: int) -> tuple[int, int]:
     agreement = StopAgreement(torch.device("cpu"))
     for step in range(100_000):
         asked = step >= asked_at and dist.get_rank() == 1
-        if found := agreement.agreed(signal.SIGHUP if asked else 0):
+        if found := agreement.agreed(partial(int, signal.SIGHUP if asked else 0)):
             return found, step
     return 0, -1
 
@@ -214,10 +272,14 @@ def test_auto_resume_begins_sets_aside_and_goes_on(tmp_path: Path) -> None:
 
     # Killed in its last moments, and started again: there is nothing left to train.
     folder.loss_picture.unlink()
+    folder.page.unlink()
+    folder.page.mkdir()  # as if there were no place for it
     losses, weights = losses_of(folder.path), folder.checkpoint(5).stat().st_mtime_ns
     done = pretrain(tmp_path, *words, "--train-iters", "5")
     assert done.returncode == 0, done.stderr
     assert folder.loss_picture.is_file()
+    assert "pretrain: warning: cannot draw the run: " in done.stderr
+    folder.page.rmdir()
     assert "speed" not in done.stdout
     assert (losses_of(folder.path), folder.checkpoint(5).stat().st_mtime_ns) == (losses, weights)
 

@@ -242,7 +242,7 @@ def test_a_taken_port_is_said_and_the_job_runs(tmp_path: Path) -> None:
                         "2", "--straggler-port", port)  # fmt: skip
     assert done.returncode == 0, done.stderr
     assert f"straggler detector: port {port} cannot be used (" in done.stdout
-    assert "slow ranks       none in 1 reports" in done.stdout
+    assert "slow ranks       none in 1 report " in done.stdout
 
 
 def test_the_parts_of_a_step_have_names_for_profilers() -> None:

@@ -16,6 +16,16 @@ class RunFolder:
 
     path: Path
 
+    def is_gone(self) -> bool:
+        """Whether a folder that had its settings has them no longer; one look at the disk."""
+        try:
+            (self.path / "config.json").stat()
+        except (FileNotFoundError, NotADirectoryError):
+            return True
+        except OSError:  # a disk that does not answer now
+            return False
+        return False
+
     @property
     def metrics(self) -> Path:
         """JSON objects, one or more per step, each with its step."""

@@ -179,7 +179,10 @@ class Settings:
         0, "steps between comparisons of the copies over dp x cp, bit by bit; 0: none", _at_least(0)
     )
     exit_after: int = _option(
-        0, "stop with a checkpoint after this many steps; 0: never", _at_least(0)
+        0,
+        "stop with a checkpoint after this many steps of this start; 0: never",
+        _at_least(0),
+        kept=False,
     )
     max_skipped: int = _option(
         10, "stop after this many steps in a row without finite gradients; 0: never", _at_least(0)
@@ -270,7 +273,11 @@ def read_config(path: Path) -> dict[str, Any]:
         text = path.read_text()
         if path.suffix == ".json":
             return kept_settings(_checked(_settings_in(text)))
-        given = {name.replace("-", "_"): v for name, v in tomllib.loads(text).items()}
+        given: dict[str, Any] = {}
+        for name, value in tomllib.loads(text).items():
+            if (option := name.replace("-", "_")) in given:
+                raise ValueError(f"{name} is there twice, with _ and with -: keep one")
+            given[option] = value
         return _checked(given, may_be_derived=False)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None

@@ -2,6 +2,7 @@
 
 EXIT_USAGE = 2
 EXIT_DIVERGED = 4
+EXIT_FOLDER = 5
 
 
 class UsageError(Exception):

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 from pretrain.cli.claim import PATIENCE_S, check_unclaimed, claim, is_of_this_launcher
+from pretrain.cli.console import open_console
 from pretrain.cli.options import MLFLOW_URI, Request, parse, resolve
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
 from pretrain.usage import EXIT_USAGE, UsageError
@@ -19,6 +20,7 @@ _URI_FOR_RANKS = "PRETRAIN_MLFLOW_URI"
 
 def main(argv: list[str]) -> int:
     """Run the job; return the exit code (2: nothing was started, one line says what to change)."""
+    open_console()
     try:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
             return _be_a_rank(argv)

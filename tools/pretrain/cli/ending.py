@@ -20,6 +20,11 @@ _SIGNALS = tuple(
 )
 
 
+def is_under_nohup() -> bool:
+    """Whether who started this process wants it to outlive its terminal."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
 class Ending:
     """Watches for the end of this rank in a thread, since the main one may be in a collective.
 
@@ -37,6 +42,8 @@ class Ending:
         os.set_blocking(writing, False)
         signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
         for number in _SIGNALS:
+            if number == signal.SIGHUP and is_under_nohup():
+                continue
             signal.signal(number, _leave_it_to_the_thread)
         threading.Thread(target=self._watch, name="ending", daemon=True).start()
 

@@ -13,11 +13,12 @@ from torch.distributed.elastic.multiprocessing.api import PContext, SignalExcept
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+from pretrain.cli.ending import is_under_nohup
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
-from pretrain.usage import EXIT_DIVERGED, EXIT_USAGE
+from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE
 
 _GRACE_AFTER_S = 5.0  # for the last call of a rank that could not save in time
 
@@ -25,8 +26,8 @@ _GRACE_AFTER_S = 5.0  # for the last call of a rank that could not save in time
 def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     """Run this program once per rank through ``torch.distributed.run`` and wait for all of them.
 
-    Returns the exit code: 0, 2 for a refused request, 4 for a run that diverges, 128 + a signal
-    that stopped it, else 1.
+    Returns the exit code: 0, 2 for a refused request, 4 for a run that diverges, 5 for a run
+    folder that is lost, 128 + a signal that stopped it, else 1.
     """
     for name in ("", ".agent.server.api"):  # which has a level of its own
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
@@ -39,7 +40,7 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     except ChildFailedError as failed:
         # Once a rank has ended, the launcher may kill the others before they end by themselves.
         codes = {failure.exitcode for failure in failed.failures.values()}
-        for told in (EXIT_USAGE, EXIT_DIVERGED):
+        for told in (EXIT_USAGE, EXIT_DIVERGED, EXIT_FOLDER):
             if told in codes:
                 return told
         rank, failure = _culprit(failed)
@@ -65,6 +66,8 @@ def _launch_config(settings: Settings) -> LaunchConfig:
         max_restarts=0,
         monitor_interval=0.1,
     )
+    if is_under_nohup():
+        config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     if hasattr(config, "shutdown_timeout"):
         config.shutdown_timeout = wait_s
     else:  # torch 2.11 waits as long as this default says

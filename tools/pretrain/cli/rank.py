@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import io
 import os
 import sys
 import time
@@ -23,11 +22,11 @@ from pretrain.cli.claim import check_seen_by_all, claim, still_ours
 from pretrain.cli.ending import Ending
 from pretrain.cli.options import Request
 from pretrain.run.checkpoints import describe_latest, latest_step
-from pretrain.run.loop import DivergedError, StoppedBySignal
+from pretrain.run.loop import DivergedError, RunFolderError, StoppedBySignal
 from pretrain.run.saving import ReplicasDifferError
 from pretrain.run.training import train
 from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
-from pretrain.usage import EXIT_DIVERGED, EXIT_USAGE, UsageError
+from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE, UsageError
 from pretrain.watch.logs import is_writer
 from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
 from pretrain.watch.mlflow_target import choose_target
@@ -49,7 +48,6 @@ def run_rank(request: Request) -> NoReturn:
 
 def _run(request: Request) -> int:
     ending = Ending(request.settings.grace_s)
-    _write_whole_lines()
     device = _device()
     torch.set_num_threads(_threads())
     _join(device, datetime.timedelta(seconds=request.settings.timeout_s))
@@ -75,6 +73,9 @@ def _run(request: Request) -> int:
             with contextlib.suppress(OSError):
                 folder.diverged.write_text(f"{error}\n")
         return _refuse(DivergedError(f"{error}. {describe_latest(folder)}"), EXIT_DIVERGED)
+    except RunFolderError as error:
+        more = "" if folder.is_gone() else f". {describe_latest(folder)}"
+        return _refuse(RunFolderError(f"{error}{more}"), EXIT_FOLDER)
     except UsageError as error:
         return _refuse(error, EXIT_USAGE)
     except (CheckpointingException, ReplicasDifferError) as error:
@@ -148,12 +149,6 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
     return job
 
 
-def _write_whole_lines() -> None:
-    """Write each line at once: unbuffered output writes its end separately, after other ranks'."""
-    if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(line_buffering=True, write_through=False)
-
-
 def _refuse(error: Exception, exit_code: int) -> int:
     """Report once what all ranks have raised; the others wait until it is reported."""
     try:
@@ -168,7 +163,8 @@ def _refuse(error: Exception, exit_code: int) -> int:
 
 def _leave_after(error: Exception) -> None:
     """Print what happened and end the process, without waiting for ranks that may be gone."""
-    lost_peer = any(words in str(error).lower() for words in _CONNECTION_WORDS)
+    words = "" if isinstance(error, OSError) else str(error).lower()  # which is this rank's own
+    lost_peer = any(told in words for told in _CONNECTION_WORDS)
     if lost_peer:
         # Whoever watches the ranks should see the peer that failed first.
         time.sleep(_WAIT_FOR_CULPRIT_S)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import math
+import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import torch
@@ -12,9 +15,10 @@ import torch.distributed as dist
 
 from mcore.observe import GlobalState, JsonlSink, TrainState, status_of, training_log
 from mcore.parallel import ProcessGroups
+from mcore.parallel.checkpoint import CheckpointingException
 from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
-from pretrain.run.saving import Saver, check_replicas
+from pretrain.run.saving import Saver, attempt, check_replicas
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
@@ -26,6 +30,7 @@ from pretrain.watch.summary import Summary, describe_graphs, draw_run
 
 _CHECK_EVERY_S = 0.25
 _MOST_STEPS = 1000
+_TROUBLE = 1000  # plus an error's number: more than any signal
 
 
 class StoppedBySignal(SystemExit):
@@ -34,6 +39,10 @@ class StoppedBySignal(SystemExit):
 
 class DivergedError(Exception):
     """Too many steps in a row had gradients that were not finite."""
+
+
+class RunFolderError(Exception):
+    """The run folder is gone, or takes no more metrics; nothing is saved that would lack them."""
 
 
 class StopAgreement:
@@ -48,14 +57,14 @@ class StopAgreement:
         self._left = self._interval = 1
         self._began = time.perf_counter()
 
-    def agreed(self, signal: int) -> int:
+    def agreed(self, asked: Callable[[], int], *, now: bool = False) -> int:
         """Return the signal that some rank was sent, 0 for none or where it is not yet asked."""
         self._left -= 1
-        if self._left:
+        if self._left and not now:
             return 0
         passed = time.perf_counter() - self._began
         steps = int(_CHECK_EVERY_S * self._interval / max(passed, 1e-9))
-        facts = torch.tensor([signal, max(1, min(steps, _MOST_STEPS))], device=self._device)
+        facts = torch.tensor([asked(), max(1, min(steps, _MOST_STEPS))], device=self._device)
         dist.all_reduce(facts, op=dist.ReduceOp.MAX)
         found, self._interval = (int(fact) for fact in facts.tolist())
         self._left, self._began = self._interval, time.perf_counter()
@@ -101,17 +110,20 @@ class Loop:
     def run(self) -> None:
         """Train to the last step.
 
-        Raises StoppedBySignal after a checkpoint, DivergedError without one.
+        Raises StoppedBySignal after a checkpoint, DivergedError and RunFolderError without one.
         """
         try:
             self._train()
-        except (StoppedBySignal, DivergedError) as ended:
-            self.saver.wait()
+        except (StoppedBySignal, DivergedError, RunFolderError) as ended:
+            # What a background save says of a folder that is lost would hide that it is.
+            lost = isinstance(ended, RunFolderError)
+            with suppress(CheckpointingException) if lost else nullcontext():
+                self.saver.wait()
             self.observed.close(status_of(ended))
             self.watch.close()
             raise
         if is_writer():
-            draw_run(self.folder, self.steps.objective)
+            attempt(lambda: draw_run(self.folder, self.steps.objective), "draw the run")
         self.observed.close()
         self.watch.close()
 
@@ -135,7 +147,7 @@ class Loop:
                     check_replicas(self.steps.model, self.groups, step)
                 if step == last or _due(step, self.settings.eval_interval):
                     self._validate()
-                signal = self.stop.agreed(self.signal()) if step < last else 0
+                signal = self._agreed(self._asked) if step < last else 0
                 if signal or step == last or _due(step, self.settings.save_interval):
                     self._save(step)
                 if signal:
@@ -145,8 +157,31 @@ class Loop:
     def _save(self, step: int) -> None:
         """Save a checkpoint, unless the weights of the last steps gave no finite gradients."""
         if not self.skipped_in_a_row:
-            self._flush()
+            self._agreed(self._flush, now=True)
             self.saver.save(step)
+
+    def _agreed(self, asked: Callable[[], int], *, now: bool = False) -> int:
+        """The signal that some rank was sent; all ranks raise where one is in trouble."""
+        found = self.stop.agreed(asked, now=now)
+        if found < _TROUBLE:
+            return found
+        path, number = self.folder.path, found - _TROUBLE
+        if number == errno.ENOENT:
+            raise RunFolderError(
+                f"the run folder {path} is gone: after step {self.progress.step} it has no "
+                "config.json (deleted, moved or unmounted?), so nothing can be saved there. Where "
+                "it was moved, --resume it there; else start a new run"
+            )
+        raise RunFolderError(
+            f"cannot write {self.folder.metrics} ({os.strerror(number)}), so the checkpoint of "
+            f"step {self.progress.step} is not saved: free some space, then continue"
+        )
+
+    def _asked(self) -> int:
+        """The signal that this rank was sent; rank 0 looks whether the run folder is there."""
+        if dist.get_rank() == 0 and self.folder.is_gone():
+            return _TROUBLE + errno.ENOENT
+        return self.signal()
 
     def _count_skipped(self, skipped: bool) -> None:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
@@ -156,13 +191,17 @@ class Loop:
                 f"{self.progress.step}, were not finite: try a lower --lr or --clip-grad"
             )
 
-    def _flush(self) -> None:
+    def _flush(self) -> int:
         """Write out the logs up to a checkpoint, so that no later start lacks them.
 
-        An OSError where the metrics cannot be written: such a checkpoint would lose them for good.
+        Trouble where the metrics cannot be written: such a checkpoint would lose them for good.
         """
-        for sink in self.observed.sinks():
-            (sink.sink if isinstance(sink.sink, JsonlSink) else sink).flush()
+        try:
+            for sink in self.observed.sinks():
+                (sink.sink if isinstance(sink.sink, JsonlSink) else sink).flush()
+        except OSError as error:
+            return _TROUBLE + (error.errno or errno.EIO)
+        return self._asked()
 
     def _last_step(self) -> int:
         if not self.settings.exit_after:

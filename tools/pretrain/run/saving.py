@@ -35,7 +35,7 @@ class Saver:
         self.in_background = in_background
         self._pending: SaveHandle | None = None
         if dist.get_rank() == 0:
-            _try(lambda: remove_incomplete(folder.checkpoints), "delete unfinished checkpoints")
+            attempt(lambda: remove_incomplete(folder.checkpoints), "delete unfinished checkpoints")
 
     def save(self, step: int) -> None:
         """Write the checkpoint of a step, or start to; waits for the one before."""
@@ -64,13 +64,13 @@ class Saver:
 
     def _delete_surplus(self) -> None:
         if self.keep and dist.get_rank() == 0:
-            _try(lambda: keep_last(self.folder.checkpoints, self.keep), "delete old checkpoints")
+            attempt(lambda: keep_last(self.folder.checkpoints, self.keep), "delete old checkpoints")
 
 
-def _try(delete: Callable[[], object], what: str) -> None:
-    """Delete; a failure is no reason to end the run."""
+def attempt(action: Callable[[], object], what: str) -> None:
+    """Do what a run can do without: where the disk refuses, warn."""
     try:
-        delete()
+        action()
     except OSError as error:
         print(f"pretrain: warning: cannot {what}: {error}", file=sys.stderr, flush=True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
@@ -93,9 +94,7 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
-    if dist.get_rank() == 0:
-        facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
-        write_settings(settings, folder.path, facts)
+    _note_settings(settings, folder, corpus, device)
     flops = training_flops(settings)
     watch = StragglerWatch(
         settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting
@@ -162,6 +161,23 @@ def build_optimizer(
     return FullyShardedOptimizer(
         model, groups, index, weight_decay=settings.weight_decay, bf16=settings.bf16
     )
+
+
+def _note_settings(
+    settings: Settings, folder: RunFolder, corpus: Corpus, device: torch.device
+) -> None:
+    """Write ``config.json`` on rank 0; UsageError on all ranks where the disk refuses."""
+    refused = torch.zeros((), dtype=torch.int64, device=device)
+    if dist.get_rank() == 0:
+        facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
+        try:
+            write_settings(settings, folder.path, facts)
+        except OSError as error:
+            refused.fill_(error.errno or errno.EIO)
+    dist.broadcast(refused, src=0)
+    if refused:
+        why = os.strerror(int(refused.item()))
+        raise UsageError(f"cannot write config.json in {folder.path}: {why}")
 
 
 def _check_corpus(corpus: Corpus, device: torch.device) -> None:

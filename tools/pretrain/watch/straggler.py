@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -22,6 +23,22 @@ from pretrain.watch.logs import is_writer
 SECTIONS = ("forward", "backward", "optimizer")
 _WORTH_A_LINE = 1.25  # times as long as the fastest rank
 logger = logging.getLogger("mcore.observe.straggler")
+
+
+class _LinesOnDisk(logging.FileHandler):
+    """The detector's lines in a file; one warning where the disk takes no more."""
+
+    _has_warned = False
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        if not self._has_warned:
+            self._has_warned = True
+            text = f"cannot write {self.baseFilename} ({sys.exc_info()[1]})"
+            print(f"pretrain: warning: {text}; training goes on", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with suppress(OSError):
+            super().close()
 
 
 class CpuWaits:
@@ -223,7 +240,7 @@ class StragglerWatch:
 
     def _write_lines(self) -> None:
         """Send every line of the detector to the file; the console gets the slow ranks."""
-        self._handler = logging.FileHandler(self._folder.straggler_log)
+        self._handler = _LinesOnDisk(self._folder.straggler_log)
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
 
@@ -295,7 +312,7 @@ class StragglerWatch:
                 if times >= _WORTH_A_LINE:
                     slow[one.rank, one.metric] = times
         self.named.update({rank for rank, _ in slow})
-        if is_writer():
+        if is_writer() and self._folder.path.is_dir():  # which this would make again
             named = [
                 replace(one, score=1 / slow[one.rank, one.metric])
                 for one in found.stragglers
@@ -314,7 +331,7 @@ class StragglerWatch:
         """Which ranks were named how often, or None without a report."""
         if not self._has_reported:
             return None
-        reports = f"{self.reports} reports ({self._folder.straggler_log})"
+        reports = f"{self.reports} report{'s' * (self.reports != 1)} ({self._folder.straggler_log})"
         if not self.named:
             return f"none in {reports}"
         named = ", ".join(f"rank {rank} in {count}" for rank, count in sorted(self.named.items()))

@@ -35,18 +35,22 @@ def opening_lines(
     ep = experts = ""
     if settings.experts:
         ep = f"-ep{settings.ep}"
-        experts = f", {settings.experts} experts, {settings.topk} for each token"
+        experts = f", {_counted(settings.experts, 'expert')}, {settings.topk} for each token"
     kind = "bf16" if settings.bf16 else "fp32"
     return [
         f"model            about {num_parameters / 1e6:.2f} M parameters, {kind}: "
-        f"{settings.num_layers} layers of {settings.hidden_size}, "
-        f"{settings.num_attention_heads} heads{experts}",
-        f"layout           {settings.layout}{ep} on {settings.world_size} ranks, a global batch of "
-        f"{settings.global_batch_size} x {settings.seq_length}, "
-        f"{settings.rows_per_forward} sequences a rank at once",
+        f"{_counted(settings.num_layers, 'layer')} of {settings.hidden_size}, "
+        f"{_counted(settings.num_attention_heads, 'head')}{experts}",
+        f"layout           {settings.layout}{ep} on {_counted(settings.world_size, 'rank')}, "
+        f"a global batch of {settings.global_batch_size} x {settings.seq_length}, "
+        f"{_counted(settings.rows_per_forward, 'sequence')} a rank at once",
         f"data             {corpus.description}",
         f"device           {device.type} on {socket.gethostname()}; run folder {folder.path}",
     ]
+
+
+def _counted(number: int, what: str) -> str:
+    return f"{number} {what}" + ("" if number == 1 else "s")
 
 
 class Summary:
@@ -83,7 +87,7 @@ class Summary:
             f"run folder       {path}",
             *self._special(),
             f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
-            f"{fmean(last):.{digits}f} over the last {len(last)} steps ({unit})",
+            f"{fmean(last):.{digits}f} over the last {_counted(len(last), 'step')} ({unit})",
             *self._reached(digits, unit),
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
@@ -132,7 +136,9 @@ def describe_graphs(model: torch.nn.Module) -> str:
     if not names:
         return "none captured: too few steps"
     captured = sum(manager.num_graphs for manager in local)
-    return f"{captured} for {len(local)} layers, by the {', '.join(sorted(names))} runner"
+    return (
+        f"{captured} for {_counted(len(local), 'layer')}, by the {', '.join(sorted(names))} runner"
+    )
 
 
 def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
