@@ -337,3 +337,23 @@ def world_of_eight() -> Iterator[None]:
     dist.init_process_group("fake", store=FakeStore(), rank=7, world_size=8)
     yield
     dist.destroy_process_group()
+
+
+@pytest.fixture(scope="session")
+def wait_for_helpers() -> Callable[[str], None]:
+    """Wait until no process is left that was started with a variable; W&B's write to their end."""
+
+    def wait(variable: str) -> None:
+        deadline = time.monotonic() + 240
+        while left := [pid for pid in os.listdir("/proc") if variable in _variables_of(pid)]:
+            assert time.monotonic() < deadline, left
+            time.sleep(0.05)
+
+    return wait
+
+
+def _variables_of(pid: str) -> Sequence[str]:
+    try:
+        return Path("/proc", pid, "environ").read_text(errors="replace").split("\0")
+    except OSError:
+        return ()

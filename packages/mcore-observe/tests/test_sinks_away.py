@@ -8,7 +8,6 @@ import statistics
 import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 
@@ -98,23 +97,8 @@ def start(folder, starts, ending=""):
     return Script(SCRIPT, json.dumps(starts), ending, env=env, cwd=folder)
 
 
-def wait_for_helpers(folder):
-    """Wait until W&B's processes of a script that has ended are gone, which may still write."""
-    mark, deadline = f"RUN_OF_THE_TEST={folder}\0".encode(), time.monotonic() + 240
-    while any(mark in environ_of(path) for path in Path("/proc").glob("[0-9]*/environ")):
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-
-
-def environ_of(path):
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
-
-
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, tracking_server):
+def runs(tmp_path_factory, tracking_server, wait_for_helpers):
     """Runs that ended in every way while the server was away, and the server, which is back."""
     root = tmp_path_factory.mktemp("away")
     server = tracking_server(root)
@@ -134,7 +118,7 @@ def runs(tmp_path_factory, tracking_server):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("WANDB_MODE", "offline")
         for folder in folders.values():
-            wait_for_helpers(folder)
+            wait_for_helpers(f"RUN_OF_THE_TEST={folder}")
             assert main(["replay", str(folder)]) == 0
         yield {"folders": folders, "uri": uri, "took": took_s, "errors": errors}
     server.kill()

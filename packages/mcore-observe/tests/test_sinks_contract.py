@@ -8,7 +8,6 @@ import struct
 import time
 import zipfile
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -336,17 +335,6 @@ def test_flushed_metrics_can_be_read_before_the_end(done):
         assert result["flushed"]["again"] == [(2, 2.5)]
 
 
-def test_no_process_outlives_the_session(done):
+def test_no_process_outlives_the_session(done, wait_for_helpers):
     _, _, folder = done
-    place = f"WANDB_DATA_DIR={folder}".encode()
-    deadline = time.monotonic() + 120
-    while left := [p for p in Path("/proc").glob("[0-9]*/environ") if place in environ_of(p)]:
-        assert time.monotonic() < deadline, left
-        time.sleep(0.05)
-
-
-def environ_of(path):
-    try:
-        return path.read_bytes()
-    except OSError:
-        return b""
+    wait_for_helpers(f"WANDB_DATA_DIR={folder}")
