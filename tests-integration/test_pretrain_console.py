@@ -77,6 +77,7 @@ def test_a_terminal_that_goes_away_saves_and_ends_the_job(tmp_path: Path) -> Non
     if pid == 0:
         with contextlib.suppress(OSError):
             os.chdir(tmp_path)
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may be under nohup too
             os.execve(COMMAND[0], [*COMMAND, *words], environment())
         os._exit(99)
     wait_until(lambda: folder.metrics.exists() and folder.metrics.read_text().count("\n") > 5)
@@ -95,6 +96,7 @@ def test_a_terminal_that_goes_away_saves_and_ends_the_job(tmp_path: Path) -> Non
 def test_nohup_keeps_sighup_from_the_launcher_and_from_ranks() -> None:
     pid = os.fork()
     if pid == 0:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
         handled = _launch_config(Settings()).signals_to_handle
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup leaves it to what it starts
         handled_then = _launch_config(Settings()).signals_to_handle
