@@ -9,6 +9,7 @@ import signal
 import socket
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -209,6 +210,24 @@ def stop_together(asked_at: int) -> tuple[int, int]:
         if found := agreement.agreed(partial(int, signal.SIGHUP if asked else 0)):
             return found, step
     return 0, -1
+
+
+def steps_asked_at() -> list[int]:
+    """The steps, of 0.1 s by a clock of their own, that ask; each is followed by a save."""
+    now, asked = 0.0, []
+    with mock.patch("time.perf_counter", lambda: now):  # noqa: PT008  # it moves
+        agreement = StopAgreement(torch.device("cpu"))
+        for step in range(50):
+            now += 0.1
+            agreement.agreed(lambda step=step: asked.append(step) or 0)
+            agreement.agreed_now(int)
+    return asked
+
+
+def test_what_is_asked_at_a_save_does_not_delay_the_answer_to_a_signal() -> None:
+    [asked] = run_ranks(steps_asked_at, 1)
+    assert max(later - one for one, later in pairwise(asked)) <= 3  # 0.25 s
+    assert asked[-1] >= 47
 
 
 @pytest.mark.slow

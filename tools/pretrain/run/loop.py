@@ -48,7 +48,7 @@ class RunFolderError(Exception):
 class StopAgreement:
     """Finds out whether any rank was asked to stop; all ranks call :meth:`agreed` after each step.
 
-    One all-reduce of two numbers about four times a second, since a rank that stopped by itself
+    One all-reduce of two numbers about four times a second, and of one at each save, since a rank that stopped by itself
     would leave the others in a collective.
     """
 
@@ -57,18 +57,25 @@ class StopAgreement:
         self._left = self._interval = 1
         self._began = time.perf_counter()
 
-    def agreed(self, asked: Callable[[], int], *, now: bool = False) -> int:
+    def agreed(self, asked: Callable[[], int]) -> int:
         """Return the signal that some rank was sent, 0 for none or where it is not yet asked."""
         self._left -= 1
-        if self._left and not now:
+        if self._left:
             return 0
         passed = time.perf_counter() - self._began
         steps = int(_CHECK_EVERY_S * self._interval / max(passed, 1e-9))
-        facts = torch.tensor([asked(), max(1, min(steps, _MOST_STEPS))], device=self._device)
-        dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-        found, self._interval = (int(fact) for fact in facts.tolist())
+        found, self._interval = self._most(asked(), max(1, min(steps, _MOST_STEPS)))
         self._left, self._began = self._interval, time.perf_counter()
         return found
+
+    def agreed_now(self, asked: Callable[[], int]) -> int:
+        """The same at once, which leaves alone when it is asked next."""
+        return self._most(asked())[0]
+
+    def _most(self, *facts: int) -> list[int]:
+        largest = torch.tensor(facts, device=self._device)
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+        return [int(fact) for fact in largest.tolist()]
 
 
 class Loop:
@@ -147,7 +154,8 @@ class Loop:
                     check_replicas(self.steps.model, self.groups, step)
                 if step == last or _due(step, self.settings.eval_interval):
                     self._validate()
-                signal = self._agreed(self._asked) if step < last else 0
+                signal = self.stop.agreed(self._asked) if step < last else 0
+                self._raise_trouble(signal)
                 if signal or step == last or _due(step, self.settings.save_interval):
                     self._save(step)
                 if signal:
@@ -157,14 +165,13 @@ class Loop:
     def _save(self, step: int) -> None:
         """Save a checkpoint, unless the weights of the last steps gave no finite gradients."""
         if not self.skipped_in_a_row:
-            self._agreed(self._flush, now=True)
+            self._raise_trouble(self.stop.agreed_now(self._flush))
             self.saver.save(step)
 
-    def _agreed(self, asked: Callable[[], int], *, now: bool = False) -> int:
-        """The signal that some rank was sent; all ranks raise where one is in trouble."""
-        found = self.stop.agreed(asked, now=now)
+    def _raise_trouble(self, found: int) -> None:
+        """On all ranks, where what they agreed on is the trouble that one is in."""
         if found < _TROUBLE:
-            return found
+            return
         path, number = self.folder.path, found - _TROUBLE
         if number == errno.ENOENT:
             raise RunFolderError(
