@@ -48,8 +48,8 @@ class RunFolderError(Exception):
 class StopAgreement:
     """Finds out whether any rank was asked to stop; all ranks call :meth:`agreed` after each step.
 
-    One all-reduce of two numbers about four times a second, and of one at each save, since a rank that stopped by itself
-    would leave the others in a collective.
+    One all-reduce of two numbers about four times a second, and of one at each save, since a rank
+    that stopped by itself would leave the others in a collective.
     """
 
     def __init__(self, device: torch.device) -> None:
