@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from monorepo import changelog, dependencies, migration, ranges, settings, suites, tree
+from monorepo import changelog, dependencies, migration, ranges, settings, suites, tree, words
 from monorepo.git_tags import GitError
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
@@ -19,6 +19,7 @@ CHECKS: Mapping[str, Callable[[Workspace, str | None], Iterable[str]]] = {
     "dependencies": lambda workspace, _: dependencies.problems(workspace),
     "ranges": lambda workspace, _: ranges.misfits(workspace),
     "changelog": changelog.problems,
+    "words": lambda workspace, _: words.problems(workspace.root),
     "migration": lambda workspace, _: migration.problems(workspace),
 }
 
