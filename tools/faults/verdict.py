@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore.parallel.checkpoint.inspection.comparing import diff
+from mcore.parallel.checkpoint.inspection.diff import diff
 from mcore.parallel.checkpoint.inspection.output import Output
-from mcore.parallel.checkpoint.inspection.verifying import verify
+from mcore.parallel.checkpoint.inspection.verify import verify
 
 # What a clock, or the number of starts, decides.
 _OF_THE_MACHINE = ("time/", "throughput/", "memory/", "straggler/", "step-time")

@@ -223,7 +223,7 @@ def test_missing_and_truncated_files_are_refused_before_anything_is_read(
     whole = payload.read_bytes()
     for size in (len(whole) - 1, len(whole) // 2, 0):
         payload.write_bytes(whole[:size])
-        assert_refused(targets(), path, str(payload), f"has {size} bytes", "take another")
+        assert_refused(targets(), path, str(payload), f"has {size} bytes", "Take another")
         assert not is_complete_checkpoint(path)
     payload.unlink()
     assert_refused(targets(), path, str(payload), "No such file")
@@ -277,7 +277,9 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     assert_refused(targets(), tmp_path / "none", "does not exist")
     assert_refused(targets(), foreign / "model.pt", "cannot be read")
     shutil.copytree(path, tmp_path / ".x.incomplete-0123456789abcdef")
-    assert_refused(targets(), tmp_path / ".x.incomplete-0123456789abcdef", "did not finish")
+    assert_refused(
+        targets(), tmp_path / ".x.incomplete-0123456789abcdef", "leftover of an unfinished save"
+    )
 
 
 def test_what_does_not_fit_is_refused_with_all_keys(tmp_path: Path) -> None:
