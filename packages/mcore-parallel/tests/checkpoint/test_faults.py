@@ -27,6 +27,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
+from mcore.parallel.checkpoint.files.checksums import checksum_of
 from rank_testing import run_ranks
 
 
@@ -266,6 +267,10 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     (path / "manifest.json").write_text('{"format": "mcore sharded checkpoint", "version": 99}')
     assert_refused(targets(), path, "another version")
     (path / "manifest.json").write_text('{"format": "mcore sharded checkpoint", "version": 2}')
+    assert_refused(targets(), path, "manifest.json has version 2, but")
+    start = b'{"format": "mcore sharded checkpoint", "version": 3, "content": [\n{"files": 5}\n'
+    end = f'], "checksum": "{checksum_of(start)}"}}\n'.encode()
+    (path / "manifest.json").write_bytes(start + end)
     assert_refused(targets(), path, "manifest.json contradicts itself")
     (path / "manifest.json").unlink()
     assert_refused(targets(), path, "manifest.json is missing", "nothing of this checkpoint can")
@@ -298,7 +303,7 @@ def test_what_does_not_fit_is_refused_with_all_keys(tmp_path: Path) -> None:
         "key 'w': the checkpoint has dtype torch.float32, expected torch.int64",
         "key 'v': the checkpoint has global shape (8,), expected (9,)",
         "key 'o/shard_0_2' is missing",
-        "key 'new' is missing in the checkpoint; pass strict=False",
+        "key 'new' is missing in the checkpoint. Pass strict=False",
         "key 'o/shard_0_1': the checkpoint has an object, not a tensor",
         "key 'n': the checkpoint has an object, not a tensor",
     )

@@ -30,7 +30,7 @@ def test_parts_add_up_to_the_whole(parts: list[bytes]) -> None:
     running = RunningChecksum()
     for part in parts:
         running.update(part)
-    assert running.digits() == checksum_of(b"".join(parts))
+    assert running.hexdigest() == checksum_of(b"".join(parts))
 
 
 @pytest.mark.parametrize("length", [(1 << 20) - 1, 1 << 20, (1 << 20) + 1, 5_000_001])

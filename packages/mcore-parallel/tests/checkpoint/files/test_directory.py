@@ -152,7 +152,7 @@ def test_urls_that_lost_a_slash_are_refused_and_homes_expanded(
         lambda path: keep_last(path, 1),
     ]
     for call in calls:
-        with pytest.raises(CheckpointingException, match="give a str such as 's3://bucket/step_1'"):
+        with pytest.raises(CheckpointingException, match="Give a str such as 's3://bucket/step_1'"):
             call(Path("s3://bucket/step_1"))
         with pytest.raises(CheckpointingException, match="unknown user"):
             call("~nobody-of-this-name/step_1")

@@ -132,7 +132,7 @@ def start_async_save(path: Place, team: Team, save: Callable[[Team], None]) -> S
         try:
             save(queue.team)
         except BaseException as error:
-            logger.error("the background save to %s failed: %s", path, error)
+            logger.error("the asynchronous save to %s failed: %s", path, error)
             future.set_exception(error)
         else:
             future.set_result(None)

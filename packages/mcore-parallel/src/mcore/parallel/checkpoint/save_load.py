@@ -109,9 +109,9 @@ def save_sharded_state_dict(
     directory is left, which :func:`remove_incomplete` deletes. At a URL, the manifest is written
     last and completes the checkpoint. A later save to the URL removes the files of a failed save.
 
-    The files are in the format of ``torch.distributed.checkpoint``, whose ``load`` can read them.
-    An additional ``manifest.json`` has the index for a load here, with checksums. The random state
-    does not change. Without torch.distributed this process writes the same files alone.
+    ``torch.distributed.checkpoint.load`` can read the files too. An additional ``manifest.json``
+    has the index and checksums for loads of this package. The random state does not change.
+    Without torch.distributed this process writes the same files alone.
 
     Args:
         sd: Nested dicts and lists of ShardedTensor, ShardedObject, LocalNonpersistentObject (not

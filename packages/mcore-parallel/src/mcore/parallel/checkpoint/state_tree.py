@@ -28,7 +28,7 @@ class OneLeaf:
 
 @dataclass(frozen=True)
 class Entries:
-    """The leaves of a state dict by kind, each kind in an order that all ranks share."""
+    """The leaves of a state dict by kind, each kind in an order that is the same on all ranks."""
 
     tensors: list[tuple[Path, ShardedTensor]]  # by key and offset
     objects: list[tuple[Path, ShardedObject]]  # by unique key

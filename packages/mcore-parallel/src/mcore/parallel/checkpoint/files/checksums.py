@@ -10,6 +10,8 @@ import xxhash
 from mcore.parallel.tensor_memory import memory_of
 
 DIGITS = 16
+RunningChecksum = xxhash.xxh3_64
+"""The :func:`checksum_of` bytes that are added one after the other, by its ``hexdigest()``."""
 _SCRATCH_BYTES = 1 << 20  # small enough to stay in the cache until its checksum is computed
 
 Unbuffered = io.RawIOBase | io.BytesIO
@@ -53,18 +55,6 @@ def checksum_of(content: bytes | bytearray | memoryview) -> str:
     return xxhash.xxh3_64_hexdigest(content)
 
 
-class RunningChecksum:
-    """The checksum of bytes that are added one after the other."""
-
-    def __init__(self) -> None:
-        self._state = xxhash.xxh3_64()
-        self.update = self._state.update
-
-    def digits(self) -> str:
-        """Return the :func:`checksum_of` all bytes so far."""
-        return self._state.hexdigest()
-
-
 def checksum_in(stream: Unbuffered, offset: int, length: int, scratch: Scratch) -> str:
     """Return the checksum of some bytes of an unbuffered file."""
     running, size = RunningChecksum(), len(scratch.memory)
@@ -72,4 +62,4 @@ def checksum_in(stream: Unbuffered, offset: int, length: int, scratch: Scratch) 
         count = min(size, length - start)
         scratch.fill(stream, offset + start, count)
         running.update(scratch.memory[:count])
-    return running.digits()
+    return running.hexdigest()

@@ -181,10 +181,10 @@ def keep_last(
     """Delete all but the newest ``n`` complete checkpoints of a run below a directory.
 
     Only complete checkpoints with a name that matches ``pattern`` are counted and deleted. The
-    newest good checkpoint always stays, however many broken directories there are. Links are not counted,
-    deleted or followed. A crash never leaves half a checkpoint: before the files are deleted, the
-    checkpoint is renamed or, at a URL, its manifest is deleted. Call it on one rank, after a save
-    has finished.
+    newest good checkpoint always stays, however many broken directories there are. Links are not
+    counted, deleted or followed. A crash never leaves half a checkpoint: before the files are
+    deleted, the checkpoint is renamed or, at a URL, its manifest is deleted. Call it on one rank,
+    after a save has finished.
 
     Args:
         root: The directory, or its URL. It need not exist.

@@ -299,7 +299,7 @@ def _describe_key(described: _Record, places: Mapping[Shape | None, _Record]) ->
     for chunk in described["chunks"]:
         start, shape = _check_shape(chunk["offsets"]), _check_shape(chunk["sizes"])
         if not is_inside(start, shape, whole):
-            raise ValueError(f"a shard {start} {shape} lies outside its tensor {whole}")
+            raise ValueError(f"a shard {start} {shape} is outside its tensor {whole}")
         pieces.append(_describe_piece(places[start], start, shape))
     return StoredKey(dtype, whole, tuple(pieces))
 

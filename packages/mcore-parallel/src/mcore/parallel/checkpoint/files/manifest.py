@@ -6,6 +6,7 @@ A load reads the manifest on one rank, which sends it to all others.
 from __future__ import annotations
 
 import json
+import re
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -48,7 +49,7 @@ class Piece(NamedTuple):
     length: int  # of the archive
     span: int  # up to the next piece
     checksum: str  # of the span, empty if unknown
-    elements: int | None  # from ``at`` to the first element of a tensor, row-major
+    elements: int | None  # from ``at`` to a tensor's first element, None if unknown
     start: Shape  # in the global tensor
     shape: Shape
     transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
@@ -131,7 +132,7 @@ def _split_rows(rows: Sequence[Any]) -> Iterator[list[Any]]:
 
 def decode_manifest(path: Place, raw: bytes) -> Index:
     """Return the content of a manifest, checked."""
-    version = raw[len(MANIFEST_START) :][:20].partition(b",")[0]
+    version = re.split(rb"[,}]", raw[len(MANIFEST_START) : len(MANIFEST_START) + 20])[0]
     if version != b"3":
         raise CheckpointingException(
             f"{path} has version {version.decode(errors='backslashreplace')}, but this version of "
@@ -193,7 +194,7 @@ class KeyTable(Mapping[str, StoredKey]):
         self._names: list[str] = []
         self._kinds: list[torch.dtype | None] = []
         self._places: dict[str, int] = {}
-        self._dtypes = array("i")  # places in the list of kinds
+        self._dtypes = array("i")  # positions in ``_kinds``
         self._axes, self._shapes = array("i"), array("i")
         self._key_of, self._at = array("i"), array("q")
         self._lengths, self._elements = array("i"), array("i")
@@ -251,7 +252,7 @@ class KeyTable(Mapping[str, StoredKey]):
         # Checked once here, so that lookups can index without further checks.
         lowest = (axes, keys, _view_numbers(self._shapes), _view_numbers(self._lengths))
         if any(bool((column < 0).any()) for column in lowest) or bool((keys >= len(self)).any()):
-            raise ValueError("a number lies outside its range")
+            raise ValueError("a number is outside its range")
         if int(axes.sum()) != len(self._shapes):
             raise ValueError("the shapes do not have as many numbers as axes")
         self._shape_at = _view_ints(_sum_starts(axes))
@@ -261,7 +262,7 @@ class KeyTable(Mapping[str, StoredKey]):
         self._order = _view_ints(torch.argsort(keys, stable=True).int())
         self._first = _view_ints(_sum_starts(torch.bincount(keys, minlength=len(self))).int())
         if self._ends != self._sizes:
-            raise ValueError("the pieces of some file do not end where it ends")
+            raise ValueError("the pieces of a file do not end at its size")
 
     def __len__(self) -> int:
         return len(self._names)

@@ -205,7 +205,7 @@ class CheckedReader:
                 checked.skip(piece.elements)
                 read_shard(checked, piece.shape, parts, dtype)
                 checked.skip(piece.span - piece.elements - num_bytes)
-                if checked.running.digits() != piece.checksum:
+                if checked.running.hexdigest() != piece.checksum:
                     raise self._report_change(wanted, "its checksum differs")
             else:
                 for part in parts:

@@ -24,10 +24,10 @@ from mcore.parallel.checkpoint.files.archive import write_tensor
 from mcore.parallel.checkpoint.files.checksums import RunningChecksum, checksum_of
 from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import (
+    ALIGNMENT_BYTES,
     MANIFEST_FILE,
     FileRecord,
     Piece,
-    aligned,
     encode_manifest,
 )
 from mcore.parallel.checkpoint.files.places import Place, size_problems
@@ -150,7 +150,7 @@ class _RankFile:
                 yield item, _copy_to_cpu(tensor.detach())
 
     def _write_piece(self, stream: _ChecksummedStream, item: WriteItem, content: Content) -> None:
-        stream.write(bytes(aligned(stream.tell()) - stream.tell()))
+        stream.write(bytes(-stream.tell() % ALIGNMENT_BYTES))
         self._end_piece(stream)
         at, elements = stream.tell(), None
         start: Shape = ()
@@ -199,7 +199,7 @@ class _ChecksummedStream:
     def checksum_so_far(self) -> str:
         """Return the checksum of the bytes since the last call."""
         running, self._running = self._running, RunningChecksum()
-        return running.digits()
+        return running.hexdigest()
 
 
 class _IndexWriter(FileSystemWriter):

@@ -33,7 +33,7 @@ class Difference(NamedTuple):
     largest: float | int | None = 0  # absolute difference; NaN if only one is NaN, None if unknown
 
     def join(self, other: Difference) -> Difference:
-        """Return the difference of two tensors of which these are parts."""
+        """Combine the differences of two parts of a tensor."""
         elements = self.elements + other.elements
         if self.largest is None or other.largest is None:
             return Difference(elements, None)

@@ -132,9 +132,11 @@ def _find_damage(
     workers = workers or len(os.sched_getaffinity(0))
     # Processes, since checksums in Python hold the interpreter lock. Remote reads wait for the
     # network, so threads are enough for them.
-    executor: Executor = ThreadPoolExecutor(workers)
+    executor: Executor
     if are_local and total >= _FEW_BYTES and workers > 1:
         executor = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
+    else:
+        executor = ThreadPoolExecutor(workers)
     with executor:
         started: dict[Future[list[Damage]], int] = {
             executor.submit(_check_batch, batch): batch.num_bytes for batch in batches

@@ -26,7 +26,7 @@ class _Holding(NamedTuple):
     """The values of a rank that others may hold too."""
 
     common: dict[str, str]  # name to dtype and shape of a tensor, else an empty text
-    bare: list[str]  # names of shards that ranks outside their mesh may hold too
+    bare: list[str]  # names of bare shards, see :func:`_list_bare_shards`
     num_bytes: list[int]  # of each shard in ``bare``
 
 

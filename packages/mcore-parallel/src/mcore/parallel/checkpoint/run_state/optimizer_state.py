@@ -148,7 +148,7 @@ class OptimizerState:
             target = present
         else:
             if field not in made:
-                made[field] = _new_tensor(field, parameter, stored)
+                made[field] = _make_tensor(field, parameter, stored)
             target = made[field]
         return bare_shard(target, f"{self._key}.{_STATE}.{name}.{field}")
 
@@ -280,7 +280,7 @@ def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
             group[option] = value
 
 
-def _new_tensor(field: str, parameter: _Parameter, stored: StoredKey) -> torch.Tensor:
+def _make_tensor(field: str, parameter: _Parameter, stored: StoredKey) -> torch.Tensor:
     """Return a new tensor for a state that this optimizer lacks."""
     value, dtype = parameter.value.detach(), stored.dtype
     if tuple(value.shape) == stored.shape:
