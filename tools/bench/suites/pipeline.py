@@ -193,7 +193,7 @@ class _Torch:
         self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.steps._loss_of(output, self.batches[int(number)])
+        return self.steps._average_loss(output, self.batches[int(number)])
 
     def passes(self) -> torch.Tensor:
         """All passes of the first step; gradients are left on the parameters."""

@@ -1,4 +1,4 @@
-"""What ends a rank from outside: a signal, or a launcher that is gone."""
+"""The end of a rank from outside: a signal, or the death of its launcher."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from types import FrameType
 
 LAST_CALL_S = 2.5
 _LOOK_EVERY_S = 0.5
-_AGAIN_S = 1.0  # a signal that follows sooner is the launcher's copy of the same one
+_AGAIN_S = 1.0  # a signal that follows sooner is the launcher's copy of the first
 _LAUNCHER_GONE = signal.SIGHUP
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
@@ -21,16 +21,16 @@ _SIGNALS = tuple(
 
 
 def is_under_nohup() -> bool:
-    """Whether who started this process wants it to outlive its terminal."""
+    """Whether SIGHUP is ignored: the process is meant to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 class Ending:
-    """Watches for the end of this rank in a thread, since the main one may be in a collective.
+    """Waits for a request to end in a thread, because the main thread may be in a collective.
 
-    A signal is first only noted in ``requested``, for a loop that can still save. After
-    ``grace_s`` seconds, at a second signal, or when the launcher has died, the process calls
-    ``last_call`` and ends with 128 + the signal.
+    The first signal is stored in ``requested`` for the training loop, which can still save. After
+    ``grace_s`` seconds, at a second signal, or after the launcher has died, the process calls
+    ``last_call`` and exits with 128 + the signal.
     """
 
     def __init__(self, grace_s: float) -> None:
@@ -64,7 +64,7 @@ class Ending:
                     self._end(self.requested)
 
     def _end(self, number: int) -> None:
-        logging.disable()  # what fails from here on fails because the process ends
+        logging.disable()  # later errors are only consequences of the exit
         worker = threading.Thread(target=self.last_call, daemon=True)
         worker.start()
         worker.join(LAST_CALL_S)
@@ -76,4 +76,4 @@ def _nothing() -> None:
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: because there is a handler, Python writes the number to the pipe."""
+    """Do nothing: with a handler installed, Python writes the number to the pipe."""

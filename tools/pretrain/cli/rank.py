@@ -1,4 +1,4 @@
-"""One rank: its device, its process group, and how it leaves when something fails."""
+"""One rank: its device, its process group, and its exit after a failure."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ _CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "b
 
 
 def run_rank(request: Request) -> NoReturn:
-    """Train as the rank that the launcher's environment names, and end the process."""
+    """Train as the rank in the launcher's environment variables, and end the process."""
     exit_code = _run(request)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Threads of a process group that an exception still refers to abort an orderly exit.
+    # An exception may still refer to a process group, whose threads abort an orderly exit.
     os._exit(exit_code)
 
 
 def _run(request: Request) -> int:
     ending = Ending(request.settings.grace_s)
-    device = _device()
-    torch.set_num_threads(_threads())
+    device = _choose_device()
+    torch.set_num_threads(_count_threads())
     _join(device, datetime.timedelta(seconds=request.settings.timeout_s))
     _report_another_layout(request)
     try:
@@ -65,7 +65,8 @@ def _run(request: Request) -> int:
                 mlflow=mlflow,
                 signal=lambda: ending.requested,
             )
-        dist.barrier()  # a launcher waits for ever for a rank that hangs while the others have left
+        # A rank that hangs after the others have left would block the launcher without end.
+        dist.barrier()
     except StoppedBySignal as stopped:
         return int(str(stopped.code))
     except DivergedError as error:
@@ -87,12 +88,13 @@ def _run(request: Request) -> int:
 
 
 def _join(device: torch.device, timeout: datetime.timedelta) -> None:
-    """Make the process group of all ranks.
+    """Create the process group of all ranks.
 
-    torchrun restarts ranks beside the store of those before, with their addresses still in it.
+    After a restart, torchrun's store still contains the addresses of the previous ranks, so each
+    start uses a separate prefix.
     """
     store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    name = _name_of_this_start(store, rank, world_size, timeout.total_seconds())
+    name = _agree_on_name(store, rank, world_size, timeout.total_seconds())
     dist.init_process_group(
         dist.get_default_backend_for_device(device),
         store=PrefixStore(name, store),
@@ -102,43 +104,43 @@ def _join(device: torch.device, timeout: datetime.timedelta) -> None:
     )
 
 
-def _name_of_this_start(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
-    """What no earlier start was called; torchrun's count of restarts differs between nodes.
+def _agree_on_name(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """Agree on a new name for this start: torchrun's restart count differs between nodes.
 
-    Rank 0 answers every rank that says hello, dead ones of earlier starts too, until each has
-    got its answer.
+    Rank 0 draws the name and answers every rank that writes hello, dead ranks of earlier starts
+    too, until each rank of this start has the name.
     """
-    own = uuid.uuid4().hex
+    token = uuid.uuid4().hex
     if rank:
-        store.set(f"hello/{rank}", own)
-        name = str(store.get(f"name/{own}").decode())
+        store.set(f"hello/{rank}", token)
+        name = str(store.get(f"name/{token}").decode())
         store.set(f"{name}/{rank}", "")
         return name
     deadline = time.monotonic() + timeout_s
     missing = set(range(1, world_size))
     while missing and time.monotonic() < deadline:
         for other in sorted(missing):
-            if store.check([f"{own}/{other}"]):
+            if store.check([f"{token}/{other}"]):
                 missing.remove(other)
             elif store.check([f"hello/{other}"]):
-                store.set(f"name/{store.get(f'hello/{other}').decode()}", own)
+                store.set(f"name/{store.get(f'hello/{other}').decode()}", token)
         time.sleep(_MEET_EVERY_S)
     if missing:
-        raise TimeoutError(f"ranks {sorted(missing)} have not come within {timeout_s:g} s")
-    return own
+        raise TimeoutError(f"ranks {sorted(missing)} did not start within {timeout_s:g} s")
+    return token
 
 
 def _report_another_layout(request: Request) -> None:
     if request.stored_layout and dist.get_rank() == 0:
         line = (
-            f"pretrain: continuing as {request.settings.layout} what ran as "
+            f"pretrain: continuing with the layout {request.settings.layout} instead of "
             f"{request.stored_layout}, with new random streams"
         )
         print(line, file=sys.stderr, flush=True)
 
 
 def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun | None:
-    """On the rank that writes logs, start opening the MLflow run, which takes seconds."""
+    """Start opening the MLflow run (takes seconds) on the rank that writes logs."""
     if not (request.settings.mlflow and is_writer()):
         return None
     target = choose_target(folder, request.mlflow_uri)
@@ -150,23 +152,23 @@ def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun 
 
 
 def _refuse(error: Exception, exit_code: int) -> int:
-    """Report once what all ranks have raised; the others wait until it is reported."""
+    """Report once the error that all ranks have raised. The other ranks wait for the report."""
     try:
-        dist.barrier()  # what ranks have logged before comes first
+        dist.barrier()  # print earlier logs of all ranks first
         if dist.get_rank() == 0:
             print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
         dist.barrier()
     except RuntimeError:
-        _leave_after(error)  # the error is that a rank has died
+        _leave_after(error)  # a rank has died
     return exit_code
 
 
 def _leave_after(error: Exception) -> None:
-    """Print what happened and end the process, without waiting for ranks that may be gone."""
-    words = "" if isinstance(error, OSError) else str(error).lower()  # which is this rank's own
-    lost_peer = any(told in words for told in _CONNECTION_WORDS)
+    """Print the error and end the process, without waiting for ranks that may be dead."""
+    words = "" if isinstance(error, OSError) else str(error).lower()  # an OSError is local
+    lost_peer = any(sign in words for sign in _CONNECTION_WORDS)
     if lost_peer:
-        # Whoever watches the ranks should see the peer that failed first.
+        # Gives the launcher time to see the peer that failed first.
         time.sleep(_WAIT_FOR_CULPRIT_S)
         print(f"pretrain: rank {dist.get_rank()} lost its peer", file=sys.stderr, flush=True)
     else:
@@ -175,25 +177,25 @@ def _leave_after(error: Exception) -> None:
     os._exit(_EXIT_FAILED)
 
 
-def _device() -> torch.device:
+def _choose_device() -> torch.device:
     if torch.accelerator.is_available():
         index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
         if index >= count:
             raise UsageError(
                 f"rank {os.environ['RANK']} is number {index} on its machine, which has "
-                f"{count} accelerators: start fewer ranks there"
+                f"{count} accelerators: start fewer ranks on that machine"
             )
         torch.accelerator.set_device_index(index)
     return current_device()
 
 
-def _threads() -> int:
+def _count_threads() -> int:
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return max(1, (os.cpu_count() or 1) // local_ranks)
 
 
 def _agree_on_folder(request: Request, device: torch.device) -> RunFolder:
-    """The run's folder, equal on all ranks; rank 0 names and makes it unless it exists already."""
+    """The run's folder, equal on all ranks. Rank 0 names and creates a new folder."""
     if request.resume is not None:
         check_seen_by_all(request.resume, device)
         return RunFolder(request.resume)

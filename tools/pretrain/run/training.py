@@ -1,4 +1,4 @@
-"""One rank's part of a run: everything that the loop needs, built and loaded in order."""
+"""One rank's part of a run: builds and loads everything that the loop needs."""
 
 from __future__ import annotations
 
@@ -51,13 +51,13 @@ def train(
     mlflow: JobRun | None = None,
     signal: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Train as one rank of a process group that exists; all ranks call it together.
+    """Train as one rank of an existing process group. All ranks call it together.
 
-    ``folder`` exists; ``resume`` is the folder to continue or None for a new run, with
-    ``past_damage`` from an older checkpoint where the last one's content has changed; ``mlflow`` is
-    given on the rank that writes logs; ``signal`` returns the one that asked this rank to stop.
+    ``folder`` exists. ``resume`` is the folder to continue, or None for a new run. ``past_damage``
+    allows an older checkpoint if the last one is damaged. ``mlflow`` is set on the rank that
+    writes logs. ``signal`` returns the signal that this rank has received, or 0.
 
-    Raises StoppedBySignal or DivergedError where a run ends before its last step.
+    Raises StoppedBySignal or DivergedError if the run ends before its last step.
     """
     with open(os.devnull, "w") as nowhere:
         quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
@@ -76,7 +76,7 @@ def build_loop(
     mlflow: JobRun | None,
     signal: Callable[[], int],
 ) -> Loop:
-    """What ``train`` runs, loaded and ready."""
+    """The loop of ``train``, loaded and ready to run."""
     groups = ProcessGroups.from_sizes(
         tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep
     )
@@ -94,7 +94,7 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
-    _note_settings(settings, folder, corpus, device)
+    _write_config(settings, folder, corpus, device)
     flops = training_flops(settings)
     watch = StragglerWatch(
         settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting
@@ -142,7 +142,7 @@ def build_model(
     chunks: list[MegatronModule] = list(models)
     if settings.freeze_router:
         freeze_moe_router(chunks)
-    if settings.bf16 and not settings.fsdp:  # which casts by itself, from fp32 shards
+    if settings.bf16 and not settings.fsdp:  # fully_shard casts from fp32 shards
         chunks = [
             Float16Module(config, model, vp_stage=number if settings.vpp > 1 else None)
             for number, model in enumerate(models)
@@ -153,7 +153,7 @@ def build_model(
 def build_optimizer(
     settings: Settings, model: MegatronModule, groups: ProcessGroups
 ) -> TrainingOptimizer:
-    """The optimizer of the model, which ``--fsdp`` shards on the way; collective on the world."""
+    """The optimizer of the model. With ``--fsdp`` shards the model. Collective on the world."""
     if not settings.fsdp:
         return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
     index = sharding_index(groups, settings.hsdp_outer)
@@ -163,10 +163,10 @@ def build_optimizer(
     )
 
 
-def _note_settings(
+def _write_config(
     settings: Settings, folder: RunFolder, corpus: Corpus, device: torch.device
 ) -> None:
-    """Write ``config.json`` on rank 0; UsageError on all ranks where the disk refuses."""
+    """Write ``config.json`` on rank 0. Raises UsageError on all ranks if the disk refuses it."""
     refused = torch.zeros((), dtype=torch.int64, device=device)
     if dist.get_rank() == 0:
         facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
@@ -181,7 +181,8 @@ def _note_settings(
 
 
 def _check_corpus(corpus: Corpus, device: torch.device) -> None:
-    """Raise UsageError on all ranks where their texts differ."""
+    """Raise UsageError on all ranks if their texts differ."""
+    # The maxima of x and -x are equal in magnitude only if x is equal on all ranks.
     facts = torch.tensor([corpus.checksum, -corpus.checksum], device=device)
     dist.all_reduce(facts, op=dist.ReduceOp.MAX)
     if facts[0] != -facts[1]:
@@ -192,10 +193,10 @@ def _check_corpus(corpus: Corpus, device: torch.device) -> None:
 
 
 def _check_same_text(corpus: Corpus, folder: RunFolder) -> None:
-    """Raise UsageError where the text is not that of the run to resume, whose order it has."""
+    """Raise UsageError if the text differs from the text of the run to resume."""
     before = read_fact(folder.path, "corpus_crc32")
     if before != corpus.checksum:
         raise UsageError(
-            f"--data: its text (checksum {corpus.checksum}) is not that of the run to resume "
-            f"({before}), in which the position would mean nothing: start a new run"
+            f"--data: its text (checksum {corpus.checksum}) differs from the text of the run to "
+            f"resume ({before}), so its position has no meaning: start a new run"
         )
