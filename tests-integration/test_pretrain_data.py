@@ -166,7 +166,7 @@ def test_a_run_learns_ones_own_tokens_and_goes_on_with_them(
     (tmp_path / "words.json").write_text((tmp_path / "words.json").read_text() + "\n")
     refused = pretrain(tmp_path, *resumed)
     assert refused.returncode == 2
-    assert "is another tokenizer than that of the run to resume" in refused.stderr
+    assert "differs from the tokenizer of the run to resume" in refused.stderr
     assert sample.main([*run, "the cat"]) == 2
     assert "is not the one of the run" in capsys.readouterr().err
     write_tokenizer(tmp_path / "words.json")
@@ -174,7 +174,7 @@ def test_a_run_learns_ones_own_tokens_and_goes_on_with_them(
         book.write(LINE)
     refused = pretrain(tmp_path, *resumed)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "is not that of the run to resume" in refused.stderr
+    assert "differs from the text of the run to resume" in refused.stderr
 
 
 def refusals_here(settings: Settings, run_dir: str) -> list[str]:
@@ -216,7 +216,7 @@ def test_what_one_rank_cannot_read_all_ranks_refuse(tmp_path: Path) -> None:
         ({"a.txt": b"a"}, "--data a.txt --tokenizer b.json", "cannot read"),
         ({"a.txt": b"a"}, "--data a.txt --data-cache a.txt", "cannot write the token cache"),
         ({"a.txt": b"a"}, "--data a.txt --validation-share 1", "must be between 0 and 1, got 1.0"),
-        ({}, "--tokenizer words.json", "name it with --data"),
+        ({}, "--tokenizer words.json", "pass the text with --data"),
     ],
 )  # fmt: skip
 def test_a_text_that_cannot_be_used(

@@ -165,7 +165,7 @@ def test_a_resumed_run_sees_each_window_once_in_another_layout(tmp_path: Path) -
     path.write_text("".join(records).replace('{"text": "000001', '{"text": "\\n00001', 1))
     more = ["--resume", str(tmp_path / "run"), "--train-iters", "99"]
     refused = pretrain(tmp_path, *more)
-    assert "is not that of the run to resume" in refused.stderr
+    assert "differs from the text of the run to resume" in refused.stderr
     path.write_text("".join(records))
     refused = pretrain(tmp_path, *more, "--no-packed")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)

@@ -164,8 +164,8 @@ def test_arithmetic_counts_one_output() -> None:
 
 
 REFUSED = {
-    "untied": (["--untied"], "--untied gives the head over bytes a weight of its own"),
-    "no tp": (["--sequence-parallel"], "--sequence-parallel cuts the sequence over the tp ranks"),
+    "untied": (["--untied"], "--untied is for the output head over tokens"),
+    "no tp": (["--sequence-parallel"], "--sequence-parallel splits the sequence over the tp ranks"),
     "length": (
         shlex.split(
             "--hidden-size 48 --num-attention-heads 6 --seq-length 40 --cp 2 --tp 3 "
