@@ -39,7 +39,7 @@ def _start_ranks(argv: list[str]) -> int:
         check_unclaimed(request.resume, PATIENCE_S if request.by_itself else 0.0)
     _check_tracking(request)
     _find_start_step(request)
-    _require_own_text(request)
+    _prepare_text(request)
     folder = _choose_folder(request)
     from pretrain.cli.launch import launch
 
@@ -148,17 +148,17 @@ def _find_start_step(request: Request) -> int:
     return step
 
 
-def _require_own_text(request: Request) -> None:
+def _prepare_text(request: Request) -> None:
     """Tokenize ``--data`` before the run folder is created. Raises UsageError if it fails."""
     if not request.settings.data:
         return
-    from pretrain.corpus import own_corpus
+    from pretrain.corpus import load_cached_corpus
     from pretrain.text.cache import find_cache, make_cache
 
     run_dir = request.resume or request.run_dir or request.runs_dir / "run"
     cache = find_cache(request.settings, run_dir)
     make_cache(request.settings, cache)
-    own_corpus(request.settings, cache)
+    load_cached_corpus(request.settings, cache)
 
 
 def _set_damaged_aside(folder: RunFolder, step: int) -> None:
