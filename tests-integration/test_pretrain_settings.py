@@ -116,7 +116,7 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
     speeds: dict[tuple[float, ...], str] = {
         (30.0, 0.5): "4,096 tokens per second (500.0 ms a step)"
     }
-    speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, how the run started included)"
+    speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, including the start of the run)"
     for seconds, speed in speeds.items():
         summary.seconds = list(seconds)
         text = "\n".join(summary.lines(None, Unwatched()))  # type: ignore[arg-type]

@@ -47,7 +47,8 @@ class Corpus:
     @property
     def description(self) -> str:
         """The lengths of the two parts."""
-        return f"{self._describe_length(self.train)} to train on, {self._describe_length(self.validation)} to validate"
+        train, validation = map(self._describe_length, (self.train, self.validation))
+        return f"{train} to train on, {validation} to validate"
 
     def training_batch(self, settings: Settings, rows: slice, step: int) -> Batch:
         """The rows of a step (from 1), equal in every layout and after a resume.
@@ -76,9 +77,7 @@ class Corpus:
         for text, first in ((self.train, 0), (self.validation, split)):
             part = PackedText(np.asarray(text), (borders - first).clip(0, len(text)), multiple)
             if not part.num_labels:
-                raise UsageError(
-                    "--packed: no document has two tokens, so there is no token to predict"
-                )
+                raise UsageError("--packed: no document has two tokens, the fewest to learn from")
             parts.append(part)
         checksum = zlib.crc32(borders.astype("<i8").tobytes(), self.checksum)
         train, validation = parts

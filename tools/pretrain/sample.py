@@ -110,7 +110,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--temperature",
         type=float,
         default=0.0,
-        help="temperature of the draws (default: 0, the likeliest token)",
+        help="default: 0, always the likeliest token",
     )
     parser.add_argument(
         "--top-k",
@@ -130,7 +130,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _read_run(run_dir: Path) -> Settings:
     settings = Settings(**{**read_settings(run_dir, "--run"), **_ALONE})
     if settings.value_head:
-        raise UsageError(f"--run {run_dir} has a value head (--value-head) and no text output")
+        raise UsageError(f"--run {run_dir} has a value head (--value-head), no text")
     return settings
 
 
