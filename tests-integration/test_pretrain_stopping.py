@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
+from pretrain.cli.claim import check_unclaimed, claim
+from pretrain.cli.handshake import check_seen_by_all
 from pretrain.run.checkpoints import latest_step
 from pretrain.run.loop import StopAgreement
 from pretrain.run.saving import Saver
@@ -97,8 +98,8 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert "3 steps in a row, to step 4" in folder.diverged.read_text()
     assert done.stderr == (
         "pretrain: error: the gradients of 3 steps in a row, to step 4, were not finite: try a "
-        "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001; "
-        "continue with: hatch run pretrain --resume run\n"
+        "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001. "
+        "Continue with: hatch run pretrain --resume run\n"
     )
     assert "loss value: 0" not in done.stdout
     assert curve_of(folder.path, "skipped-train-samples")[4] == 3 * 8

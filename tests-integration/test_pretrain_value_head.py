@@ -17,10 +17,10 @@ from layouts.reference import plain_gradients, plain_losses
 from mcore.modules import LinearForLastLayer
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
 from pretrain.corpus import draw_batch, load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.objective import line_columns, objective_of
 from pretrain.model.randomness import seed_streams
-from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
 from pretrain_runs import SMALL as BASE

@@ -82,7 +82,7 @@ def _prepare(notes: _Notes) -> None:
         wrapped = functools.partial(_with_fault, phase.how, _once(notes, fault))
         for place in phase.places:
             _wrap(place, wrapped)
-    _wrap("pretrain.cli.rank:_join", lambda f: _noting_the_first(f, notes, "join"))
+    _wrap("pretrain.rank:join", lambda f: _noting_the_first(f, notes, "join"))
     _wrap("pretrain.run.saving:Saver.save", lambda f: _noting_sync_saves(f, notes))
     _wrap("pretrain.run.saving:Saver.wait", lambda f: _noting_async_saves(f, notes))
     _wrap("pretrain.run.checkpoints:CheckpointedState.load", lambda f: _noting_loads(f, notes))

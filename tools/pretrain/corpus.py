@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mcore.parallel.agreement import reports_of_failures
 from pretrain.packing import PackedText
-from pretrain.settings import Settings
+from pretrain.settings import Settings, read_fact
 from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
 from pretrain.usage import UsageError
 from pretrain.windows import Batch, Text, batch_at, starts_in_order
@@ -157,6 +157,29 @@ def load_cached_corpus(settings: Settings, cache: TokenCache) -> Corpus:
     if settings.packed:
         return corpus.packed(read_borders(cache), settings.document_multiple)
     return corpus
+
+
+def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) -> None:
+    """Raise UsageError on all ranks if their texts differ, or differ from the resumed run's text.
+
+    One all-reduce over the world.
+    """
+    # The maxima of x and -x are equal in magnitude only if x is equal on all ranks.
+    facts = torch.tensor([corpus.checksum, -corpus.checksum], device=device)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+    if facts[0] != -facts[1]:
+        raise UsageError(
+            "the ranks read different texts: start them all with the same Python version, or the "
+            "same files of --data"
+        )
+    if resumed is None:
+        return
+    before = read_fact(resumed, "corpus_crc32")
+    if before != corpus.checksum:
+        raise UsageError(
+            f"--data: its text (checksum {corpus.checksum}) differs from the text of the run to "
+            f"resume ({before}), so its position has no meaning: start a new run"
+        )
 
 
 def standard_library_files() -> list[Path]:

@@ -14,9 +14,9 @@ from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import CheckpointingException, load_sharded_state_dict
 from pretrain.cli.options import Parser
+from pretrain.model.building import build_model
 from pretrain.model.configuration import transformer_config
 from pretrain.run.checkpoints import step_to_load
-from pretrain.run.training import build_model
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer

@@ -23,11 +23,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from bench.measure import Row
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.pipeline import Pipeline
 from pretrain.run.pipeline_steps import PipelineSteps
-from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from rank_testing import run_ranks
 
@@ -178,7 +178,7 @@ class _Torch:
         settings = steps.settings
         self.model = job.model
         count, rank = settings.num_microbatches, steps.pipeline.rank
-        self.batches = [steps._training_part(1, number) for number in range(count)]
+        self.batches = [steps._read_training_batch(1, number) for number in range(count)]
         self.numbers = torch.arange(count)
         self.is_first, self.is_last = rank == 0, rank == settings.pp - 1
         hidden = torch.empty(

@@ -3,7 +3,7 @@
 # Modules that take seconds to import, for test servers that fork launchers and ranks.
 SLOW_IMPORTS = (
     "pretrain.cli.launch",
-    "pretrain.cli.rank",
+    "pretrain.rank",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "torch.utils.tensorboard",

@@ -1,4 +1,4 @@
-"""A lock that gives a run folder to one job, and a check that every rank sees the folder."""
+"""The lock that gives a run folder to one job."""
 
 from __future__ import annotations
 
@@ -11,18 +11,14 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from pretrain.usage import UsageError
 
-if TYPE_CHECKING:
-    import torch
-
 # A restarted job waits this long for the previous one: ranks outlive their launcher.
 PATIENCE_S = 30.0
-_LOCK = "job.lock"
+LOCK_NAME = "job.lock"
 _LOOK_EVERY_S = 0.1
-_SEEN_WITHIN_S = 10.0  # network file systems show new files late
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 
 
@@ -32,7 +28,7 @@ def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
     Waits ``patience_s`` seconds for another job's lock, then raises UsageError with the host and
     process of that job. On a file system without locks nothing is locked.
     """
-    path = folder / _LOCK
+    path = folder / LOCK_NAME
     try:
         file = path.open("a+")
     except OSError as error:
@@ -46,7 +42,7 @@ def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
 
 def check_unclaimed(folder: Path, patience_s: float = 0.0) -> None:
     """Raise UsageError if a job holds the folder for longer than ``patience_s``. Locks nothing."""
-    path = folder / _LOCK
+    path = folder / LOCK_NAME
     if path.exists():
         with path.open() as file:
             _lock(file, fcntl.LOCK_SH, folder, patience_s)
@@ -78,7 +74,7 @@ def still_ours(folder: Path) -> Callable[[], bool]:
 
 def _read_claim(folder: Path) -> tuple[str, float] | None:
     try:
-        with (folder / _LOCK).open() as file:
+        with (folder / LOCK_NAME).open() as file:
             return file.read(), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
@@ -92,33 +88,10 @@ def is_of_this_launcher(folder: Path) -> bool:
     try:
         ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         [booted] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-        claimed = (folder / _LOCK).stat().st_mtime
+        claimed = (folder / LOCK_NAME).stat().st_mtime
     except (OSError, ValueError):
         return False
     return claimed > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
-
-
-def check_seen_by_all(folder: Path, device: torch.device) -> None:
-    """Raise UsageError on all ranks if a rank does not see the folder that rank 0 has claimed."""
-    import torch  # here: the command checks claims without torch
-    import torch.distributed as dist
-
-    path = folder / _LOCK
-    deadline = time.monotonic() + _SEEN_WITHIN_S
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    rank = dist.get_rank()
-    lowest = torch.tensor(dist.get_world_size() if path.exists() else rank, device=device)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    blind = int(lowest.item())
-    if blind == dist.get_world_size():
-        return
-    place = [socket.gethostname(), str(folder.absolute())]
-    dist.broadcast_object_list(place, src=blind, device=device)
-    raise UsageError(
-        f"rank {blind} on {place[0]} does not see the run folder {place[1]}: pass a folder that "
-        "all nodes share with --run-dir or --runs-dir"
-    )
 
 
 def _describe_owner(owner: str) -> str:

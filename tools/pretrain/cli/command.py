@@ -60,7 +60,7 @@ def _run_rank_process(argv: list[str]) -> int:
         request.claims.append(claim(request.resume, patience_s))
         RunFolder(request.resume).diverged.unlink(missing_ok=True)
         _set_damaged_aside(RunFolder(request.resume), step)
-    from pretrain.cli.rank import run_rank
+    from pretrain.rank import run_rank
 
     return run_rank(request)
 

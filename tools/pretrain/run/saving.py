@@ -1,10 +1,13 @@
-"""Writing, keeping and deleting the checkpoints of a run."""
+"""Writing to the run folder: its settings and its checkpoints, of which old ones are deleted."""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from mcore.modules import MegatronModule
@@ -17,6 +20,8 @@ from mcore.parallel.checkpoint import SaveHandle, keep_last, remove_incomplete
 from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, surroundings, write_settings
+from pretrain.usage import UsageError
 
 
 class Saver:
@@ -95,3 +100,20 @@ def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> N
         "'Hash not matching' show: a bit has flipped or the ranks have diverged. The checkpoint of "
         "this step is not written"
     )
+
+
+def write_config(
+    settings: Settings, folder: RunFolder, text_checksum: int, device: torch.device
+) -> None:
+    """Write ``config.json`` on rank 0. Raises UsageError on all ranks if the disk refuses it."""
+    refused = torch.zeros((), dtype=torch.int64, device=device)
+    if dist.get_rank() == 0:
+        facts = [("corpus_crc32", text_checksum), ("started_with", surroundings())]
+        try:
+            write_settings(settings, folder.path, facts)
+        except OSError as error:
+            refused.fill_(error.errno or errno.EIO)
+    dist.broadcast(refused, src=0)
+    if refused:
+        why = os.strerror(int(refused.item()))
+        raise UsageError(f"cannot write config.json in {folder.path}: {why}")
