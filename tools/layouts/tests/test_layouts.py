@@ -181,7 +181,10 @@ def test_results_are_kept_and_what_is_green_is_not_run_again(
     assert command.main([*options, "--resume"]) == 0
     assert command.main([*options, "tp1-cp1-dp1 bf16", "--resume"]) == 1
     assert ran == ["tp1-cp1-dp1 bf16"]
-    assert "2 of 472 combinations have been run, 1 are green. They were run from later" in written.read_text()
+    assert (
+        "2 of 472 combinations have been run, 1 are green. They were run from later"
+        in written.read_text()
+    )
     page = written.read_text()
     assert "| 1 | fp32 | | 1/1 |" in page
     assert page.partition("## Failures")[2].count("\n| tp1-cp1-dp1") == 1
