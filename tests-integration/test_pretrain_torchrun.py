@@ -18,7 +18,7 @@ import torch.distributed as dist
 from ruamel.yaml import YAML
 from torch.distributed.rendezvous import rendezvous
 
-from faults.agents import NODES_CHANGE, RENDEZVOUS
+from faults.launchers import NODES_CHANGE, RENDEZVOUS
 from pretrain.cli.handshake import join
 from pretrain.cli.options import parse
 from pretrain.run.checkpoints import has_checkpoint
