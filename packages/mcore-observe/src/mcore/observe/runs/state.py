@@ -12,19 +12,19 @@ from typing import Any
 
 import torch
 
-from mcore.observe.process.process_end import on_process_end, status_of
 from mcore.observe.process.rank_logging import is_last_rank
 from mcore.observe.reports.energy import EnergyMonitor
 from mcore.observe.settings.config import ConfigContainer, LoggerConfig
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
-from mcore.observe.sinks.background import BackgroundRun, close_together
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
+from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun, close_together
 from mcore.observe.sinks.jsonl import JsonlSink
+from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import TRACKERS, emit, open_metrics_file, open_tracker
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.counted import CountedSteps
 from mcore.observe.training_log.log import LOG_STATE, log_state_of
-from mcore.observe.values.scalars import Scalars
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 

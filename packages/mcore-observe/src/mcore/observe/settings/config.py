@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
 from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
 CONSOLE_FORMATS = ("readable", "megatron")

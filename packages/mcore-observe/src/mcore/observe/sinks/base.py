@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from mcore.observe.settings.secrets import mask_secrets
-from mcore.observe.sinks.spool import EarlierSpools, Spool
-from mcore.observe.values.scalars import (
+from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool
+from mcore.observe.sinks.scalars import (
     as_name,
     as_number,
     is_one_number,
     only_numbers,
     read_scalars,
 )
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.versioning import accepts_parameter
 
 logger = logging.getLogger(__name__)

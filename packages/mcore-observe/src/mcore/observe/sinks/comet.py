@@ -8,10 +8,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import config_params, without_secrets
-from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, Tracker, plain_numbers
-from mcore.observe.sinks.spool import StepMetrics
+from mcore.observe.sinks.delivery.spool import StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun, ClientRun
+from mcore.observe.sinks.secrets import config_params, without_secrets
 
 
 class CometSink:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import IO, Any, BinaryIO
 
 from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.sinks.spool import lock, record_of
+from mcore.observe.sinks.delivery.spool import lock, record_of
 
 logger = logging.getLogger(__name__)
 

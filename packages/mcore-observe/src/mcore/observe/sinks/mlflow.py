@@ -9,7 +9,6 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import config_params, mask_secrets, without_secrets
 from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, accepts, plain_numbers
 from mcore.observe.sinks.mlflow_http import TrackingServer, is_tracking_server
 from mcore.observe.sinks.mlflow_run import (
@@ -19,6 +18,7 @@ from mcore.observe.sinks.mlflow_run import (
     sanitize_metric_name,
     send_params,
 )
+from mcore.observe.sinks.secrets import config_params, mask_secrets, without_secrets
 
 logger = logging.getLogger(__name__)
 

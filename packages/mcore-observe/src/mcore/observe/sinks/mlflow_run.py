@@ -10,8 +10,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from mcore.observe.sinks.background import BackgroundRun
-from mcore.observe.sinks.spool import EarlierSpools, Spool, StepMetrics
+from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun
 
 _METRICS_PER_BATCH = 1000
 _PARAMS_PER_BATCH = 100

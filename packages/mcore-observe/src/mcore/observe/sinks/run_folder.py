@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.sinks.spool import lock
+from mcore.observe.sinks.delivery.spool import lock
 
 logger = logging.getLogger(__name__)
 

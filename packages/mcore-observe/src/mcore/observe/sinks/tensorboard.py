@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore.observe.settings.extras import require_extra
-from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, plain_numbers
-from mcore.observe.sinks.spool import StepMetrics
+from mcore.observe.sinks.delivery.spool import StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun, ClientRun
 
 _OVER_SAMPLES = " vs samples"
 

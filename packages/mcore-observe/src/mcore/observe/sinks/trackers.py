@@ -11,12 +11,12 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from mcore.observe.process.rank_logging import is_last_rank
-from mcore.observe.settings.secrets import config_params, config_secrets, mask_secrets
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Opening, ScalarRules, Tracker
+from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool
 from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.run_folder import RunFolder, run_folder_of, spool_folder_of
-from mcore.observe.sinks.spool import EarlierSpools, Spool
+from mcore.observe.sinks.secrets import config_params, config_secrets, mask_secrets
 
 logger = logging.getLogger(__name__)
 

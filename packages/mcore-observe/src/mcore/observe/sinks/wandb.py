@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import config_params, without_secrets
-from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, Tracker, accepts, plain_numbers
-from mcore.observe.sinks.spool import StepMetrics
+from mcore.observe.sinks.delivery.spool import StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun, ClientRun
+from mcore.observe.sinks.secrets import config_params, without_secrets
 from mcore.observe.sinks.wandb_files import last_offline_step, wait_until_written
 
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 143}

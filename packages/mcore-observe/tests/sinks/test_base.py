@@ -5,7 +5,7 @@ import torch
 
 from mcore.observe.sinks import GuardedSink, MemorySink
 from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.values.scalars import _warn_left_out
+from mcore.observe.sinks.scalars import _warn_left_out
 
 
 @pytest.fixture(autouse=True)

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from mcore.observe.settings.secrets import mask_secrets
-from mcore.observe.sinks.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 

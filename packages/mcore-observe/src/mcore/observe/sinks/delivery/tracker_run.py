@@ -9,11 +9,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
-from mcore.observe.process.process_end import on_process_end
-from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.sinks.sender import MetricSender
-from mcore.observe.sinks.spool import EarlierSpools, Spool, SpoolOwner, StepMetrics
+from mcore.observe.sinks.delivery.process_end import on_process_end
+from mcore.observe.sinks.delivery.sender import MetricSender
+from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, SpoolOwner, StepMetrics
+from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ from mcore.observe import (
     training_log,
 )
 from mcore.observe.__main__ import main
-from mcore.observe.sinks.background import BackgroundRun
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun
 from rank_testing import preload
 from rank_testing.scripts import Script, run_script
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from mcore.observe.settings.config import LoggerConfig
-from mcore.observe.sinks.background import BackgroundRun
 from mcore.observe.sinks.base import Opening, Tracker
+from mcore.observe.sinks.delivery.spool import SpoolOwner, spool_files
+from mcore.observe.sinks.delivery.tracker_run import BackgroundRun
 from mcore.observe.sinks.run_folder import RunFolder
-from mcore.observe.sinks.spool import SpoolOwner, spool_files
 from mcore.observe.sinks.trackers import TRACKERS
 
 

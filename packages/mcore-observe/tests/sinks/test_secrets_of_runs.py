@@ -21,7 +21,7 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
-from mcore.observe.process.process_end import _ProcessWatch
+from mcore.observe.sinks.delivery.process_end import _ProcessWatch
 from rank_testing import preload, run_ranks
 
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.sinks.sender import MetricSender
-from mcore.observe.sinks.spool import Spool, StepMetrics
+from mcore.observe.sinks.delivery.sender import MetricSender
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics
 from rank_testing.scripts import run_script
 
 
@@ -255,8 +255,8 @@ def test_close_leaves_a_call_that_hangs_behind():
 def test_metrics_are_still_sent_while_the_interpreter_exits():
     code = (
         "import atexit, time\n"
-        "from mcore.observe.sinks.sender import MetricSender\n"
-        "from mcore.observe.sinks.spool import StepMetrics\n"
+        "from mcore.observe.sinks.delivery.sender import MetricSender\n"
+        "from mcore.observe.sinks.delivery.spool import StepMetrics\n"
         "sent = []\n"
         "send = lambda entries: (time.sleep(0.05), sent.extend(entries))\n"
         "sender = MetricSender('t', send, is_away=lambda e: False, max_per_call=5)\n"
