@@ -80,7 +80,7 @@ def read_memory(folder, steps):
 
 def open_jsonl(folder):
     sink = JsonlSink(folder / "metrics.jsonl")
-    sink._opened()
+    sink._open()
     sink._file = File(sink._file)
     return sink, (sink._file, "write"), None
 

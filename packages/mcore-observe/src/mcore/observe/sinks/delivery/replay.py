@@ -1,4 +1,4 @@
-"""Sends to trackers what a dead process left in the folder of its run."""
+"""Sends to trackers the metrics that a dead process left in the folder of its run."""
 
 from __future__ import annotations
 
@@ -9,30 +9,29 @@ from pathlib import Path
 from typing import Any
 
 from mcore.observe.settings.config import LoggerConfig
-from mcore.observe.sinks.base import Opening, Tracker
 from mcore.observe.sinks.delivery.spool import SpoolOwner, spool_files
-from mcore.observe.sinks.delivery.tracker_run import BackgroundRun
+from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.trackers import TRACKERS
 
 
 def replay(folder: str | os.PathLike[str], *, mlflow_uri: str | None = None) -> Iterator[str]:
-    """Send what trackers have not taken, each value once, and end their runs.
+    """Send the metrics that have not arrived in trackers, each value once, and end their runs.
 
-    A value that the tracker has already is not sent again, whenever the process died; only Comet
-    opens a new experiment. Runs of a process that is alive are left alone.
+    Values that a tracker has are not sent a second time, whenever the process died. Comet is an
+    exception: it opens a new experiment. Runs of living processes are skipped.
 
     Args:
-        folder: A run's folder, or the one with spool files that a message has named.
-        mlflow_uri: MLflow's server, where its address has a password, which no file keeps; None
-            takes MLFLOW_TRACKING_URI.
+        folder: A run's folder, or the folder of spool files that a message has named.
+        mlflow_uri: MLflow's server, needed if its address has a password, which no file keeps.
+            None uses MLFLOW_TRACKING_URI.
 
     Yields:
         A sentence for each run of a tracker.
 
     Raises:
         FileNotFoundError: There is no such folder.
-        Exception: What a tracker raised that still cannot be reached; nothing is lost.
+        Exception: An error of a tracker that is still unreachable. Nothing is lost.
 
     Example:
         >>> import tempfile
@@ -41,49 +40,51 @@ def replay(folder: str | os.PathLike[str], *, mlflow_uri: str | None = None) -> 
     """
     given = Path(folder)
     if not given.is_dir():
-        raise FileNotFoundError(f"there is no folder {given}; give that of a run")
+        raise FileNotFoundError(f"there is no folder {given}; give the folder of a run")
     inside = RunFolder(given).spool
     for path in spool_files(inside if inside.is_dir() else given):
         try:
             owner = SpoolOwner(path)
         except BlockingIOError:
-            yield f"{path.name}: a process that is alive writes it and sends it itself"
+            yield f"{path.name}: skipped, since a living process writes and sends it"
             continue
-        yield _replay(owner, mlflow_uri)
+        yield _replay_file(owner, mlflow_uri)
 
 
-def _replay(owner: SpoolOwner, mlflow_uri: str | None) -> str:
+def _replay_file(owner: SpoolOwner, mlflow_uri: str | None) -> str:
     facts = owner.contents.facts
-    tracker = next(t for t in TRACKERS if t.short_name == facts["tracker"])
-    others = spool_files(owner.path.parent, tracker.short_name)
-    run = _open(tracker, facts, mlflow_uri)
+    spec = next(spec for spec in TRACKERS if spec.name == facts["tracker"])
+    others = spool_files(owner.path.parent, spec.name)
+    settings = _restore_settings(facts["settings"], mlflow_uri)
+    opening = Opening(settings, facts.get("params"), run_id=facts.get("run_id") or None)
+    run: TrackerRun[Any] = spec.open(opening)
     try:
         run.open()
         sent = run.send_left(owner)
     except BaseException:
         run.release()
         raise
+    # A living process that continues the run ends it itself.
     if any(_has_owner(path) for path in others if path != owner.path):
         run.release()
     else:
         run.close(facts.get("status", "KILLED"))
-    return f"{tracker.label}: {sent} values sent to the run {run.run_id}".rstrip()
+    return f"{spec.label}: {sent} values sent to the run {run.run_id}".rstrip()
 
 
-def _open(tracker: Tracker, facts: dict[str, Any], mlflow_uri: str | None) -> BackgroundRun[Any]:
+def _restore_settings(kept: dict[str, Any], mlflow_uri: str | None) -> LoggerConfig:
     settings = LoggerConfig()
+    # A newer version may have written settings that this one lacks.
     known = {field.name for field in dataclasses.fields(settings)}
-    for name, value in facts["settings"].items():
+    for name, value in kept.items():
         if name in known:
             setattr(settings, name, value)
     uri = settings.mlflow_tracking_uri or ""
     if mlflow_uri is not None or "***" in uri:
         settings.mlflow_tracking_uri = mlflow_uri or os.environ.get("MLFLOW_TRACKING_URI")
         if settings.mlflow_tracking_uri is None:
-            raise ValueError(f"the password of {uri} is not kept: give --mlflow-uri")
-    opening = Opening(settings, facts.get("params"), run_id=facts.get("run_id") or None)
-    run: BackgroundRun[Any] = tracker.open(opening)
-    return run
+            raise ValueError(f"the password of {uri} is not stored; give --mlflow-uri")
+    return settings
 
 
 def _has_owner(path: Path) -> bool:
