@@ -47,7 +47,7 @@ class MetricSink(Protocol):
         ...
 
     def close(self, status: str = "FINISHED") -> None:
-        """Flush and accept no more metrics; closing twice is fine.
+        """Flush and accept no more metrics. Closing twice is fine.
 
         Args:
             status: How the run ended: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``. A ``close``
@@ -79,7 +79,7 @@ class TrackerSpec:
 
     name: str
     label: str  # in messages
-    module: str  # of the library; importing it takes long
+    module: str  # of the library, which takes long to import
     wanted_by: str  # the logger setting that turns the tracker on
     named_by: str | None  # the setting that then has to name the run
     other_settings: tuple[str, ...]  # that a replay needs too
@@ -101,7 +101,7 @@ class TrackerSpec:
         return (self.wanted_by, *named_by, *self.other_settings)
 
     def is_wanted(self, settings: Any) -> bool:
-        """Return whether logger settings turn it on; a ValueError if its run has no name."""
+        """Return whether logger settings turn it on. A ValueError if its run has no name."""
         wanted = getattr(settings, self.wanted_by, None)
         if wanted is None:
             return False
@@ -217,7 +217,7 @@ class MemorySink:
 
 
 def accepts(function: Any, parameter: str) -> bool:
-    """Return whether a function has a parameter of this name; False if it has no signature."""
+    """Return whether a function has a parameter of this name. False if it has no signature."""
     try:
         return accepts_parameter(function, parameter)
     except (TypeError, ValueError):

@@ -44,7 +44,7 @@ class CometSink:
         self._experiment.flush()
 
     def close(self, status: str = "FINISHED") -> None:
-        """End the experiment; a status other than ``"FINISHED"`` is logged with it."""
+        """End the experiment. A status other than ``"FINISHED"`` is logged with it."""
         if isinstance(self._experiment, TrackerRun):
             self._experiment.close(status)
         else:
@@ -52,7 +52,7 @@ class CometSink:
 
 
 class CometRun(ClientRun[Any]):
-    """A Comet experiment that is opened in the background; metrics wait for it."""
+    """A Comet experiment that is opened in the background. Metrics wait for it."""
 
     def end(self) -> None:
         """End the experiment."""

@@ -38,8 +38,8 @@ class JsonlSink:
     rank only, so every rank may make one. In other programs give each rank a separate path.
 
     Args:
-        path: The file; missing folders are created.
-        resume_step: The first line removes the lines of later steps; None keeps them.
+        path: The file. Missing folders are created.
+        resume_step: The first line removes the lines of later steps. None keeps them.
 
     Raises:
         OSError: The file cannot be opened.
@@ -64,10 +64,10 @@ class JsonlSink:
         self._is_closed = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line; NaN and infinities become null.
+        """Append one line. NaN and infinities become null.
 
         Args:
-            metrics: Numbers by name; the names ``step`` and ``time`` are reserved.
+            metrics: Numbers by name. The names ``step`` and ``time`` are reserved.
             step: The step.
 
         Raises:
@@ -106,7 +106,7 @@ class JsonlSink:
             os.fsync(self._file.fileno())
 
     def close(self, status: str = "FINISHED") -> None:
-        """Close the file; closing twice is fine.
+        """Close the file. Closing twice is fine.
 
         Raises:
             OSError: Some lines could not be written.
@@ -120,7 +120,7 @@ class JsonlSink:
             self._waiting.clear()
 
     def _write(self) -> None:
-        """Write the waiting lines; bytes that a full disk refuses keep waiting."""
+        """Write the waiting lines. Bytes that a full disk refuses keep waiting."""
         while self._waiting:
             del self._waiting[: self._open().write(self._waiting)]
 
@@ -155,7 +155,7 @@ def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any
     Args:
         path: The file, which may grow at the same time. A last line without its end is skipped,
             and so are damaged lines.
-        with_time: Whether records have their ``time``; old lines have none.
+        with_time: Whether records have their ``time``. Old lines have none.
 
     Yields:
         A dict for each line, with its ``step`` and metrics.
@@ -177,7 +177,7 @@ def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file that one process writes; its last line is repaired first."""
+    """Append a record to a file that one process writes. Its last line is repaired first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         _repair_last_line(file)
@@ -185,7 +185,7 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def as_float(value: Any) -> float:
-    """Return a number of a record; NaN for other values and for integers too large for a float."""
+    """Return a number of a record. Other values and too large integers become NaN."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
@@ -195,7 +195,7 @@ def as_float(value: Any) -> float:
 @functools.cache
 def _warn_of_the_name(name: str) -> None:
     logger.warning(
-        "a metric is called %r, which %s, and is not written; rename it", name, _RESERVED[name]
+        "a metric is called %r, which %s, and is not written: rename it", name, _RESERVED[name]
     )
 
 

@@ -266,7 +266,7 @@ class MlflowConnection:
 
 
 def _as_kept(value: float) -> float | str:
-    """Return a value as MLflow stores it; NaN becomes a text, since NaN is unequal to itself."""
+    """Return a value as MLflow stores it. NaN becomes a text, since NaN is unequal to itself."""
     if math.isnan(value):
         return "nan"
     return max(-sys.float_info.max, min(sys.float_info.max, value))
@@ -294,7 +294,7 @@ class MlflowRun(TrackerRun[MlflowConnection]):
         name: The tracker's name in messages.
         spool: A file that keeps metrics until they arrive, or None.
         closing_s: Seconds that :meth:`close` waits for an unreachable tracker.
-        earlier: Metrics that earlier starts of the run could not send; they are sent first.
+        earlier: Metrics that earlier starts of the run could not send. They are sent first.
         on_open: Called with the run's id once it is open.
 
     Attributes:
@@ -334,7 +334,7 @@ class MlflowRun(TrackerRun[MlflowConnection]):
 
     @property
     def client(self) -> Any:
-        """The ``mlflow.tracking.MlflowClient``; None until the run is open."""
+        """The ``mlflow.tracking.MlflowClient``, None until the run is open."""
         return None if self._connection is None else self._connection.client
 
     def log_metrics(
@@ -348,8 +348,8 @@ class MlflowRun(TrackerRun[MlflowConnection]):
 
         Args:
             metrics: Numbers by name. None is dropped, NaN is kept. Names are sanitized.
-            step: The step; None is 0.
-            time_s: When they were measured, in seconds of ``time.time()``; None is now.
+            step: The step. None is 0.
+            time_s: When they were measured, in seconds of ``time.time()``. None is now.
 
         Raises:
             RuntimeError: The run was closed.
@@ -359,7 +359,7 @@ class MlflowRun(TrackerRun[MlflowConnection]):
         super().log_metrics(named, step, time_s=time_s)
 
     def log_params(self, params: Mapping[str, str]) -> None:
-        """Send settings, waiting for them; values are cut after 6000 characters.
+        """Send settings, waiting for them. Values are cut after 6000 characters.
 
         Args:
             params: Settings by name, without secrets.
@@ -444,7 +444,7 @@ def open_mlflow(
         The run, open.
 
     Raises:
-        ModuleNotFoundError: ``mlflow`` is not installed; names the extra.
+        ModuleNotFoundError: ``mlflow`` is not installed. The message names the extra.
         ValueError: The URI is a folder of files, which MLflow no longer maintains.
         Exception: An error of MLflow. If its text has secrets, a RuntimeError without them.
 
@@ -485,7 +485,7 @@ def _is_server(uri: str) -> bool:
 
 @dataclass
 class _Connect:
-    """Opens a run; a second call does not repeat the parts that have succeeded."""
+    """Opens a run. A second call does not repeat the parts that have succeeded."""
 
     experiment: str
     run_name: str
@@ -537,7 +537,7 @@ class _Connect:
 def _read_later_values(
     client: Any, run_id: str, step: int, last_steps: Mapping[str, int]
 ) -> dict[str, dict[int, float]]:
-    """Return the values of a run after a step, by name and step; the latest value of each."""
+    """Return the values of a run after a step, by name and step: the latest value of each."""
     known: dict[str, dict[int, float]] = {}
     for name, last in last_steps.items():
         if last > step:

@@ -99,7 +99,7 @@ def _is_left(file: Path, before_s: float) -> bool:
 
 
 def run_folder_of(settings: Any) -> RunFolder | None:
-    """Return the run's folder in logger settings; None if they have none."""
+    """Return the run's folder in logger settings, or None."""
     given = getattr(settings, "run_dir", None)
     return RunFolder(Path(given)) if isinstance(given, (str, os.PathLike)) else None
 

@@ -22,8 +22,8 @@ _COLLECTED = object()
 
 
 def as_number(value: object) -> float | int | None:
-    """Return a Python or NumPy number as a Python number; None for booleans and other types."""
-    if type(value) in (int, float):  # nearly all values; the test below takes ten times as long
+    """Return a Python or NumPy number as a Python number. Booleans and other types give None."""
+    if type(value) in (int, float):  # nearly all values. The test below takes ten times as long
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -41,7 +41,7 @@ def is_one_number(value: object) -> bool:
 
 
 def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
-    """Return a value that is one number; None, with one WARNING for each name, for other values.
+    """Return a value that is one number. Others give None, with one WARNING for each name.
 
     Tensors are returned as they are. A NumPy array of one element becomes its number.
     """
@@ -66,7 +66,7 @@ def as_name(name: object) -> str:
 
 
 def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
-    """Return the values that are one number each; :func:`one_number` drops the others."""
+    """Return the values that are one number each. :func:`one_number` drops the others."""
     checked = {name: one_number(name, value, warns=warns) for name, value in values.items()}
     return {name: value for name, value in checked.items() if value is not None}
 
@@ -107,7 +107,7 @@ def _read_number(key: object, value: object) -> float | int:
     number = int(value) if isinstance(value, bool) else as_number(value)
     if number is None:
         raise TypeError(
-            f"{key!r} is {value!r} ({type(value).__name__}); give a number or a tensor with one "
+            f"{key!r} is {value!r} ({type(value).__name__}): give a number or a tensor with one "
             "element"
         )
     return number
@@ -139,7 +139,7 @@ class Scalar:
 
 
 class Scalars:
-    """Collects scalars by name; a repeated name starts another batch.
+    """Collects scalars by name. A repeated name starts another batch.
 
     It has the ``add_scalar`` of a ``SummaryWriter``, for code that expects one.
     """
@@ -148,7 +148,7 @@ class Scalars:
         self.batches: list[dict[str, Scalar]] = []
 
     def add(self, name: str, value: Any, *, versus_samples: bool = False) -> None:
-        """Collect one value; None and values that are not one number are dropped."""
+        """Collect one value. None and values that are not one number are dropped."""
         value = one_number(name, value)
         if value is None:
             return

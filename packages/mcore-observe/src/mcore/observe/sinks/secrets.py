@@ -72,7 +72,7 @@ def config_params(config: Any) -> dict[str, str]:
     masked too.
 
     Args:
-        config: The configuration; None has no names.
+        config: The configuration. None has no names.
 
     Returns:
         Texts by name, in the order of the configuration.
@@ -114,7 +114,7 @@ def without_secrets(tracker: str, known: Iterable[str] = ()) -> Iterator[None]:
 
 
 def _is_secret_name(name: str, value: object) -> bool:
-    """Return whether a dotted name is secret; a number under ``token`` is a count of tokens."""
+    """Return whether a dotted name is secret. A number under ``token`` is a count of tokens."""
     if _SECRET_NAME.search(name):
         return True
     return not isinstance(value, (int, float)) and bool(_TOKEN_NAME.search(name))

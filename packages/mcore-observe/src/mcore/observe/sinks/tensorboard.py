@@ -57,7 +57,7 @@ class TensorBoardSink:
 
 
 class TensorBoardRun(ClientRun[Any]):
-    """A ``SummaryWriter`` that is opened in the background; scalars wait for it."""
+    """A ``SummaryWriter`` that is opened in the background. Scalars wait for it."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
         """Write one scalar in the background.
@@ -147,7 +147,7 @@ def _list_files(folder: Path) -> list[Path]:
 
 
 def _read_events(path: Path) -> Iterator[Any]:
-    """Yield the complete records; a killed process leaves an incomplete last one."""
+    """Yield the complete records. A killed process leaves an incomplete last one."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 

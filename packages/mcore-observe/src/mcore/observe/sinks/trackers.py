@@ -29,7 +29,7 @@ _ALL_SCALARS = ScalarRules()
 def open_tracker(
     spec: TrackerSpec, settings: Any, config: Any, earlier_run_id: str | None = None
 ) -> Any:
-    """Start to open a run of a tracker; metrics wait for it on the disk."""
+    """Start to open a run of a tracker. Metrics wait for it on the disk."""
     folder = run_folder_of(settings)
     resume_step = getattr(settings, "resume_step", None)
     spools = spool_folder_of(settings)
@@ -44,7 +44,7 @@ def open_tracker(
         if run_id and folder is not None:
             folder.note(spec.name, {"run_id": run_id})
 
-    # A replay opens the run from these facts; a spool file must not contain secrets.
+    # A replay opens the run from these facts. A spool file must not contain secrets.
     known = config_secrets(config)
     kept = {name: getattr(settings, name, None) for name in spec.settings}
     for name, value in kept.items():
@@ -92,7 +92,7 @@ def open_metrics_file(settings: Any, begun_s: float | None = None) -> JsonlSink 
 
 
 class SinkTable:
-    """The sinks of one GlobalState, guarded; it remembers which of them failed."""
+    """The sinks of one GlobalState, guarded. It remembers which of them failed."""
 
     def __init__(self) -> None:
         self._guards: dict[int, tuple[Any, GuardedSink]] = {}

@@ -57,12 +57,12 @@ class WandbSink:
         self._run = run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics in one call; an empty name, which W&B drops, becomes ``unnamed``."""
+        """Log the metrics in one call. An empty name, which W&B drops, becomes ``unnamed``."""
         named = {name or "unnamed": value for name, value in plain_numbers(metrics).items()}
         self._run.log(named, step)
 
     def flush(self) -> None:
-        """Wait until a run that is written in the background has them; W&B flushes other runs."""
+        """Wait until a run that is written in the background has them. W&B flushes other runs."""
         if isinstance(self._run, TrackerRun):
             self._run.flush()
 
@@ -91,7 +91,7 @@ class _Connection:
 
 
 class WandbRun(ClientRun[_Connection]):
-    """A W&B run that is opened in the background; metrics wait for it."""
+    """A W&B run that is opened in the background. Metrics wait for it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -111,7 +111,7 @@ class WandbRun(ClientRun[_Connection]):
         """Finish the run.
 
         Args:
-            exit_code: Exit code of the process; None uses the run's status.
+            exit_code: Exit code of the process. None uses the run's status.
         """
         self.close(None if exit_code is None else "FAILED" if exit_code else "FINISHED")
 
@@ -220,7 +220,7 @@ def _connect(
 def last_offline_step(save_dir: str | None, run_id: str) -> int:
     """Return the last step in the files of a run that was written offline, else -1."""
     folder = Path(save_dir or os.environ.get("WANDB_DIR") or ".") / "wandb"
-    # Two starts within a second have folders with the same time; the later gets a suffix.
+    # Two starts within a second have folders with the same time. The later gets a suffix.
     files = folder.glob(f"offline-run-*/run-{glob.escape(run_id)}.wandb")
     return max((step for path in files for step in offline_steps(path)), default=-1)
 
@@ -259,7 +259,7 @@ def _has_end(path: Path) -> bool:
 
 
 def _read_records(data: bytes, at: int) -> Iterator[Any]:
-    """Yield the complete records from a position to the end; the data starts with a block."""
+    """Yield the complete records from a position to the end. The data starts with a block."""
     messages: Any = import_module("wandb.proto.wandb_internal_pb2")
     record: bytes | None = None
     while at + _HEADER_BYTES <= len(data):

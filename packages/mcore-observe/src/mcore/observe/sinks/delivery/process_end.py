@@ -47,11 +47,13 @@ def status_of(error: BaseException | None) -> str:
 
 
 def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> Callable[[], None]:
-    """Call a function with the status when the interpreter exits; return a function to cancel it.
+    """Call a function with the status when the interpreter exits.
 
     It is called before functions that others have registered with :mod:`atexit` so far. The
     latest callback is called first, after all ``first`` ones. ``os._exit`` and SIGKILL call
     nothing. ``raise SystemExit(1)`` outside a ``with`` block of a run appears as finished.
+
+    Returns a function that cancels the call.
     """
     _WATCH.install()
     callbacks = _WATCH.first_callbacks if first else _WATCH.callbacks
@@ -65,7 +67,7 @@ def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> C
 
 
 class _ProcessWatch:
-    """Watches how the process ends; does nothing before ``install``."""
+    """Watches how the process ends, and does nothing before ``install``."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str], None]] = []

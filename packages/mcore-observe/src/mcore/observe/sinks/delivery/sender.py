@@ -90,7 +90,7 @@ class MetricSender:
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until all metrics arrive or the tracker is found unreachable; raises like put."""
+        """Wait until all metrics arrive or the tracker is found unreachable. Raises like put."""
         with self._changed:
             failures = self._failures_in_a_row
             while self.num_kept and self._failures_in_a_row <= failures and self.has_thread:
@@ -110,11 +110,11 @@ class MetricSender:
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 30.0, *, at_once: bool = False) -> bool:
-        """Send the rest and end the thread; return whether everything was done.
+        """Send the rest, end the thread and return whether everything was done.
 
         A later :meth:`put` starts another thread. An unreachable tracker has this much time. One
-        that responds has more, unless ``at_once`` is set. Metrics that have not arrived by then
-        are given up, with one ERROR.
+        that responds has more, unless ``at_once`` is set. The remaining metrics are given
+        up, with one ERROR.
         """
         self.begin_close()
         thread = self._thread
@@ -226,7 +226,7 @@ class MetricSender:
             self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
-        """Wait until a call is due; return False if no call will be due."""
+        """Wait until a call is due, or return False if no call will be due."""
         while True:
             with self._changed:
                 while not (self._waiting or self._opening or self._num_spilled):

@@ -23,7 +23,7 @@ _LARGE_BYTES = 8 << 20  # a file of this size is rewritten without the metrics t
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step; the time is when they were logged, in milliseconds since 1970.
+    """Metrics of one step. The time is when they were logged, in milliseconds since 1970.
 
     The number counts the entries of one sender, from 1.
     """
@@ -93,7 +93,7 @@ class Spool:
         return self.path.parent.parent if self.path.parent.name == "spool" else self.path.parent
 
     def append(self, entry: StepMetrics) -> None:
-        """Keep an entry; never waits for the disk."""
+        """Keep an entry, without waiting for the disk."""
         self.num_left += 1
         self._put(entry.as_record())
 
@@ -109,7 +109,7 @@ class Spool:
             self._put({"arrived": list(_merge_ranges(numbers))})
 
     def sync(self, timeout_s: float = _ENDING_S) -> bool:
-        """Wait until the operating system has all lines; return whether it has."""
+        """Wait until the operating system has all lines, and return whether it has."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
             while (self._lines or self._is_writing) and not self._is_closed:
@@ -133,7 +133,7 @@ class Spool:
                 self._close()
 
     def leave(self) -> bool:
-        """Write the rest and leave the file to a replay; return whether it is on the disk."""
+        """Write the rest, leave the file to a replay, and return whether it is on the disk."""
         is_kept = self.sync()
         with self._changed:
             self._is_closed = True
@@ -228,7 +228,7 @@ def spool_files(folder: Path, tracker: str = "") -> list[Path]:
 
 
 def read_spool(path: Path) -> SpoolContents:
-    """Read a spool file; damaged lines, such as an incomplete last one, are skipped."""
+    """Read a spool file. Damaged lines, such as an incomplete last one, are skipped."""
     contents = SpoolContents()
     with path.open("rb") as file:
         for line in file:
@@ -239,7 +239,7 @@ def read_spool(path: Path) -> SpoolContents:
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of JSON; None if the line is incomplete or damaged."""
+    """Return the object in a line of JSON, or None if the line is incomplete or damaged."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -282,7 +282,7 @@ class SpoolOwner:
 
 @dataclass(frozen=True)
 class EarlierSpools:
-    """Spool files of earlier starts of a run; entries after the resumed step are dropped."""
+    """Spool files of earlier starts of a run. Entries after the resumed step are dropped."""
 
     folder: Path
     tracker: str
@@ -302,7 +302,7 @@ class EarlierSpools:
 
 
 def _encode_line(line: Mapping[str, Any]) -> bytes:
-    """Return a line of the file; it is empty if JSON cannot represent it."""
+    """Return a line of the file. It is empty if JSON cannot represent it."""
     try:
         return json.dumps(line).encode() + b"\n"
     except (TypeError, ValueError):

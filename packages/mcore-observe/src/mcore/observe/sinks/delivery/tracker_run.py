@@ -1,4 +1,4 @@
-"""A run of a tracker that is opened and written in the background; no training step waits."""
+"""A run of a tracker that is opened and written in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
         spool: Keeps metrics on the disk until they arrive.
         closing_s: Seconds that :meth:`close` waits for an unreachable tracker.
         max_per_call: Values that are written at once.
-        earlier: Metrics that earlier starts of the run could not send; they are sent first.
+        earlier: Metrics that earlier starts of the run could not send. They are sent first.
         on_open: Called with the run's id once it is open.
     """
 
@@ -108,7 +108,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
 
     @property
     def run_id(self) -> str:
-        """The run's name in the tracker; empty until it is open."""
+        """The run's name in the tracker, empty until it is open."""
         return "" if self._connection is None else self._get_run_id(self._connection)
 
     @property
@@ -170,27 +170,27 @@ class TrackerRun(abc.ABC, Generic[_Client]):
             self._sender.flush()
 
     def release(self) -> None:
-        """Flush and release the run without ending it; another object may continue it."""
+        """Flush and release the run without ending it. Another object may continue it."""
         self._ended = True
         _RUNS.remove(self)
         self._has_finished = self._sender.close(self.closing_s)
         self._leave_spool()
 
     def begin_close(self, status: str | None = None) -> None:
-        """Start to end the run in the background; :meth:`close` then waits for the end."""
+        """Start to end the run in the background. :meth:`close` then waits for the end."""
         if not self._ended and self._sender.has_thread:
             self.status = status or self.status
             self._sender.begin_close(self._finish)
 
     def close(self, status: str | None = None) -> None:
-        """Flush and end the run; closing twice is fine, and the first status stays.
+        """Flush and end the run. Closing twice is fine, and the first status stays.
 
         It waits at most :attr:`closing_s` for an unreachable tracker or for a run that is being
         opened. Imports, and a tracker that responds, may take longer, unless the status is
         ``"KILLED"``.
 
         Args:
-            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``; None is :attr:`status`.
+            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``. None is :attr:`status`.
 
         Raises:
             Exception: A batch was refused, or the run could not be opened. The run is still ended.
@@ -253,8 +253,8 @@ class TrackerRun(abc.ABC, Generic[_Client]):
 
         Args:
             metrics: Numbers by name. None is dropped, NaN is kept.
-            step: The step; None is 0.
-            time_s: When they were measured, in seconds of ``time.time()``; None is now.
+            step: The step. None is 0.
+            time_s: When they were measured, in seconds of ``time.time()``. None is now.
 
         Raises:
             RuntimeError: The run was closed.
@@ -330,7 +330,7 @@ class TrackerRun(abc.ABC, Generic[_Client]):
 
 
 class ClientRun(TrackerRun[_Client]):
-    """A run that also has the attributes of the tracker's client; reading them waits for it.
+    """A run that also has the attributes of the tracker's client. Reading them waits for it.
 
     Methods of this class and its subclasses, which log, do not wait.
     """
