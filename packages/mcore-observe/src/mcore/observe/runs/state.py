@@ -15,7 +15,6 @@ import torch
 from mcore.observe.process.rank_logging import is_last_rank
 from mcore.observe.reports.energy import EnergyMonitor
 from mcore.observe.settings.config import ConfigContainer, LoggerConfig
-from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, TrackerSpec
 from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
 from mcore.observe.sinks.delivery.tracker_run import TrackerRun, close_together
@@ -191,10 +190,10 @@ class GlobalState:
     """
 
     timers: Any = _Lazy(_build_timers)
-    tensorboard_logger: Any = _Lazy(functools.partial(_open_tracker, tensorboard.TRACKER))
-    wandb_logger: Any = _Lazy(functools.partial(_open_tracker, wandb.TRACKER))
-    mlflow_logger: Any = _Lazy(functools.partial(_open_tracker, mlflow.TRACKER))
-    comet_logger: Any = _Lazy(functools.partial(_open_tracker, comet.TRACKER))
+    tensorboard_logger: Any  # these are set below, for each of TRACKERS
+    wandb_logger: Any
+    mlflow_logger: Any
+    comet_logger: Any
     metrics_file: Any = _Lazy(_open_metrics_file)
     energy_monitor: Any = _Lazy(_build_energy_monitor)
 
@@ -410,3 +409,9 @@ class GlobalState:
         self.extra_sinks = ()
         if self._built.get("energy_monitor") is not None:
             self._built["energy_monitor"].shutdown()
+
+
+for _spec in TRACKERS:
+    _client = _Lazy(functools.partial(_open_tracker, _spec))
+    _client.__set_name__(GlobalState, _spec.attribute)
+    setattr(GlobalState, _spec.attribute, _client)
