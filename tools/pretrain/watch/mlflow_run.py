@@ -124,7 +124,7 @@ def warn_like_the_job() -> None:
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
     logging.getLogger("mcore.observe.sinks").addHandler(handler)
-    sender = logging.getLogger("mcore.observe.sinks.sender")
+    sender = logging.getLogger("mcore.observe.sinks.delivery.sender")
     sender.addFilter(lambda record: record.levelno < logging.ERROR)
 
 

@@ -22,7 +22,6 @@ from mcore.observe.nvtx import (
     nvtx_range_pop,
     nvtx_range_push,
 )
-from mcore.observe.process.process_end import status_of
 from mcore.observe.process.rank_logging import (
     log_on_each_pipeline_stage,
     log_single_rank,
@@ -51,7 +50,6 @@ from mcore.observe.settings.config import (
     ProfilingConfig,
     TrainingConfig,
 )
-from mcore.observe.settings.secrets import config_params, mask_secrets
 from mcore.observe.sinks import (
     CometSink,
     JsonlSink,
@@ -61,6 +59,8 @@ from mcore.observe.sinks import (
     TensorBoardSink,
     WandbSink,
 )
+from mcore.observe.sinks.delivery.process_end import status_of
+from mcore.observe.sinks.secrets import config_params, mask_secrets
 from mcore.observe.straggler.detector import (
     StragglerDetector,
     StragglerFoundError,

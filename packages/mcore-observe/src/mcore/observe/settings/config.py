@@ -7,7 +7,7 @@ from typing import Any
 
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
 from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
 CONSOLE_FORMATS = ("readable", "megatron")
@@ -146,9 +146,9 @@ class LoggerConfig:
             ValueError: log_interval is 0; give 1 step or more
         """
         self._check_ranges()
-        for tracker in TRACKERS:
-            if tracker.is_wanted(self):
-                require_extra(tracker.extra, tracker.asked_by)
+        for spec in TRACKERS:
+            if spec.is_wanted(self):
+                require_extra(spec.name, spec.wanted_by)
 
     def _check_ranges(self) -> None:
         for name in ("log_interval", "tensorboard_log_interval"):

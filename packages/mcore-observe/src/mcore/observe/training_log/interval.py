@@ -7,8 +7,8 @@ import time
 from dataclasses import dataclass
 from typing import Any
 
+from mcore.observe.sinks.scalars import as_number
 from mcore.observe.timers import Timers
-from mcore.observe.values.scalars import as_number
 
 _TIMER = "interval-time"
 _ANCHOR = "_flops_at_last_log"

@@ -11,7 +11,8 @@ import torch
 
 from mcore.observe.process.rank_logging import is_last_rank
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.scalars import Scalars, as_number, one_number, only_numbers
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import SinkTable, emit
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.console import (
@@ -39,7 +40,6 @@ from mcore.observe.training_log.timer_intervals import (
     write_foreign_timers,
 )
 from mcore.observe.values.loss_totals import add_step, count_iterations, reset_totals
-from mcore.observe.values.scalars import Scalars, as_number, one_number, only_numbers
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
 
 logger = logging.getLogger(__name__)

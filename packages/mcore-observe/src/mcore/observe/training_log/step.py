@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from mcore.observe.model_groups import find_process_groups
-from mcore.observe.values.scalars import as_number
+from mcore.observe.sinks.scalars import as_number
 from mcore.parallel.groups import get_pg_size, world_size
 from mcore.versioning.process_rank import process_world_size
 

@@ -8,9 +8,9 @@ from typing import Any
 from mcore.observe.norms import gradient_norms
 from mcore.observe.reports.memory import report_memory
 from mcore.observe.reports.progress import report_runtime, report_throughput
+from mcore.observe.sinks.scalars import Scalars, as_number
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues, is_on
-from mcore.observe.values.scalars import Scalars, as_number
 from mcore.parallel.reductions import reduce_max_memory_across_pp_group
 
 

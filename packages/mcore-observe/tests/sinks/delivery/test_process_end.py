@@ -14,7 +14,9 @@ def run(code):
     return done.stdout.split("\n")[:-1], done.returncode, done.stderr
 
 
-WATCH = "from mcore.observe.process.process_end import on_process_end\non_process_end(print)\n"
+WATCH = (
+    "from mcore.observe.sinks.delivery.process_end import on_process_end\non_process_end(print)\n"
+)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,8 @@
 import json
 import threading
 
-from mcore.observe.sinks import spool as spools
-from mcore.observe.sinks.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.delivery import spool as spools
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
 
 
 def ends(function):

@@ -6,7 +6,7 @@ import pytest
 from mcore.observe import ConfigContainer, GlobalState, LoggerConfig
 from mcore.observe.sinks import MlflowConnection, MlflowRun
 from mcore.observe.sinks import open_mlflow as open_run
-from mcore.observe.sinks.mlflow_run import is_away
+from mcore.observe.sinks.mlflow import is_unreachable
 from rank_testing import preload
 from rank_testing.scripts import run_script
 
@@ -115,7 +115,7 @@ def test_which_errors_pass(code, passes):
     from mlflow.exceptions import MlflowException
     from mlflow.protos.databricks_pb2 import ErrorCode
 
-    assert is_away(MlflowException("no", error_code=ErrorCode.Value(code))) is passes
+    assert is_unreachable(MlflowException("no", error_code=ErrorCode.Value(code))) is passes
 
 
 def test_a_database_that_hung_up_passes():
@@ -132,7 +132,7 @@ def test_a_database_that_hung_up_passes():
     for hung_up in (True, False):
         with pytest.raises(MlflowException) as caught:
             fail(hung_up)
-        assert is_away(caught.value) is hung_up
+        assert is_unreachable(caught.value) is hung_up
 
 
 def test_none_is_left_out_and_large_steps_are_split():

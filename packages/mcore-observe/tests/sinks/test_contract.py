@@ -24,6 +24,7 @@ from mcore.observe import (
     WandbSink,
 )
 from mcore.observe.sinks import GuardedSink, MetricSink
+from mcore.observe.sinks.trackers import TRACKERS
 from rank_testing import preload, run_ranks
 
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
@@ -34,10 +35,7 @@ NOT_A_NUMBER = "nan"
 KINDS = {  # and the modules that each needs
     "memory": (),
     "jsonl": (),
-    "tensorboard": ("tensorboard",),
-    "mlflow": ("mlflow",),
-    "wandb": ("wandb",),
-    "comet": ("comet_ml",),
+    **{spec.name: ("tensorboard", spec.module.partition(".")[0]) for spec in TRACKERS},
 }
 
 NUMBERS = {
@@ -80,7 +78,7 @@ def read_memory(folder, steps):
 
 def open_jsonl(folder):
     sink = JsonlSink(folder / "metrics.jsonl")
-    sink._opened()
+    sink._open()
     sink._file = File(sink._file)
     return sink, (sink._file, "write"), None
 

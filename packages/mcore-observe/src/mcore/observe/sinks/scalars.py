@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from numbers import Real
 from typing import Any, TypeVar
@@ -15,12 +15,15 @@ import torch
 logger = logging.getLogger(__name__)
 
 _Key = TypeVar("_Key")
+_Name = TypeVar("_Name")
 _LARGEST = int(sys.float_info.max)
+# Marks the keys of collected scalars, so they differ from every key that a caller can pass.
+_COLLECTED = object()
 
 
 def as_number(value: object) -> float | int | None:
-    """Return a Python or NumPy number as a Python number; None for booleans and anything else."""
-    if type(value) in (int, float):  # nearly all values; the others take ten times as long
+    """Return a Python or NumPy number as a Python number. Booleans and other types give None."""
+    if type(value) in (int, float):  # nearly all values. The test below takes ten times as long
         return value  # type: ignore[return-value]
     if isinstance(value, bool) or not isinstance(value, Real):
         return None
@@ -28,7 +31,7 @@ def as_number(value: object) -> float | int | None:
 
 
 def is_one_number(value: object) -> bool:
-    """Return whether a value is a number, or a real tensor of one element that can be read."""
+    """Return whether a value is a number, or a readable real tensor of one element."""
     if isinstance(value, torch.Tensor):
         is_plain = value.layout is torch.strided and not value.is_meta and not value.is_quantized
         return value.numel() == 1 and is_plain and not value.is_complex()
@@ -38,9 +41,9 @@ def is_one_number(value: object) -> bool:
 
 
 def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
-    """Return a number, and None, with one WARNING for each name, for anything else.
+    """Return a value that is one number. Others give None, with one WARNING for each name.
 
-    A tensor stays one; an array of one element, such as NumPy's, becomes its number.
+    Tensors are returned as they are. A NumPy array of one element becomes its number.
     """
     if value is None or is_one_number(value):
         return value
@@ -56,13 +59,14 @@ def one_number(name: Any, value: Any, *, warns: bool = True) -> Any:
 
 
 def as_name(name: object) -> str:
-    """Return the name of a value as a text that every file takes."""
+    """Return the name of a value as text that can be written to any file."""
     text = name if isinstance(name, str) else str(name)
+    # A lone surrogate cannot be encoded: it becomes "?".
     return text if text.isascii() else text.encode("utf-8", "replace").decode()
 
 
 def only_numbers(values: Mapping[str, Any], *, warns: bool = True) -> dict[str, Any]:
-    """Return the values that are one number each; others are left out as by :func:`one_number`."""
+    """Return the values that are one number each. :func:`one_number` drops the others."""
     checked = {name: one_number(name, value, warns=warns) for name, value in values.items()}
     return {name: value for name, value in checked.items() if value is not None}
 
@@ -80,67 +84,71 @@ def widest_float(device: torch.device) -> torch.dtype:
 def read_scalars(values: Mapping[_Key, object]) -> dict[_Key, float | int]:
     """Read numbers and one-element tensors, with one transfer for each device.
 
-    Integers and integer tensors become ints, all else floats, under the same keys and in order.
+    Integers and integer tensors become ints, all other values floats. Keys and order stay.
     """
     tensors = {key: value for key, value in values.items() if isinstance(value, torch.Tensor)}
-    numbers: dict[Any, float | int] = {}
+    numbers: dict[_Key, float | int] = {}
     for device in {tensor.device for tensor in tensors.values()}:
-        there = {key: tensor for key, tensor in tensors.items() if tensor.device == device}
-        numbers.update(zip(there, _read_device(there.values(), device), strict=True))
+        keys = [key for key, tensor in tensors.items() if tensor.device == device]
+        dtype = widest_float(device)
+        scalars = [tensors[key].detach().reshape(()) for key in keys]
+        # One type needs no conversion before the stack, which is then one kernel for all.
+        if len({scalar.dtype for scalar in scalars}) > 1:
+            scalars = [scalar.to(dtype) for scalar in scalars]
+        for key, number in zip(keys, torch.stack(scalars).to(dtype).tolist(), strict=True):
+            numbers[key] = number if tensors[key].is_floating_point() else int(number)
     return {
-        key: _restored(tensors[key], numbers[key]) if key in tensors else _number(key, value)
+        key: numbers[key] if key in tensors else _read_number(key, value)
         for key, value in values.items()
     }
 
 
-def _read_device(tensors: Iterable[torch.Tensor], device: torch.device) -> list[float]:
-    dtype = widest_float(device)
-    scalars = [tensor.detach().reshape(()) for tensor in tensors]
-    if len({scalar.dtype for scalar in scalars}) > 1:
-        scalars = [scalar.to(dtype) for scalar in scalars]
-    numbers: list[float] = torch.stack(scalars).to(dtype).tolist()
-    return numbers
-
-
-def _restored(tensor: torch.Tensor, number: float) -> float | int:
-    return number if tensor.is_floating_point() else int(number)
-
-
-def _number(key: object, value: object) -> float | int:
-    number = as_number(value)
+def _read_number(key: object, value: object) -> float | int:
+    number = int(value) if isinstance(value, bool) else as_number(value)
     if number is None:
-        if isinstance(value, bool):
-            return int(value)
         raise TypeError(
-            f"{key!r} is {value!r} ({type(value).__name__}); give a number or a tensor with one "
+            f"{key!r} is {value!r} ({type(value).__name__}): give a number or a tensor with one "
             "element"
         )
     return number
 
 
-_Name = TypeVar("_Name")
-_OWN = object()
+def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return metrics as Python numbers, which every tracker accepts, with one read per device.
+
+    None is dropped, and so is everything else that is not a number, with one WARNING per name.
+    """
+    values = metrics.values()
+    if set(map(type, values)) <= {float, int} and all(
+        is_one_number(value) for value in values if type(value) is int
+    ):
+        numbers: dict[str, float] = dict(metrics)
+    else:
+        numbers = read_scalars(only_numbers(metrics))
+    if set(map(type, numbers)) <= {str} and "".join(numbers).isascii():
+        return numbers
+    return {as_name(name): value for name, value in numbers.items()}
 
 
 @dataclass(frozen=True)
 class Scalar:
-    """A number, or a tensor with one element; TensorBoard may show it over samples too."""
+    """A number or a tensor with one element, which TensorBoard may also show over samples."""
 
     value: Any
     versus_samples: bool = False
 
 
 class Scalars:
-    """Collects scalars by name; a repeated name opens another batch.
+    """Collects scalars by name. A repeated name starts another batch.
 
-    It has the ``add_scalar`` of a ``SummaryWriter``, so that code written for one can add to it.
+    It has the ``add_scalar`` of a ``SummaryWriter``, for code that expects one.
     """
 
     def __init__(self) -> None:
         self.batches: list[dict[str, Scalar]] = []
 
     def add(self, name: str, value: Any, *, versus_samples: bool = False) -> None:
-        """Collect one value; None and what is not one number are left out."""
+        """Collect one value. None and values that are not one number are dropped."""
         value = one_number(name, value)
         if value is None:
             return
@@ -161,17 +169,17 @@ class Scalars:
     def read(self, others: Mapping[_Name, Any]) -> tuple[list[dict[str, Scalar]], dict[_Name, Any]]:
         """Copy all values and others to the host, with one transfer for each device.
 
-        Returns the batches and the others with Python numbers; a None among the others stays.
+        Returns the batches and the others with Python numbers. A None among the others stays.
         """
         wanted: dict[Any, Any] = {
-            (_OWN, index, name): scalar.value
+            (_COLLECTED, index, name): scalar.value
             for index, batch in enumerate(self.batches)
             for name, scalar in batch.items()
         }
         wanted.update({name: value for name, value in others.items() if value is not None})
         numbers = read_scalars(wanted)
         batches = [
-            {n: Scalar(numbers[_OWN, index, n], s.versus_samples) for n, s in batch.items()}
+            {n: Scalar(numbers[_COLLECTED, index, n], s.versus_samples) for n, s in batch.items()}
             for index, batch in enumerate(self.batches)
         ]
         return batches, {name: numbers.get(name) for name in others}

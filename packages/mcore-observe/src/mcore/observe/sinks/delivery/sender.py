@@ -1,4 +1,4 @@
-"""A thread that sends metrics, many in one call, and keeps them while the tracker is away."""
+"""A thread that sends metrics, many in one call, and keeps them while a tracker is unreachable."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 
-from mcore.observe.settings.secrets import mask_secrets
-from mcore.observe.sinks.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
+from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
 class MetricSender:
-    """Sends metrics in order, in a thread that the first ones start; nobody waits for it.
+    """Sends metrics in order, in a thread that starts with the first of them.
 
-    A call that fails because the tracker is away is repeated until it succeeds, so the tracker must
-    accept the same metrics twice. With a spool, what does not fit into memory waits on the disk,
-    and so does what has not arrived at the end; without one, the oldest values are dropped.
+    A call that fails because the tracker is unreachable is repeated until it succeeds, so the
+    tracker must accept the same metrics twice. With a spool, metrics that do not fit into memory
+    or have not arrived at the end wait on the disk. Without one, the oldest values are dropped.
     """
 
     name: str
     send: Callable[[Sequence[StepMetrics]], object]
     _: KW_ONLY
-    is_away: Callable[[Exception], bool]
+    is_unreachable: Callable[[Exception], bool]
     spool: Spool | None = None
-    is_preparing: Callable[[], bool] = lambda: False  # work of its own, such as an import
+    is_preparing: Callable[[], bool] = lambda: False  # busy with an import, not with the tracker
     max_values: int = 100_000  # in memory
     max_per_call: int = 1000
-    linger_s: float = 1.0  # how long values wait for further ones
+    linger_s: float = 1.0  # how long values wait for more values
     first_retry_s: float = 0.5  # doubled by each further failure in a row
     longest_retry_s: float = 10.0
     patience_s: float = 2.0  # with one call, after which the tracker counts as hanging
@@ -75,10 +75,14 @@ class MetricSender:
             self._changed.notify_all()
 
     def put(self, entry: StepMetrics) -> None:
-        """Have metrics sent; raise what an earlier call raised, once, and send them anyway."""
+        """Queue metrics. Re-raises, once, an error of an earlier send, after queueing."""
+        items = list(entry.metrics.items())
         with self._changed:
             self._start()
-            for part in _parts(entry, self.max_per_call):
+            for start in range(0, len(items), self.max_per_call):
+                part = entry
+                if len(items) > self.max_per_call:
+                    part = replace(entry, metrics=dict(items[start : start + self.max_per_call]))
                 self._last_number += 1
                 self._keep(replace(part, number=self._last_number))
             if self._num_waiting >= self.max_per_call or len(self._waiting) == 1:
@@ -86,7 +90,7 @@ class MetricSender:
         self._raise_error()
 
     def flush(self) -> None:
-        """Wait until all metrics have arrived or the tracker is found to be away; raise as put."""
+        """Wait until all metrics arrive or the tracker is found unreachable. Raises like put."""
         with self._changed:
             failures = self._failures_in_a_row
             while self.num_kept and self._failures_in_a_row <= failures and self.has_thread:
@@ -98,7 +102,7 @@ class MetricSender:
         self._raise_error()
 
     def begin_close(self, last_call: Callable[[], object] | None = None) -> None:
-        """Have the thread send what is left, make a last call and end, without waiting for it."""
+        """Let the thread send the rest, make a last call and end, without waiting for it."""
         with self._changed:
             if not self._closing:
                 self._closing = True
@@ -106,10 +110,10 @@ class MetricSender:
             self._changed.notify_all()
 
     def close(self, timeout_s: float = 30.0, *, at_once: bool = False) -> bool:
-        """Send what is left and end the thread; return whether everything was done.
+        """Send the rest, end the thread and return whether everything was done.
 
-        A later :meth:`put` starts another thread. A tracker that is away is waited for; one that
-        answers has more time unless it has to be ``at_once``. What has not arrived then is given
+        A later :meth:`put` starts another thread. An unreachable tracker has this much time. One
+        that responds has more, unless ``at_once`` is set. The remaining metrics are given
         up, with one ERROR.
         """
         self.begin_close()
@@ -129,7 +133,7 @@ class MetricSender:
                 if not is_done:
                     self._give_up()
             thread.join(1.0 if is_done else 0.05)
-            with self._changed:  # a call that hangs still ends with the process
+            with self._changed:  # the thread is a daemon: a hanging call ends with the process
                 self._thread = None
                 self._in_flight = []
         self._raise_error()
@@ -159,6 +163,7 @@ class MetricSender:
         is_full = self._num_waiting + count > self.max_values
         if self.spool is not None:
             self.spool.append(part)
+            # Later metrics must not overtake metrics that are only on the disk.
             if self._num_spilled or (is_full and self._waiting):
                 self._num_spilled += count
                 return
@@ -176,10 +181,9 @@ class MetricSender:
             where = ""
             if self.spool is not None and self.spool.leave():
                 folder = self.spool.run_folder
-                command = f"python -m mcore.observe replay {folder}"
-                where = f"; they are in {folder}, and {command} sends them"
+                where = f". Send them with: python -m mcore.observe replay {folder}"
             logger.error(
-                "%s is away: %d values of steps %d to %d did not reach it%s",
+                "%s is unreachable: %d values of steps %d to %d have not arrived%s",
                 self.name,
                 self.num_kept,
                 min((entry.step for entry in entries), default=0),
@@ -192,17 +196,20 @@ class MetricSender:
         self._changed.notify_all()
 
     def _run(self) -> None:
+        """Send until the sender is closed and everything has arrived, then make the last call."""
         while self._wait_for_work():
             with self._changed:
                 taken = self._take()
-            error = self._attempt(taken)
+            error: Exception | None = None
+            try:
+                if taken or self._opening:
+                    self.send(taken)
+            except Exception as raised:
+                error = raised
             with self._changed:
                 if threading.current_thread() is not self._thread:
                     return  # given up while the call hung
                 self._settle(taken, error)
-        self._end()
-
-    def _end(self) -> None:
         with self._changed:
             if threading.current_thread() is not self._thread:
                 return
@@ -211,15 +218,15 @@ class MetricSender:
         try:
             if last_call is not None:
                 last_call()
-        except Exception as error:
-            self._error = self._error or error
+        except Exception as raised:
+            self._error = self._error or raised
         with self._changed:
             self._call_started_s = None
             self._is_done = True
             self._changed.notify_all()
 
     def _wait_for_work(self) -> bool:
-        """Wait until a call is due, or return False when there will be none."""
+        """Wait until a call is due, or return False if no call will be due."""
         while True:
             with self._changed:
                 while not (self._waiting or self._opening or self._num_spilled):
@@ -228,14 +235,24 @@ class MetricSender:
                     self._changed.wait()
                 if self._waiting or self._opening:
                     self._pause()
+                    # close() may have given everything up during the pause.
                     if self._waiting or self._opening:
                         return True
             self._read_spilled()
 
     def _pause(self) -> None:
+        """Wait for more values to send in the same call, or before the next retry."""
         started_s = time.monotonic()
         while not self._is_urgent():
-            left_s = started_s + self._pause_s() - time.monotonic()
+            pause_s = self.linger_s
+            if self._failures_in_a_row:
+                # At the end of a run a tracker that is reachable at last is found within a second.
+                longest_s = (
+                    min(1.0, self.longest_retry_s) if self._closing else self.longest_retry_s
+                )
+                doublings = min(self._failures_in_a_row - 1, 30)
+                pause_s = float(min(self.first_retry_s * 2**doublings, longest_s))
+            left_s = started_s + pause_s - time.monotonic()
             if left_s <= 0:
                 break
             self._changed.wait(left_s)
@@ -248,13 +265,6 @@ class MetricSender:
             self._hurry or self._closing or self._opening or self._num_waiting >= self.max_per_call
         )
 
-    def _pause_s(self) -> float:
-        if not self._failures_in_a_row:
-            return self.linger_s
-        longest_s = min(1.0, self.longest_retry_s) if self._closing else self.longest_retry_s
-        doublings = min(self._failures_in_a_row - 1, 30)
-        return float(min(self.first_retry_s * 2**doublings, longest_s))
-
     def _take(self) -> tuple[StepMetrics, ...]:
         room = self.max_per_call
         while self._waiting and len(self._waiting[0].metrics) <= room:
@@ -265,29 +275,35 @@ class MetricSender:
         self._call_started_s = time.monotonic()
         return tuple(self._in_flight)
 
-    def _attempt(self, taken: Sequence[StepMetrics]) -> Exception | None:
-        try:
-            if taken or self._opening:
-                self.send(taken)
-        except Exception as error:
-            return error
-        return None
-
     def _settle(self, taken: Sequence[StepMetrics], error: Exception | None) -> None:
         self._in_flight = []
         self._call_started_s = None
-        if error is not None and self.is_away(error):
+        if error is not None and self.is_unreachable(error):
             self._waiting.extendleft(reversed(taken))
             self._num_waiting += _count(taken)
-            self._note_away(error)
+            self._failures_in_a_row += 1
+            if self._failures_in_a_row == 1:
+                kept = "all" if self.spool is not None else f"the last {self.max_values}"
+                logger.warning(
+                    "%s is unreachable, training continues: %s values are kept and sent when it "
+                    "responds: %s: %s",
+                    self.name,
+                    kept,
+                    type(error).__name__,
+                    mask_secrets(str(error)),
+                )
         else:
             self._error = self._error or error
             self._opening = False
-            self._note_answer()
+            if self._failures_in_a_row:
+                level = logging.WARNING if self.num_dropped else logging.INFO
+                dropped, self.num_dropped = self.num_dropped, 0
+                logger.log(level, "%s is reachable again, %d values were lost", self.name, dropped)
+            self._failures_in_a_row = 0
         self._changed.notify_all()
 
     def _read_spilled(self) -> None:
-        """Bring what is only on the disk back into memory, as much as fits."""
+        """Read metrics that are only on the disk back into memory, as many as fit."""
         if self.spool is None or not self.spool.sync(60.0):
             entries = []
         else:
@@ -305,26 +321,6 @@ class MetricSender:
                 self._num_waiting += len(entry.metrics)
                 self._num_spilled -= len(entry.metrics)
 
-    def _note_away(self, error: Exception) -> None:
-        self._failures_in_a_row += 1
-        if self._failures_in_a_row == 1:
-            kept = "all" if self.spool is not None else f"the last {self.max_values}"
-            logger.warning(
-                "%s is away, training continues: %s values are kept and sent when it is "
-                "back: %s: %s",
-                self.name,
-                kept,
-                type(error).__name__,
-                mask_secrets(str(error)),
-            )
-
-    def _note_answer(self) -> None:
-        if self._failures_in_a_row:
-            level = logging.WARNING if self.num_dropped else logging.INFO
-            dropped, self.num_dropped = self.num_dropped, 0
-            logger.log(level, "%s is back; %d values were lost meanwhile", self.name, dropped)
-        self._failures_in_a_row = 0
-
     def _raise_error(self) -> None:
         error, self._error = self._error, None
         if error is not None:
@@ -333,13 +329,3 @@ class MetricSender:
 
 def _count(entries: Sequence[StepMetrics]) -> int:
     return sum(len(entry.metrics) for entry in entries)
-
-
-def _parts(entry: StepMetrics, size: int) -> list[StepMetrics]:
-    if len(entry.metrics) <= size:
-        return [entry] if entry.metrics else []
-    items = list(entry.metrics.items())
-    return [
-        replace(entry, metrics=dict(items[start : start + size]))
-        for start in range(0, len(items), size)
-    ]

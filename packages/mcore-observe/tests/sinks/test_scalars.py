@@ -3,9 +3,15 @@ import math
 import pytest
 import torch
 
-from mcore.observe.sinks.base import plain_numbers
+from mcore.observe.sinks.scalars import (
+    Scalar,
+    Scalars,
+    as_number,
+    one_number,
+    plain_numbers,
+    read_scalars,
+)
 from mcore.observe.values.loss_totals import add_step
-from mcore.observe.values.scalars import Scalar, Scalars, as_number, one_number, read_scalars
 
 
 def test_names_that_repeat_open_a_further_batch():

@@ -1,4 +1,4 @@
-"""Metrics on their way to a tracker, kept on the disk so that a killed process loses none."""
+"""Metrics on their way to a tracker, kept on the disk: a killed process loses none."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ logger = logging.getLogger(__name__)
 
 _SUFFIX = ".spool.jsonl"
 _ENDING_S = 2.0  # that the end of a run waits for the disk
-_PAUSE_S = 0.05  # between two writes, so that the steps of that time go in one
-_LARGE_BYTES = 8 << 20  # a file that has grown so much is rewritten without what has arrived
+_PAUSE_S = 0.05  # between two writes: the steps of that time share a write
+_LARGE_BYTES = 8 << 20  # a file of this size is rewritten without the metrics that have arrived
 
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Metrics of one step; the time is that of logging, in milliseconds since 1970.
+    """Metrics of one step. The time is when they were logged, in milliseconds since 1970.
 
-    The number counts what one sender was given, from 1.
+    The number counts the entries of one sender, from 1.
     """
 
     metrics: Mapping[str, float]
@@ -33,16 +33,24 @@ class StepMetrics:
     time_ms: int
     number: int = 0
 
+    def as_record(self) -> dict[str, Any]:
+        """Return the line of a spool file."""
+        return {
+            "number": self.number,
+            "step": self.step,
+            "time_ms": self.time_ms,
+            "metrics": self.metrics,
+        }
+
 
 @dataclass
 class SpoolContents:
-    """What a spool file says: who it is for, what has not arrived, how the run ended."""
+    """Facts about the run of a spool file, and the entries that have not arrived."""
 
     facts: dict[str, Any] = field(default_factory=dict)
     entries: dict[int, StepMetrics] = field(default_factory=dict)
-    last_number: int = 0
 
-    def take(self, record: Mapping[str, Any]) -> None:
+    def add(self, record: Mapping[str, Any]) -> None:
         """Apply one line of the file."""
         if "facts" in record:
             self.facts.update(record["facts"])
@@ -54,15 +62,15 @@ class SpoolContents:
             self.entries[number] = StepMetrics(
                 record["metrics"], record["step"], record["time_ms"], number
             )
-            self.last_number = max(self.last_number, number)
 
 
 class Spool:
-    """An append-only file of metrics and of what has arrived, written by a thread of its own.
+    """An append-only file of metrics and of their arrival, written by a separate thread.
 
-    A line is with the operating system a tenth of a second after it was handed over, so that it
-    outlives the process. The file is locked while the process lives, and removed once everything
-    has arrived. A file that cannot be written is one WARNING, and nothing is kept.
+    It is not the sender's thread, which can hang in a call to the tracker for minutes: a line
+    reaches the operating system within a tenth of a second and so outlives the process. The file
+    is locked while the process lives, and removed once everything has arrived. If it cannot be
+    written there is one WARNING, and nothing is kept.
     """
 
     def __init__(self, folder: Path, tracker: str, facts: Mapping[str, Any]) -> None:
@@ -76,25 +84,18 @@ class Spool:
         self._large_bytes = _LARGE_BYTES
         self._thread: threading.Thread | None = None
         self._is_writing = False
-        self._failed = False
+        self._is_closed = False  # after a failure, or at the end
         self._is_unwanted = False
 
     @property
     def run_folder(self) -> Path:
-        """The folder that a replay is given."""
+        """The folder to pass to a replay."""
         return self.path.parent.parent if self.path.parent.name == "spool" else self.path.parent
 
     def append(self, entry: StepMetrics) -> None:
-        """Keep an entry; never waits for the disk."""
+        """Keep an entry, without waiting for the disk."""
         self.num_left += 1
-        self._put(
-            {
-                "number": entry.number,
-                "step": entry.step,
-                "time_ms": entry.time_ms,
-                "metrics": entry.metrics,
-            }
-        )
+        self._put(entry.as_record())
 
     def note(self, facts: Mapping[str, Any]) -> None:
         """Add facts, such as the run's id once it is known."""
@@ -105,42 +106,44 @@ class Spool:
         numbers = [entry.number for entry in entries]
         if numbers:
             self.num_left -= len(numbers)
-            self._put({"arrived": list(_ranges(numbers))})
+            self._put({"arrived": list(_merge_ranges(numbers))})
 
     def sync(self, timeout_s: float = _ENDING_S) -> bool:
-        """Wait until everything is with the operating system; return whether it is."""
+        """Wait until the operating system has all lines, and return whether it has."""
         deadline_s = time.monotonic() + timeout_s
         with self._changed:
-            while (self._lines or self._is_writing) and not self._failed:
+            while (self._lines or self._is_writing) and not self._is_closed:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0 or self._thread is None or not self._thread.is_alive():
                     break
                 self._changed.wait(min(left_s, 0.2))
-            # Without a thread the interpreter is ending; a file that was given up is not reopened.
-            if self._lines and not self._is_writing and not self._failed:
-                self._write_waiting()
-            return not self._lines and not self._failed
+            # The thread ends with the interpreter. A closed file must not be opened a second time.
+            if self._lines and not self._is_writing and not self._is_closed:
+                self._write(self._take())
+                self._is_writing = False
+            return not self._lines and not self._is_closed
 
     def remove(self) -> None:
-        """Forget everything: it has arrived."""
+        """Remove the file: everything has arrived."""
         with self._changed:
-            self._failed = self._is_unwanted = True
+            self._is_closed = self._is_unwanted = True
             self._lines.clear()
+            # If the disk hangs longer, the thread removes the file after its write.
             if self._changed.wait_for(lambda: not self._is_writing, _ENDING_S):
-                self._let_go()
+                self._close()
 
     def leave(self) -> bool:
-        """Write what waits and leave the file to a replay; return whether it is on the disk."""
+        """Write the rest, leave the file to a replay, and return whether it is on the disk."""
         is_kept = self.sync()
         with self._changed:
-            self._failed = True
+            self._is_closed = True
             if not self._is_writing:
-                self._let_go()
+                self._close()
         return is_kept
 
     def _put(self, line: dict[str, Any]) -> None:
         with self._changed:
-            if self._failed:
+            if self._is_closed:
                 return
             self._lines.append(line)
             if self._thread is None:
@@ -155,7 +158,7 @@ class Spool:
         while True:
             with self._changed:
                 while not self._lines:
-                    if self._failed:
+                    if self._is_closed:
                         return
                     self._changed.wait()
                 lines = self._take()
@@ -163,8 +166,8 @@ class Spool:
             with self._changed:
                 self._is_writing = False
                 self._changed.notify_all()
-                if self._failed:
-                    self._let_go()
+                if self._is_closed:
+                    self._close()
                     return
             time.sleep(_PAUSE_S)
 
@@ -174,12 +177,8 @@ class Spool:
         self._is_writing = True
         return lines
 
-    def _write_waiting(self) -> None:
-        self._write(self._take())
-        self._is_writing = False
-
     def _write(self, lines: Sequence[Mapping[str, Any]]) -> None:
-        data = b"".join(map(_encoded, lines))
+        data = b"".join(map(_encode_line, lines))
         try:
             if self._file is None:
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -189,38 +188,38 @@ class Spool:
             if self._size > self._large_bytes:
                 self._rewrite()
         except OSError as error:
-            self._failed = True
+            self._is_closed = True
             logger.warning(
-                "%s cannot be written, what a tracker has not taken when this process is killed "
-                "is lost: %s",
+                "cannot write %s (%s): metrics not yet delivered are lost if this process is "
+                "killed",
                 self.path,
                 error,
             )
 
     def _rewrite(self) -> None:
-        """Write the file again without what has arrived."""
+        """Write the file anew without the entries that have arrived."""
         contents = read_spool(self.path)
         partial = self.path.with_suffix(".partial")
+        # Locked before it gets its name: no replay can take it in between.
         file = _open_locked(partial)
-        lines = [json.dumps({"facts": contents.facts}), *map(_as_line, contents.entries.values())]
-        data = "".join(line + "\n" for line in lines).encode()
+        entries = [entry.as_record() for entry in contents.entries.values()]
+        data = b"".join(map(_encode_line, [{"facts": contents.facts}, *entries]))
         _write_all(file, data)
         os.replace(partial, self.path)
-        self._close()
+        if self._file is not None:
+            os.close(self._file)
         self._file, self._size = file, len(data)
+        # A file that stays large is not rewritten with every write.
         self._large_bytes = max(_LARGE_BYTES, 2 * len(data))
 
-    def _let_go(self) -> None:
-        """Close the file, and remove one that is to be forgotten, once the disk has answered."""
-        self._close()
-        if self._is_unwanted:
-            self.path.unlink(missing_ok=True)
-            _remove_if_empty(self.path.parent)
-
     def _close(self) -> None:
+        """Close the file, and remove it if it is unwanted."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
+        if self._is_unwanted:
+            self.path.unlink(missing_ok=True)
+            _remove_if_empty(self.path.parent)
 
 
 def spool_files(folder: Path, tracker: str = "") -> list[Path]:
@@ -229,18 +228,18 @@ def spool_files(folder: Path, tracker: str = "") -> list[Path]:
 
 
 def read_spool(path: Path) -> SpoolContents:
-    """Read a spool file; lines that are damaged, such as a last one cut off, are left out."""
+    """Read a spool file. Damaged lines, such as an incomplete last one, are skipped."""
     contents = SpoolContents()
     with path.open("rb") as file:
         for line in file:
             record = record_of(line)
             if record is not None:
-                contents.take(record)
+                contents.add(record)
     return contents
 
 
 def record_of(line: bytes) -> dict[str, Any] | None:
-    """Return the object in a line of JSON; None for one that is cut off or damaged."""
+    """Return the object in a line of JSON, or None if the line is incomplete or damaged."""
     try:
         record = json.loads(line) if line.endswith(b"\n") else None
     except ValueError:
@@ -249,7 +248,7 @@ def record_of(line: bytes) -> dict[str, Any] | None:
 
 
 class SpoolOwner:
-    """The right to send what a dead process left in a spool file, held until it is removed.
+    """The right to send the entries of a dead process's spool file, held until it is removed.
 
     Raises:
         BlockingIOError: A living process owns the file.
@@ -267,13 +266,8 @@ class SpoolOwner:
 
     def settle(self, entries: Iterable[StepMetrics]) -> None:
         """Note that entries have arrived."""
-        ranges = list(_ranges(entry.number for entry in entries))
-        _write_all(self._file, json.dumps({"arrived": ranges}).encode() + b"\n")
-
-    def note(self, facts: Mapping[str, Any]) -> None:
-        """Add facts."""
-        self.contents.facts.update(facts)
-        _write_all(self._file, json.dumps({"facts": dict(facts)}).encode() + b"\n")
+        ranges = list(_merge_ranges(entry.number for entry in entries))
+        _write_all(self._file, _encode_line({"arrived": ranges}))
 
     def remove(self) -> None:
         """Remove the file: everything has arrived."""
@@ -282,20 +276,20 @@ class SpoolOwner:
         _remove_if_empty(self.path.parent)
 
     def close(self) -> None:
-        """Give the file up, for another replay."""
+        """Release the file for another replay."""
         os.close(self._file)
 
 
 @dataclass(frozen=True)
 class EarlierSpools:
-    """Spool files of earlier starts of a run, of which steps after the resumed one are dropped."""
+    """Spool files of earlier starts of a run. Entries after the resumed step are dropped."""
 
     folder: Path
     tracker: str
     up_to: int | None
 
     def of_run(self, run_id: str) -> Iterator[SpoolOwner]:
-        """Yield the files for this run, or for one that was never opened, that nobody owns."""
+        """Yield the unowned files of this run, and of runs that were never opened."""
         for path in spool_files(self.folder, self.tracker):
             try:
                 owner = SpoolOwner(path)
@@ -307,26 +301,16 @@ class EarlierSpools:
                 owner.close()
 
 
-def _encoded(line: Mapping[str, Any]) -> bytes:
-    """Return a line of the file, empty for what JSON does not take."""
+def _encode_line(line: Mapping[str, Any]) -> bytes:
+    """Return a line of the file. It is empty if JSON cannot represent it."""
     try:
         return json.dumps(line).encode() + b"\n"
     except (TypeError, ValueError):
         return b""
 
 
-def _as_line(entry: StepMetrics) -> str:
-    return json.dumps(
-        {
-            "number": entry.number,
-            "step": entry.step,
-            "time_ms": entry.time_ms,
-            "metrics": dict(entry.metrics),
-        }
-    )
-
-
-def _ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
+def _merge_ranges(numbers: Iterable[int]) -> Iterator[list[int]]:
+    """Yield the first and last number of each run of successive numbers, which start at 1."""
     first = last = 0
     for number in numbers:
         if first and number == last + 1:
@@ -346,7 +330,7 @@ def _open_locked(path: Path) -> int:
 
 
 def lock(file: int) -> None:
-    """Lock a file while this process lives, where the system and the file system can."""
+    """Lock a file while this process lives, if the system and the file system support it."""
     try:
         import fcntl
     except ImportError:
@@ -367,5 +351,5 @@ def _write_all(file: int, data: bytes) -> None:
 def _remove_if_empty(folder: Path) -> None:
     try:
         folder.rmdir()
-    except OSError:  # other trackers' files are there
+    except OSError:  # it has files of other trackers
         return

@@ -19,7 +19,7 @@ from mcore.observe import (
     training_log,
 )
 from mcore.observe.__main__ import main
-from mcore.observe.sinks.background import BackgroundRun
+from mcore.observe.sinks.delivery.tracker_run import TrackerRun
 from rank_testing import preload
 from rank_testing.scripts import Script, run_script
 
@@ -239,15 +239,15 @@ def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog
         import torch
 
         handed_s = []
-        original = BackgroundRun.log_metrics
+        original = TrackerRun.log_metrics
 
         def timed(run, *args, **options):
             began_s = time.thread_time()
             original(run, *args, **options)
             handed_s.append(time.thread_time() - began_s)
 
-        monkeypatch.setattr(BackgroundRun, "log_metrics", timed)
-        monkeypatch.setattr("mcore.observe.sinks.mlflow_run.MlflowRun.log_metrics", timed)
+        monkeypatch.setattr(TrackerRun, "log_metrics", timed)
+        monkeypatch.setattr("mcore.observe.sinks.mlflow.MlflowRun.log_metrics", timed)
         began_s = time.monotonic()
         for step in range(1, 201):
             state.train_state.step = step
@@ -263,8 +263,10 @@ def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog
     sys.modules["wandb"].teardown()
     assert took_s < 150  # where it waited, 250 s
     warnings = [r.getMessage() for r in caplog.records if r.name.startswith("mcore.observe")]
-    warnings = [text for text in warnings if " is away, training" in text]
-    assert len(warnings) == len({text.split(" is away")[0] for text in warnings}) <= 2, warnings
+    warnings = [text for text in warnings if " is unreachable, training" in text]
+    assert len(warnings) == len({text.split(" is unreachable")[0] for text in warnings}) <= 2, (
+        warnings
+    )
     assert len(set(threading.enumerate()) - threads) < 20
 
 

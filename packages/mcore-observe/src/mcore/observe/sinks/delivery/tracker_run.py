@@ -1,4 +1,4 @@
-"""A run of a tracker that is opened and written in the background; no training step waits."""
+"""A run of a tracker that is opened and written in the background, while training continues."""
 
 from __future__ import annotations
 
@@ -6,14 +6,16 @@ import abc
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from mcore.observe.process.process_end import on_process_end
-from mcore.observe.settings.secrets import mask_secrets
-from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.sinks.sender import MetricSender
-from mcore.observe.sinks.spool import EarlierSpools, Spool, SpoolOwner, StepMetrics
+from mcore.observe.sinks.delivery.process_end import on_process_end
+from mcore.observe.sinks.delivery.sender import MetricSender
+from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, SpoolOwner, StepMetrics
+from mcore.observe.sinks.scalars import as_number, plain_numbers
+from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -22,20 +24,43 @@ _ENTRIES_PER_CALL = 20
 _Client = TypeVar("_Client")
 
 
-class BackgroundRun(abc.ABC, Generic[_Client]):
-    """One run of a tracker, which may be logged to before it is open.
+@dataclass(frozen=True)
+class Opening:
+    """The arguments that open a run of a tracker."""
+
+    settings: Any  # of the logger
+    config: Any = None  # the whole configuration, which the tracker may show as texts
+    run_id: str | None = None  # of a run to continue
+    resume_step: int | None = None  # the last valid step of that run
+    spool: Spool | None = None
+    earlier: EarlierSpools | None = None
+    on_open: Callable[[str], None] | None = None
+
+    def options(self) -> dict[str, Any]:
+        """Return the keyword arguments that every :class:`TrackerRun` has in common."""
+        closing_s = as_number(getattr(self.settings, "closing_s", None))
+        return {
+            "spool": self.spool,
+            "closing_s": 10.0 if closing_s is None else float(closing_s),
+            "earlier": self.earlier,
+            "on_open": self.on_open,
+        }
+
+
+class TrackerRun(abc.ABC, Generic[_Client]):
+    """One run of a tracker, which accepts metrics before it is open.
 
     Metrics wait in memory, and with a spool on the disk too. A tracker that cannot be opened or
-    goes away is one WARNING and is retried, unless its library is missing or the settings are
-    wrong. The run ends when the process does, if not before.
+    stops responding is one WARNING and is retried, unless its library is missing or the settings
+    are wrong. The end of the process ends the run, unless it has ended before.
 
     Args:
-        connect: Opens the run: called when it is first needed, and again after it failed.
-        name: What messages call the tracker.
-        spool: Keeps on the disk what has not arrived.
-        closing_s: Seconds that :meth:`close` waits for a tracker that is away.
+        connect: Opens the run: called when it is first needed, and after each failure.
+        name: The tracker's name in messages.
+        spool: Keeps metrics on the disk until they arrive.
+        closing_s: Seconds that :meth:`close` waits for an unreachable tracker.
         max_per_call: Values that are written at once.
-        earlier: What earlier starts of the run could not send; it is sent first.
+        earlier: Metrics that earlier starts of the run could not send. They are sent first.
         on_open: Called with the run's id once it is open.
     """
 
@@ -65,15 +90,16 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         self._sender = MetricSender(
             name,
             self._send,
-            is_away=self._is_away,
+            is_unreachable=self._is_unreachable,
             spool=spool,
             is_preparing=lambda: time.monotonic() < self._preparing_until_s,
             max_per_call=max_per_call,
         )
         self._ended = False
         self._has_finished = False
+        # Reentrant: close() holds it while it calls close_by().
         self._ending = threading.RLock()
-        _LIVING.add(self)
+        _RUNS.add(self)
 
     @property
     def is_open(self) -> bool:
@@ -82,36 +108,45 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
 
     @property
     def run_id(self) -> str:
-        """The run's name in the tracker; empty until it is open."""
-        return "" if self._connection is None else self._id_of(self._connection)
+        """The run's name in the tracker, empty until it is open."""
+        return "" if self._connection is None else self._get_run_id(self._connection)
 
     @property
     def num_missing(self) -> int:
-        """Values that were logged and that the tracker has not taken, or not yet."""
+        """Values that were logged and have not arrived in the tracker."""
         return self.num_logged - self._num_settled
 
     def open(self) -> _Client:
         """Open the run unless it is open.
 
         Returns:
-            What :attr:`connect` returned.
+            The result of :attr:`connect`.
 
         Raises:
-            Exception: Whatever prevents that.
+            Exception: Any error of :attr:`connect`.
         """
         with self._connecting:
             if self._connection is None:
                 connection = self._connect()
-                self._note_open(connection)
+                # The library may have registered functions for the end of the process by now.
+                _RUNS.come_first()
+                run_id = self._get_run_id(connection)
+                if self._spool is not None:
+                    self._spool.note({"run_id": run_id})
+                if self._on_open is not None:
+                    self._on_open(run_id)
+                if self._earlier is not None:
+                    for owner in self._earlier.of_run(run_id):
+                        self._send_left(connection, owner, self._earlier.up_to)
                 self._connection = connection
             return self._connection
 
     def send_left(self, owner: SpoolOwner, up_to: int | None = None) -> int:
-        """Send what a dead process left in a spool file, and remove the file.
+        """Send the metrics that a dead process left in a spool file, and remove the file.
 
         Args:
             owner: The file.
-            up_to: The last step that is sent; later ones are dropped. None sends all.
+            up_to: The last step that is sent. Later ones are dropped. None sends all.
 
         Returns:
             Values sent.
@@ -120,11 +155,11 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         return self._send_left(connection, owner, up_to)
 
     def open_in_background(self) -> None:
-        """Start opening the run, so that nobody waits for an import or for a server."""
+        """Start to open the run, without waiting for an import or a server."""
         self._sender.start()
 
     def flush(self) -> None:
-        """Wait until all metrics have arrived, or until the tracker is found to be away.
+        """Wait until all metrics have arrived, or until the tracker is found unreachable.
 
         It does not wait for the run to be opened.
 
@@ -135,45 +170,46 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
             self._sender.flush()
 
     def release(self) -> None:
-        """Flush and release the run without ending it; another object may continue it."""
+        """Flush and release the run without ending it. Another object may continue it."""
         self._ended = True
-        _LIVING.remove(self)
+        _RUNS.remove(self)
         self._has_finished = self._sender.close(self.closing_s)
         self._leave_spool()
 
     def begin_close(self, status: str | None = None) -> None:
-        """Have the run ended in the background; :meth:`close` then waits for it."""
+        """Start to end the run in the background. :meth:`close` then waits for the end."""
         if not self._ended and self._sender.has_thread:
             self.status = status or self.status
             self._sender.begin_close(self._finish)
 
     def close(self, status: str | None = None) -> None:
-        """Flush and end the run; closing twice is fine, and the first status stays.
+        """Flush and end the run. Closing twice is fine, and the first status stays.
 
-        A tracker that is away is waited for, and so is a run that is being opened,
-        :attr:`closing_s` at most. Imports, and a tracker that answers, may take longer, unless the
-        status is ``"KILLED"``.
+        It waits at most :attr:`closing_s` for an unreachable tracker or for a run that is being
+        opened. Imports, and a tracker that responds, may take longer, unless the status is
+        ``"KILLED"``.
 
         Args:
-            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``; None is :attr:`status`.
+            status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``. None is :attr:`status`.
 
         Raises:
-            Exception: A batch that was refused, or why the run could not be opened; the run is
-                still ended.
+            Exception: A batch was refused, or the run could not be opened. The run is still ended.
         """
         with self._ending:
             if self._ended:
                 return
             self.status = status or self.status
-            self._close_by(time.monotonic() + self.closing_s)
+            self.close_by(time.monotonic() + self.closing_s)
 
-    def _close_by(self, deadline_s: float) -> None:
+    def close_by(self, deadline_s: float) -> None:
+        """Close with the present status, and wait for the tracker until ``time.monotonic()``."""
         with self._ending:
             if self._ended:
                 return
             self._ended = True
-            _LIVING.remove(self)
-            self._leave_status()
+            _RUNS.remove(self)
+            if self._spool is not None and self.num_logged:
+                self._spool.note({"status": self.status})
             try:
                 if self._sender.has_thread:
                     self._sender.begin_close(self._finish)
@@ -184,10 +220,6 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
             finally:
                 self._leave_spool()
 
-    def _leave_status(self) -> None:
-        if self._spool is not None and self.num_logged:
-            self._spool.note({"status": self.status})
-
     def _leave_spool(self) -> None:
         if self._spool is None:
             return
@@ -196,32 +228,22 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         else:
             self._spool.leave()
 
-    def _note_open(self, connection: _Client) -> None:
-        _LIVING.come_first()
-        run_id = self._id_of(connection)
-        if self._spool is not None:
-            self._spool.note({"run_id": run_id})
-        if self._on_open is not None:
-            self._on_open(run_id)
-        if self._earlier is not None:
-            for owner in self._earlier.of_run(run_id):
-                self._send_left(connection, owner, self._earlier.up_to)
-
     def _send_left(self, connection: _Client, owner: SpoolOwner, up_to: int | None) -> int:
         left = owner.contents.entries.values()
         entries = [entry for entry in left if up_to is None or entry.step <= up_to]
-        missing = self._without_known(connection, entries)
+        missing = self._drop_known(connection, entries)
         for start in range(0, len(missing), _ENTRIES_PER_CALL):
             part = missing[start : start + _ENTRIES_PER_CALL]
             self._write(connection, part)
+            # After each part: if this process dies too, the next replay sends only the rest.
             owner.settle(part)
         owner.remove()
         return sum(len(entry.metrics) for entry in missing)
 
-    def _without_known(
+    def _drop_known(
         self, connection: _Client, entries: Sequence[StepMetrics]
     ) -> Sequence[StepMetrics]:
-        """Leave out what the tracker took before an earlier process died."""
+        """Drop metrics that arrived in the tracker before an earlier process died."""
         return entries
 
     def log_metrics(
@@ -230,17 +252,14 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         """Send metrics of one step in the background.
 
         Args:
-            metrics: Numbers by name; None is left out, NaN is kept.
-            step: The step; None is 0.
-            time_s: When they were measured, in seconds of ``time.time()``; None is now.
+            metrics: Numbers by name. None is dropped, NaN is kept.
+            step: The step. None is 0.
+            time_s: When they were measured, in seconds of ``time.time()``. None is now.
 
         Raises:
             RuntimeError: The run was closed.
-            Exception: What the tracker raised for metrics sent earlier.
+            Exception: An error of the tracker for metrics sent earlier.
         """
-        self._put(metrics, step, time_s)
-
-    def _put(self, metrics: Mapping[str, Any], step: int | None, time_s: float | None) -> None:
         if self._ended:
             raise RuntimeError(f"the {self._name} run {self.run_id} was closed; open it again")
         numbers = plain_numbers(metrics)
@@ -254,7 +273,8 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
             if entries:
                 self._write(connection, entries)
         except Exception as error:
-            if not self._is_away(error):
+            # Refused for good: a replay must not send them either.
+            if not self._is_unreachable(error):
                 self._settle(entries)
             raise
         self._num_settled += sum(len(entry.metrics) for entry in entries)
@@ -264,19 +284,19 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         if self._spool is not None:
             self._spool.settle(entries)
 
-    def _is_away(self, error: Exception) -> bool:
+    def _is_unreachable(self, error: Exception) -> bool:
         """Return whether the same call may succeed later."""
         if self.is_open:
             return isinstance(error, OSError)
         return not isinstance(error, (ImportError, ValueError))
 
-    def _id_of(self, connection: _Client) -> str:
+    def _get_run_id(self, connection: _Client) -> str:
         """Return the run's name in the tracker."""
         return ""
 
     @abc.abstractmethod
     def _write(self, connection: _Client, entries: Sequence[StepMetrics]) -> None:
-        """Hand entries to the tracker, waiting for it."""
+        """Write entries to the tracker, waiting for it."""
 
     @abc.abstractmethod
     def _end(self, connection: _Client, status: str) -> None:
@@ -288,10 +308,10 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         try:
             self._end(self._connection, self.status)
         except Exception as error:
-            if not self._is_away(error):
+            if not self._is_unreachable(error):
                 raise
             logger.error(
-                "%s is away and shows the run %s as running: %s",
+                "%s is unreachable and shows the run %s as running: %s",
                 self._name,
                 self.run_id,
                 mask_secrets(str(error)),
@@ -299,71 +319,66 @@ class BackgroundRun(abc.ABC, Generic[_Client]):
         else:
             self._has_finished = True
 
-    def preparing(self) -> _Preparing:
-        """Return a context for work of this process, which does not count as waiting."""
-        return _Preparing(self)
+    @contextmanager
+    def preparing(self) -> Iterator[None]:
+        """Mark the run as busy with work of this process, such as an import."""
+        self._preparing_until_s = time.monotonic() + _PREPARING_S
+        try:
+            yield
+        finally:
+            self._preparing_until_s = 0.0
 
 
-class ClientRun(BackgroundRun[_Client]):
-    """A background run with the attributes of the tracker's own client, waiting until it is open.
+class ClientRun(TrackerRun[_Client]):
+    """A run that also has the attributes of the tracker's client. Reading them waits for it.
 
-    Its own methods, which log, wait for nothing.
+    Methods of this class and its subclasses, which log, do not wait.
     """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        return getattr(self._client_of(self.open()), name)
+        return getattr(self._get_client(self.open()), name)
 
-    def _client_of(self, connection: _Client) -> Any:
-        """Return the tracker's own client."""
+    def _get_client(self, connection: _Client) -> Any:
+        """Return the tracker's client."""
         return connection
 
 
-class _Preparing:
-    """Marks a run as busy with an import while it lasts."""
-
-    def __init__(self, run: BackgroundRun[Any]) -> None:
-        self._run = run
-
-    def __enter__(self) -> None:
-        self._run._preparing_until_s = time.monotonic() + _PREPARING_S
-
-    def __exit__(self, *error: object) -> None:
-        self._run._preparing_until_s = 0.0
-
-
-def close_together(runs: Sequence[BackgroundRun[Any]], status: str | None = None) -> None:
-    """Close runs at the same time, so that it takes as long as the slowest; errors are warnings."""
+def close_together(runs: Sequence[TrackerRun[Any]], status: str | None = None) -> None:
+    """Close runs at the same time: it takes as long as the slowest. Errors are warnings."""
     for run in runs:
         run.begin_close(status)
     started_s = time.monotonic()
     for run in runs:
         run.status = status or run.status
         try:
-            run._close_by(started_s + run.closing_s)
+            run.close_by(started_s + run.closing_s)
         except Exception as error:
             text = mask_secrets(str(error))
             logger.warning("%s: %s: %s", run._name, type(error).__name__, text)
 
 
-class _Living:
-    """The runs that are to be closed when the process ends."""
+class _UnendedRuns:
+    """The runs to close when the process ends."""
 
     def __init__(self) -> None:
-        self._runs: set[BackgroundRun[Any]] = set()
+        self._runs: set[TrackerRun[Any]] = set()
         self._cancel: Callable[[], None] | None = None
 
-    def add(self, run: BackgroundRun[Any]) -> None:
+    def add(self, run: TrackerRun[Any]) -> None:
         self._runs.add(run)
         if self._cancel is None:
             self.come_first()
 
-    def remove(self, run: BackgroundRun[Any]) -> None:
+    def remove(self, run: TrackerRun[Any]) -> None:
         self._runs.discard(run)
 
     def come_first(self) -> None:
-        """Be called before what trackers' libraries have registered for the end meanwhile."""
+        """Move our exit hook ahead of hooks that tracker libraries registered since.
+
+        Their hooks end their threads or processes, after which nothing can be sent.
+        """
         if self._cancel is not None:
             self._cancel()
         self._cancel = on_process_end(self._close)
@@ -372,4 +387,4 @@ class _Living:
         close_together(list(self._runs), status)
 
 
-_LIVING = _Living()
+_RUNS = _UnendedRuns()

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.sinks.sender import MetricSender
-from mcore.observe.sinks.spool import Spool, StepMetrics
+from mcore.observe.sinks.delivery.sender import MetricSender
+from mcore.observe.sinks.delivery.spool import Spool, StepMetrics
 from rank_testing.scripts import run_script
 
 
@@ -20,7 +20,10 @@ def steps(calls):
 
 
 def make(send, **options):
-    options = {"is_away": lambda error: isinstance(error, OSError), "first_retry_s": 0.01} | options
+    options = {
+        "is_unreachable": lambda error: isinstance(error, OSError),
+        "first_retry_s": 0.01,
+    } | options
     return MetricSender("tracker", send, **options)
 
 
@@ -58,7 +61,7 @@ def threads_to(name):
 
 def test_order_and_threads():
     server = Server()
-    sender = MetricSender("this tracker", server.send, is_away=lambda error: False)
+    sender = MetricSender("this tracker", server.send, is_unreachable=lambda error: False)
     assert not threads_to("this tracker")
     for step in range(100):
         sender.put(entry(step))
@@ -117,7 +120,7 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     for step in range(1, 50):
         sender.put(entry(step))
     wait_for(lambda: server.attempts >= 4)
-    sender.flush()  # the tracker is away: comes back without an error
+    sender.flush()  # the tracker is unreachable: returns without an error
     assert sender.num_kept == 49
     server.is_down = False
     for step in range(50, 60):
@@ -128,10 +131,10 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     assert [(r.levelname, r.getMessage()) for r in said_of_the_tracker(caplog)] == [
         (
             "WARNING",
-            "tracker is away, training continues: the last 100000 values are kept and sent when it "
-            "is back: OSError: connection refused by http://***@host",
+            "tracker is unreachable, training continues: the last 100000 values are kept and sent "
+            "when it responds: OSError: connection refused by http://***@host",
         ),
-        ("INFO", "tracker is back; 0 values were lost meanwhile"),
+        ("INFO", "tracker is reachable again, 0 values were lost"),
     ]
 
 
@@ -152,7 +155,7 @@ def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     lost = 1 + 29 * 2 - sum(len(e.metrics) for call in server.calls for e in call)
     assert (
         said_of_the_tracker(caplog)[-1].getMessage()
-        == f"tracker is back; {lost} values were lost meanwhile"
+        == f"tracker is reachable again, {lost} values were lost"
     )
     assert lost > 40
 
@@ -233,7 +236,7 @@ def test_close_gives_up_after_its_time_and_reports_what_is_lost(caplog):
     last = said_of_the_tracker(caplog)[-1]
     assert (last.levelname, last.getMessage()) == (
         "ERROR",
-        "tracker is away: 6 values of steps 3 to 5 did not reach it",
+        "tracker is unreachable: 6 values of steps 3 to 5 have not arrived",
     )
     assert sender.num_kept == 0
 
@@ -255,11 +258,11 @@ def test_close_leaves_a_call_that_hangs_behind():
 def test_metrics_are_still_sent_while_the_interpreter_exits():
     code = (
         "import atexit, time\n"
-        "from mcore.observe.sinks.sender import MetricSender\n"
-        "from mcore.observe.sinks.spool import StepMetrics\n"
+        "from mcore.observe.sinks.delivery.sender import MetricSender\n"
+        "from mcore.observe.sinks.delivery.spool import StepMetrics\n"
         "sent = []\n"
         "send = lambda entries: (time.sleep(0.05), sent.extend(entries))\n"
-        "sender = MetricSender('t', send, is_away=lambda e: False, max_per_call=5)\n"
+        "sender = MetricSender('t', send, is_unreachable=lambda e: False, max_per_call=5)\n"
         "atexit.register(lambda: (sender.close(), print(len(sent))))\n"
         "for n in range(50): sender.put(StepMetrics({'a': 1.0}, n, n))\n"
     )

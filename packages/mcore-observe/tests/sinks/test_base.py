@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from mcore.observe.sinks import GuardedSink, MemorySink
-from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.values.scalars import _warn_left_out
+from mcore.observe.sinks.scalars import _warn_left_out, plain_numbers
 
 
 @pytest.fixture(autouse=True)

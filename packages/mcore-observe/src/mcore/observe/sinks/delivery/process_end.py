@@ -13,7 +13,7 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import NoReturn
 
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.secrets import mask_secrets
 
 logger = logging.getLogger(__name__)
 
@@ -40,17 +40,20 @@ def status_of(error: BaseException | None) -> str:
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "FINISHED"
+        # A shell reports a process that a signal ended with 128 + the signal's number.
         signals = {128 + number for number in (signal.SIGINT, *_SIGNALS)}
         return "KILLED" if error.code in signals else "FAILED"
     return "KILLED" if isinstance(error, KeyboardInterrupt) else "FAILED"
 
 
 def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> Callable[[], None]:
-    """Call a function with the status when the interpreter exits; return what cancels that.
+    """Call a function with the status when the interpreter exits.
 
-    It is called before what others have registered with :mod:`atexit` by then. ``os._exit`` and
-    SIGKILL call nothing; ``raise SystemExit(1)`` without a ``with`` block looks finished here. The
-    latest is called first, after those that ask to be ``first``.
+    It is called before functions that others have registered with :mod:`atexit` so far. The
+    latest callback is called first, after all ``first`` ones. ``os._exit`` and SIGKILL call
+    nothing. ``raise SystemExit(1)`` outside a ``with`` block of a run appears as finished.
+
+    Returns a function that cancels the call.
     """
     _WATCH.install()
     callbacks = _WATCH.first_callbacks if first else _WATCH.callbacks
@@ -64,7 +67,7 @@ def on_process_end(callback: Callable[[str], None], *, first: bool = False) -> C
 
 
 class _ProcessWatch:
-    """Watches how the process ends; does nothing before ``install``."""
+    """Watches how the process ends, and does nothing before ``install``."""
 
     def __init__(self) -> None:
         self.callbacks: list[Callable[[str], None]] = []
@@ -73,44 +76,47 @@ class _ProcessWatch:
         self._installed_in: int | None = None
 
     def install(self) -> None:
-        """Link into ``sys.excepthook`` and ``sys.exit``, and have signals exit cleanly.
+        """Replace ``sys.excepthook`` and ``sys.exit``, and make signals exit cleanly.
 
-        SIGTERM and SIGHUP are left alone where they have a handler or are ignored.
+        SIGTERM and SIGHUP keep a handler that they have, and stay ignored if they are.
         """
-        atexit.unregister(self._run_callbacks)  # whatever was registered meanwhile comes later
+        # atexit calls the latest first: registering anew puts ours before all others.
+        atexit.unregister(self._run_callbacks)
         atexit.register(self._run_callbacks)
         if self._installed_in is not None:
             return
         self._installed_in = os.getpid()
         self._previous_hook = sys.excepthook
-        sys.excepthook = self._note_exception
+        sys.excepthook = self._record_exception
         self._previous_exit: Callable[..., NoReturn] = sys.exit
-        sys.exit = self._note_exit
+        # SystemExit reaches no excepthook, and atexit functions do not get the exit code.
+        sys.exit = self._record_exit
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
                 if signal.getsignal(number) is signal.SIG_DFL:
-                    signal.signal(number, self._note_signal)
+                    signal.signal(number, self._exit_on_signal)
 
-    def _note_exception(
+    def _record_exception(
         self, kind: type[BaseException], error: BaseException, traceback: TracebackType | None
     ) -> None:
         self._status = status_of(error)
         self._previous_hook(kind, error, traceback)
 
-    def _note_exit(self, status: str | int | None = None, /) -> NoReturn:
+    def _record_exit(self, status: str | int | None = None, /) -> NoReturn:
+        # In another thread sys.exit ends only that thread.
         if threading.current_thread() is threading.main_thread():
             self._status = status_of(SystemExit(status))
         self._previous_exit(status)
 
-    def _note_signal(self, signum: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._installed_in:  # a forked child: die as it would have without us
+    def _exit_on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if os.getpid() != self._installed_in:  # a forked child: die as without this handler
             signal.signal(signum, signal.SIG_DFL)
             os.kill(os.getpid(), signum)
         self._status = "KILLED"
         raise SystemExit(128 + signum)
 
     def _run_callbacks(self) -> None:
-        if os.getpid() != self._installed_in:
+        if os.getpid() != self._installed_in:  # the trackers belong to the parent process
             return
         for callback in reversed((*self.callbacks, *self.first_callbacks)):
             try:

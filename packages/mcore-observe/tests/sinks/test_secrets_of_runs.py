@@ -21,12 +21,12 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
-from mcore.observe.process.process_end import _ProcessWatch
+from mcore.observe.sinks.delivery.process_end import _ProcessWatch
+from mcore.observe.sinks.trackers import TRACKERS
 from rank_testing import preload, run_ranks
 
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 SECRETS = [f"s3cret-number-{i}" for i in range(10)]
-TRACKERS = {"tensorboard": "tensorboard", "mlflow": "mlflow", "wandb": "wandb", "comet": "comet_ml"}
 
 
 def config_with_secrets(**logger):
@@ -52,33 +52,28 @@ def config_with_secrets(**logger):
     )
 
 
-def settings_of(tracker, folder):
-    return {
-        "tensorboard": {"tensorboard_dir": str(folder)},
-        "mlflow": {
-            "mlflow_experiment": "e",
-            "mlflow_run_name": "r",
-            "mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db",
-            "comet_api_key": SECRETS[8],
-        },
-        "wandb": {
-            "wandb_project": "p",
-            "wandb_exp_name": "e",
-            "wandb_save_dir": str(folder),
-            "comet_api_key": SECRETS[8],
-        },
-        "comet": {"comet_project": "p", "comet_experiment_name": "e"},
-    }[tracker]
+def settings_of(spec, folder):
+    settings = {spec.wanted_by: str(folder)}
+    if spec.named_by is not None:
+        settings = {spec.wanted_by: "e", spec.named_by: "r"}
+    if spec.name != "comet":  # with a key it would not write offline
+        settings["comet_api_key"] = SECRETS[8]
+    places = {
+        "mlflow_tracking_uri": f"sqlite:///{folder}/mlflow.db",
+        "wandb_save_dir": str(folder),
+    }
+    return settings | {name: places[name] for name in spec.settings if name in places}
 
 
 def run_with_secrets(tracker, folder):
+    (spec,) = (spec for spec in TRACKERS if spec.name == tracker)
     out, records = io.StringIO(), io.StringIO()
     logging.basicConfig(stream=records, level=logging.DEBUG, force=True)
     with redirect_stdout(out), redirect_stderr(out):
         state = GlobalState(
-            config_with_secrets(**settings_of(tracker, folder)), train_state=TrainState(step=1)
+            config_with_secrets(**settings_of(spec, folder)), train_state=TrainState(step=1)
         )
-        client = getattr(state, f"{tracker}_logger")
+        client = getattr(state, spec.attribute)
         training_log(
             {"lm loss": torch.tensor(2.5)}, {}, 1e-4, None, 1.0, False, 0, None, None, None,
             state.cfg, state, None, None,
@@ -116,7 +111,13 @@ def all_bytes(folder):
 
 
 @pytest.mark.parametrize(
-    "tracker", [pytest.param(one, marks=pytest.mark.needs(TRACKERS[one])) for one in TRACKERS]
+    "tracker",
+    [
+        pytest.param(
+            spec.name, marks=pytest.mark.needs("tensorboard", spec.module.partition(".")[0])
+        )
+        for spec in TRACKERS
+    ],
 )
 def test_no_secret_reaches_files_output_or_messages(tracker, tmp_path, offline):
     env = offline(tmp_path, quiet=False) | {"SOME_TOKEN": SECRETS[6]}

@@ -115,7 +115,7 @@ def test_a_server_that_is_away_at_first_is_one_warning(caplog):
     assert opener.client.ended == [("r", "FINISHED")]
     assert opener.calls == 3
     (warning,) = (r.getMessage() for r in caplog.records if r.levelname == "WARNING")
-    assert warning.startswith("MLflow at http://***@host is away, training continues: ")
+    assert warning.startswith("MLflow at http://***@host is unreachable, training continues: ")
     assert warning.endswith(": ConnectionError: cannot reach http://***@host")
 
 
@@ -128,7 +128,7 @@ def test_a_server_that_stays_away_is_given_up_and_what_is_missing_is_counted(cap
     run.close()
     assert (run.is_open, run.num_missing, run.num_logged) == (False, 3, 3)
     assert opener.client.ended == []
-    assert "MLflow is away: 3 values of steps 1 to 2 did not reach it" in caplog.text
+    assert "MLflow is unreachable: 3 values of steps 1 to 2 have not arrived" in caplog.text
     with pytest.raises(RuntimeError, match="was closed"):
         run.log_metrics({"a": 1.0}, 3)
 

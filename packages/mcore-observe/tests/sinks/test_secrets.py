@@ -13,7 +13,7 @@ from mcore.observe import (
     config_params,
     mask_secrets,
 )
-from mcore.observe.settings.secrets import without_secrets
+from mcore.observe.sinks.secrets import without_secrets
 
 
 @pytest.mark.parametrize(

@@ -79,7 +79,7 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
     log_steps(state, 11, 20)  # not all of them sent when the server dies
     server.kill()
     log_steps(state, 21, 30)
-    wait_for(lambda: "MLflow is away" in caplog.text)
+    wait_for(lambda: "MLflow is unreachable" in caplog.text)
     log_steps(state, 31, 40)
     assert state.sinks()[0].is_on
 
@@ -100,7 +100,7 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
 
     warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
     assert len(warnings) == 1, warnings
-    assert warnings[0].startswith("MLflow is away, training continues: ")
-    assert "MLflow is back; 0 values were lost meanwhile" in caplog.text
+    assert warnings[0].startswith("MLflow is unreachable, training continues: ")
+    assert "MLflow is reachable again, 0 values were lost" in caplog.text
     assert PASSWORD not in caplog.text + str(kept.data.params) + repr(state.cfg) + repr(run)
     assert kept.data.params["logger.mlflow_tracking_uri"] == f"http://***@127.0.0.1:{server.port}"
