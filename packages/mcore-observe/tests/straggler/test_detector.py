@@ -387,7 +387,7 @@ def test_undeclared_sections_are_local_with_one_warning(detector, clock, caplog)
     assert "extra" not in detector.last_report.sections
     [line] = [line for line in lines_of(caplog) if "Rtt" not in line]
     assert "'extra'" in line
-    with pytest.raises(ValueError, match="no name"):
+    with pytest.raises(ValueError, match="give a non-empty text"):
         detector.section("")
 
 

@@ -350,7 +350,7 @@ def test_log_and_report_agree():
         extremes = [(value, rank) for value, rank, _ in (v() for v in found.report.min_max(metric))]
         assert str(extremes) == str(list(found.extremes[metric]))
     assert found.report.throughput_ends(2) == found.throughput_ends(2)
-    assert found.report.outliers == found.outliers
+    assert found.report.stragglers == found.stragglers
 
 
 def synthetic(world):
@@ -450,7 +450,7 @@ def test_reports_against_plain_python(world, seed):
 def test_what_nobody_reads_is_not_made():
     found = compared(synthetic(256)[1])
     report_lines(found, num_ranks=3)
-    outlier_lines(found.outliers)
+    outlier_lines(found.stragglers)
     assert "report" not in vars(found)
     assert len(found.report.metrics["elapsed_ms"]) == 256
     assert found.report is found.report

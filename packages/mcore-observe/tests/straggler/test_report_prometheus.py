@@ -145,7 +145,7 @@ def test_age_of_the_report_refused_requests_and_the_training(report, text_of):
     state = ControllerState(rank=0, world_size=2, enabled=True)
     found = families(text_of(state, None))
     assert samples(found["mcore_straggler_last_report_timestamp_seconds"]) == {}
-    state.refused()
+    state.count_refusal()
     state.show({"lm loss": 2.5, "x": 1.0})
     state.show({"x": 3.0})
     found = families(text_of(state, report))

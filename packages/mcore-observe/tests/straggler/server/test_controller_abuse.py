@@ -318,7 +318,7 @@ def test_20_000_hostile_requests_change_nothing(served):
         answer = connection.answer
         statuses[int(answer.split(b" ", 2)[1]) if answer.startswith(b"HTTP/") else None] += 1
         assert b"lm loss" not in answer
-    server._asked.clear()  # as the thread of a connection does at its end
+    server._complete.clear()  # as the thread of a connection does at its end
     assert statuses.total() == NUM_REQUESTS
     assert set(statuses) <= {None, 200, *REFUSALS}
     assert min(statuses[401], statuses[403]) > 2000

@@ -381,7 +381,7 @@ def test_other_sites_in_the_same_browser_can_do_nothing(browser, serve):
         server.server_close()
     assert state.wanted() is True
     browser.driver.get(f"http://evil.example:{address[1]}/ui")
-    assert "ask for localhost or an address" in browser.driver.page_source
+    assert "send requests to localhost or an IP address" in browser.driver.page_source
     refused = "return fetch('/off', {method: 'POST'}).then((answer) => answer.status)"
     assert browser.run(refused) == 403
     assert state.wanted() is True

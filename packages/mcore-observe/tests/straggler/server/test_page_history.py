@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.observe.straggler.server.page.answers import PageView
+from mcore.observe.straggler.server.page.answers import PageAnswers
 from mcore.observe.straggler.server.page.history import MOST_BYTES, History
 from mcore.observe.straggler.server.routes import ControllerState, Router
 
@@ -41,7 +41,7 @@ def by_numpy(values, group, how, is_low_bad):
 
 
 def ask(history, query="", **status):
-    return json.loads(PageView(history).data(query, status))
+    return json.loads(PageAnswers(history).data(query, status))
 
 
 @settings(deadline=None, max_examples=60)
@@ -114,13 +114,13 @@ def test_only_new_reports_are_sent_and_old_ones_go(simulated_job):
 
 def test_slow_ranks_have_a_place_and_a_beginning_and_an_end(simulated_job):
     history, job = History(), simulated_job(16)
-    view = PageView(history)
+    answers = PageAnswers(history)
 
     def report(number, slow_ms):
         times = [100.0] * 16
         times[9] = slow_ms
         history.add(job.report(elapsed(*times), unix_time=float(number)))
-        return json.loads(view.data("", {}))
+        return json.loads(answers.data("", {}))
 
     for number in range(3):
         assert report(number, 100.0)["slow"] == {"count": 0, "ranks": []}
@@ -144,25 +144,25 @@ def test_of_two_ranks_the_slow_one_is_held_against_the_other(simulated_job):
     history, job = History(), simulated_job(2)
     for number in range(4):
         history.add(job.report(elapsed(100, 400), unix_time=float(number)))
-    [slow] = json.loads(PageView(history).data("", {}))["slow"]["ranks"]
+    [slow] = json.loads(PageAnswers(history).data("", {}))["slow"]["ranks"]
     [sign] = slow["signs"]
     assert (sign["value"], sign["median"]) == (400, 100)
 
 
 def test_a_ranks_line_and_the_worst_rank_of_a_row(simulated_job):
     history, job = History(), simulated_job(8, hosts=["<b>"] * 8)
-    view = PageView(history)
+    answers = PageAnswers(history)
     with pytest.raises(ValueError, match="no report yet"):
-        view.rank("rank=0")
+        answers.rank("rank=0")
     history.add(job.report(elapsed(*range(8)), unix_time=1.0))
     history.add(job.report(elapsed(*range(8, 0, -1)), unix_time=2.0))
-    line = json.loads(view.rank("rank=3"))
+    line = json.loads(answers.rank("rank=3"))
     assert (line["host"], line["device"], line["rank"]) == ("<b>", "cuda:3", 3)
     assert (line["first_report"], line["values"]) == (0, [3, 5])
     assert line["latest"][:2] == [[5, 4], [None, None]]
-    assert json.loads(view.rank("first=2&end=6&report=0"))["rank"] == 5
-    assert json.loads(view.rank("first=2&end=6&report=1"))["rank"] == 2
-    assert json.loads(view.rank("first=2&end=6&metric=5"))["rank"] == 2  # nobody knows
+    assert json.loads(answers.rank("first=2&end=6&report=0"))["rank"] == 5
+    assert json.loads(answers.rank("first=2&end=6&report=1"))["rank"] == 2
+    assert json.loads(answers.rank("first=2&end=6&metric=5"))["rank"] == 2  # nobody knows
 
 
 @pytest.mark.parametrize(
@@ -231,7 +231,7 @@ def test_memory_and_answers_stay_bounded_with_4096_ranks(simulated_job):
     history = History()
     for _ in range(520):
         history.add(found)
-    text = PageView(history).data("rows=512", {})
+    text = PageAnswers(history).data("rows=512", {})
     answer = json.loads(text)
     assert (history.num_kept, answer["map"]["rows"], answer["map"]["group"]) == (500, 512, 8)
     assert len(text) < 800_000

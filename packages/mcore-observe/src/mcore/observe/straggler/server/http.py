@@ -150,12 +150,12 @@ class ControllerRequest(BaseHTTPRequestHandler):
 
     def _send(self, answer: Answer) -> None:
         body, packing = answer.body.encode(), {}
-        codings = (one.partition(";") for one in self.headers.get("Accept-Encoding", "").split(","))
-        if answer.packed is not None and any(
-            name.strip().lower() == "gzip" and "".join(quality.split()) not in ("q=0", "q=0.0")
-            for name, _, quality in codings
-        ):
-            body, packing = answer.packed, {"Content-Encoding": "gzip"}
+        if answer.packed is not None:  # else there may be no headers
+            codings = self.headers.get("Accept-Encoding", "").split(",")
+            for name, _, quality in (coding.partition(";") for coding in codings):
+                is_refused = "".join(quality.split()) in ("q=0", "q=0.0")
+                if name.strip().lower() == "gzip" and not is_refused:
+                    body, packing = answer.packed, {"Content-Encoding": "gzip"}
         self.request_version = self.protocol_version  # else the base class omits headers for 0.9
         self.send_response_only(answer.status)
         headers = {
