@@ -37,7 +37,7 @@ def test_names_are_loaded_from_the_modules_that_type_checkers_see():
     package = mcore.observe
     typed = imported_names(package)
     assert typed.pop("__version__") == "mcore.observe._version"
-    assert package._MODULE_OF == typed
+    assert typed == package._MODULE_OF
     for name, module in typed.items():
         assert getattr(package, name) is getattr(sys.modules[module], name), name
 
