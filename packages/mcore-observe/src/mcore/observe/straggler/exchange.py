@@ -68,7 +68,7 @@ def encode_row(
     for section in range(num_sections):
         of_section = stats.get(section, NO_STATS)
         row += (of_section.count, of_section.sum_ms, of_section.median_ms, of_section.max_ms)
-    # torch.tensor takes three times as long, because it inspects each number.
+    # torch.tensor inspects each number and needs three times as long.
     return torch.frombuffer(array("d", row), dtype=torch.float64)
 
 
@@ -133,8 +133,8 @@ class Exchange:
         size = 1 if member is None else member.size()
         if world != size:
             raise ValueError(
-                f"world is {world}, but the process group has {size} ranks; give its size, and "
-                "initialise torch.distributed before configure() for more than one"
+                f"world is {world}, but the process group has {size} ranks. Give its size. For more "
+                "than one rank, initialise torch.distributed before configure()"
             )
         # A strong reference would keep the group's threads after destroy_process_group(), and they
         # abort the process at its exit.
@@ -204,7 +204,7 @@ class Exchange:
         try:
             if self._has_gloo:
                 # gloo's all-gather passes the rows around a ring, hop by hop. Sending such a short
-                # row to each rank directly takes half the time with 4 ranks, and less with more.
+                # row to each rank directly halves the time with 4 ranks, and saves more with more.
                 # dist.all_to_all_single would add a tenth to a report of 2 ranks.
                 for_each = torch.cat([row] * self._size)  # a fifth of the time of repeat()
                 group.alltoall_base(rows, for_each, [], []).wait()
@@ -235,5 +235,5 @@ def _reject_ranks(ranks: Sequence[int], what: str, world: int) -> None:
     if ranks:
         raise RuntimeError(
             f"straggler report: ranks {sorted(ranks)} differ from rank 0 in the {what} given to "
-            f"configure(); give all {world} ranks the same"
+            f"configure(). Give all {world} ranks the same"
         )

@@ -122,7 +122,7 @@ class PastReports:
             + [SECTIONS_START + STATS_PER_SECTION * kind + 1 for kind in sections]
             + [ELAPSED + columns.index(name) for name in ("clock_mhz", *_TELEMETRY)]
         )
-        # A negative noise turns the sign of metrics whose low values are bad.
+        # A negative noise turns the sign of a metric if its low values are bad.
         noises = [_TIME_NOISE] * self.num_times + [-_TIME_NOISE]
         noises += [-noise if is_low_bad else noise for noise, is_low_bad in _TELEMETRY.values()]
         self._per_noise = torch.tensor(noises, dtype=torch.float64).reciprocal_().unsqueeze(1)
@@ -169,7 +169,7 @@ def find_outliers(
     num_judged = int((mean.isfinite().sum(dim=1) > 0).sum())
     world = mean.shape[1]
     limits = _compute_limits(num_judged - 1, world, rule.z)
-    # Most reports end here: only rows whose extremes are far apart are looked at closely.
+    # For speed: most rows have no extremes far enough apart, and are skipped.
     may_differ = _may_exceed(mean, limits[0] / math.sqrt(len(recent)))
     may_have_changed = [False] * num_times
     earlier = history[-num_reports - _NUM_EARLIER : -num_reports] if num_reports > 1 else ()
@@ -244,7 +244,7 @@ def _find_worse_than_others(
     sigma = _measure_noise(past, num_reports)
     # The variance of a rank's distance from a mean of num_good ranks: sigma^2 + sigma^2 / num_good.
     spread = sigma * math.sqrt(1 + 1 / num_good)
-    # The good ranks were chosen for being fast, so even an equal rank is behind them on average.
+    # The good ranks were selected for being fast: an equal rank is slower by the expected lead.
     limit = max(least, sigma * _compute_expected_lead(num_known - 1, num_good) + z * spread)
     leads = recent - recent[:, good].mean(dim=1, keepdim=True)
     return _select_lasting(leads, limit, spread)
@@ -271,7 +271,7 @@ def _find_slower_than_before(
 
 
 def _select_lasting(leads: torch.Tensor, limit: float, spread: float) -> _Distances:
-    """Return the ranks whose mean lead over the reports reaches a limit.
+    """Return the ranks with a mean lead over the reports that reaches a limit.
 
     The worst report counts as at most half the limit worse than the second worst: a single bad
     report is a hiccup.

@@ -167,7 +167,7 @@ class StragglerReport:
         stragglers: Ranks that stand out in the mean of the last three reports, and in two of them,
             from the other ranks or from their past. The worst are first.
         local_sections: Sections timed on this rank without being declared, for this rank only.
-        ranks: The number that each rank gave to ``configure``. Empty means 0, 1, 2 and so on.
+        ranks: The number that each rank passed to ``configure``. Empty means 0, 1, 2 and so on.
         devices: Device that each rank computes on, such as ``"cuda:3"``. Empty means unknown.
 
     Example:
@@ -249,7 +249,7 @@ class StragglerReport:
     def identify_stragglers(
         self, relative: float = 0.75, individual: float = 0.75
     ) -> dict[str, dict[str, tuple[int, ...]]]:
-        """List the ranks whose scores are too low.
+        """List the ranks with scores below a threshold.
 
         Args:
             relative: Threshold of the relative scores: 0.75 is a third slower than the fastest.
@@ -335,7 +335,7 @@ def throughput_ends(
 def _select_below(
     scores: Mapping[str, Sequence[float]], threshold: float, ranks: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ranks whose score is below a threshold, by section. NaN is never below."""
+    """Return the ranks with a score below a threshold, by section. NaN is never below."""
     return {
         name: tuple(rank for rank, score in zip(ranks, by_rank, strict=True) if score < threshold)
         for name, by_rank in scores.items()

@@ -21,7 +21,7 @@ Summary: TypeAlias = Literal["worst", "median"]
 
 MOST_REPORTS = 500
 MOST_BYTES = 128 << 20
-MOST_ROWS = 512  # of a map: with 4,096 ranks, a row stands for eight
+MOST_ROWS = 512  # of a map: with 4,096 ranks, a row is eight ranks
 SPREAD = ("mean", "sd", "min", "median", "max")
 
 _MOST_CODE = 65535
@@ -211,7 +211,7 @@ class History:
     ) -> Columns:
         """Return the reports after the first ``since``, as at most ``most_rows`` rows.
 
-        A row stands for 1, 2, 4 or more ranks and has their worst or median value.
+        A row is a group of 1, 2, 4 or more ranks and has their worst or median value.
         """
         with self._lock:
             first = max(since, self._num_reports - len(self._kept))
