@@ -9,7 +9,7 @@ from mcore.observe import JsonlSink, Outlier
 from mcore.observe.__main__ import main
 from mcore.observe.runs import log_slow_ranks
 from mcore.observe.runs.tables import Run
-from mcore.watch.sparkline import sparkline
+from mcore.observe.sparkline import sparkline
 
 EVIL = "<b>\x1b[31m\u2028</script>"
 

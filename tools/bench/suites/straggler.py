@@ -29,9 +29,8 @@ from bench.measure import Row, compare, paired
 from bench.peers import megatron, name_of, simulated_world
 from mcore.observe import SectionStats, StragglerDetector
 from mcore.observe.nvtx import configure_nvtx_profiling, nvtx_range_pop, nvtx_range_push
-from mcore.observe.straggler.events import EventRanges
 from mcore.observe.straggler.exchange import ELAPSED, ETPT, encode_row, row_length
-from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, EventRanges, HostRanges
 from mcore.observe.straggler.reporter import etpt_tf
 from mcore.parallel.torch_compat import all_gather_single
 from rank_testing import run_ranks
