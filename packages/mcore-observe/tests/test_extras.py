@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore.observe.settings.extras import is_extra_installed, require_extra
+from mcore.observe.extras import is_extra_installed, require_extra
 
 pytest_plugins = ["pytester"]
 
@@ -34,7 +34,7 @@ def test_any_distribution_with_the_library_will_do(monkeypatch):
 
 
 def test_every_extra_is_declared_by_the_distribution():
-    from mcore.observe.settings.extras import _DISTRIBUTIONS
+    from mcore.observe.extras import _DISTRIBUTIONS
 
     declared = importlib.metadata.metadata("mcore-observe").get_all("Provides-Extra")
     assert set(declared) == set(_DISTRIBUTIONS)

@@ -3,8 +3,8 @@ import math
 import pytest
 import torch
 
+from mcore.observe.loss_totals import add_step
 from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.values.loss_totals import add_step
 from mcore.observe.values.scalars import Scalar, Scalars, as_number, one_number, read_scalars
 
 

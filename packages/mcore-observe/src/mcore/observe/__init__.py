@@ -23,7 +23,7 @@ from mcore.observe.nvtx import (
     nvtx_range_push,
 )
 from mcore.observe.process.process_end import status_of
-from mcore.observe.process.rank_logging import (
+from mcore.observe.rank_logging import (
     log_on_each_pipeline_stage,
     log_single_rank,
     safe_get_rank,
@@ -37,6 +37,13 @@ from mcore.observe.reports.memory import (
     start_memory_history_recording,
 )
 from mcore.observe.reports.progress import report_runtime, report_throughput
+from mcore.observe.runs.config import (
+    ConfigContainer,
+    DatasetConfig,
+    LoggerConfig,
+    ProfilingConfig,
+    TrainingConfig,
+)
 from mcore.observe.runs.forward_step import (
     maybe_inject_state,
     needs_global_state_injection,
@@ -44,13 +51,6 @@ from mcore.observe.runs.forward_step import (
 )
 from mcore.observe.runs.run_log import RunLog
 from mcore.observe.runs.state import GlobalState, TrainState
-from mcore.observe.settings.config import (
-    ConfigContainer,
-    DatasetConfig,
-    LoggerConfig,
-    ProfilingConfig,
-    TrainingConfig,
-)
 from mcore.observe.settings.secrets import config_params, mask_secrets
 from mcore.observe.sinks import (
     CometSink,

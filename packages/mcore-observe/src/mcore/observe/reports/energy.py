@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed
 

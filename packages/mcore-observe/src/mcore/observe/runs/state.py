@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from mcore.observe.process.process_end import on_process_end, status_of
-from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.reports.energy import EnergyMonitor
-from mcore.observe.settings.config import ConfigContainer, LoggerConfig
+from mcore.observe.runs.config import ConfigContainer, LoggerConfig
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.background import BackgroundRun, close_together
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker

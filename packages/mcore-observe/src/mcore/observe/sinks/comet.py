@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.settings.secrets import config_params, without_secrets
 from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, Tracker, plain_numbers

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.settings.secrets import config_params, mask_secrets, without_secrets
 from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, accepts, plain_numbers
 from mcore.observe.sinks.mlflow_http import TrackingServer, is_tracking_server

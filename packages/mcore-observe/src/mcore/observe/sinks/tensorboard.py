@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, plain_numbers
 from mcore.observe.sinks.spool import StepMetrics

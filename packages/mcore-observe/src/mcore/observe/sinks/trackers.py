@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any, Protocol
 
-from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.settings.secrets import config_params, config_secrets, mask_secrets
 from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
 from mcore.observe.sinks.base import GuardedSink, MetricSink, Opening, ScalarRules, Tracker

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.settings.secrets import config_params, without_secrets
 from mcore.observe.sinks.background import BackgroundRun, ClientRun
 from mcore.observe.sinks.base import Opening, Tracker, accepts, plain_numbers

@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 
+from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
 from mcore.observe.reports.memory import report_memory
 from mcore.observe.training_log.figures import Figures
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues, is_on
-from mcore.observe.values.loss_totals import NAN, SKIPPED, loss_averages
 from mcore.observe.values.scalars import as_number
 from mcore.parallel.groups import get_pg_rank
 from mcore.versioning.process_rank import process_rank

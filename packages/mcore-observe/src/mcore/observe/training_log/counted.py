@@ -7,10 +7,10 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from mcore.observe.loss_totals import count_iterations
 from mcore.observe.model_groups import find_process_groups
 from mcore.observe.training_log.log import log_training_step
 from mcore.observe.training_log.step import find_num_microbatches, samples_per_step
-from mcore.observe.values.loss_totals import count_iterations
 from mcore.observe.values.scalars import as_number
 
 

@@ -12,10 +12,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from mcore.observe.loss_totals import loss_averages
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.interval import Interval
 from mcore.observe.training_log.step import LogStep, StepValues
-from mcore.observe.values.loss_totals import loss_averages
 from mcore.observe.values.scalars import widest_float
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed

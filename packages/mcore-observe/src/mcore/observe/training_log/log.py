@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
+from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
 from mcore.observe.settings.secrets import mask_secrets
 from mcore.observe.sinks.trackers import SinkTable, emit
@@ -38,7 +39,6 @@ from mcore.observe.training_log.timer_intervals import (
     timer_names,
     write_foreign_timers,
 )
-from mcore.observe.values.loss_totals import add_step, count_iterations, reset_totals
 from mcore.observe.values.scalars import Scalars, as_number, one_number, only_numbers
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
 
