@@ -93,7 +93,7 @@ class ObserveLogger(BaseLogger):
             return
         tokens, self._tokens_seen = seen - self._tokens_seen, seen
         self._runs.end_step(1, steps=steps, samples=tokens // self._seq_length)
-        log_state_of(self._runs.log).data.add(values.get(_WAIT, 0.0) * steps)
+        log_state_of(self._runs.log).meter.add_wait(values.get(_WAIT, 0.0) * steps)
         self._runs.log_line(
             {"loss": values.pop(_LOSS)},
             1,

@@ -16,7 +16,7 @@ from mcore.observe.runs.config import (
 )
 from mcore.observe.runs.state import GlobalState
 from mcore.observe.sinks.base import MetricSink
-from mcore.observe.training_log.figures import DATA_TIMER
+from mcore.observe.training_log.measures import DATA_TIMER
 
 
 class RunLog(GlobalState):
