@@ -39,7 +39,7 @@ class Field(NamedTuple):
 def list_fields(
     step: LogStep, values: StepInput, totals: Mapping[str, Any], interval: Interval
 ) -> list[Field]:
-    """List the fields of the line in order, after the iteration; experts' metrics follow them."""
+    """List the fields of the line in order, after the iteration and before experts' metrics."""
     train_state = step.global_state.train_state
     skipped_samples = getattr(train_state, "skipped_train_samples", 0)
     samples = [
@@ -139,8 +139,8 @@ def _colour(text: str) -> str:
 
 
 def write_line(text: str) -> None:
-    """Print a line, above a progress bar of tqdm; a broken console is one warning."""
-    bars = getattr(sys.modules.get("tqdm"), "tqdm", None)
+    """Print a line, above a progress bar of tqdm. A broken console gives one warning."""
+    bars: Any = getattr(sys.modules.get("tqdm"), "tqdm", None)
     try:
         with contextlib.ExitStack() as stack:
             if getattr(bars, "_instances", None):
@@ -182,9 +182,9 @@ def print_memory(step: LogStep) -> None:
 
 
 def log_timers(step: LogStep, rows: TimerRows | None, iterations: int) -> None:
-    """Log the times since the last console line, on the last rank; all ranks call it.
+    """Log the times since the last console line on the last rank.
 
-    A timers object of another library gathers over the ranks in this call.
+    All ranks call it: a timers object of another library gathers over the ranks in this call.
     """
     timers: Any = getattr(step.global_state, "timers", None)
     if rows is None:

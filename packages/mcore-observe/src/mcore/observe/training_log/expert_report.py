@@ -53,7 +53,7 @@ class ExpertReport:
                 source.tracker.commit_step(1 / step.num_microbatches)
 
     def collect(self, step: LogStep, scalars: Scalars, totals: dict[str, Any]) -> list[Field | str]:
-        """Reduce the metrics over the ranks and return their fields; values stay on the device.
+        """Reduce the metrics over the ranks, on the device, and return their fields.
 
         All ranks call it at every step. A text is a field that another library has formatted.
         """
@@ -233,8 +233,8 @@ def _list_moe_options(step: LogStep) -> dict[str, Any]:
 def moe_metric_names(model_config: Any) -> list[str]:
     """List the router losses that a model's configuration produces.
 
-    A list of balancing types is matched exactly, a string by its parts: ``"seq_aux_loss"`` also
-    yields ``load_balancing_loss``, which then stays 0.
+    A list of balancing types is matched by its items, a string by substrings, as in Megatron-LM:
+    ``"seq_aux_loss"`` also yields ``load_balancing_loss``, which then stays 0.
     """
     kinds = getattr(model_config, "moe_router_load_balancing_type", None) or ()
     names = [name for kind, name in _NAMES if kind in kinds]

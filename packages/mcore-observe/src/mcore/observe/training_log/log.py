@@ -80,28 +80,27 @@ def training_log(
 ) -> bool:
     """Log a step: sum losses, send scalars to trackers, print a line to the console.
 
-    All ranks call it after every step, after ``train_state.step`` was incremented. On a step at
-    which neither ``tensorboard_log_interval`` nor ``log_interval`` ends, it runs no collective
-    and waits for no device. On the others the collectives are: a maximum of the learning rate
-    over ``mp``, one all-gather of timers and a barrier over the world, a maximum of memory over
-    ``pp``, the sums of MoE metrics and energy, and for the readable line one maximum over the
-    world; each only where it is requested and its group has more than one rank.
+    All ranks call it after every step, when ``train_state.step`` has been incremented. It runs
+    collectives and waits for the device only on steps that end ``tensorboard_log_interval`` or
+    ``log_interval``. Each of these collectives runs if its values are requested and its group has
+    more than one rank: a maximum of the learning rate over ``mp``, one all-gather of timers and a
+    barrier over the world, a maximum of memory over ``pp``, the sums of MoE metrics, of energy and
+    of norms of DTensor gradients, and for the readable line one maximum over the world.
 
-    Trackers are those that ``global_state`` holds on this rank, usually the last one; that rank
-    copies all device values to the host at once. A failing tracker is a warning. The console
-    line comes from the last rank, or the only one.
+    The last rank prints the line. A rank with trackers in ``global_state``, usually the last one,
+    copies all device values to the host at once. An exception of a tracker becomes a warning.
 
-    Every number may be a Python or NumPy number or a tensor with one element. Anything else is
-    left out, with one warning that names it on the rank that writes.
+    Every number may be a Python or NumPy number or a tensor with one element. Other values are
+    left out, with one warning for each name on the last rank.
 
     Args:
         loss_dict: Losses of the step, one element each.
-        total_loss_dict: Sums since the last console line, kept by the caller: ``{}`` at first.
+        total_loss_dict: Sums since the last console line. The caller keeps them, ``{}`` at first.
         learning_rate: Learning rate, or None on ranks without an optimizer.
-        decoupled_learning_rate: That of parameters with a rate of their own, or None.
+        decoupled_learning_rate: Learning rate of the parameters with a separate rate, or None.
         loss_scale: Loss scale.
-        report_memory_flag: Whether memory is still to be printed: True at first, then what the
-            last call returned.
+        report_memory_flag: Whether to print memory with the next line. Pass True at first, then
+            the result of the last call.
         skipped_iter: 1 if the optimizer skipped the step, else 0.
         grad_norm: L2 norm of the gradients, or None.
         params_norm: L2 norm of the parameters, or None.
@@ -110,17 +109,17 @@ def training_log(
         global_state: :class:`mcore.observe.GlobalState` or an object like it.
         history_wct: One time stamp in seconds for each finished step, or None.
         model: The model chunks, or None.
-        pg_collection: The groups ``mp``, ``pp``, ``dp``; a missing one has one rank. None takes
+        pg_collection: The groups ``mp``, ``pp``, ``dp``. A missing group has one rank. None means
             ``pg_collection`` of the model, else the default ProcessGroups, else one process.
         log_max_attention_logit: Largest attention logit, or None.
         loaded_iteration: The step that the run resumed at, 0 for a new run.
-        seq_length: Tokens of a sample; None takes ``config.dataset.seq_length``.
+        seq_length: Tokens of a sample. None means ``config.dataset.seq_length``.
 
     Returns:
         The new ``report_memory_flag``: False from the second step of the process on.
 
     Raises:
-        ValueError: A logging interval below 1, or gradient norms are asked for without a model.
+        ValueError: A logging interval is below 1, or gradient norms are requested without a model.
 
     Example:
         >>> from mcore.observe import ConfigContainer, GlobalState, LoggerConfig
@@ -163,7 +162,7 @@ class StepCounter:
         self._finished: collections.deque[float] = collections.deque()
 
     def log(self, given: StepInput, config: Any, global_state: Any) -> None:
-        """Advance the counters of the state and log the steps; all ranks call it."""
+        """Advance the counters of the state and log the steps. All ranks call it."""
         progress = global_state.train_state
         if self.first_step is None:
             self.first_step = progress.step
@@ -205,20 +204,19 @@ def log_training_step(
     totals: dict[str, Any],
     report_memory_flag: bool = False,
 ) -> bool:
-    """Log a step for all entries, as :func:`training_log` describes; return the new flag.
+    """Log a step for all entries, as :func:`training_log` describes, and return the new flag.
 
-    Every collective stands outside of conditions on the rank: all ranks enter the same ones in
-    the same order.
+    No collective depends on the rank, so all ranks run the same collectives in the same order.
     """
     if is_on(config.logger, "skip_train_metrics_log"):
         return report_memory_flag
     step = LogStep.of(given, config, global_state)
     state = log_state_of(global_state)
 
-    # Every step: sums stay on the device, and no device is read unless the step was skipped.
+    # Every step: losses are summed on the device, which is read only if the step was skipped.
     add_step(totals, step.losses, given.skipped, given.steps)
     state.meter.note_step(step)
-    getattr(global_state, "energy_monitor", None)  # made at its first read, it counts from then
+    getattr(global_state, "energy_monitor", None)  # the first read creates it and starts counting
     state.experts.end_step(step)
     save_snapshot_at_profile_end(getattr(config, "profiling", None), step.iteration)
     scalars = Scalars()
@@ -226,7 +224,7 @@ def log_training_step(
         state.experts.collect(step, scalars, totals)  # foreign trackers expect every step
         return report_memory_flag
 
-    # Steps that log: collect what trackers and the line show; values stay on the device.
+    # Steps that log: collect the values of trackers and of the line. They stay on the device.
     values = step.reduce_values()
     iterations = count_iterations(totals)
     rows = state.timers.read(step, iterations)

@@ -32,7 +32,7 @@ _NOTHING = -math.inf  # the contribution of a rank without a value to a maximum
 
 # Dense bf16 TFLOP/s by the start of torch's device name. If the maker states all three:
 # multiprocessors * their clock in GHz under matrix load * operations of a multiprocessor per clock
-# in thousands. Else the number of the data sheet, halved if it counts sparsity. None: not stated.
+# in thousands. Else the number of the data sheet, halved if it counts sparsity. None: unknown.
 # The AMD Instinct MI250X is absent because torch shows each of its two dies as a device.
 _PEAKS = {
     # NVIDIA A100 Tensor Core GPU Architecture (white paper): boost clock
@@ -93,7 +93,7 @@ _FOREIGN_WRITERS = (
 
 @dataclass(frozen=True)
 class Interval:
-    """The measures of one interval. Energy and values per device are those of one GPU.
+    """The measures of one interval. Energy, power and throughput per device are per GPU.
 
     The last eight are measured for the readable line alone. Percentages, counts and losses are the
     largest over all ranks.
@@ -117,9 +117,9 @@ class Interval:
 class IntervalMeter:
     """Measures an interval: time, operations, energy, samples, tokens and waits for data.
 
-    The time is that of the timer ``interval-time`` if the training loop runs it, else the time
-    between calls of the log. Operations are counted by the state; the count at the last line is its
-    attribute ``_flops_at_last_log``.
+    The timer ``interval-time`` gives the time if the training loop runs it, else the time between
+    calls of the log counts. The state counts operations. Its attribute ``_flops_at_last_log`` is
+    the count at the last line.
     """
 
     def __init__(self) -> None:
@@ -145,10 +145,10 @@ class IntervalMeter:
         self._waited_s = (self._waited_s or 0.0) + seconds
 
     def note_step(self, step: LogStep) -> None:
-        """Count a step; reads no device."""
+        """Count a step without reading a device."""
         given = step.given
         if self._anchor_s is None:
-            # The first step ends here: its beginning, and so its time, is unknown.
+            # The first step ends here. Its beginning is unknown, so it is not timed.
             self._anchor_s = time.perf_counter()
         else:
             self._steps += given.steps
@@ -231,8 +231,7 @@ class IntervalMeter:
             except Exception:  # other libraries raise a bare Exception for a disabled timer
                 seconds = None
         if seconds is None and self._anchor_s is not None and self._steps:
-            # The first step of a process has no known beginning, so the mean of the others stands
-            # for it.
+            # The first step of a process is not timed: give it the mean of the others.
             seconds = (time.perf_counter() - self._anchor_s) / self._steps * iterations
         self._anchor_s, self._steps = time.perf_counter(), 0
         return seconds
@@ -263,10 +262,10 @@ def _read_flops(global_state: Any) -> float | None:
 
 
 def peak_tflops(device_name: str) -> float | None:
-    """Return the dense bf16 peak of a device; None for parts of a device and for unknown ones."""
+    """Return the dense bf16 peak of a device, None for MIG parts and unknown devices."""
     if " MIG " in device_name:
         return None
-    # "NVIDIA L4" must not match "NVIDIA L40S": a model's name ends at a space or a hyphen.
+    # "NVIDIA L4" must not match "NVIDIA L40S": a model name ends at a space or a hyphen.
     found = [
         name
         for name in _PEAKS
@@ -351,7 +350,7 @@ class TimerRows:
     sink_iterations: int
 
     def longest(self) -> dict[str, float]:
-        """Return ``{name}-time`` in seconds per step for the sinks; copies to the host."""
+        """Return ``{name}-time`` in seconds per step for the sinks. Copies to the host."""
         if self.of_sinks is None:
             return {}
         return longest_times(self.names, self.of_sinks.tolist(), self.sink_iterations)
@@ -370,9 +369,9 @@ class TimerReader:
         self._has_warned = False
 
     def read(self, step: LogStep, iterations: int) -> TimerRows | None:
-        """Gather our timers over the ranks, or have those of another library written.
+        """Gather our timers over the ranks, or let a timers object of another library write.
 
-        One all-gather over the world, none if no timer is shown; all ranks call it.
+        All ranks call it. Our timers need one all-gather over the world, none if no timer is shown.
         ``iterations`` are the steps since the last console line.
         """
         timers: Any = getattr(step.global_state, "timers", None)
@@ -429,10 +428,10 @@ class TimerReader:
 
 
 def _write_foreign(timers: Any, names: list[str], global_state: Any, iterations: int) -> None:
-    """Have a timers object of another library write to the trackers' clients.
+    """Let a timers object of another library write to the clients of the trackers.
 
-    All ranks call it: such an object gathers over the ranks in each call. The last call resets its
-    timers.
+    All ranks call it, since such an object gathers over the ranks in each call. The last call
+    resets its timers.
     """
     step = global_state.train_state.step
     further = [

@@ -29,10 +29,10 @@ _NUMBERS = (
 
 @dataclass(frozen=True)
 class StepInput:
-    """A step, or several at once, as a training loop hands it to the log.
+    """A step, or several at once, as a training loop passes it to the log.
 
-    Values are Python or NumPy numbers, tensors with one element, or None. Their names are those of
-    the arguments of :func:`mcore.observe.training_log`.
+    Values are Python or NumPy numbers, tensors with one element, or None. The arguments of
+    :func:`mcore.observe.training_log` have the same names.
     """
 
     losses: Mapping[str, Any]
@@ -44,7 +44,7 @@ class StepInput:
     num_zeros_in_grad: Any = None
     log_max_attention_logit: Any = None
     skipped: bool = False
-    steps: int = 1  # steps since the last call; the losses are their average
+    steps: int = 1  # since the last call, with their average as losses
     samples: float | None = None  # of these steps over all ranks, if the loop counts them
     tokens: float | None = None  # of these steps over all ranks, if the loop counts them
     scalars: Mapping[str, Any] = field(default_factory=dict)  # for the trackers alone
@@ -138,7 +138,8 @@ class LogStep:
         each value that is not a number.
         """
         given = {name: getattr(self.given, name) for name in _NUMBERS}
-        values = dict.fromkeys(_NUMBERS) | only_numbers(given, warns=self.writes)
+        values: dict[str, Any] = dict.fromkeys(_NUMBERS)
+        values |= only_numbers(given, warns=self.writes)
         group = self.group("mp")
         if group is not None:
             values["learning_rate"] = reduce_max_stat_across_model_parallel_group(
@@ -148,7 +149,7 @@ class LogStep:
 
 
 def is_on(settings: Any, name: str) -> bool:
-    """Return whether a switch is on; a missing one, or neither bool nor int, is off.
+    """Return whether a switch is on. A missing switch is off, as is one of another type.
 
     :func:`mcore.modules.config.is_switched_on` accepts any object as "on": a mock of a
     configuration would switch everything on.

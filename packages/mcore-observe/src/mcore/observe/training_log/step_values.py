@@ -14,7 +14,7 @@ from mcore.parallel.reductions import reduce_max_memory_across_pp_group
 
 
 def add_step_values(scalars: Scalars, step: LogStep, values: StepInput) -> None:
-    """Collect the values of a step; copies nothing to the host.
+    """Collect the values of a step without copying to the host.
 
     All ranks call it: if requested, memory is the maximum over ``pp``, and norms of DTensor
     gradients are summed over their shards.
