@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import TrackerSpec
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec, accepts
 from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun

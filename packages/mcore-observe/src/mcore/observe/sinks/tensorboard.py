@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun

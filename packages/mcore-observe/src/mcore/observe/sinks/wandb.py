@@ -17,7 +17,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import TrackerSpec, accepts
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun

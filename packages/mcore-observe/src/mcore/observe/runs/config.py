@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from mcore.observe.extras import require_extra
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
-from mcore.observe.settings.extras import require_extra
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
