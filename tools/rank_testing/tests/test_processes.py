@@ -130,21 +130,15 @@ def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
     process = start_pytest(tmp_path)
     started = [tmp_path / f"started{rank}" for rank in range(2)]
     try:
-        assert wait_until(lambda: all(path.exists() for path in started), START_S), read_log(
-            tmp_path
-        )
+        have_started = wait_until(lambda: all(path.exists() for path in started), START_S)
+        assert have_started, read_log(tmp_path)
         family = list_descendants(process.pid)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     # The fork server, multiprocessing's resource tracker, two ranks and the program of each.
     assert len(family) == 6
-    assert wait_until(
-        lambda: (
-            not family.items() & {pid: start for pid, (_, start) in list_living().items()}.items()
-        ),
-        MARGIN_S,
-    )
+    assert wait_until(lambda: not family & list_living().keys(), MARGIN_S)
 
 
 @pytest.mark.parametrize(
@@ -167,4 +161,4 @@ def test_same_named_files_run_together_and_leave_nothing(
     assert "3 passed" in read_log(tmp_path)
     servers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(servers) == 1
-    assert wait_until(lambda: servers[0] not in dict(list_living()), MARGIN_S)
+    assert wait_until(lambda: servers[0] not in {pid for pid, _ in list_living()}, MARGIN_S)
