@@ -1,4 +1,4 @@
-"""The current device (the accelerator in use, else the CPU), and whether tensors are only traced."""
+"""The current device (the accelerator in use, else the CPU), and whether tensors are traced."""
 
 from __future__ import annotations
 
