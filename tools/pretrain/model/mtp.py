@@ -1,4 +1,4 @@
-"""Multi-token prediction: one more block that learns the token after the next."""
+"""Multi-token prediction: one more block for the token after the next."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ AHEAD_LABELS, AHEAD_MASK = "ahead_labels", "ahead_mask"
 
 
 class PredictionAhead(MegatronModule):
-    """Hidden states of one more depth, from those of the model and the embedded next tokens.
+    """Hidden states of one more depth, from the model's hidden states and the embedded next tokens.
 
-    DeepSeek-V3 (2024), section 2.2: both are normalized, joined and projected, and go through a
-    transformer layer; embedding and head are the model's own.
+    DeepSeek-V3 (2024), section 2.2: both are normalized, concatenated and projected. A transformer
+    layer follows. Embedding and head are shared with the model.
     """
 
     def __init__(self, config: ModelConfig, init: ParameterInit, layer: torch.nn.Module) -> None:
@@ -47,14 +47,14 @@ class PredictionAhead(MegatronModule):
         embedded: torch.Tensor,
         run: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """``[s, b, h]`` each to ``[s, b, h]``; ``run`` runs the layer as the model's others."""
+        """``[s, b, h]`` each to ``[s, b, h]``. ``run`` runs the layer like the other layers."""
         joined = torch.cat((self.hidden_norm(hidden), self.next_norm(embedded)), dim=-1)
         ahead: torch.Tensor = self.final_norm(run(self.layer, F.linear(joined, self.projection)))
         return ahead
 
 
 def with_labels_ahead(batch: Batch) -> Batch:
-    """Add the labels of whole sequences one token on; the last position has none."""
+    """Add the labels one token later for whole sequences. The last position has none."""
     labels, mask = batch["labels"], batch["loss_mask"]
     nothing = torch.zeros_like(mask[:, :1])
     ahead = torch.cat((labels[:, 1:], labels[:, -1:]), dim=1)
@@ -68,10 +68,10 @@ def loss_ahead(
     groups: ProcessGroups,
     vocabulary_size: int,
 ) -> torch.Tensor:
-    """Loss of the second of two outputs ``[s / cp, b, v / tp]``, whose mean over ranks counts.
+    """Loss of the second of two outputs ``[s / cp, b, v / tp]``, to be averaged over the ranks.
 
-    Records it and, for the acceptance rates, how many of its tokens are the model's own choice at
-    the next position. One all-reduce over ``dp_cp``, an all-gather over ``tp`` and ``cp``.
+    Records the loss and, for the acceptance rates, the number of predictions that agree with the
+    model at the next position. One all-reduce over ``dp_cp``, an all-gather over ``tp`` and ``cp``.
     """
     ahead = outputs[1]
     mask = batch[AHEAD_MASK].transpose(0, 1)
@@ -95,7 +95,7 @@ def _accepted(
     groups: ProcessGroups,
     vocabulary_size: int,
 ) -> torch.Tensor:
-    """How many tokens ahead are the likeliest ones of the model at the next position."""
+    """The number of predictions that agree with the model's choice at the next position."""
     own, ahead = (likeliest(logits, groups.tp, vocabulary_size) for logits in outputs)
     positions = batch["position_ids"][0]
     ranks = _gathered(torch.cat((positions[:, None], own), dim=1), groups.cp)
@@ -109,7 +109,7 @@ def _accepted(
 def likeliest(
     logits: torch.Tensor, tp_group: dist.ProcessGroup | None, vocabulary_size: int
 ) -> torch.Tensor:
-    """Numbers of the largest logits ``[..., v / tp]``, equal on all tp ranks; no filled-up rows."""
+    """Index of the largest logit of ``[..., v / tp]`` without padding, equal on all tp ranks."""
     start = get_pg_rank(tp_group) * logits.shape[-1]
     best, number = logits[..., : max(1, vocabulary_size - start)].max(dim=-1)
     if start >= vocabulary_size:

@@ -1,4 +1,4 @@
-"""What the model learns: the target of each token, the loss, and how it is named and shown."""
+"""The objective of the model: labels, loss, names and units."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONGEST_COLUMN = 80
 
 @dataclass(frozen=True)
 class Objective:
-    """One thing to learn: its labels, its losses and their names.
+    """An objective: its labels, losses and names.
 
-    ``with_labels`` puts labels of whole sequences into a batch; ``losses`` gives the loss of each
-    token ``[s, b]``, equal on all tp ranks; ``digits`` of it are shown after the point.
+    ``with_labels`` adds labels of whole sequences to a batch. ``losses`` returns the loss of each
+    token ``[s, b]``, equal on all tp ranks. ``digits`` is the number of decimals shown.
     """
 
     loss_name: str
@@ -39,7 +39,7 @@ class Objective:
 
 
 def objective_of(settings: Settings) -> Objective:
-    """The objective that the settings ask for."""
+    """The objective of the settings."""
     if settings.value_head:
         return _COLUMN
     losses = functools.partial(_next_token_losses, vocabulary_size=settings.vocabulary_size)
@@ -79,9 +79,9 @@ def _next_token_losses(
 
 
 def line_columns(tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Bytes since the last line break, as a share of 80, from 0 (a line break) to 1: ``[b, s]``.
+    """Bytes since the last line break divided by 80, from 0 (a line break) to 1: ``[b, s]``.
 
-    What comes before a sequence, or a document, is not known: it counts as a line break.
+    The text before a sequence or document counts as a line break.
     """
     places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
     breaks = torch.where(tokens == ord("\n"), places, 0)
