@@ -96,12 +96,12 @@ class ExpertFeedForward(MegatronModule):
         split = self.config.sequence_parallel
         hidden = enter_split_layers(hidden, self.groups.tp, sequence_parallel=split)
         gates, chosen = self.router(hidden)
-        outputs = self._of_chosen(hidden.flatten(0, 1), chosen.flatten(0, 1))
+        outputs = self._run_chosen(hidden.flatten(0, 1), chosen.flatten(0, 1))
         weights = gates.to(outputs.dtype).view(*outputs.shape[:2], 1)
         summed = (outputs * weights).sum(dim=1).view_as(hidden)
         return leave_split_layers(summed, self.groups.tp, sequence_parallel=split)
 
-    def _of_chosen(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    def _run_chosen(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
         """Outputs ``[n, topk, h]`` of the chosen experts ``[n, topk]`` for the tokens ``[n, h]``.
 
         Rows are sent in the order of experts. They arrive in the order of ranks and are sorted by

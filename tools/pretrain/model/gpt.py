@@ -210,17 +210,19 @@ class GPT(MegatronModule):
 
         def run(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             one = functools.partial(layer, rotary=rotary, attention_mask=mask)
-            made: torch.Tensor = self._recomputed(one, hidden) if self.recompute else one(hidden)
+            if self.recompute:
+                return self._run_recomputed(one, hidden)
+            made: torch.Tensor = one(hidden)
             return made
 
         for layer in self.layers:
             hidden = run(layer, hidden)
         if self.final_norm is None:
             return hidden
-        logits = self._output(self.final_norm(hidden))
+        logits = self._compute_logits(self.final_norm(hidden))
         if self.mtp is None or next_tokens is None:
             return logits
-        return logits, self._output(self.mtp(hidden, self._embed(next_tokens), run))
+        return logits, self._compute_logits(self.mtp(hidden, self._embed(next_tokens), run))
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
         """As in every module. The first stage saves a shared embedding, not the last."""
@@ -236,7 +238,7 @@ class GPT(MegatronModule):
         embedded: torch.Tensor = self.embedding(tokens.transpose(0, 1))
         return embedded
 
-    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(self.output_layer, LinearForLastLayer):
             values: torch.Tensor = self.output_layer(hidden)[0]
             return values
@@ -255,7 +257,7 @@ class GPT(MegatronModule):
             return owner.weight
         raise TypeError(f"the stage of layers {self.stage.layers} has no output head over tokens")
 
-    def _recomputed(
+    def _run_recomputed(
         self, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
     ) -> torch.Tensor:
         # Without sequence parallelism, keep only this rank's slice of the hidden states.

@@ -81,7 +81,7 @@ def loss_ahead(
         dist.all_reduce(counted, group=groups.dp_cp)
     loss = losses.sum() / (counted / get_pg_size(groups.dp_cp))
     if torch.is_grad_enabled():
-        accepted = _accepted(outputs, batch, groups, vocabulary_size)
+        accepted = _count_accepted(outputs, batch, groups, vocabulary_size)
         get_mtp_metrics_tracker().record(
             loss, 1, 1, accepted=accepted, predicted=mask.sum(), avg_group=groups.dp_cp
         )
@@ -89,16 +89,16 @@ def loss_ahead(
 
 
 @torch.no_grad()
-def _accepted(
+def _count_accepted(
     outputs: tuple[torch.Tensor, torch.Tensor],
     batch: Batch,
     groups: ProcessGroups,
     vocabulary_size: int,
 ) -> torch.Tensor:
     """The number of predictions that agree with the model's choice at the next position."""
-    own, ahead = (likeliest(logits, groups.tp, vocabulary_size) for logits in outputs)
+    now, ahead = (likeliest(logits, groups.tp, vocabulary_size) for logits in outputs)
     positions = batch["position_ids"][0]
-    ranks = _gathered(torch.cat((positions[:, None], own), dim=1), groups.cp)
+    ranks = _gather(torch.cat((positions[:, None], now), dim=1), groups.cp)
     every = torch.cat(ranks)
     ordered = every[every[:, 0].argsort(), 1:]
     following = (positions + 1).clamp(max=len(ordered) - 1)
@@ -114,13 +114,13 @@ def likeliest(
     best, number = logits[..., : max(1, vocabulary_size - start)].max(dim=-1)
     if start >= vocabulary_size:
         best = torch.full_like(best, -math.inf)
-    values, numbers = _gathered(best, tp_group), _gathered(number + start, tp_group)
+    values, numbers = _gather(best, tp_group), _gather(number + start, tp_group)
     first = torch.stack(values).max(dim=0).indices
     chosen: torch.Tensor = torch.stack(numbers).gather(0, first[None])[0]
     return chosen
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     if get_pg_size(group) == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(get_pg_size(group))]

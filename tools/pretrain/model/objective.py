@@ -42,7 +42,7 @@ def objective_of(settings: Settings) -> Objective:
     """The objective of the settings."""
     if settings.value_head:
         return _COLUMN
-    losses = functools.partial(_next_token_losses, vocabulary_size=settings.vocabulary_size)
+    losses = functools.partial(_compute_token_losses, vocabulary_size=settings.vocabulary_size)
     kind = "token" if settings.tokenizer_digest else "byte"
     return Objective(
         loss_name="lm loss",
@@ -55,18 +55,18 @@ def objective_of(settings: Settings) -> Objective:
     )
 
 
-def _with_columns(batch: Batch) -> Batch:
+def _add_columns(batch: Batch) -> Batch:
     columns = line_columns(batch["tokens"], batch["position_ids"])
     return {**batch, "labels": columns}
 
 
-def _squared_errors(
+def _compute_squared_errors(
     values: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     return (values[..., 0] - labels).square()
 
 
-def _next_token_losses(
+def _compute_token_losses(
     logits: torch.Tensor,
     labels: torch.Tensor,
     tp_group: dist.ProcessGroup | None,
@@ -96,6 +96,6 @@ _COLUMN = Objective(
     description="value head: the column of each byte in its line, "
     f"1 for {_LONGEST_COLUMN} and more",
     is_likelihood=False,
-    with_labels=_with_columns,
-    losses=_squared_errors,
+    with_labels=_add_columns,
+    losses=_compute_squared_errors,
 )

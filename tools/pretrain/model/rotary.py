@@ -39,7 +39,7 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(table)
-        parts = _three_parts(qkv)
+        parts = _view_three_parts(qkv)
         split = qkv.new_empty(parts.shape)
         _rotate(parts[:2], table, split[:2], sign=1)
         split[2] = parts[2]
@@ -50,13 +50,13 @@ class _SplitRotated(torch.autograd.Function):
         (table,) = ctx.saved_tensors
         batch, heads, sequence, size = gradients[0].shape
         whole = gradients[0].new_empty(sequence, batch, heads, 3 * size)
-        for gradient, part in zip(gradients[:2], _three_parts(whole)[:2], strict=True):
+        for gradient, part in zip(gradients[:2], _view_three_parts(whole)[:2], strict=True):
             _rotate(gradient, table, part, sign=-1)
-        _three_parts(whole)[2] = gradients[2]
+        _view_three_parts(whole)[2] = gradients[2]
         return whole, None
 
 
-def _three_parts(qkv: torch.Tensor) -> torch.Tensor:
+def _view_three_parts(qkv: torch.Tensor) -> torch.Tensor:
     """View ``[s, b, heads, 3 * head_size]`` as ``[3, b, heads, s, head_size]``."""
     sequence, batch, heads, size = qkv.shape
     return qkv.view(sequence, batch, heads, 3, size // 3).permute(3, 1, 2, 0, 4)

@@ -54,10 +54,10 @@ class Router(MegatronModule):
         shares = logits.softmax(dim=-1)
         gates, chosen = choose(shares, self.config.moe_router_topk)
         if self.training and torch.is_grad_enabled():
-            gates = self._with_losses(gates, logits, shares, chosen)
+            gates = self._attach_losses(gates, logits, shares, chosen)
         return gates, chosen
 
-    def _with_losses(
+    def _attach_losses(
         self,
         gates: torch.Tensor,
         logits: torch.Tensor,
