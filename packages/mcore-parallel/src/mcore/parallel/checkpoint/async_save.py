@@ -1,4 +1,4 @@
-"""Saves in the background, one after the other, on their own process group."""
+"""Asynchronous saves: threads that write checkpoints in order, over a separate process group."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch.distributed as dist
 
-from mcore.parallel.checkpoint.files.regular_files import Place
-from mcore.parallel.checkpoint.team import Team, lost_ranks_named
+from mcore.parallel.checkpoint.files.places import Place
+from mcore.parallel.checkpoint.team import Team, name_lost_ranks
 from mcore.parallel.groups import group_ranks
 from mcore.parallel.torch_compat import group_timeout
 
@@ -19,14 +19,14 @@ logger = logging.getLogger(__name__)
 
 
 class SaveHandle:
-    """A save in the background.
+    """An asynchronous save.
 
     Args:
-        path: Where the checkpoint appears.
-        future: Settled when the save has finished or failed.
+        path: The path of the checkpoint.
+        future: Done when the save has finished or failed.
 
     Attributes:
-        path: Where the checkpoint appears.
+        path: The path of the checkpoint.
 
     Example:
         >>> import tempfile, torch
@@ -52,14 +52,14 @@ class SaveHandle:
         """Wait until the checkpoint is complete under its name.
 
         Args:
-            timeout: Longest wait in seconds; None waits as long as it takes.
+            timeout: Longest wait in seconds. None waits without a limit.
 
         Returns:
             The path of the checkpoint.
 
         Raises:
-            CheckpointingException: The save failed; all ranks get it.
-            TimeoutError: It is not finished yet; it continues.
+            CheckpointingException: The save failed. All ranks raise it.
+            TimeoutError: The save is not finished yet. It continues.
         """
         try:
             self._future.result(timeout)
@@ -75,10 +75,10 @@ class SaveHandle:
 
 
 @dataclass
-class _Lane:
-    """The background saves of one set of ranks, which run in the order of the calls.
+class _SaveQueue:
+    """The asynchronous saves of one set of ranks, which run in the order of the calls.
 
-    They have their own group, because other threads keep using the caller's.
+    They use a separate group, because other threads keep using the caller's group.
     """
 
     world: dist.ProcessGroup | None
@@ -87,54 +87,52 @@ class _Lane:
 
 
 _lock = threading.Lock()
-_lanes: dict[tuple[int, ...], _Lane] = {}
+_queues: dict[tuple[int, ...], _SaveQueue] = {}
 
 
-def _lane_of(team: Team) -> _Lane:
-    """Return the lane of a team, made at the first use; collective over the team then."""
+def _find_queue(team: Team) -> _SaveQueue:
+    """Return the queue of a team. The first call makes its group, collectively over the team."""
     world = None if team.group is None else dist.group.WORLD
     ranks = () if team.group is None else tuple(group_ranks(team.group))
     with _lock:
-        for old in [key for key, lane in _lanes.items() if lane.world is not world]:
-            del _lanes[old]
-        lane = _lanes.get(ranks)
-    if lane is None:
-        lane = _Lane(world, _private_team(team, list(ranks)))
-        with _lock:
-            _lanes[ranks] = lane
-    return lane
+        # torch.distributed was initialised anew: the groups of the old world are gone.
+        for old in [key for key, queue in _queues.items() if queue.world is not world]:
+            del _queues[old]
+        queue = _queues.get(ranks)
+    if queue is not None:
+        return queue
+    if team.group is not None:
+        with name_lost_ranks():
+            group = dist.new_group(
+                list(ranks),
+                timeout=group_timeout(team.group),
+                backend="gloo",
+                # Only the ranks of the team call this, unless they are the world.
+                use_local_synchronization=len(ranks) != dist.get_world_size(),
+            )
+        team = Team(group, team.rank, team.size)
+    queue = _SaveQueue(world, team)
+    with _lock:
+        _queues[ranks] = queue
+    return queue
 
 
-def _private_team(team: Team, ranks: list[int]) -> Team:
-    if team.group is None:
-        return team
-    everyone = len(ranks) == dist.get_world_size()
-    with lost_ranks_named():
-        group = dist.new_group(
-            ranks,
-            timeout=group_timeout(team.group),
-            backend="gloo",
-            use_local_synchronization=not everyone,
-        )
-    return Team(group, team.rank, team.size)
-
-
-def start_in_background(path: Place, team: Team, save: Callable[[Team], None]) -> SaveHandle:
-    """Run a save in a thread, after the same ranks' earlier ones, in a team with its own group.
+def start_async_save(path: Place, team: Team, save: Callable[[Team], None]) -> SaveHandle:
+    """Run a save in a thread, after earlier saves of the same ranks, in a team with its own group.
 
     Collective over the team: the first call makes a gloo group. The interpreter waits for the save.
     """
-    lane = _lane_of(team)
-    before, future = lane.last, concurrent.futures.Future[None]()
-    lane.last = future
+    queue = _find_queue(team)
+    before, future = queue.last, concurrent.futures.Future[None]()
+    queue.last = future
 
     def work() -> None:
         if before is not None:
             concurrent.futures.wait([before])
         try:
-            save(lane.team)
+            save(queue.team)
         except BaseException as error:
-            logger.error("the background save to %s failed: %s", path, error)
+            logger.error("the asynchronous save to %s failed: %s", path, error)
             future.set_exception(error)
         else:
             future.set_result(None)

@@ -26,7 +26,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.manifest import read_index
+from mcore.parallel.checkpoint.files.index import read_index
 from rank_testing import run_ranks
 
 UNTOUCHED = -7.0

@@ -1,4 +1,4 @@
-"""Copies of one piece on several ranks: which of them is written, and whether they are equal."""
+"""The choice of the rank that writes a replica, and the check that replicas are equal."""
 
 from __future__ import annotations
 
@@ -23,101 +23,96 @@ _NOT_WRITTEN = (0, 0, 1)
 
 
 class _Holding(NamedTuple):
-    """What a rank holds that others may hold too."""
+    """The values of a rank that others may hold too."""
 
-    common: dict[str, str]  # name to dtype and shape of a tensor, or nothing
-    bare: list[str]  # names of shards that ranks outside their mesh may hold too
-    num_bytes: list[int]  # of each of these
+    common: dict[str, str]  # name to dtype and shape of a tensor, else an empty text
+    bare: list[str]  # names of bare shards, see :func:`_list_bare_shards`
+    num_bytes: list[int]  # of each shard in ``bare``
 
 
 class _Decision(NamedTuple):
-    """What a rank is told about what it holds."""
+    """The first rank's decision about the values of a rank."""
 
-    common: list[str]  # to write
-    not_written: list[int]  # places in ``bare``
-    compared: list[int]  # places in ``bare``, of shards that several ranks hold
-    is_compared: bool  # whether any rank has such, or was asked to compare all
+    common: list[str]  # names of leaves to write
+    not_written: list[int]  # positions in ``bare``
+    compared: list[int]  # positions in ``bare`` of shards that several ranks hold
+    is_compared: bool  # whether any rank compares, which all ranks must know
 
 
 def choose_writers(entries: Entries, team: Team, *, check_replicas: bool) -> Entries:
-    """Return the entries of which this rank writes what no other rank does.
+    """Return the entries with this rank's writes chosen: each value is written by one rank.
 
-    Collective over the team. Common leaves are written by the first rank that has them, bare
-    tensors, which say nothing of other ranks' copies, by one whose share is small; those must hold
-    equal bytes. ``check_replicas`` compares all that several ranks hold.
+    Collective over the team. A common leaf is written by the first rank that has it. The replicas
+    of a bare tensor on other ranks are unknown: they must hold equal bytes, and the rank with the
+    fewest bytes to write writes one. ``check_replicas`` compares all values of several ranks.
     """
     if team.group is None:
-        return replace(entries, own_common=frozenset(entries.common))
-    bare = team.agree(lambda: _bare_shards(entries, team))
-    gathered = team.gather_bytes(_packed(_holding(entries, bare)))
-    decisions = team.agree(lambda: _decisions(gathered, check_replicas))
-    decision = _Decision(*json.loads(team.scatter_bytes([_packed_json(one) for one in decisions])))
+        return replace(entries, written=frozenset(entries.common))
+    bare = team.agree(lambda: _list_bare_shards(entries, team))
+    holding = _Holding(
+        {name: _describe_tensor(value) for name, (_, value) in entries.common.items()},
+        [_name_shard(shard) for _, shard in bare],
+        [prod(shard.local_shape) * shard.dtype.itemsize for _, shard in bare],
+    )
+    gathered = team.gather_bytes(_pack(holding))
+    decisions = team.agree(lambda: _decide(gathered, check_replicas))
+    decision = _Decision(*json.loads(team.scatter_bytes([_encode_json(one) for one in decisions])))
     if decision.is_compared:
         compared = [bare[place][1] for place in decision.compared]
-        digests = team.agree(lambda: _digests(entries, compared, check_replicas))
-        packed = team.gather_bytes(_packed(digests))
+        digests = team.agree(lambda: _compute_digests(entries, compared, check_replicas))
+        packed = team.gather_bytes(_pack(digests))
         team.agree(lambda: _raise_if_different(packed))
     tensors = list(entries.tensors)
     for place in decision.not_written:
         at, shard = bare[place]
         tensors[at] = (tensors[at][0], replace(shard, replica_id=_NOT_WRITTEN))
-    return replace(entries, tensors=tensors, own_common=frozenset(decision.common))
+    return replace(entries, tensors=tensors, written=frozenset(decision.common))
 
 
-def _packed(value: Any) -> bytes:
-    return zlib.compress(_packed_json(value), 1)
+def _pack(value: Any) -> bytes:
+    return zlib.compress(_encode_json(value), 1)
 
 
-def _packed_json(value: Any) -> bytes:
+def _encode_json(value: Any) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode()
 
 
-def _bare_shards(entries: Entries, team: Team) -> list[tuple[int, ShardedTensor]]:
-    """List, with their place, the shards that ranks outside their mesh may hold too."""
+def _list_bare_shards(entries: Entries, team: Team) -> list[tuple[int, ShardedTensor]]:
+    """List, with their positions, the shards that ranks outside their mesh may hold too."""
     return [
         (at, shard)
         for at, (_, shard) in enumerate(entries.tensors)
         if is_bare(shard)
         and is_main_replica(shard.replica_id)
         and prod(shard.local_shape) > 0
-        and _mesh_size(shard.data) < team.size
+        and (shard.data.device_mesh.size() if is_dtensor(shard.data) else 1) < team.size
     ]
 
 
-def _mesh_size(tensor: Any) -> int:
-    return int(tensor.device_mesh.size()) if is_dtensor(tensor) else 1
-
-
-def _holding(entries: Entries, bare: Sequence[tuple[int, ShardedTensor]]) -> _Holding:
-    return _Holding(
-        {name: _tensor_text(value) for name, (_, value) in entries.common.items()},
-        [_shard_name(shard) for _, shard in bare],
-        [prod(shard.local_shape) * shard.dtype.itemsize for _, shard in bare],
-    )
-
-
-def _tensor_text(value: Any) -> str:
+def _describe_tensor(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return ""
     return f"dtype {str(value.dtype).removeprefix('torch.')} shape {tuple(value.shape)}"
 
 
-def _shard_name(shard: ShardedTensor) -> str:
+def _name_shard(shard: ShardedTensor) -> str:
     return f"{shard.key!r}, offset {shard.global_offset} shape {shard.shard_shape}"
 
 
-def _decisions(gathered: Sequence[bytes], check_replicas: bool) -> list[_Decision]:
-    """Decide for all ranks, on the first one; nothing on the others."""
+def _decide(gathered: Sequence[bytes], check_replicas: bool) -> list[_Decision]:
+    """Decide for all ranks. Only the first rank gets their holdings."""
+    # Ranks of one layout often send equal bytes, which are unpacked once.
     unpacked = {one: _Holding(*json.loads(zlib.decompress(one))) for one in set(gathered)}
     ranks = [unpacked[one] for one in gathered]
-    common = _first_holders([rank.common for rank in ranks])
+    common = _assign_common([rank.common for rank in ranks])
     holders: dict[str, list[tuple[int, int]]] = {}
     for number, rank in enumerate(ranks):
         for place, name in enumerate(rank.bare):
             holders.setdefault(name, []).append((number, place))
     shared = [found for found in holders.values() if len(found) > 1]
     is_compared = check_replicas or bool(shared)
-    decisions = [_Decision(own, [], [], is_compared) for own in common]
+    decisions = [_Decision(names, [], [], is_compared) for names in common]
+    # Greedy balance: the largest shard first, each to the holder with the fewest bytes so far.
     load = [0] * len(ranks)
     for found in sorted(shared, key=lambda one: -ranks[one[0][0]].num_bytes[one[0][1]]):
         writer = min(found, key=lambda holder: load[holder[0]])
@@ -129,21 +124,21 @@ def _decisions(gathered: Sequence[bytes], check_replicas: bool) -> list[_Decisio
     return decisions
 
 
-def _first_holders(ranks: Sequence[Mapping[str, str]]) -> list[list[str]]:
-    """List, per rank, the common leaves that no earlier rank has; tensors must be alike."""
+def _assign_common(ranks: Sequence[Mapping[str, str]]) -> list[list[str]]:
+    """List, per rank, the common leaves that no earlier rank has. Their kinds must be equal."""
     kinds: dict[str, tuple[int, str]] = {}
-    own: list[list[str]] = []
+    assigned: list[list[str]] = []
     problems: dict[str, str] = {}
-    known: dict[int, Mapping[str, str]] = {}
+    known: dict[int, Mapping[str, str]] = {}  # by id: equal ranks share an unpacked object
     for number, leaves in enumerate(ranks):
-        own.append([])
+        assigned.append([])
         if id(leaves) in known:
             continue
         known[id(leaves)] = leaves
         for name, kind in leaves.items():
             if name not in kinds:
                 kinds[name] = (number, kind)
-                own[-1].append(name)
+                assigned[-1].append(name)
             elif kinds[name][1] != kind:
                 first, other = kinds[name]
                 problems.setdefault(
@@ -153,20 +148,20 @@ def _first_holders(ranks: Sequence[Mapping[str, str]]) -> list[list[str]]:
                 )
     if problems:
         title = (
-            "ranks hold different things under one key, of which only one could be saved; give "
-            "each its own key, or describe shards by ShardedTensor"
+            "ranks hold different things under one key, of which only one could be saved. Give "
+            "each a separate key, or describe shards by ShardedTensor"
         )
         raise CheckpointingException(titled_list(title, list(problems.values())))
-    return own
+    return assigned
 
 
-def _digests(
+def _compute_digests(
     entries: Entries, compared: Iterable[ShardedTensor], check_replicas: bool
 ) -> dict[str, str]:
     if not check_replicas:
-        return {_shard_name(shard): _digest(shard.data) for shard in compared}
+        return {_name_shard(shard): _compute_digest(shard.data) for shard in compared}
     digests = {
-        _shard_name(shard): _digest(shard.data)
+        _name_shard(shard): _compute_digest(shard.data)
         for _, shard in entries.tensors
         if shard.data is not None and prod(shard.local_shape) > 0
     }
@@ -178,7 +173,7 @@ def _digests(
     return digests
 
 
-def _digest(tensor: Any) -> str:
+def _compute_digest(tensor: Any) -> str:
     return digest_of(to_local_if_dtensor(tensor).detach().as_subclass(torch.Tensor)).hex()
 
 
@@ -194,7 +189,7 @@ def _raise_if_different(packed: Sequence[bytes]) -> None:
     ]
     if problems:
         title = (
-            "ranks hold different bytes under one key, of which only one copy could be saved; "
-            "synchronise them, or give each its own key where they are different things"
+            "ranks hold different bytes under one key, of which only one could be saved. "
+            "Synchronise them, or give each a separate key if they are different things"
         )
         raise CheckpointingException(titled_list(title, problems, "key"))

@@ -1,4 +1,4 @@
-"""A folder of checkpoints of one run: when one is written, which stay, which a run goes on from."""
+"""The folder of a run's checkpoints: when to write one, which to keep, which to resume from."""
 
 from __future__ import annotations
 
@@ -11,19 +11,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
-from mcore.parallel.checkpoint.files.directory import (
-    keep_last,
-    remove_incomplete,
+from mcore.parallel.checkpoint.files.directory import keep_last, remove_incomplete
+from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
+from mcore.parallel.checkpoint.run_state.training_state import (
+    load_training_state,
+    save_training_state,
 )
-from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, place_of
-from mcore.parallel.checkpoint.files.remote import RemotePath
 from mcore.parallel.checkpoint.team import team_of
-from mcore.parallel.checkpoint.training.run_state import load_training_state, save_training_state
 from mcore.parallel.shortened import titled_list
 
 if TYPE_CHECKING:
-    from mcore.parallel.checkpoint.background import SaveHandle
-    from mcore.parallel.checkpoint.training.run_state import Model, Optimizers
+    from mcore.parallel.checkpoint.async_save import SaveHandle
+    from mcore.parallel.checkpoint.run_state.training_state import Model, Optimizers
     from mcore.parallel.groups import GroupLike
 
 logger = logging.getLogger(__name__)
@@ -31,19 +30,20 @@ _NAME = re.compile(r"step_(\d+)")
 
 
 class CheckpointManager:
-    """Writes a run's checkpoints ``root/step_N``, deletes old ones, and finds where to go on.
+    """Writes a run's checkpoints ``root/step_N``, deletes old ones, and loads the newest good one.
 
-    All ranks of the group make one and call its methods together. The folder is the run's alone.
+    All ranks of the group make a manager and call its methods together. No other run may use the
+    folder.
 
     Args:
-        root: The folder, made by the first save; with ``mcore-parallel[remote]`` a URL too.
-        keep: How many of the newest checkpoints stay, at least 1; None keeps all. Old ones are
-            deleted after a save is complete: with ``async_``, at the next save or wait. Those
-            that :meth:`load_latest` found damaged, or of later steps, are not counted and stay.
-        every: Of the steps that :meth:`save` is called with, those are written that this divides.
-        async_: Write in the background. A save waits for the one before it first, and raises its
-            error.
-        process_group: The ranks; None is the world.
+        root: The folder, made by the first save. With ``mcore-parallel[remote]`` it may be a URL.
+        keep: The number of newest checkpoints to keep, at least 1. None keeps all. Old checkpoints
+            are deleted after a save is complete: with ``async_``, at the next save or wait.
+            Checkpoints of later steps, and those that :meth:`load_latest` found damaged, are
+            neither counted nor deleted.
+        every: :meth:`save` writes the steps that are divisible by this number.
+        async_: Write in a thread. A save first waits for the previous save, and raises its error.
+        process_group: The ranks. None is the world.
         protect: Names of checkpoints that ``keep`` neither counts nor deletes.
 
     Raises:
@@ -75,12 +75,12 @@ class CheckpointManager:
         protect: Iterable[str] = (),
     ) -> None:
         self.root = place_of(root)
-        self.keep = None if keep is None else _whole_number("keep", keep, 1)
-        self.every, self.async_ = _whole_number("every", every, 1), async_
+        self.keep = None if keep is None else _check_whole_number("keep", keep, 1)
+        self.every, self.async_ = _check_whole_number("every", every, 1), async_
         self._protect = tuple(protect)
         self._group = process_group
         self._pending: SaveHandle | None = None
-        self._last: Place | None = None  # what the model's state is saved as
+        self._last: Place | None = None  # the checkpoint that has the model's present state
         self._step = 0  # of the last save
         self._has_saved = False
         self._damaged: set[Place] = set()
@@ -94,36 +94,36 @@ class CheckpointManager:
         force: bool = False,
         **more: Any,
     ) -> bool:
-        """Write the checkpoint of a step if it is one to write, or start to.
+        """Write the checkpoint of a step, or start to, if the step is divisible by ``every``.
 
-        Call it after every step; other steps return at once, without communication. The first
-        save deletes what killed saves left in the folder; a checkpoint of this step that
-        :meth:`load_latest` found damaged is renamed to ``step_N.damaged``.
+        Call it after every step. Other steps return immediately, without communication. The first
+        save deletes the leftovers of killed saves in the folder. If :meth:`load_latest` found a
+        checkpoint of this step damaged, that is renamed to ``step_N.damaged``.
 
         Args:
             model: As for :func:`save_training_state`.
-            optimizer: Likewise.
+            optimizer: As for :func:`save_training_state`.
             step: The number of steps made.
-            force: Write also where ``every`` does not divide the step, as after the last one; a
-                step that this manager has written is not written again.
+            force: Write any step, such as the last step. A step that this manager has written is
+                not written twice.
             **more: As for :func:`save_training_state`.
 
         Returns:
-            Whether the checkpoint was written, or with ``async_`` begun.
+            Whether the checkpoint was written or, with ``async_``, started.
 
         Raises:
-            CheckpointingException: On every rank: the save, or the background save before it,
-                failed. The folder holds only complete checkpoints.
+            CheckpointingException: On every rank: the save, or the previous asynchronous save,
+                failed. The folder has only complete checkpoints.
             ValueError: The step is below 0.
             TypeError: The step is not a whole number.
         """
-        step = _whole_number("step", step, 0)
+        step = _check_whole_number("step", step, 0)
         path = self.root / f"step_{step}"
         if path == self._last or (step % self.every and not force):
             return False
         self.wait()
         if not self._has_saved or path in self._damaged:
-            self._on_first_rank(lambda: self._make_room(path))
+            self._change_folder(lambda: self._make_room(path))
         self._pending = save_training_state(
             path,
             model,
@@ -139,10 +139,10 @@ class CheckpointManager:
         return True
 
     def wait(self) -> None:
-        """Wait for the save in the background, if there is one.
+        """Wait for the asynchronous save, if there is one.
 
         Raises:
-            CheckpointingException: On every rank: it failed.
+            CheckpointingException: On every rank: the save failed.
         """
         if self._pending is None:
             return
@@ -157,19 +157,20 @@ class CheckpointManager:
     def load_latest(
         self, model: Model, optimizer: Optimizers = None, **options: Any
     ) -> dict[str, Any] | None:
-        """Continue from the newest checkpoint that is not damaged.
+        """Load the newest checkpoint that is not damaged.
 
-        Each damaged one, incomplete or changed since it was saved, is named in a warning on every
-        rank, and left where it is. One that does not fit the model is an error, not damage.
+        Every rank logs a warning for each damaged checkpoint, which is incomplete or has changed
+        since it was saved. It stays in the folder. A checkpoint that does not fit the model is an
+        error, not damage.
 
         Args:
             model: As for :func:`load_training_state`.
-            optimizer: Likewise.
-            **options: The keywords of :func:`load_training_state`, objects whose state was saved
-                among them.
+            optimizer: As for :func:`load_training_state`.
+            **options: The keywords of :func:`load_training_state`, also the objects that get their
+                state back.
 
         Returns:
-            What :func:`load_training_state` returns; None where the folder has no checkpoint.
+            The result of :func:`load_training_state`, or None if the folder has no checkpoint.
 
         Raises:
             CheckpointingException: On every rank: the checkpoint does not fit, or there are
@@ -177,7 +178,7 @@ class CheckpointManager:
         """
         self.wait()
         problems: list[str] = []
-        for path in self._newest_first():
+        for path in self._list_newest_first():
             try:
                 found = load_training_state(
                     path, model, optimizer, process_group=self._group, **options
@@ -202,19 +203,24 @@ class CheckpointManager:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        """Wait for the save in the background; after an error its failure is only logged."""
+        """Wait for the asynchronous save. After an error in the block, only log its failure."""
         try:
             self.wait()
         except CheckpointingException as failure:
             if error is None:
                 raise
-            logger.error("the last save in the background failed: %s", failure)
+            logger.error("the last asynchronous save failed: %s", failure)
 
-    def _newest_first(self) -> list[Place]:
-        """Return on every rank what the first rank finds, damaged checkpoints included."""
+    def _list_newest_first(self) -> list[Place]:
+        """Return, on every rank, the checkpoints that the first rank finds, also damaged ones."""
         team = team_of(self._group)
-        names = _step_names if team.is_first else lambda _: []
-        [shared] = team.share(lambda: [json.dumps(names(self.root)).encode()])
+
+        def list_names() -> list[bytes]:
+            steps = _list_steps(self.root) if team.is_first else {}
+            names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+            return [json.dumps(names).encode()]
+
+        [shared] = team.share(list_names)
         return [self.root / name for name in json.loads(shared)]
 
     def _make_room(self, path: Place) -> None:
@@ -224,24 +230,26 @@ class CheckpointManager:
             while aside.exists():
                 number += 1
                 aside = path.parent / f"{path.name}.damaged-{number}"
-            path.rename(aside)  # type: ignore[arg-type]  # of its own kind
+            path.rename(aside)  # type: ignore[arg-type]  # both are of one type
             self._damaged.discard(path)
 
     def _delete_old(self) -> None:
         keep = self.keep
         if keep is not None:
-            self._on_first_rank(
-                lambda: keep_last(self.root, keep, protect=[*self._protect, *self._passed_over()])
-            )
+            self._change_folder(lambda: self._keep_last(keep))
 
-    def _passed_over(self) -> list[str]:
-        """Name damaged checkpoints, and those of later steps than the run is at."""
-        steps = _steps_below(self.root)
+    def _keep_last(self, keep: int) -> None:
+        """Delete old checkpoints, but none that is damaged or of a later step than the run."""
         damaged = {path.name for path in self._damaged}
-        return [name for name, step in steps.items() if step > self._step or name in damaged]
+        skipped = [
+            name
+            for name, step in _list_steps(self.root).items()
+            if step > self._step or name in damaged
+        ]
+        keep_last(self.root, keep, protect=[*self._protect, *skipped])
 
-    def _on_first_rank(self, change: Callable[[], object]) -> None:
-        """Change the folder on the first rank; a failure is no reason to end a run."""
+    def _change_folder(self, change: Callable[[], object]) -> None:
+        """Change the folder on the first rank. A failure is only logged: the run can continue."""
         if not team_of(self._group).is_first:
             return
         try:
@@ -250,7 +258,7 @@ class CheckpointManager:
             logger.warning("old checkpoints in %s cannot be deleted: %s", self.root, error)
 
 
-def _whole_number(name: str, given: Any, least: int) -> int:
+def _check_whole_number(name: str, given: Any, least: int) -> int:
     try:
         number = operator.index(given)
     except TypeError:
@@ -260,13 +268,7 @@ def _whole_number(name: str, given: Any, least: int) -> int:
     return number
 
 
-def _step_names(root: Place) -> list[str]:
-    """Return the names of checkpoints in a folder, complete or not, newest first."""
-    steps = _steps_below(root)
-    return sorted(steps, key=lambda name: (steps[name], name), reverse=True)
-
-
-def _steps_below(root: Place) -> dict[str, int]:
+def _list_steps(root: Place) -> dict[str, int]:
     """Map the names of checkpoints in a folder, complete or not, to their steps."""
     if isinstance(root, RemotePath):
         names = [folder.name for folder in root.folders()]

@@ -22,7 +22,7 @@ from mcore.parallel.checkpoint import (
     load_training_state,
     save_training_state,
 )
-from mcore.parallel.checkpoint.files.manifest import read_index
+from mcore.parallel.checkpoint.files.index import read_index
 
 Make = Callable[[Any], Optimizer]
 OPTIMIZERS: dict[str, Make] = {
@@ -245,7 +245,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(tmp_path: Path) ->
     before = {name: value.clone() for name, value in other.state_dict().items()}
     foreign = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=1.0)
     cases: list[tuple[str, Callable[[], object]]] = [
-        ("lacks parameters of this one", lambda: load_training_state(tmp_path / "a", other, every)),
+        (
+            "lacks parameters of this optimizer",
+            lambda: load_training_state(tmp_path / "a", other, every),
+        ),
         (
             "'sampler' is missing",
             lambda: load_training_state(tmp_path / "a", other, sampler=None),

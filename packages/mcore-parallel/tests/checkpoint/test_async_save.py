@@ -105,7 +105,7 @@ def test_saves_run_in_order_and_an_error_does_not_stop_the_next(
     first.result()
     with pytest.raises(CheckpointingException, match=r"cannot save .*a: OSError"):
         same.result()
-    assert "background save" in caplog.text
+    assert "asynchronous save" in caplog.text
     check(tmp_path / "a", 1)
     check(tmp_path / "b", 3)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["a", "b"]

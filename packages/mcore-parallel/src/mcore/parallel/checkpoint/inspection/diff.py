@@ -1,6 +1,6 @@
-"""Two checkpoints key by key: what is in one only, what differs and by how much.
+"""The command ``diff``: keys in only one of two checkpoints, and differences of the others.
 
-Both are read block by block on all cores, so that memory does not grow with their size.
+Both checkpoints are read in blocks on all cores. The memory does not grow with their size.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from mcore.parallel.checkpoint.files.index import StoredKey
-from mcore.parallel.checkpoint.files.regular_files import PathLike
+from mcore.parallel.checkpoint.files.manifest import StoredKey
+from mcore.parallel.checkpoint.files.places import PathLike
 from mcore.parallel.checkpoint.inspection.contents import Contents, dtype_text, num_bytes_of
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, table
 from mcore.parallel.checkpoint.sharded import Shape
@@ -27,20 +27,18 @@ _TWO_63 = 1 << 63
 
 
 class Difference(NamedTuple):
-    """How two tensors of one shape differ; neutral where they are equal."""
+    """The difference of two tensors of one shape."""
 
-    elements: int = 0  # that are not equal
-    largest: float | int | None = 0  # of their absolute differences; NaN where only one is NaN
+    elements: int = 0  # number that are not equal
+    largest: float | int | None = 0  # absolute difference; NaN if only one is NaN, None if unknown
 
-    def joined(self, other: Difference) -> Difference:
-        """Return the difference of two tensors of which these are parts."""
-        return Difference(self.elements + other.elements, _larger(self.largest, other.largest))
-
-
-def _larger(one: float | int | None, other: float | int | None) -> float | int | None:
-    if one is None or other is None:
-        return None
-    return max(one, other, key=lambda number: (math.isnan(number), number))
+    def join(self, other: Difference) -> Difference:
+        """Combine the differences of two parts of a tensor."""
+        elements = self.elements + other.elements
+        if self.largest is None or other.largest is None:
+            return Difference(elements, None)
+        largest = max(self.largest, other.largest, key=lambda one: (math.isnan(one), one))
+        return Difference(elements, largest)
 
 
 def diff(
@@ -50,13 +48,21 @@ def diff(
     workers: int | None,
     output: Output,
 ) -> int:
-    """Compare two checkpoints; 1 if they differ."""
+    """Compare two checkpoints. Returns 1 if they differ."""
     with Contents(path) as old, Contents(other) as new:
-        names = sorted({*_chosen(old, new, patterns), *_chosen(new, old, patterns)})
+        names = sorted({*_choose_keys(old, new, patterns), *_choose_keys(new, old, patterns)})
         added = [name for name in names if name not in old.index.keys]
         removed = [name for name in names if name not in new.index.keys]
         common = sorted({*names} - {*added, *removed})
-        changed = list(_changes(old, new, common, workers, output))
+        sizes = [num_bytes_of(old.index.keys[name]) for name in common]
+        done, changed = 0, []
+        with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as executor:
+            found = executor.map(lambda name: _compare_key(old, new, name), common)
+            for size, change in zip(sizes, found, strict=True):
+                done += size
+                output.progress(done, sum(sizes), "compared")
+                if change is not None:
+                    changed.append(change)
     content = {
         "old": str(old.directory),
         "new": str(new.directory),
@@ -65,35 +71,21 @@ def diff(
         "changed": changed,
         "unchanged": len(common) - len(changed),
     }
-    output.report(content, _lines(content))
+    output.report(content, _format_lines(content))
     return 1 if added or removed or changed else 0
 
 
-def _chosen(contents: Contents, other: Contents, patterns: Sequence[str]) -> list[str]:
-    """List the keys that match; that one of two checkpoints has none is no mistake."""
+def _choose_keys(contents: Contents, other: Contents, patterns: Sequence[str]) -> list[str]:
+    """List the keys that match. A pattern without a match in both checkpoints is an error."""
     if patterns and not contents.matching(patterns):
         other.names(patterns)
     return contents.matching(patterns)
 
 
-def _changes(
-    old: Contents, new: Contents, names: Sequence[str], workers: int | None, output: Output
-) -> Iterator[dict[str, Any]]:
-    sizes = [num_bytes_of(new.index.keys[name]) for name in names]
-    done = 0
-    with ThreadPoolExecutor(workers or len(os.sched_getaffinity(0))) as executor:
-        found = executor.map(lambda name: _change(old, new, name), names)
-        for size, change in zip(sizes, found, strict=True):
-            done += size
-            output.progress(done, sum(sizes), "compared")
-            if change is not None:
-                yield change
-
-
-def _change(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
-    """Return what changed of a key, or None."""
+def _compare_key(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
+    """Describe the change of a key, or return None."""
     before, after = old.index.keys[name], new.index.keys[name]
-    kinds = {"before": _kind(before), "after": _kind(after)}
+    kinds = {"before": _describe_kind(before), "after": _describe_kind(after)}
     if before.dtype is None and after.dtype is None:
         if all(one == two for one, two in zip_longest(old.raw(name), new.raw(name))):
             return None
@@ -104,19 +96,21 @@ def _change(old: Contents, new: Contents, name: str) -> dict[str, Any] | None:
         return {"key": name, **kinds, "largest_difference": None}
     found = Difference()
     for start, shape in boxes(before.shape, _BLOCK_ELEMENTS):
-        found = found.joined(difference(old.box(name, start, shape), new.box(name, start, shape)))
+        found = found.join(
+            compare_tensors(old.box(name, start, shape), new.box(name, start, shape))
+        )
     if not found.elements and before.dtype == after.dtype:
         return None
     counts = {"elements": prod(before.shape), "different": found.elements}
     return {"key": name, **kinds, **counts, "largest_difference": found.largest}
 
 
-def _kind(stored: StoredKey) -> dict[str, Any]:
+def _describe_kind(stored: StoredKey) -> dict[str, Any]:
     return {"dtype": dtype_text(stored), "shape": list(stored.shape)}
 
 
 def boxes(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
-    """Yield start and shape of boxes of at most so many elements that make up a tensor."""
+    """Yield start and shape of boxes, of at most ``most`` elements, that make up a tensor."""
     if not shape:
         yield (), ()
         return
@@ -131,8 +125,8 @@ def boxes(shape: Shape, most: int) -> Iterator[tuple[Shape, Shape]]:
         yield (first, *[0] * len(shape[1:])), (min(step, shape[0] - first), *shape[1:])
 
 
-def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
-    """Compare two tensors of one shape, bit by bit where they have one dtype."""
+def compare_tensors(one: torch.Tensor, other: torch.Tensor) -> Difference:
+    """Compare two tensors of one shape, bit by bit if they have one dtype."""
     one, other = one.reshape(-1), other.reshape(-1)
     if one.dtype == other.dtype:
         bits = [tensor.view(torch.uint8).view(-1, tensor.itemsize) for tensor in (one, other)]
@@ -142,17 +136,17 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> Difference:
     else:
         differs = torch.ones(one.shape, dtype=torch.bool, device="cpu")
     try:
-        wide = [_widened(tensor[differs], one.dtype == other.dtype) for tensor in (one, other)]
-    except (RuntimeError, NotImplementedError):  # a dtype that has no numbers
+        wide = [_widen(tensor[differs], one.dtype == other.dtype) for tensor in (one, other)]
+    except (RuntimeError, NotImplementedError):  # a dtype without arithmetic
         return Difference(int(differs.sum()), None)
     if one.dtype == other.dtype:
-        return Difference(int(differs.sum()), _largest(*wide))
+        return Difference(int(differs.sum()), _find_largest(*wide))
     is_other = (wide[0] != wide[1]) & ~(wide[0].isnan() & wide[1].isnan())
-    return Difference(int(is_other.sum()), _largest(wide[0][is_other], wide[1][is_other]))
+    return Difference(int(is_other.sum()), _find_largest(wide[0][is_other], wide[1][is_other]))
 
 
-def _widened(tensor: torch.Tensor, keeps_integers: bool) -> torch.Tensor:
-    """Return numbers in a type in which they can be subtracted, all in the same order."""
+def _widen(tensor: torch.Tensor, keeps_integers: bool) -> torch.Tensor:
+    """Convert numbers to a type that can be subtracted, and keep their order."""
     if tensor.is_complex():
         return tensor.to(torch.complex128)
     if tensor.is_floating_point():
@@ -160,29 +154,30 @@ def _widened(tensor: torch.Tensor, keeps_integers: bool) -> torch.Tensor:
     if not keeps_integers:
         return tensor.double()
     if tensor.dtype == torch.uint64:
-        return tensor.view(torch.int64) ^ -_TWO_63  # from 0 on becomes from the lowest on
+        return tensor.view(torch.int64) ^ -_TWO_63  # shifts the range: 0 becomes the lowest int64
     return tensor.long()
 
 
-def _largest(one: torch.Tensor, other: torch.Tensor) -> float | int:
+def _find_largest(one: torch.Tensor, other: torch.Tensor) -> float | int:
     if not one.numel():
         return 0
     if one.dtype == torch.int64:
         distance = torch.maximum(one, other) - torch.minimum(one, other)
-        beyond = distance[distance < 0]  # too large for 63 bits
+        # A distance of 2**63 or more overflows to a negative number, 2**64 below the distance.
+        beyond = distance[distance < 0]
         return int(beyond.max()) + 2 * _TWO_63 if beyond.numel() else int(distance.max())
     distance = (one - other).abs()
     both_nan = one.isnan() & other.isnan()
-    distance[both_nan | (one == other)] = 0.0  # other bits of one value
+    distance[both_nan | (one == other)] = 0.0  # different bits of one value, such as -0.0 and 0.0
     return float(distance.max())
 
 
-def _lines(content: dict[str, Any]) -> Iterator[str]:
+def _format_lines(content: dict[str, Any]) -> Iterator[str]:
     for title, names in (("added", content["added"]), ("removed", content["removed"])):
         yield from (f"{title}  {escaped(name)}" for name in names)
     if content["changed"]:
         rows = [
-            ["changed", one["key"], *_change_texts(one), _number_text(one["largest_difference"])]
+            ["changed", one["key"], *_format_change(one), _format_number(one["largest_difference"])]
             for one in content["changed"]
         ]
         titles = ["", "key", "what", "elements", "largest difference"]
@@ -191,7 +186,7 @@ def _lines(content: dict[str, Any]) -> Iterator[str]:
     yield f"{', '.join(numbers)}, {counted(content['unchanged'], 'key')} unchanged"
 
 
-def _change_texts(change: dict[str, Any]) -> tuple[str, str]:
+def _format_change(change: dict[str, Any]) -> tuple[str, str]:
     before, after = change["before"], change["after"]
     if before["shape"] != after["shape"]:
         what = f"{before['dtype']} {before['shape']} -> {after['dtype']} {after['shape']}"
@@ -205,7 +200,7 @@ def _change_texts(change: dict[str, Any]) -> tuple[str, str]:
     return what, counts
 
 
-def _number_text(number: float | int | None) -> str:
+def _format_number(number: float | int | None) -> str:
     if number is None:
         return ""
     return str(number) if isinstance(number, int) else f"{number:.6g}"

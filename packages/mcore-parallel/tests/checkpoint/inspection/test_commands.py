@@ -23,10 +23,9 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.__main__ import main
-from mcore.parallel.checkpoint.files.manifest import read_index
-from mcore.parallel.checkpoint.files.metadata_file import plain_value
-from mcore.parallel.checkpoint.inspection.comparing import boxes, difference
+from mcore.parallel.checkpoint.files.index import plain_value, read_index
 from mcore.parallel.checkpoint.inspection.contents import short_repr
+from mcore.parallel.checkpoint.inspection.diff import boxes, compare_tensors
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from rank_testing import run_ranks
 
@@ -140,7 +139,7 @@ def test_a_run_lists_its_checkpoints_and_what_is_wrong_with_them(root: Path, run
     assert run("verify", root)[0] == 0
     assert run("diff", root, root / "step_1") == (
         2,
-        f"error: {root} is a folder with 3 checkpoints; give one of them, such as {root}/stock\n",
+        f"error: {root} is a folder with 3 checkpoints. Give one of them, such as {root}/stock\n",
     )
 
 
@@ -211,10 +210,10 @@ def test_each_damaged_key_is_named(name: str, root: Path, run: Any, tmp_path: Pa
 def test_large_checkpoints_are_read_by_processes(
     run: Any, tmp_path: Path, monkeypatch: Any
 ) -> None:
-    from mcore.parallel.checkpoint.inspection import verifying
+    from mcore.parallel.checkpoint.inspection import verify
 
-    monkeypatch.setattr(verifying, "_FEW_BYTES", 1)
-    monkeypatch.setattr(verifying, "_BATCH_BYTES", 1 << 12)
+    monkeypatch.setattr(verify, "_FEW_BYTES", 1)
+    monkeypatch.setattr(verify, "_BATCH_BYTES", 1 << 12)
     save_sharded_state_dict({f"w{n}": torch.zeros(1000) for n in range(9)}, tmp_path / "step_1")
     assert run("verify", tmp_path / "step_1", "--workers", 2)[0] == 0
     path = tmp_path / "step_1" / "__0_0.distcp"
@@ -284,8 +283,8 @@ def test_largest_differences_are_exact(
     dtype: torch.dtype, one: Sequence[Any], other: Sequence[Any], largest: float
 ) -> None:
     tensors = [torch.tensor(values, dtype=dtype) for values in (one, other)]
-    assert difference(*tensors) == (1, largest)
-    assert difference(tensors[0], tensors[0]) == (0, 0)
+    assert compare_tensors(*tensors) == (1, largest)
+    assert compare_tensors(tensors[0], tensors[0]) == (0, 0)
 
 
 def test_blocks_make_up_a_tensor_and_are_small() -> None:
@@ -311,7 +310,7 @@ def test_torch_loads_what_is_converted(name: str, root: Path, run: Any, tmp_path
         assert loaded["values"] == {"step": 7, HOSTILE: "text"}
         assert loaded["list"][1]["a"].tolist() == [0.0]
     code, text = run("to-torch", root / name, file)
-    assert (code, text) == (2, f"error: {file} already exists and is left as it is\n")
+    assert (code, text) == (2, f"error: {file} already exists and is not overwritten\n")
     assert run("to-torch", root / name, tmp_path / "no" / "one.pt") == (
         2,
         f"error: cannot write {tmp_path}/no/one.pt: there is no folder {tmp_path}/no\n",

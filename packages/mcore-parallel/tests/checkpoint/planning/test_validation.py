@@ -26,7 +26,7 @@ from mcore.parallel.checkpoint import (
     validate_sharding_integrity,
 )
 from mcore.parallel.checkpoint.planning.validation import (
-    Place,
+    Box,
     decode_records,
     encode_records,
     overlapping_pairs,
@@ -119,11 +119,11 @@ OF_ONE_SHAPE = st.tuples(SIZE, SIZE, SIZE).flatmap(
 @settings(deadline=None)
 @given(OF_ANY_SHAPES | OF_ONE_SHAPE)
 def test_overlaps_equal_those_of_counting_elements(raw: list[Any]) -> None:
-    places: list[Place] = [
+    places: list[Box] = [
         (tuple(start for start, _ in place), tuple(size for _, size in place)) for place in raw
     ]
 
-    def elements(place: Place) -> set[tuple[int, ...]]:
+    def elements(place: Box) -> set[tuple[int, ...]]:
         return set(itertools.product(*(range(s, s + n) for s, n in zip(*place, strict=True))))
 
     expected = [

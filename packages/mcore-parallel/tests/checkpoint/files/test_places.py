@@ -32,8 +32,8 @@ from mcore.parallel.checkpoint import (
     save_sharded_state_dict,
 )
 from mcore.parallel.checkpoint.__main__ import main
-from mcore.parallel.checkpoint.files import remote
-from mcore.parallel.checkpoint.files.remote import RemotePath, remote_path
+from mcore.parallel.checkpoint.files import places
+from mcore.parallel.checkpoint.files.places import RemotePath, remote_path
 from rank_testing import free_port, run_ranks
 
 pytestmark = pytest.mark.xdist_group("s3")  # one server is enough
@@ -165,7 +165,7 @@ def names(paths: list[Any]) -> list[str]:
 
 
 def test_a_run_behind_a_url(root: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(remote, "_PART_BYTES", 5 << 20)  # the least that S3 takes of many parts
+    monkeypatch.setattr(places, "_PART_BYTES", 5 << 20)  # the least that S3 takes of many parts
     assert (list_checkpoints(root), latest_checkpoint(root), remove_incomplete(root)) == (
         [],
         None,

@@ -27,6 +27,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
+from mcore.parallel.checkpoint.files.checksums import checksum_of
 from rank_testing import run_ranks
 
 
@@ -223,7 +224,7 @@ def test_missing_and_truncated_files_are_refused_before_anything_is_read(
     whole = payload.read_bytes()
     for size in (len(whole) - 1, len(whole) // 2, 0):
         payload.write_bytes(whole[:size])
-        assert_refused(targets(), path, str(payload), f"has {size} bytes", "take another")
+        assert_refused(targets(), path, str(payload), f"has {size} bytes", "Take another")
         assert not is_complete_checkpoint(path)
     payload.unlink()
     assert_refused(targets(), path, str(payload), "No such file")
@@ -266,6 +267,10 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     (path / "manifest.json").write_text('{"format": "mcore sharded checkpoint", "version": 99}')
     assert_refused(targets(), path, "another version")
     (path / "manifest.json").write_text('{"format": "mcore sharded checkpoint", "version": 2}')
+    assert_refused(targets(), path, "manifest.json has version 2, but")
+    start = b'{"format": "mcore sharded checkpoint", "version": 3, "content": [\n{"files": 5}\n'
+    end = f'], "checksum": "{checksum_of(start)}"}}\n'.encode()
+    (path / "manifest.json").write_bytes(start + end)
     assert_refused(targets(), path, "manifest.json contradicts itself")
     (path / "manifest.json").unlink()
     assert_refused(targets(), path, "manifest.json is missing", "nothing of this checkpoint can")
@@ -277,7 +282,9 @@ def test_broken_manifest_and_foreign_directories_are_refused(tmp_path: Path) -> 
     assert_refused(targets(), tmp_path / "none", "does not exist")
     assert_refused(targets(), foreign / "model.pt", "cannot be read")
     shutil.copytree(path, tmp_path / ".x.incomplete-0123456789abcdef")
-    assert_refused(targets(), tmp_path / ".x.incomplete-0123456789abcdef", "did not finish")
+    assert_refused(
+        targets(), tmp_path / ".x.incomplete-0123456789abcdef", "leftover of an unfinished save"
+    )
 
 
 def test_what_does_not_fit_is_refused_with_all_keys(tmp_path: Path) -> None:
@@ -296,7 +303,7 @@ def test_what_does_not_fit_is_refused_with_all_keys(tmp_path: Path) -> None:
         "key 'w': the checkpoint has dtype torch.float32, expected torch.int64",
         "key 'v': the checkpoint has global shape (8,), expected (9,)",
         "key 'o/shard_0_2' is missing",
-        "key 'new' is missing in the checkpoint; pass strict=False",
+        "key 'new' is missing in the checkpoint. Pass strict=False",
         "key 'o/shard_0_1': the checkpoint has an object, not a tensor",
         "key 'n': the checkpoint has an object, not a tensor",
     )

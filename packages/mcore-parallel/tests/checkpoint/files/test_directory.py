@@ -26,15 +26,14 @@ from mcore.parallel.checkpoint import (
     remove_incomplete,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.durable_files import incomplete_sibling, make_directories
-from mcore.parallel.checkpoint.files.index import Piece, aligned
+from mcore.parallel.checkpoint.files.index import parse_index, read_index
 from mcore.parallel.checkpoint.files.manifest import (
     FileRecord,
-    RawIndex,
-    manifest_of,
-    parsed_index,
-    read_index,
+    Piece,
+    aligned,
+    encode_manifest,
 )
+from mcore.parallel.checkpoint.files.save_place import incomplete_sibling, make_directories
 
 
 def save(path: Path, written_at: int | None = None) -> Path:
@@ -153,7 +152,7 @@ def test_urls_that_lost_a_slash_are_refused_and_homes_expanded(
         lambda path: keep_last(path, 1),
     ]
     for call in calls:
-        with pytest.raises(CheckpointingException, match="give a str such as 's3://bucket/step_1'"):
+        with pytest.raises(CheckpointingException, match="Give a str such as 's3://bucket/step_1'"):
             call(Path("s3://bucket/step_1"))
         with pytest.raises(CheckpointingException, match="unknown user"):
             call("~nobody-of-this-name/step_1")
@@ -207,20 +206,20 @@ def manifest_of_keys(number: int, shape: tuple[int, ...]) -> bytes:
         pieces.append((name, whole))
         at = aligned(at + length)
     files = {"__0_0.distcp": FileRecord(pieces[-1][1].at + pieces[-1][1].length, pieces)}
-    return manifest_of(keys, files, {})
+    return encode_manifest(keys, files, {})
 
 
 def test_an_index_takes_little_memory_and_huge_numbers_fit(tmp_path: Path) -> None:
     """Half a million pieces took 290 MiB, of which a copy of the manifest was a quarter."""
-    raw = RawIndex(manifest_of_keys(20_000, (64, 64)), b"")
+    raw = manifest_of_keys(20_000, (64, 64))
     tracemalloc.start()
-    index = parsed_index(tmp_path, raw)
+    index = parse_index(tmp_path, raw)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20_000 * 240
     assert index.keys["model.layers.012345.mlp.linear_fc1.weight"].pieces[0].shape == (64, 64)
     shape = (3, 5 << 40)
-    index = parsed_index(tmp_path, RawIndex(manifest_of_keys(3, shape), b""))
+    index = parse_index(tmp_path, manifest_of_keys(3, shape))
     stored = index.keys["model.layers.000002.mlp.linear_fc1.weight"]
     assert (stored.shape, stored.pieces[0].shape) == (shape, shape)
     assert stored.pieces[0].at == 2 * aligned(640 + 3 * (5 << 40))

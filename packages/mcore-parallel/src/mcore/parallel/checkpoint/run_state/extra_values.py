@@ -1,4 +1,4 @@
-"""What else a run continues from: values, objects with a state, and the random streams of ranks."""
+"""The extra values of a run's state: plain values, objects with a state, random streams."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from torch import nn
 from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.run_state.model_state import model_state
 from mcore.parallel.checkpoint.sharded import ShardedBase
 from mcore.parallel.checkpoint.state_tree import OneLeaf
 from mcore.parallel.checkpoint.team import Team
-from mcore.parallel.checkpoint.training.model_state import model_state
 from mcore.parallel.rng.shared import (
     existing_tracker,
     get_all_rng_states,
@@ -39,22 +39,22 @@ _TAKEN = frozenset({RANDOM_STATE, *_ARGUMENTS.split()})
 
 
 def check_names(values: Mapping[str, Any]) -> None:
-    """Raise CheckpointingException for names that cannot be those of further values."""
+    """Raise CheckpointingException for names that extra values cannot have."""
     for name in values:
         if name in _TAKEN or not name.isidentifier():
             raise CheckpointingException(
-                f"{name!r} cannot be the name of a further value: it must be an identifier other "
+                f"{name!r} cannot be the name of an extra value: it must be an identifier other "
                 f"than {', '.join(sorted(_TAKEN))}"
             )
 
 
 def is_stateful(value: Any) -> bool:
-    """Return whether a value has a state of its own, as a scheduler has."""
+    """Return whether a value has a ``state_dict``, such as a scheduler."""
     return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
 
 
 def state_of(name: str, value: Any) -> Any:
-    """Return what to save of a value: tensors of modules and DTensors by name, else one leaf."""
+    """Return the state of a value: tensors of modules and DTensors by name, else one leaf."""
     if isinstance(value, nn.Module):
         return model_state(value).tree(name)
     state = value.state_dict() if is_stateful(value) else value
@@ -70,45 +70,51 @@ def _has_shards(node: Any) -> bool:
 
 
 def states_to_save(values: Mapping[str, Any], team: Team) -> dict[str, Any]:
-    """Return the states of values; what differs between ranks is saved for each of them.
+    """Return the states of values. A state that differs between ranks is saved for each rank.
 
     Collective over the team: two all-reduces of 64 numbers or more.
     """
-    states = team.agree(lambda: _states(values))
+
+    def collect() -> dict[str, Any]:
+        check_names(values)
+        return {name: state_of(name, value) for name, value in sorted(values.items())}
+
+    states = team.agree(collect)
     leaves = {name: one.value for name, one in states.items() if isinstance(one, OneLeaf)}
-    if not all(_equal_on_all([sorted(values), sorted(leaves)], team)):
+    if not all(_compare_ranks([sorted(values), sorted(leaves)], team)):
         raise CheckpointingException(
-            f"the ranks were given other values than each other, this one {sorted(values)}; pass "
-            "the same names on every rank"
+            f"the ranks were given different values, this rank {sorted(values)}. Pass the same "
+            "names on every rank"
         )
     digested = team.agree(lambda: list(map(digest_of, leaves.values())))
-    for name, is_equal in zip(leaves, _equal_on_all(digested, team), strict=True):
+    for name, is_equal in zip(leaves, _compare_ranks(digested, team), strict=True):
         if not is_equal:
             states[name] = ShardedObject(name, leaves[name], (team.size,), (team.rank,))
     return states
 
 
-def _states(values: Mapping[str, Any]) -> dict[str, Any]:
-    check_names(values)
-    return {name: state_of(name, value) for name, value in sorted(values.items())}
-
-
-def _equal_on_all(values: Iterable[Any], team: Team) -> Iterator[bool]:
+def _compare_ranks(values: Iterable[Any], team: Team) -> Iterator[bool]:
+    """Return, for each value, whether it is equal on all ranks."""
+    # Shifted to 63 bits, so that a digest fits into an int64 and has a negative. The maximum of the
+    # negatives is minus the smallest digest: if both agree, all ranks have one digest.
     digests = [int.from_bytes(digest_of(value), "big") >> 1 for value in values]
     reduced = iter(team.max([number for one in digests for number in (one, -one)]))
-    return (highest == -lowest for highest, lowest in zip(reduced, reduced, strict=True))
+    pairs = zip(reduced, reduced, strict=True)
+    return (highest == -minus_lowest for highest, minus_lowest in pairs)
 
 
 class StoredValues(NamedTuple):
-    """The further values of a checkpoint."""
+    """The extra values of a checkpoint."""
 
-    targets: dict[str, Any]  # what this rank reads, by name
-    keys: list[str]  # of these
-    of_other_ranks: dict[str, list[str]]  # keys by name, saved for each of another number of ranks
+    targets: dict[str, Any]  # to load on this rank, by name
+    keys: list[str]  # of the targets
+    of_other_ranks: dict[
+        str, list[str]
+    ]  # keys by name, of values saved for another number of ranks
 
 
-def stored_values(keys: Iterable[str], team: Team) -> StoredValues:
-    """Return what a checkpoint with these keys has for this rank, besides tensors by name."""
+def find_stored_values(keys: Iterable[str], team: Team) -> StoredValues:
+    """Return the extra values, for this rank, of a checkpoint with these keys."""
     found = StoredValues({}, [], {})
     for key in keys:
         name, is_per_rank, _ = key.partition("/shard_")
@@ -128,7 +134,7 @@ def stored_values(keys: Iterable[str], team: Team) -> StoredValues:
 
 
 def rank_random_state() -> dict[str, Any]:
-    """Return the states of all streams that this rank draws from by default, as plain values."""
+    """Return the states of all default random streams of this rank, as plain values."""
     device = current_device()
     found = {
         "python": random.getstate(),
@@ -145,7 +151,7 @@ def rank_random_state() -> dict[str, Any]:
 
 
 def set_rank_random_state(state: Mapping[str, Any]) -> None:
-    """Put back what :func:`rank_random_state` returned, as far as this process has such streams."""
+    """Restore the streams of :func:`rank_random_state`, as far as this process has them."""
     random.setstate(state["python"])
     torch.set_rng_state(state["cpu"])
     device = current_device()
