@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mcore.parallel.agreement import reports_of_failures
+from mcore.parallel.agreement import gathered_reports
 from pretrain.packing import PackedText
 from pretrain.settings import Settings
 from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
@@ -135,7 +135,7 @@ def _on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
         results.append(work())
     except UsageError as error:
         report = str(error)
-    for told in reports_of_failures(report, group).values():
+    for told in gathered_reports(report, group).values():
         raise UsageError(told)
     return results[0]
 
