@@ -208,7 +208,7 @@ def test_other_parameters_on_one_rank_are_an_error_on_all() -> None:
             assert text.startswith(start + f"rank {rank} has "), text
         extra = ["nothing", "'w1' of model chunk 0, shape (2,), torch.float32"][rank]
         for text in found[:2]:
-            assert f"has {1 + rank}, the group between 1 and 2; the first difference is" in text
+            assert f"has {1 + rank}, the group between 1 and 2. The first difference is" in text
             assert f"number 2, here {extra}. " in text
         second = ["'b'", "'w1'"][rank]
         assert f"number 2, here {second} of model chunk 0" in found[2]

@@ -114,8 +114,8 @@ def require_equal(
     different = [f"{name} ({value} here)" for (name, value), same in pairs if not same]
     if different:
         raise ValueError(
-            f"the ranks were given different arguments: {', '.join(different)}; "
-            "pass the same values on every rank"
+            f"the ranks were given different arguments: {', '.join(different)}. "
+            "Pass the same values on every rank"
         )
     return is_equal[0]
 

@@ -53,12 +53,12 @@ def get_batch_on_this_cp_rank(
 
     Tensors to split are checked before any is copied. ``None``, values of other keys that are
     not tensors, and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``,
-    ``local_cp_size`` and ``hybrid_cp_group`` pass through unchanged. Their lengths remain those of
-    the whole sequence.
+    ``local_cp_size`` and ``hybrid_cp_group`` pass through unchanged, with the lengths of the whole
+    sequence.
 
     Args:
         batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``. An ``attention_mask`` is ``[b, s]``,
-            ``[b, 1, sq, sk]`` or ``[b, sq, sk]``; the query dim sq is split. ``position_ids`` of
+            ``[b, 1, sq, sk]`` or ``[b, sq, sk]``, with the query dim sq split. ``position_ids`` of
             several axes are ``[axes, b, s]``. Packed batches have the borders of the documents in
             ``cu_seqlens``, ``[n]`` or ``[1, n]``. ``cu_seqlens_padded`` is used instead if present.
             Hybrid batches have ``local_cp_size``, an int or a tensor of one element. A
@@ -174,8 +174,8 @@ def cp_unzigzag(
     Differentiable, e.g. after gathering keys along dim 0: ``cp_unzigzag(gathered.chunk(cp), 0)``.
 
     Args:
-        shards: One tensor of equal shape for each rank, in rank order. For a hybrid batch, the
-            ranks are those of its ``hybrid_cp_group``.
+        shards: One tensor of equal shape for each rank, in rank order. For a hybrid batch, one for
+            each rank of its ``hybrid_cp_group``.
         dim: The sequence dim of the shards.
         cu_seqlens: For a packed batch, the borders by which its documents were split, so its
             ``cu_seqlens_padded`` if it has one. ``[n]`` or ``[1, n]``, read as in
@@ -437,11 +437,11 @@ def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     return borders
 
 
-def check_length(borders: Tensor, length: int, what: str) -> None:
+def check_length(borders: Tensor, length: int, name: str) -> None:
     """Raise ValueError unless the documents fill a sequence of this length."""
     end = int(borders[-1])
     if end != length:
-        raise ValueError(f"cu_seqlens ends at {end}, expected {length}, the length of {what}")
+        raise ValueError(f"cu_seqlens ends at {end}, expected {length}, the length of {name}")
 
 
 def check_divisible(borders: Tensor, cp_size: int) -> None:

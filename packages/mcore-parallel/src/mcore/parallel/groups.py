@@ -36,7 +36,7 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     reject_non_member(group)
     if not (callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))):
         raise TypeError(
-            f"got {type(group).__name__} as a process group; pass a ProcessGroup, a 1-D "
+            f"got {type(group).__name__} as a process group: pass a ProcessGroup, a 1-D "
             "DeviceMesh, None, or an object with size() and rank()"
         )
     return cast("dist.ProcessGroup", group)
@@ -69,7 +69,7 @@ def reject_non_member(group: object) -> None:
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise TypeError(
-            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group; pass a 1-D "
+            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group: pass a 1-D "
             'mesh, such as mesh["tp"]'
         )
     if mesh.get_coordinate() is None:
@@ -157,12 +157,12 @@ def get_pg_src_rank(group: GroupLike | None = None) -> int:
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int]:
-    """List the global ranks of a group in the group's order; TypeError for an unknown group."""
+    """List the global ranks of a group in the group's order. TypeError for an unknown group."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, TypeError) as error:
         raise TypeError(
-            f"torch.distributed has no global ranks for {type(group).__name__}; pass a group "
+            f"torch.distributed has no global ranks for {type(group).__name__}: pass a group "
             "made by torch.distributed, or a 1-D DeviceMesh"
         ) from error
 

@@ -299,7 +299,7 @@ def create_hybrid_group(hybrid: DeviceMesh) -> dist.ProcessGroup:
     if flat is None or group_ranks(flat.get_group()) != ranks:
         how = _explain_creation(ranks, *(hybrid.mesh_dim_names or ("", "")))
         raise ValueError(
-            f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass hybrid_fsdp_expt_group; "
-            + how
+            f"cannot make a group of {ranks_text(ranks)} of {hybrid}: pass hybrid_fsdp_expt_group. "
+            f"To make it, {how}"
         )
     return flat.get_group()

@@ -151,11 +151,11 @@ class ProcessGroups(_Owner):
             device_type: The device type of ``dense_mesh`` and ``expert_mesh``. None means the
                 accelerator if the world group's backend is made for it, else ``"cpu"``.
             order: The axes from fastest to slowest. In the default, the ranks of a
-                tensor-parallel group are adjacent and those of a pipeline far apart.
+                tensor-parallel group are adjacent and the ranks of a pipeline far apart.
             groups: The names of the fields to create. None means all. A mesh is made if the groups
                 of all its dimensions are.
-            embedding_ranks: Chooses the ranks of ``embd`` from those of a pipeline, first stage
-                first. None means the first and the last.
+            embedding_ranks: Chooses the ranks of ``embd`` among the ranks of a pipeline, ordered
+                by stage. None means the first and the last.
             position_embedding_ranks: The same for ``pos_embd``. None means the first.
             hcp_sizes: Factors of ``cp``, the fastest first. Makes ``hcp``, with one group each.
             timeout: Timeout of the groups' collectives. None means that of ``init_process_group``.

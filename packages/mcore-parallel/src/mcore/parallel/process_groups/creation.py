@@ -37,7 +37,7 @@ class GroupSettings:
         for name in self.options:
             if name not in GROUP_FIELDS:
                 raise ValueError(
-                    f"pg_options has {name!r}, which is no group; known: {', '.join(GROUP_FIELDS)}"
+                    f"pg_options has {name!r}, which is no group. Known: {', '.join(GROUP_FIELDS)}"
                 )
 
     def facts(self) -> dict[str, object]:

@@ -197,8 +197,8 @@ def get_tensor_model_parallel_group_if_none(
     frame = sys._getframe(1)
     if dist.get_rank() == 0 and _is_new_site(frame.f_code.co_filename, frame.f_lineno):
         warnings.warn(
-            "tp_group is None: using the tensor-parallel group of the default ProcessGroups; "
-            "pass tp_group explicitly",
+            "tp_group is None: using the tensor-parallel group of the default ProcessGroups. "
+            "Pass tp_group explicitly",
             DeprecationWarning,
             stacklevel=2,
         )

@@ -1,7 +1,7 @@
 """Collection of every process group from named device meshes.
 
 :func:`map_meshes` finds the dimensions of each axis of parallelism, :func:`plan_mesh` the ranks of
-every wanted group, and :func:`groups_from_mesh` takes existing groups and creates the others.
+every wanted group, and :func:`groups_from_mesh` reuses existing groups and creates the others.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def map_meshes(
         expert.check("expt_dp")
         dense.check("dp")
         return dense, expert, levels
-    # In a shared mesh the schemes' dimensions of expt_dp are also those of dp: see below.
+    # In a shared mesh the schemes would find the dimensions of dp for expt_dp: see below.
     expert.find_axes(EXPERT_AXES, inside, ["expt_tp"])
     has_dense = any(axis in dense.axes for axis in ("tp", "cp", "dp"))
     has_experts = any(axis in expert.axes for axis in ("ep", "expt_dp", "expt_tp"))

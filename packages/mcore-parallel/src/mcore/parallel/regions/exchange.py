@@ -109,7 +109,7 @@ def _check_received(wanted: tuple[int, ...], received: tuple[int, ...]) -> None:
 
 
 class AllToAll(torch.autograd.Function):
-    """Forward an exchange of rows; backward the exchange the other way."""
+    """Forward an exchange of rows, backward the reverse exchange."""
 
     @staticmethod
     def forward(

@@ -289,7 +289,7 @@ def _compare(
 
 
 def _raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> None:
-    """Raise ValueError on every rank of a group whose lists differ, naming the first difference.
+    """Raise ValueError on every rank of a group, with the first difference of the ranks' lists.
     Two all-reduces: MAX of two int64, and MAX of 40 uint8 for each entry that all ranks have.
     """
     counts = torch.tensor([len(descriptions), -len(descriptions)], device=comm_device(group))
@@ -299,9 +299,9 @@ def _raise_difference(descriptions: Sequence[str], group: dist.ProcessGroup) -> 
     here = descriptions[position] if position < len(descriptions) else "nothing"
     raise ValueError(
         f"the ranks of the group do not have the same parameters: rank {dist.get_rank()} has "
-        f"{len(descriptions) - 1}, the group between {-minus_fewest - 1} and {most - 1}; "
-        f"the first difference is number {position}, here {here}. Check replicas of one model "
-        "with the same arguments, over a group whose ranks hold replicas"
+        f"{len(descriptions) - 1}, the group between {-minus_fewest - 1} and {most - 1}. "
+        f"The first difference is number {position}, here {here}. Check replicas of one model "
+        "with the same arguments, over a group of ranks that hold replicas"
     )
 
 

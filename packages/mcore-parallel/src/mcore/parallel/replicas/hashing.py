@@ -119,7 +119,7 @@ def hash_params(
     """Return the digest of each parameter. A parameter with several names is read only once."""
     threads = _count_threads() if num_threads is None else num_threads
     if threads < 1:
-        raise ValueError(f"num_threads is {num_threads}; at least 1 is needed")
+        raise ValueError(f"num_threads is {num_threads}: at least 1 is needed")
     tasks = [
         _Task(named, sum(stored_bytes(t, as_float32=not bit_exact) for _, t in named.parts))
         for named in {id(named.param): named for named in params}.values()

@@ -144,7 +144,7 @@ def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> R
             shared.refused.add(flags)
     if differs:
         warnings.warn(
-            f"rng tracker already initialised with {shared.flags}; requested {flags}: use "
+            f"rng tracker already initialised with {shared.flags}, requested {flags}: use "
             "force_reset to replace it",
             RuntimeWarning,
             stacklevel=stacklevel,
@@ -159,6 +159,6 @@ def _make_tracker(flags: TrackerFlags) -> RngTracker:
             return tracker
         logger.warning(
             "use_te_rng_tracker: TransformerEngine is not installed "
-            "(pip install 'mcore-parallel[te]'); using the tracker of mcore.parallel"
+            "(pip install 'mcore-parallel[te]'): using the tracker of mcore.parallel"
         )
     return CudaRNGStatesTracker(flags.use_cudagraphable_rng, flags.inference_rng_tracker)
