@@ -38,6 +38,7 @@ from mcore.parallel.checkpoint import (
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
+from mcore.parallel.checkpoint.files.index import read_index
 from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
     FileRecord,

@@ -1,4 +1,4 @@
-"""The index itself, as programs use it."""
+"""The index of the submeshes and groups of fully sharded data parallelism."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import cast
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.fsdp_index.dimensions import dense_dims
-from mcore.parallel.fsdp_index.view import (
-    FSDPView,
-    agreed_views,
-    covers_world,
-    dense_view,
-    expert_view,
+from mcore.parallel.fsdp_index.mesh_groups import (
+    MeshGroups,
+    agree_on_groups,
+    is_from_world_mesh,
+    resolve_dense_dims,
+    resolve_dense_groups,
+    resolve_expert_groups,
 )
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.torch_compat import is_distributed
@@ -25,29 +25,31 @@ class FSDPDistributedIndex:
 
     Parameters are sharded over the dimension ``dp_shard_dim``. With ``dp_outer_dim`` the index is
     hybrid: an outer dimension replicates the shards (HSDP), or shards them once more with
-    ``hsdp_outer_dp_shard``. A submesh serves ``torch.distributed.fsdp.fully_shard`` as it is: that
-    of ``dp_shard_dim`` shards, that of ``(dp_outer_dim, dp_shard_dim)`` replicates and shards.
+    ``hsdp_outer_dp_shard``. Pass its submeshes to ``torch.distributed.fsdp.fully_shard``: the
+    submesh of ``dp_shard_dim`` shards, that of ``(dp_outer_dim, dp_shard_dim)`` replicates and
+    shards.
 
     Construction checks that names, meshes and groups belong together. A hybrid index over a mesh
-    of the whole world, or over slices of one, is collective on the world group: all ranks pass the
-    same arguments, which they compare (one all-reduce, MAX of 64 int64). Where its expert mesh has
-    both data-parallel dimensions, the group of both is made if no ``hybrid_fsdp_expt_group`` is
-    given and the dense one has other ranks. Other indices do no communication.
+    of the whole world, or over slices of such a mesh, is collective on the world group: all ranks
+    pass the same arguments, which they compare (one all-reduce, MAX of 64 int64). If the expert
+    mesh has both data-parallel dimensions, no ``hybrid_fsdp_expt_group`` is given and the dense
+    hybrid group has other ranks, the group of both dimensions is made. Other indices do no
+    communication.
 
     Args:
         device_mesh: The mesh of the dense parameters, with dimension names. May be sliced or
-            unflattened, in any order of dimensions. Put ``tp_dim`` last where DTensors are
-            sharded over both: torch 2.13 cannot reduce them over dimensions in another order.
-        dp_shard_dim: The dimension that parameters are sharded over (data and context parallel);
-            required. May name a flattened dimension that lies inside the mesh.
+            unflattened, in any order of dimensions. Put ``tp_dim`` last if DTensors are sharded
+            over both: torch 2.13 cannot reduce them over dimensions in another order.
+        dp_shard_dim: The dimension that parameters are sharded over (data and context parallel),
+            required. May name a flattened dimension inside the mesh.
         dp_outer_dim: The outer data-parallel dimension, or None.
         tp_dim: The tensor-parallel dimension, or None.
         hybrid_fsdp_group: The ranks of ``(dp_outer_dim, dp_shard_dim)`` in outer-major order, as a
-            group or a 1-D mesh; required with ``dp_outer_dim``.
+            group or a 1-D mesh. Required with ``dp_outer_dim``.
         hsdp_outer_dp_shard: Shard over the outer dimension too: see
             :meth:`get_logical_hybrid_fsdp_rank`.
-        expt_device_mesh: The mesh of the expert parameters, with ``dp_shard_dim`` and whichever of
-            the other dimensions exist for experts.
+        expt_device_mesh: The mesh of the expert parameters, with ``dp_shard_dim`` and those other
+            dimensions that exist for experts.
         hybrid_fsdp_expt_group: As ``hybrid_fsdp_group`` for the expert mesh.
         fsdp_group_ag: A second group with the ranks of ``dp_shard_dim``, for all-gathers that must
             not wait for reduce-scatters.
@@ -60,23 +62,12 @@ class FSDPDistributedIndex:
         tp_dim: As given.
         hsdp_outer_dp_shard: As given.
         expt_device_mesh: As given.
-        use_hybrid_fsdp: Whether there is a ``dp_outer_dim``.
-        fsdp_group: The group of ``dp_shard_dim``.
-        outer_fsdp_group: The group of ``dp_outer_dim``, or None.
-        hybrid_fsdp_group: As given.
-        fsdp_group_ag: As given.
-        expt_fsdp_group: The group of ``dp_shard_dim`` in the expert mesh, or None without one.
-        expt_outer_fsdp_group: The group of ``dp_outer_dim`` in the expert mesh, or None.
-        hybrid_fsdp_expt_group: As given, or made.
-        expt_fsdp_group_ag: As given.
-        mesh_library: The registered submeshes: dimension names and whether they are of the expert
-            mesh, such as ``("dp_shard", "tp", False)``, to mesh.
 
     Raises:
-        ValueError: A dimension that is missing or overlaps another, a group with other ranks than
-            the mesh, or this rank is not in a mesh or group; the text names the argument. Where the
-            ranks compare: their arguments differ, or another rank has an error, on all ranks.
-        TypeError: Something other than a DeviceMesh or a group was given.
+        ValueError: A dimension is missing or overlaps another, a group has other ranks than the
+            mesh, or this rank is not in a mesh or group. The text names the argument. On all ranks
+            of a collective construction also if the arguments differ or one rank has an error.
+        TypeError: An argument is not a DeviceMesh or a group.
         RuntimeError: torch.distributed is not initialised.
 
     Example:
@@ -116,22 +107,23 @@ class FSDPDistributedIndex:
     ) -> None:
         if not is_distributed():
             raise RuntimeError(
-                "FSDPDistributedIndex needs torch.distributed, which is not initialised; "
+                "FSDPDistributedIndex needs torch.distributed, which is not initialised: "
                 "call torch.distributed.init_process_group and make a DeviceMesh first"
             )
 
-        is_collective = dp_outer_dim is not None and covers_world(device_mesh)
+        is_collective = dp_outer_dim is not None and is_from_world_mesh(device_mesh)
 
-        def views() -> tuple[FSDPView, FSDPView | None]:
-            dims = dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
+        def resolve() -> tuple[MeshGroups, MeshGroups | None]:
+            dims = resolve_dense_dims(device_mesh, dp_shard_dim, dp_outer_dim, tp_dim)
             if hsdp_outer_dp_shard and dp_outer_dim is None:
                 raise ValueError("hsdp_outer_dp_shard needs dp_outer_dim, which is None: pass it")
-            dense = dense_view(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
+            dense = resolve_dense_groups(device_mesh, dims, hybrid_fsdp_group, fsdp_group_ag)
             if expt_device_mesh is None:
                 return dense, None
             groups = hybrid_fsdp_expt_group, expt_fsdp_group_ag
-            can_create = is_collective and covers_world(expt_device_mesh)
-            return dense, expert_view(expt_device_mesh, dims, dense, *groups, can_create)
+            can_create = is_collective and is_from_world_mesh(expt_device_mesh)
+            expert = resolve_expert_groups(expt_device_mesh, dims, dense, *groups, can_create)
+            return dense, expert
 
         if is_collective:
             arguments = {
@@ -143,30 +135,70 @@ class FSDPDistributedIndex:
                 "hybrid_fsdp_expt_group": "None" if hybrid_fsdp_expt_group is None else "given",
             }
             hybrid = cast("tuple[str, str]", (dp_outer_dim, dp_shard_dim))
-            dense, expert = agreed_views(views, arguments, hybrid)
+            self._dense, self._expert = agree_on_groups(resolve, arguments, hybrid)
         else:
-            dense, expert = views()
-        self._dense, self._expert = dense, expert
-        self.device_mesh = device_mesh
+            self._dense, self._expert = resolve()
+        self.device_mesh, self.expt_device_mesh = device_mesh, expt_device_mesh
         self.dp_shard_dim = cast("str", dp_shard_dim)
-        self.dp_outer_dim = dp_outer_dim
-        self.tp_dim = tp_dim
+        self.dp_outer_dim, self.tp_dim = dp_outer_dim, tp_dim
         self.hsdp_outer_dp_shard = hsdp_outer_dp_shard
-        self.expt_device_mesh = expt_device_mesh
-        self.use_hybrid_fsdp = dp_outer_dim is not None
-        self.fsdp_group = dense.shard_group
-        self.outer_fsdp_group = dense.outer_group
-        self.hybrid_fsdp_group = dense.hybrid_group
-        self.fsdp_group_ag = dense.gather_group
-        self.expt_fsdp_group = None if expert is None else expert.shard_group
-        self.expt_outer_fsdp_group = None if expert is None else expert.outer_group
-        self.hybrid_fsdp_expt_group = None if expert is None else expert.hybrid_group
-        self.expt_fsdp_group_ag = None if expert is None else expert.gather_group
-        self.mesh_library: dict[tuple[str | bool, ...], DeviceMesh] = {
-            (*names, view is expert): mesh
-            for view in (dense, expert)
-            if view is not None
-            for names, mesh in view.submeshes.items()
+
+    @property
+    def use_hybrid_fsdp(self) -> bool:
+        """Whether there is a ``dp_outer_dim``."""
+        return self.dp_outer_dim is not None
+
+    @property
+    def fsdp_group(self) -> dist.ProcessGroup:
+        """The group of ``dp_shard_dim``."""
+        return self._dense.shard_group
+
+    @property
+    def outer_fsdp_group(self) -> dist.ProcessGroup | None:
+        """The group of ``dp_outer_dim``, or None."""
+        return self._dense.outer_group
+
+    @property
+    def hybrid_fsdp_group(self) -> dist.ProcessGroup | None:
+        """As given."""
+        return self._dense.hybrid_group
+
+    @property
+    def fsdp_group_ag(self) -> dist.ProcessGroup | None:
+        """As given."""
+        return self._dense.gather_group
+
+    @property
+    def expt_fsdp_group(self) -> dist.ProcessGroup | None:
+        """The group of ``dp_shard_dim`` in the expert mesh, or None without an expert mesh."""
+        return self._expert and self._expert.shard_group
+
+    @property
+    def expt_outer_fsdp_group(self) -> dist.ProcessGroup | None:
+        """The group of ``dp_outer_dim`` in the expert mesh, or None."""
+        return self._expert and self._expert.outer_group
+
+    @property
+    def hybrid_fsdp_expt_group(self) -> dist.ProcessGroup | None:
+        """As given, or made."""
+        return self._expert and self._expert.hybrid_group
+
+    @property
+    def expt_fsdp_group_ag(self) -> dist.ProcessGroup | None:
+        """As given."""
+        return self._expert and self._expert.gather_group
+
+    @property
+    def mesh_library(self) -> dict[tuple[str | bool, ...], DeviceMesh]:
+        """The registered submeshes. A key is the dimension names and whether the submesh is of the
+        expert mesh, such as ``("dp_shard", "tp", False)``.
+        """
+        both = (self._dense, self._expert)
+        return {
+            (*names, groups is self._expert): mesh
+            for groups in both
+            if groups is not None
+            for names, mesh in groups.submeshes.items()
         }
 
     def get_submesh(
@@ -177,13 +209,13 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            mesh_dim_names: One name or several, in the order of registration: ``tp``,
-                ``(outer, shard, tp)``, ``(shard, tp)``, ``(outer, shard)`` or ``shard``, by the
-                names that the index was given.
-            is_expert_parallel: Take it from the expert mesh.
+            mesh_dim_names: One or more names, in the order of registration: ``tp``,
+                ``(outer, shard, tp)``, ``(shard, tp)``, ``(outer, shard)`` or ``shard``, with the
+                names that were passed to the index.
+            is_expert_parallel: Return a submesh of the expert mesh.
 
         Returns:
-            The submesh; the same object at every call.
+            The submesh, the same object at every call.
 
         Raises:
             ValueError: No submesh is registered under these names, or there is no expert mesh.
@@ -198,15 +230,18 @@ class FSDPDistributedIndex:
             >>> dist.destroy_process_group()
         """
         names = (mesh_dim_names,) if isinstance(mesh_dim_names, str) else mesh_dim_names or ()
-        view = self._view(is_expert_parallel)
-        found = view.submeshes.get(tuple(names))
+        groups = self._groups_of(is_expert_parallel)
+        found = groups.submeshes.get(tuple(names))
         if found is not None:
             return found
-        registered = ", ".join(str(known) for known in view.submeshes)
+        hint = ""
+        others = set(names) - {self.dp_shard_dim, self.dp_outer_dim or self.dp_shard_dim}
+        if self.tp_dim is None and (others or not names):
+            hint = ". tp_dim is None: pass tp_dim, a size-1 TP dim is enough"
+        registered = ", ".join(str(known) for known in groups.submeshes)
         raise ValueError(
-            f"no submesh {tuple(names)} is registered for {view.mesh} "
-            f"(is_expert_parallel={is_expert_parallel}); registered: {registered}"
-            f"{self._tp_hint(names)}"
+            f"no submesh {tuple(names)} is registered for {groups.mesh} "
+            f"(is_expert_parallel={is_expert_parallel}). Registered: {registered}{hint}"
         )
 
     def get_dp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup:
@@ -215,7 +250,7 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: Return that of the experts.
+            is_expert_parallel: Return the group of the experts.
 
         Returns:
             The hybrid group of a hybrid index, else the group of ``dp_shard_dim``.
@@ -223,10 +258,10 @@ class FSDPDistributedIndex:
         Raises:
             ValueError: There is no expert mesh.
         """
-        view = self._view(is_expert_parallel)
-        if self.use_hybrid_fsdp and view.hybrid_group is not None:
-            return view.hybrid_group
-        return view.shard_group
+        groups = self._groups_of(is_expert_parallel)
+        if self.use_hybrid_fsdp and groups.hybrid_group is not None:
+            return groups.hybrid_group
+        return groups.shard_group
 
     def get_fsdp_group(
         self, is_expert_parallel: bool = False, independent_all_gather: bool = False
@@ -236,8 +271,8 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: Return that of the experts.
-            independent_all_gather: Return the second group with these ranks where one was given.
+            is_expert_parallel: Return the group of the experts.
+            independent_all_gather: Return the second group with these ranks, if one was given.
 
         Returns:
             The group.
@@ -245,10 +280,10 @@ class FSDPDistributedIndex:
         Raises:
             ValueError: There is no expert mesh.
         """
-        view = self._view(is_expert_parallel)
-        if independent_all_gather and view.gather_group is not None:
-            return view.gather_group
-        return view.shard_group
+        groups = self._groups_of(is_expert_parallel)
+        if independent_all_gather and groups.gather_group is not None:
+            return groups.gather_group
+        return groups.shard_group
 
     def get_outer_fsdp_group(self, is_expert_parallel: bool = False) -> dist.ProcessGroup | None:
         """Return the group of ``dp_outer_dim``.
@@ -256,30 +291,30 @@ class FSDPDistributedIndex:
         No communication.
 
         Args:
-            is_expert_parallel: Return that of the experts.
+            is_expert_parallel: Return the group of the experts.
 
         Returns:
-            The group; None when the index is not hybrid. Collectives of torch.distributed take
-            None to mean the world group.
+            The group, or None if the index is not hybrid. For collectives of torch.distributed
+            None means the world group.
 
         Raises:
             ValueError: There is no expert mesh, or it lacks the outer dimension.
         """
-        view = self._view(is_expert_parallel)
-        if self.use_hybrid_fsdp and view.outer_group is None:
+        groups = self._groups_of(is_expert_parallel)
+        if self.use_hybrid_fsdp and groups.outer_group is None:
             raise ValueError(
-                f"expt_device_mesh {view.mesh} has no dimension {self.dp_outer_dim!r}, so that "
-                "experts have no outer group; use get_dp_group(is_expert_parallel=True)"
+                f"expt_device_mesh {groups.mesh} has no dimension {self.dp_outer_dim!r}, so "
+                "experts have no outer group: use get_dp_group(is_expert_parallel=True)"
             )
-        return view.outer_group
+        return groups.outer_group
 
     def get_root_mesh(self, is_expert_parallel: bool = False) -> DeviceMesh:
-        """Return the mesh that the index was given, which need not be torch's root mesh.
+        """Return the mesh that was passed to the index, which need not be torch's root mesh.
 
         No communication.
 
         Args:
-            is_expert_parallel: Return that of the experts.
+            is_expert_parallel: Return the mesh of the experts.
 
         Returns:
             ``device_mesh`` or ``expt_device_mesh``.
@@ -287,25 +322,25 @@ class FSDPDistributedIndex:
         Raises:
             ValueError: There is no expert mesh.
         """
-        return self._view(is_expert_parallel).mesh
+        return self._groups_of(is_expert_parallel).mesh
 
     def get_logical_hybrid_fsdp_rank(self, is_expert_parallel: bool = False) -> int:
         """Return this rank's position among the shards when both data-parallel dimensions shard.
 
         Parameters are cut over ``dp_shard_dim`` first and every part once more over
-        ``dp_outer_dim``, so that shards are numbered inner-major while the hybrid group is
-        outer-major. With ``r`` the rank in that group, ``I`` the size of ``dp_shard_dim`` and ``O``
-        that of ``dp_outer_dim`` the place is ``(r % I) * O + r // I``; with ``l`` the place, the
-        rank is ``(l % O) * I + l // O``. No communication.
+        ``dp_outer_dim``. Shards are thus numbered inner-major, and the hybrid group is outer-major.
+        With ``r`` the rank in that group, ``I`` the size of ``dp_shard_dim`` and ``O`` the size of
+        ``dp_outer_dim`` the position is ``l = (r % I) * O + r // I``. The inverse is
+        ``r = (l % O) * I + l // O``. No communication.
 
         Args:
-            is_expert_parallel: Return that of the experts.
+            is_expert_parallel: Return the position among the shards of the experts.
 
         Returns:
             A number below the size of the hybrid group, different on all its ranks.
 
         Raises:
-            AssertionError: The index is not one with ``hsdp_outer_dp_shard``.
+            AssertionError: The index was made without ``hsdp_outer_dp_shard``.
             ValueError: There is no expert mesh.
         """
         if not self.hsdp_outer_dp_shard:
@@ -317,7 +352,7 @@ class FSDPDistributedIndex:
         inner = self.get_fsdp_group(is_expert_parallel).size()
         return group.rank() % inner * (group.size() // inner) + group.rank() // inner
 
-    def _view(self, is_expert_parallel: bool) -> FSDPView:
+    def _groups_of(self, is_expert_parallel: bool) -> MeshGroups:
         if not is_expert_parallel:
             return self._dense
         if self._expert is None:
@@ -326,9 +361,3 @@ class FSDPDistributedIndex:
                 "make it with expt_device_mesh"
             )
         return self._expert
-
-    def _tp_hint(self, names: Sequence[str | None]) -> str:
-        others = set(names) - {self.dp_shard_dim, self.dp_outer_dim or self.dp_shard_dim}
-        if self.tp_dim is not None or (names and not others):
-            return ""
-        return "; tp_dim is None: pass tp_dim, a size-1 TP dim is enough"
