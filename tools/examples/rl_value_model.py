@@ -54,7 +54,7 @@ class Rollout:
 
 @torch.no_grad()
 def play(policy: LanguageModel) -> Rollout:
-    """Sample from the policy. The reward is 1 for a token that is 1 more than the previous token."""
+    """Sample from the policy. A token that is 1 more than the previous token has reward 1."""
     tokens = torch.randint(VOCABULARY, (SEQUENCES, 1))
     for _ in range(LENGTH):
         probabilities = policy(tokens)[:, -1].softmax(-1)
