@@ -39,32 +39,7 @@ _KILLED_AFTER = 20
 _LOOK_EVERY_S = 0.1
 _PENDING_S = 3.0
 _LIMIT_S = 900.0
-_CONFIG = """
-ClusterName=loopback
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-AuthType=auth/none
-CredType=cred/none
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/linear
-MpiDefault=none
-ReturnToService=2
-SlurmdTimeout=15
-KillWait=5
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
-"""
+_CONFIG = Path(__file__).with_name("slurm.conf")
 
 
 def main() -> int:
@@ -224,7 +199,7 @@ class _Cluster:
         self.folder = folder
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         ports = [free_port() for _ in range(3)]
-        config = _CONFIG.format(
+        config = _CONFIG.read_text().format(
             host=socket.gethostname().partition(".")[0], ports=ports, folder=folder,
             user=getpass.getuser(),
         )  # fmt: skip
