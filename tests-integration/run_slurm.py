@@ -1,6 +1,6 @@
 """The batch file under a Slurm of two nodes on this machine, with each fault that it handles.
 
-``hatch run dev:python -m faults.slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
+``hatch run dev:slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
 requeued job must resume from the last checkpoint and end like an undisturbed run. A job that cannot
 succeed must not be requeued. Exit codes: 0, 1 for a problem, 77 without Slurm.
 """
@@ -26,7 +26,8 @@ from faults.machine import MARK, end_all_with_this_process, processes_with
 from faults.verdict import differences, newest_good, points_of
 from rank_testing.ports import free_port
 
-_BATCH = Path(__file__).parents[1] / "pretrain" / "cluster" / "slurm.sbatch"
+_TOOLS = Path(__file__).parents[1] / "tools"
+_BATCH = _TOOLS / "pretrain" / "cluster" / "slurm.sbatch"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "srun")
 _EXIT_SKIPPED = 77  # as in automake and Meson
 _TIMEOUT_S = 30.0
@@ -44,7 +45,7 @@ _CONFIG = Path(__file__).with_name("slurm.conf")
 
 def main() -> int:
     """Run the batch file undisturbed, then each requested case."""
-    parser = argparse.ArgumentParser(prog="python -m faults.slurm")
+    parser = argparse.ArgumentParser(prog="hatch run dev:slurm")
     parser.add_argument("case", nargs="*", choices=[[], *_CASES], metavar="CASE")
     requested = parser.parse_args().case or list(_CASES)
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -241,7 +242,7 @@ class _Cluster:
         self.environment |= {
             "TORCHRUN": f"{sys.executable} -m torch.distributed.run",
             "RANKS_PER_NODE": "1", "PORT": str(free_port()), "RUN_DIR": str(run),
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": str(_TOOLS),
         }  # fmt: skip
         output = f"--output={run}.output"
         words = [*_JOB.words, "--timeout-s", str(_TIMEOUT_S), *more]
