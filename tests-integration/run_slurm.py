@@ -1,6 +1,6 @@
 """The batch file under a Slurm of two nodes on this machine, with each fault that it handles.
 
-``hatch run dev:python -m faults.slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
+``hatch run dev:slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
 requeued job must resume from the last checkpoint and end like an undisturbed run. A job that cannot
 succeed must not be requeued. Exit codes: 0, 1 for a problem, 77 without Slurm.
 """
@@ -26,7 +26,8 @@ from faults.machine import MARK, end_all_with_this_process, processes_with
 from faults.verdict import differences, newest_good, points_of
 from rank_testing.ports import free_port
 
-_BATCH = Path(__file__).parents[1] / "pretrain" / "cluster" / "slurm.sbatch"
+_TOOLS = Path(__file__).parents[1] / "tools"
+_BATCH = _TOOLS / "pretrain" / "cluster" / "slurm.sbatch"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "srun")
 _EXIT_SKIPPED = 77  # as in automake and Meson
 _TIMEOUT_S = 30.0
@@ -39,37 +40,12 @@ _KILLED_AFTER = 20
 _LOOK_EVERY_S = 0.1
 _PENDING_S = 3.0
 _LIMIT_S = 900.0
-_CONFIG = """
-ClusterName=loopback
-SlurmctldHost={host}(127.0.0.1)
-SlurmctldPort={ports[0]}
-AuthType=auth/none
-CredType=cred/none
-SlurmUser={user}
-SlurmdUser={user}
-StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
-SlurmctldPidFile={folder}/slurmctld.pid
-SlurmdPidFile={folder}/slurmd-%n.pid
-SlurmctldLogFile={folder}/slurmctld.log
-SlurmdLogFile={folder}/slurmd-%n.log
-ProctrackType=proctrack/linuxproc
-TaskPlugin=task/none
-JobAcctGatherType=jobacct_gather/none
-SelectType=select/linear
-MpiDefault=none
-ReturnToService=2
-SlurmdTimeout=15
-KillWait=5
-NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[1]} CPUs=1
-NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=1
-PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
-"""
+_CONFIG = Path(__file__).with_name("slurm.conf")
 
 
 def main() -> int:
     """Run the batch file undisturbed, then each requested case."""
-    parser = argparse.ArgumentParser(prog="python -m faults.slurm")
+    parser = argparse.ArgumentParser(prog="hatch run dev:slurm")
     parser.add_argument("case", nargs="*", choices=[[], *_CASES], metavar="CASE")
     requested = parser.parse_args().case or list(_CASES)
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
@@ -224,7 +200,7 @@ class _Cluster:
         self.folder = folder
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         ports = [free_port() for _ in range(3)]
-        config = _CONFIG.format(
+        config = _CONFIG.read_text().format(
             host=socket.gethostname().partition(".")[0], ports=ports, folder=folder,
             user=getpass.getuser(),
         )  # fmt: skip
@@ -266,7 +242,7 @@ class _Cluster:
         self.environment |= {
             "TORCHRUN": f"{sys.executable} -m torch.distributed.run",
             "RANKS_PER_NODE": "1", "PORT": str(free_port()), "RUN_DIR": str(run),
-            "PYTHONPATH": str(Path(__file__).parents[1]),
+            "PYTHONPATH": str(_TOOLS),
         }  # fmt: skip
         output = f"--output={run}.output"
         words = [*_JOB.words, "--timeout-s", str(_TIMEOUT_S), *more]
