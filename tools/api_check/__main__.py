@@ -26,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     from api_check.output import FORMATS
 
     try:
-        packages = load_workspace(options.root).chosen(options.package)
+        packages = load_workspace(options.root).choose(options.package)
     except WorkspaceError as error:
         print(error, file=sys.stderr)
         return COULD_NOT_CHECK

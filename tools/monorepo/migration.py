@@ -1,4 +1,4 @@
-"""The migration table: each documented Megatron name is imported from where the page says."""
+"""The migration table: each documented Megatron name can be imported as the page states."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROW = re.compile(r"\| `(\w+)` \| `([\w.]+(?:`, `[\w.]+)*)` \| `([\w.]+)` \|")
 
 
 def problems(workspace: Workspace) -> Iterator[str]:
-    """Rows that say something else than the packages, a line each."""
+    """Rows that disagree with the packages, a line each."""
     try:
         surfaces = {one.module: read_surface(one) for one in workspace.distributions.values()}
     except CannotCheckError as error:
@@ -37,14 +37,14 @@ def problems(workspace: Workspace) -> Iterator[str]:
         if (name, new) in seen:
             yield f"{PAGE}: {new}.{name} is there twice"
         seen.add((name, new))
-        yield from _wrong_places(name, new, surfaces)
+        yield from _check_place(name, new, surfaces)
 
 
-def _wrong_places(name: str, new: str, surfaces: Mapping[str, Surface]) -> Iterator[str]:
-    """Why a name is not imported from a module.
+def _check_place(name: str, new: str, surfaces: Mapping[str, Surface]) -> Iterator[str]:
+    """Check that a name can be imported from a module.
 
-    A name of a package has to be in its ``__all__``; one with an underscore may instead be
-    defined in a module of it.
+    A name of a package has to be in its ``__all__``. A name with an underscore may instead be
+    defined in a module of the package, or by the module's ``__getattr__``.
     """
     package = ".".join(new.split(".")[:2])
     surface = surfaces.get(package)
@@ -55,14 +55,8 @@ def _wrong_places(name: str, new: str, surfaces: Mapping[str, Surface]) -> Itera
             yield f"{name} is public and has to be imported from {package}, not {new}"
     elif new == package or not name.startswith("_"):
         yield f"{name} is not in __all__ of {package}"
-    elif not surface.defines(f"{new}.{name}") and not _is_answered(name, new, surface):
-        yield f"{name} is not defined in {new}"
-
-
-def _is_answered(name: str, new: str, surface: Surface) -> bool:
-    """Whether the ``__getattr__`` of the new module has a case for the name."""
-    try:
-        answers = surface.module[f"{new.removeprefix(f'{surface.module.path}.')}.__getattr__"]
-    except KeyError:
-        return False
-    return f'"{name}"' in answers.source
+    elif not surface.defines(f"{new}.{name}"):
+        inside = new.removeprefix(f"{surface.module.path}.")
+        has_getattr = surface.defines(f"{new}.__getattr__")
+        if not has_getattr or f'"{name}"' not in surface.module[f"{inside}.__getattr__"].source:
+            yield f"{name} is not defined in {new}"

@@ -26,7 +26,7 @@ from migrate.differences import _GROUPS, POSITIONAL
 from migrate.files import Result, read, written
 from migrate.rewrite import LayoutError, rewrite
 from migrate.table import Table, read_table
-from monorepo.isolation.wheels import build
+from monorepo.isolation.venv import build
 
 TABLE = read_table()
 HERE = Path(__file__).parents[1]

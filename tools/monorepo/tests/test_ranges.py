@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.ranges import misfits
+from monorepo.ranges import find_misfits
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -18,7 +18,7 @@ def repository(tmp_path: Path) -> SampleRepository:
 
 
 def _said(repository: SampleRepository) -> list[str]:
-    return list(misfits(load_workspace(repository.root)))
+    return list(find_misfits(load_workspace(repository.root)))
 
 
 def test_a_minor_bump_of_a_sibling_lists_every_package_that_has_to_follow(

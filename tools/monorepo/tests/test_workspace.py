@@ -1,4 +1,4 @@
-"""Tests of reading the distributions of a repository."""
+"""Reading the packages of a repository."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ REPOSITORY = Path(__file__).parents[3]
 
 @pytest.fixture
 def repository(tmp_path: Path) -> SampleRepository:
-    """A chain and one beside it: top needs middle, middle needs base, side needs base."""
+    """Four packages: top needs middle, middle needs base, side needs base."""
     made = SampleRepository(tmp_path / "repository")
     made.add_package("mcore-base", version="1.2.0", needs=("packaging>=23.2",))
     made.add_package("mcore-middle", needs=("torch>=2.11", "mcore_base>=1,<2"))
@@ -72,15 +72,15 @@ def test_order_closure_and_dependants(repository: SampleRepository) -> None:
     assert workspace.direct_dependants("mcore-base") == ("mcore-middle", "mcore-side")
     assert workspace.dependants(["mcore-base"]) == ("mcore-middle", "mcore-side", "mcore-top")
     assert workspace.dependants(["mcore-middle", "mcore-side"]) == ("mcore-top",)
-    assert workspace.ordered(["mcore-top", "mcore-base"]) == ("mcore-base", "mcore-top")
+    assert workspace.order(["mcore-top", "mcore-base"]) == ("mcore-base", "mcore-top")
 
 
 def test_names_are_chosen_by_any_spelling(repository: SampleRepository) -> None:
     workspace = load_workspace(repository.root)
-    assert workspace.chosen([]) == workspace.names
-    assert workspace.chosen(["mcore-top", "mcore_base"]) == ("mcore-base", "mcore-top")
+    assert workspace.choose([]) == workspace.names
+    assert workspace.choose(["mcore-top", "mcore_base"]) == ("mcore-base", "mcore-top")
     with pytest.raises(WorkspaceError, match=r"'mcore-lost' is not a package.*mcore-base"):
-        workspace.chosen(["mcore-lost"])
+        workspace.choose(["mcore-lost"])
 
 
 def test_circle_is_refused(repository: SampleRepository) -> None:
@@ -100,8 +100,8 @@ def test_two_packages_of_one_name_are_refused(repository: SampleRepository) -> N
     ("old", "new", "message"),
     [
         ('requires-python = ">=3.10"', "", "no text under project.requires-python"),
-        ("_version.py", "_lost.py", "does not exist; it has to state __version__"),
-        ('path = "src/mcore', 'path = "lib/mcore', "has to lie in"),
+        ("_version.py", "_lost.py", "does not exist; it has to contain __version__"),
+        ('path = "src/mcore', 'path = "lib/mcore', "has to be in"),
         ("[project]", "[project", "is not valid TOML"),
     ],
 )
