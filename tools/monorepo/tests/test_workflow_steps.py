@@ -52,7 +52,7 @@ def test_all_jobs_have_to_succeed_or_be_skipped(tmp_path: Path, results: str, st
 
 @pytest.mark.parametrize("base", ["", "0" * 40])
 def test_a_first_push_and_a_night_test_everything(tmp_path: Path, base: str) -> None:
-    name = "packages and cells that the change touches"
+    name = "packages and cells that the change concerns"
     status, output = run_step("ci", "plan", name, tmp_path, BASE=base)
     plan = json.loads(output.removeprefix("matrix="))
     assert status == 0
