@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from monorepo import changelog, dependencies, migration, ranges, settings, suites, tree, words
+from monorepo import changelog, dependencies, ranges, settings, suites, tree, words
 from monorepo.git_tags import GitError
 from monorepo.workspace import REPOSITORY, Workspace, load_workspace
 
@@ -20,7 +20,6 @@ CHECKS: Mapping[str, Callable[[Workspace, str | None], Iterable[str]]] = {
     "ranges": lambda workspace, _: ranges.find_misfits(workspace),
     "changelog": changelog.problems,
     "words": lambda workspace, _: words.problems(workspace.root),
-    "migration": lambda workspace, _: migration.problems(workspace),
 }
 
 

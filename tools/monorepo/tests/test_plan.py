@@ -197,6 +197,24 @@ def test_more_jobs_than_a_matrix_may_have_are_refused(
     assert (f"{5 * pythons} jobs, and a matrix may have {MOST_JOBS}" in printed.err) is refused
 
 
+@pytest.mark.parametrize(
+    ("release", "output"),
+    [
+        (
+            "mcore-parallel-v0.2.0",
+            "package=mcore-parallel\npackages=mcore-parallel mcore-modules mcore-observe\n",
+        ),
+        ("mcore-observe", "package=mcore-observe\npackages=mcore-observe\n"),
+        ("v0.2.0", ""),
+    ],
+)
+def test_a_release_concerns_a_package_and_its_dependants(
+    capsys: pytest.CaptureFixture[str], release: str, output: str
+) -> None:
+    assert main(["--release", release]) == (0 if output else 1)
+    assert capsys.readouterr().out == output
+
+
 def test_plan_needs_only_packaging() -> None:
     """The job that prints it installs nothing else."""
     code = (

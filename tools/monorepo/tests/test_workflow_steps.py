@@ -62,23 +62,3 @@ def test_a_first_push_and_a_night_test_everything(tmp_path: Path, base: str) -> 
     assert {"package": "mcore-versioning", "python": "3.14", "direct": True} in plan["include"]
     newest = {"package": "mcore-observe", "python": "3.14", "torch": "2.13.0", "direct": True}
     assert newest in plan["include"]
-
-
-@pytest.mark.parametrize(
-    ("release", "output"),
-    [
-        (
-            "mcore-parallel-v0.2.0",
-            "package=mcore-parallel\npackages=mcore-parallel mcore-modules mcore-observe\n",
-        ),
-        ("mcore-observe", "package=mcore-observe\npackages=mcore-observe\n"),
-        ("v0.2.0", ""),
-    ],
-)
-def test_a_release_begins_with_its_tag_or_a_named_package(
-    tmp_path: Path, release: str, output: str
-) -> None:
-    name = "the package and its dependants"
-    status, written = run_step("release", "plan", name, tmp_path, RELEASE=release)
-    assert written == output
-    assert status == (0 if output else 1)
