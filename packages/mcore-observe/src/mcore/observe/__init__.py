@@ -32,7 +32,6 @@ if TYPE_CHECKING:
         nvtx_range_pop,
         nvtx_range_push,
     )
-    from mcore.observe.sinks.delivery.process_end import status_of
     from mcore.observe.process.rank_logging import (
         log_on_each_pipeline_stage,
         log_single_rank,
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
         ProfilingConfig,
         TrainingConfig,
     )
-    from mcore.observe.sinks.secrets import config_params, mask_secrets
     from mcore.observe.sinks import (
         CometSink,
         JsonlSink,
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
         TensorBoardSink,
         WandbSink,
     )
+    from mcore.observe.sinks.delivery.process_end import status_of
+    from mcore.observe.sinks.secrets import config_params, mask_secrets
     from mcore.observe.straggler.detector import (
         StragglerDetector,
         StragglerFoundError,
