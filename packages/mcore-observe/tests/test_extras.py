@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from mcore.observe.settings.extras import is_extra_installed, require_extra
+from mcore.observe.extras import is_extra_installed, require_extra
 from mcore.observe.sinks.trackers import TRACKERS
 
 pytest_plugins = ["pytester"]

@@ -93,7 +93,7 @@ def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
 
         def ours() -> None:
             for _ in range(_STEPS):
-                loop._step()
+                loop._run_step()
 
         def peer() -> None:
             last = torch.zeros(())

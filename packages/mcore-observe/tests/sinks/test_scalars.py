@@ -3,6 +3,7 @@ import math
 import pytest
 import torch
 
+from mcore.observe.loss_totals import add_step
 from mcore.observe.sinks.scalars import (
     Scalar,
     Scalars,
@@ -11,7 +12,6 @@ from mcore.observe.sinks.scalars import (
     plain_numbers,
     read_scalars,
 )
-from mcore.observe.values.loss_totals import add_step
 
 
 def test_names_that_repeat_open_a_further_batch():

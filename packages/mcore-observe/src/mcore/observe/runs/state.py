@@ -12,9 +12,9 @@ from typing import Any
 
 import torch
 
-from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.reports.energy import EnergyMonitor
-from mcore.observe.settings.config import ConfigContainer, LoggerConfig
+from mcore.observe.runs.config import ConfigContainer, LoggerConfig
 from mcore.observe.sinks.base import GuardedSink, MetricSink, TrackerSpec
 from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
 from mcore.observe.sinks.delivery.tracker_run import TrackerRun, close_together
@@ -22,8 +22,8 @@ from mcore.observe.sinks.jsonl import JsonlSink
 from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import TRACKERS, emit, open_metrics_file, open_tracker
 from mcore.observe.timers import Timers
-from mcore.observe.training_log.counted import CountedSteps
-from mcore.observe.training_log.log import LOG_STATE, log_state_of
+from mcore.observe.training_log.log import LOG_STATE, StepCounter, log_state_of
+from mcore.observe.training_log.step import StepInput
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -133,7 +133,7 @@ def _open_tracker(spec: TrackerSpec, state: GlobalState) -> Any:
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
     if not is_last_rank():
         return None
-    begins_anew = state._counted.first_step == 0
+    begins_anew = state._counter.first_step == 0
     return open_metrics_file(_logger_of(state), state.start_time if begins_anew else None)
 
 
@@ -214,7 +214,7 @@ class GlobalState:
         self._flops_at_last_log: float | None = None
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
-        self._counted = CountedSteps()
+        self._counter = StepCounter()
         self._stop_watching: Callable[[], None] = _do_nothing
         if self.extra_sinks:
             self._watch()
@@ -277,8 +277,7 @@ class GlobalState:
         if not sinks:
             return
         scalars = Scalars()
-        for name, value in metrics.items():
-            scalars.add(name, value, versus_samples=versus_samples)
+        scalars.add_all(metrics, versus_samples=versus_samples)
         batches, _ = scalars.read({})
         emit(sinks, batches, self.train_state.step, self.train_state.consumed_train_samples)
 
@@ -332,19 +331,20 @@ class GlobalState:
             if count is not None and count < 0:
                 raise ValueError(f"log_step got {name}={count}; give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
-        self._counted.log(
-            config,
-            self,
-            losses if isinstance(losses, Mapping) else {"loss": losses},
-            {"learning_rate": lr, "grad_norm": grad_norm, "loss_scale": 1.0},
+        given = StepInput(
+            losses=losses if isinstance(losses, Mapping) else {"loss": losses},
+            learning_rate=lr,
+            loss_scale=1.0,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            steps=steps,
             samples=samples,
             tokens=tokens,
-            steps=steps,
-            skipped=skipped,
+            scalars=scalars,
             model=model,
             pg_collection=pg_collection,
-            scalars=scalars,
         )
+        self._counter.log(given, config, self)
 
     def reset_for_restart(self) -> None:
         """Forget what belongs to this start of training, before it restarts in this process.
@@ -373,7 +373,7 @@ class GlobalState:
         if hasattr(self.mtp_metrics, "reset"):
             self.mtp_metrics.reset()
         self._built.clear()
-        self._counted = CountedSteps()
+        self._counter = StepCounter()
         self.__dict__.pop(LOG_STATE, None)
         self.train_state = TrainState()
         self.start_time = time.time()

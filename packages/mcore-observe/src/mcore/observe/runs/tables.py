@@ -9,8 +9,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore.observe.extras import require_extra
 from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
-from mcore.observe.settings.extras import require_extra
 from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.secrets import config_params

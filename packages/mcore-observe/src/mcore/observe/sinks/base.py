@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.extras import require_extra
 from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
 from mcore.observe.sinks.scalars import plain_numbers
 from mcore.observe.sinks.secrets import mask_secrets

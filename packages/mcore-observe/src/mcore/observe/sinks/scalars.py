@@ -157,10 +157,12 @@ class Scalars:
             self.batches.append({})
         self.batches[-1][name] = Scalar(value, versus_samples)
 
-    def add_all(self, values: Mapping[str, Any], prefix: str = "") -> None:
+    def add_all(
+        self, values: Mapping[str, Any], prefix: str = "", *, versus_samples: bool = False
+    ) -> None:
         """Collect values by name, with a prefix before each name."""
         for name, value in values.items():
-            self.add(prefix + name, value)
+            self.add(prefix + name, value, versus_samples=versus_samples)
 
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
         """Collect one value of the step."""

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.settings.config import LoggerConfig
+from mcore.observe.runs.config import LoggerConfig
 from mcore.observe.sinks.delivery.spool import SpoolOwner, spool_files
 from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.run_folder import RunFolder

@@ -149,7 +149,7 @@ def test_weights_and_biases_is_opened_with_masked_settings(monkeypatch):
     )
     wandb.setup = lambda: types.SimpleNamespace(settings=types.SimpleNamespace(mode="offline"))
     monkeypatch.setitem(sys.modules, "wandb", wandb)
-    monkeypatch.setattr("mcore.observe.settings.extras._has_metadata", lambda name: True)
+    monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     state = configured(
         wandb_project="p", wandb_exp_name="e", wandb_save_dir="d", comet_api_key="secret"
     )
@@ -190,7 +190,7 @@ def test_comet_is_opened_with_the_key_from_the_environment(monkeypatch):
     comet = types.ModuleType("comet_ml")
     comet.Experiment = Experiment
     monkeypatch.setitem(sys.modules, "comet_ml", comet)
-    monkeypatch.setattr("mcore.observe.settings.extras._has_metadata", lambda name: True)
+    monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     monkeypatch.setenv("COMET_API_KEY", "  key from outside\n")
     state = configured(comet_project="p", comet_experiment_name="e", comet_tags=["a"])
     assert isinstance(state.comet_logger.open(), Experiment)

@@ -166,7 +166,7 @@ def test_sequence_length(make_state, log_step):
 
 
 def test_gradient_norms_need_the_model(make_state, log_step):
-    with pytest.raises(ValueError, match="give the model, not None"):
+    with pytest.raises(ValueError, match="the model is None; give the model"):
         log_step(make_state(log_l2_norm_grad_to_tensorboard=True))
 
 

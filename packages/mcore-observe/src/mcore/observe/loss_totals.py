@@ -21,16 +21,19 @@ def add_step(
 ) -> None:
     """Count a step, or several with their average losses; add the losses unless it was skipped.
 
-    Only the losses of a skipped step are copied to the host, to see whether they were finite.
+    Only the losses of a skipped step are copied to the host, to find those that are not finite.
     """
-    checked = {key: _as_tensor(loss) for key, loss in losses.items()}
+    checked = {
+        key: loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+        for key, loss in losses.items()
+    }
     is_nan = skipped and not all(math.isfinite(loss) for loss in read_scalars(checked).values())
     for counter, increment in ((ADVANCED, not skipped), (SKIPPED, skipped), (NAN, is_nan)):
         totals[counter] = totals.get(counter, 0) + int(increment) * steps
     if not skipped:
-        add_losses(
-            totals, checked if steps == 1 else {key: loss * steps for key, loss in checked.items()}
-        )
+        if steps != 1:
+            checked = {key: loss * steps for key, loss in checked.items()}
+        add_losses(totals, checked)
 
 
 def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> None:
@@ -40,9 +43,9 @@ def add_losses(totals: dict[str, Any], losses: Mapping[str, torch.Tensor]) -> No
     for key, loss in losses.items():
         term = loss.detach().reshape(1)
         if term.is_floating_point() and term.element_size() == 1:
-            term = term.float()  # torch does not add such to others
+            term = term.float()  # torch cannot add float8 to other types
         if key in totals:
-            totals[key] = _as_sum(totals[key], term)
+            totals[key] = _match_sum(totals[key], term)
             sums.append(totals[key])
             terms.append(term)
         else:
@@ -60,16 +63,18 @@ def count_iterations(totals: Mapping[str, Any]) -> int:
 def loss_averages(totals: Mapping[str, Any]) -> dict[str, Any]:
     """Return the averages of the losses over the steps not skipped, on their devices.
 
-    There are none where every step was skipped. The sums are float32, the division is not.
+    Empty if every step was skipped. The sums are float32; the division is in the widest float of
+    the device, so that an average has no second rounding to float32.
     """
     steps = totals.get(ADVANCED, 0)
     if not steps:
         return {}
-    return {key: _wide(total) / steps for key, total in totals.items() if key not in _COUNTERS}
-
-
-def _wide(total: Any) -> Any:
-    return total.to(widest_float(total.device)) if isinstance(total, torch.Tensor) else total
+    averages: dict[str, Any] = {}
+    for key, total in totals.items():
+        if key not in _COUNTERS:
+            is_tensor = isinstance(total, torch.Tensor)
+            averages[key] = (total.to(widest_float(total.device)) if is_tensor else total) / steps
+    return averages
 
 
 def reset_totals(totals: dict[str, Any]) -> None:
@@ -80,11 +85,8 @@ def reset_totals(totals: dict[str, Any]) -> None:
     totals.update(dict.fromkeys(_COUNTERS, 0))
 
 
-def _as_tensor(loss: Any) -> torch.Tensor:
-    return loss if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
-
-
-def _as_sum(total: Any, term: torch.Tensor) -> torch.Tensor:
+def _match_sum(total: Any, term: torch.Tensor) -> torch.Tensor:
+    """Return the sum with the shape and device of a term; callers keep sums of several kinds."""
     if not isinstance(total, torch.Tensor):
         return term.new_full((1,), float(total), dtype=torch.float32)
     if total.shape == term.shape and total.device == term.device:

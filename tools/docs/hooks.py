@@ -25,6 +25,7 @@ RESULTS = {
     "results/faults.md": "tools/docs/faults.md",
 }
 MORE_GUIDES = {
+    "guides/differences.md": "tools/docs/differences.md",
     "guides/names.md": "tools/docs/migration.md",
     "guides/codemod.md": "tools/migrate/README.md",
     "guides/main-job.md": "tools/pretrain/README.md",

@@ -18,7 +18,7 @@ from mcore.observe import (
     TrainingConfig,
     training_log,
 )
-from mcore.observe.training_log.figures import peak_tflops
+from mcore.observe.training_log.measures import peak_tflops
 from rank_testing import run_ranks
 
 

@@ -96,7 +96,7 @@ def test_the_device_is_found_by_its_uuid(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid-of-{index}")
     )
-    monkeypatch.setattr("mcore.observe.settings.extras._has_metadata", lambda name: True)
+    monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     assert open_device_handle() == (pynvml, ("handle", "GPU-uuid-of-3"))
     monitor = EnergyMonitor()
     monitor.setup()
