@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
@@ -148,7 +147,7 @@ class LoggerConfig:
         self._check_ranges()
         for spec in TRACKERS:
             if spec.is_wanted(self):
-                require_extra(spec.name, spec.wanted_by)
+                spec.require()
 
     def _check_ranges(self) -> None:
         for name in ("log_interval", "tensorboard_log_interval"):
