@@ -133,8 +133,8 @@ class Exchange:
         size = 1 if member is None else member.size()
         if world != size:
             raise ValueError(
-                f"world is {world}, but the process group has {size} ranks. Give its size. For more "
-                "than one rank, initialise torch.distributed before configure()"
+                f"world is {world}, but the process group has {size} ranks. Give its size. For "
+                "several ranks, initialise torch.distributed before configure()"
             )
         # A strong reference would keep the group's threads after destroy_process_group(), and they
         # abort the process at its exit.
