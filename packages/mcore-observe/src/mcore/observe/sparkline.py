@@ -23,7 +23,7 @@ def sparkline(
     Args:
         values: The values. If there are more than ``width``, neighbours are averaged.
         width: The maximum number of characters.
-        ends: The values of the lowest and the highest bar. None: the smallest and the largest value.
+        ends: The values of the lowest and the highest bar. None: smallest and largest value.
         bars: Eight characters, from low to high.
 
     Returns:
