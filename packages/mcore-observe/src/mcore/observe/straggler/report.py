@@ -411,8 +411,7 @@ class RankComparison:
         medians = rows.matrix[:, _MEDIANS].t().contiguous()
         self._medians = medians.where(medians > 0, torch.nan)
         self._judged_names, self._num_times = past.row_names, past.num_times
-        self._history = past.add(rows)
-        self._best_medians = past.add_medians(self._medians)
+        self._history, self._best_medians = past.add(rows, self._medians)
 
     @cached_property
     def report(self) -> StragglerReport:
