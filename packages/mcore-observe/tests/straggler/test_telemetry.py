@@ -50,7 +50,7 @@ def nvml(monkeypatch):
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", lambda index: SimpleNamespace(uuid=f"uuid{index}")
     )
-    monkeypatch.setattr("mcore.observe.settings.extras._has_metadata", lambda name: True)
+    monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: True)
     return module
 
 
@@ -113,7 +113,7 @@ def test_nvml_that_cannot_be_opened_is_one_warning_and_one_try(nvml, caplog):
 
 
 def test_missing_library_names_the_extra(nvml, monkeypatch, caplog):
-    monkeypatch.setattr("mcore.observe.settings.extras._has_metadata", lambda name: False)
+    monkeypatch.setattr("mcore.observe.extras._has_metadata", lambda name: False)
     with caplog.at_level(logging.WARNING, "mcore.observe.straggler"):
         assert is_reading(telemetry_of(GPU)(), NOTHING)
     assert "mcore-observe[nvml]" in caplog.text

@@ -32,8 +32,7 @@ if TYPE_CHECKING:
         nvtx_range_pop,
         nvtx_range_push,
     )
-    from mcore.observe.process.process_end import status_of
-    from mcore.observe.process.rank_logging import (
+    from mcore.observe.rank_logging import (
         log_on_each_pipeline_stage,
         log_single_rank,
         safe_get_rank,
@@ -47,6 +46,13 @@ if TYPE_CHECKING:
         start_memory_history_recording,
     )
     from mcore.observe.reports.progress import report_runtime, report_throughput
+    from mcore.observe.runs.config import (
+        ConfigContainer,
+        DatasetConfig,
+        LoggerConfig,
+        ProfilingConfig,
+        TrainingConfig,
+    )
     from mcore.observe.runs.forward_step import (
         maybe_inject_state,
         needs_global_state_injection,
@@ -54,14 +60,6 @@ if TYPE_CHECKING:
     )
     from mcore.observe.runs.run_log import RunLog
     from mcore.observe.runs.state import GlobalState, TrainState
-    from mcore.observe.settings.config import (
-        ConfigContainer,
-        DatasetConfig,
-        LoggerConfig,
-        ProfilingConfig,
-        TrainingConfig,
-    )
-    from mcore.observe.settings.secrets import config_params, mask_secrets
     from mcore.observe.sinks import (
         CometSink,
         JsonlSink,
@@ -71,6 +69,8 @@ if TYPE_CHECKING:
         TensorBoardSink,
         WandbSink,
     )
+    from mcore.observe.sinks.delivery.process_end import status_of
+    from mcore.observe.sinks.secrets import config_params, mask_secrets
     from mcore.observe.straggler.detector import (
         StragglerDetector,
         StragglerFoundError,
@@ -161,8 +161,8 @@ _NAMES = {
     "mcore.observe.nvtx": (
         "configure_nvtx_profiling nvtx_decorator nvtx_range nvtx_range_pop nvtx_range_push"
     ),
-    "mcore.observe.process.process_end": "status_of",
-    "mcore.observe.process.rank_logging": (
+    "mcore.observe.sinks.delivery.process_end": "status_of",
+    "mcore.observe.rank_logging": (
         "log_on_each_pipeline_stage log_single_rank safe_get_rank safe_get_world_size"
     ),
     "mcore.observe.reports.energy": "EnergyMonitor",
@@ -175,10 +175,10 @@ _NAMES = {
     ),
     "mcore.observe.runs.run_log": "RunLog",
     "mcore.observe.runs.state": "GlobalState TrainState",
-    "mcore.observe.settings.config": (
+    "mcore.observe.runs.config": (
         "ConfigContainer DatasetConfig LoggerConfig ProfilingConfig TrainingConfig"
     ),
-    "mcore.observe.settings.secrets": "config_params mask_secrets",
+    "mcore.observe.sinks.secrets": "config_params mask_secrets",
     "mcore.observe.sinks": (
         "CometSink JsonlSink MemorySink MetricSink MlflowSink TensorBoardSink WandbSink"
     ),
