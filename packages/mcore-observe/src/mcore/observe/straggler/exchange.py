@@ -226,8 +226,8 @@ class Exchange:
         group = self._group()
         if group is None:
             raise RuntimeError(
-                "straggler report: the process group has been destroyed; report before "
-                "destroy_process_group(), or call configure() again for the new group"
+                "straggler report: the process group has been destroyed. Report before "
+                "destroy_process_group(), or call configure() for the new group"
             )
         row = row.to(self.device)
         rows = row.new_empty(self._size * row.numel())

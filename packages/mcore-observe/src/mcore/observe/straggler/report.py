@@ -290,7 +290,7 @@ class StragglerReport:
         families += self._format_sections(ranks if all_ranks else None)
         for name, outliers, text in (
             ("outlier", self.outliers, "1 for each rank and metric that stands out."),
-            ("straggler", self.stragglers, "1 for each that has stood out in several reports."),
+            ("straggler", self.stragglers, "1 for each rank and metric bad in several reports."),
         ):
             samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in outliers]
             families.append(family(name, "gauge", text, samples))
