@@ -98,6 +98,10 @@ def test_training_log_is_the_function_after_an_import_of_its_module():
     assert run_python(code) == [True, True]
 
 
+def test_shared_flag_is_the_one_of_the_tensor_package():
+    assert mcore.observe.param_is_not_shared is param_is_not_shared
+
+
 def test_unknown_names_are_errors():
     assert not hasattr(mcore.observe, "nothing")
     with pytest.raises(AttributeError, match=r"'mcore.observe' has no attribute 'nothing'"):
