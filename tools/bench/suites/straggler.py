@@ -239,9 +239,10 @@ def _make_values(world: int) -> torch.Tensor:
 
 def _make_matrix(values: torch.Tensor, ours: StragglerDetector) -> torch.Tensor:
     reporter: Any = ours._reporter
+    sections_hash = reporter.exchange.sections_hash
     stats = {kind: SectionStats(1, 1.0, 1.0, 1.0) for kind in (COMPUTE_KIND, DATA_KIND)}
     row = encode_row(
-        reporter._sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
+        sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
         total_flops=_FLOPS,
     )  # fmt: skip
     matrix = row.repeat(len(values), 1)
