@@ -1,10 +1,10 @@
-"""The extras of this distribution and the optional libraries that they bring."""
+"""The extras of this distribution and their optional libraries."""
 
 from __future__ import annotations
 
 from importlib import metadata
 
-# Any one of these distributions provides the library that the extra asks for.
+# Any one of these distributions provides the library of the extra.
 _DISTRIBUTIONS = {
     "tensorboard": ("tensorboard", "tb-nightly"),
     "mlflow": ("mlflow", "mlflow-skinny"),
@@ -23,12 +23,12 @@ _DISTRIBUTIONS = {
 def is_extra_installed(extra: str) -> bool:
     """Return whether the library of an extra is installed, without importing it."""
     if extra not in _DISTRIBUTIONS:
-        raise ValueError(f"unknown extra {extra!r}; mcore-observe has {sorted(_DISTRIBUTIONS)}")
+        raise ValueError(f"unknown extra {extra!r}: mcore-observe has {sorted(_DISTRIBUTIONS)}")
     return any(_has_metadata(name) for name in _DISTRIBUTIONS[extra])
 
 
 def require_extra(extra: str, needed_for: str) -> None:
-    """Raise ModuleNotFoundError, naming the extra to install, where its library is missing."""
+    """Raise ModuleNotFoundError, naming the extra to install, if its library is missing."""
     if not is_extra_installed(extra):
         library = _DISTRIBUTIONS[extra][0]
         raise ModuleNotFoundError(
