@@ -62,8 +62,8 @@ def test_errors_still_say_that_the_console_is_full(tmp_path: Path) -> None:
     done = pretrain(tmp_path, *WORDS, *SAVED, "--no-straggler", entry=full_output)
     assert done.returncode == 0
     assert set(done.stderr.splitlines()) == {  # of each rank that prints
-        "pretrain: warning: standard output takes no more (No space left on device); training "
-        "goes on without it"
+        "pretrain: warning: cannot write to standard output (No space left on device); "
+        "training continues without it"
     }
     assert latest_step(RunFolder(tmp_path / "run")) == 6
 

@@ -58,7 +58,7 @@ def test_the_command_goes_on_in_the_stored_layout(tmp_path: Path) -> None:
     start(dataclasses.replace(settings, exit_after=3), tmp_path / "parts")  # which is not kept
     done = pretrain(tmp_path, "--resume", "parts")
     assert done.returncode == 0, done.stderr
-    assert "continuing as" not in done.stderr
+    assert "continuing with" not in done.stderr
     assert json.loads((tmp_path / "parts" / "config.json").read_text())["settings"]["tp"] == 2
     assert losses_of(tmp_path / "parts") == whole
 

@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ruamel.yaml import YAML
 from torch.distributed.rendezvous import rendezvous
 
-from faults.agents import NODES_CHANGE, RENDEZVOUS
+from faults.launchers import NODES_CHANGE, RENDEZVOUS
+from pretrain.cli.handshake import join
 from pretrain.cli.options import parse
-from pretrain.cli.rank import _join
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run_folder import RunFolder
 from pretrain_runs import TINY, TOOLS, beginning_with, losses_of, ranks_below, wait_until
@@ -82,7 +82,7 @@ def meet_again() -> float:
     if number:
         store.set(f"hello/{number}", "of a rank that is dead")
         time.sleep(0.2)
-    _join(torch.device("cpu"), datetime.timedelta(seconds=60))
+    join(torch.device("cpu"), datetime.timedelta(seconds=60))
     total = torch.tensor(number + 1.0)
     dist.all_reduce(total)
     return total.item()

@@ -40,7 +40,6 @@ class Distribution:
         test_dependencies: What its tests need besides the above (dependency group ``test``).
         lowest_constraints: Limits on what the lowest versions of its dependencies need in turn,
             where the newest is too new for them (dependency group ``lowest``).
-        more_modules: What else can be imported from it (``[tool.monorepo] more-modules``).
         not_on_an_index: Optional modules that no requirement can bring
             (``[tool.monorepo] not-on-an-index``).
         siblings: Names of the distributions of this repository among the dependencies, sorted.
@@ -56,7 +55,6 @@ class Distribution:
     extras: Mapping[str, tuple[Requirement, ...]]
     test_dependencies: tuple[Requirement, ...]
     lowest_constraints: tuple[Requirement, ...]
-    more_modules: tuple[str, ...]
     not_on_an_index: tuple[str, ...]
     siblings: tuple[str, ...]
 
@@ -64,11 +62,6 @@ class Distribution:
     def source(self) -> Path:
         """The folder to put on the path so that the module can be imported."""
         return self.folder / "src"
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Every importable name, the one of the package first."""
-        return (self.module, *self.more_modules)
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -168,7 +161,6 @@ def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
         extras={name: _requirements(texts) for name, texts in extras.items()},
         test_dependencies=_requirements(groups.get("test", ())),
         lowest_constraints=_requirements(groups.get("lowest", ())),
-        more_modules=tuple(own.get("more-modules", ())),
         not_on_an_index=tuple(own.get("not-on-an-index", ())),
         siblings=tuple(sorted(required.intersection(names))),
     )

@@ -37,7 +37,7 @@ def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) 
     check_siblings(workspace, target, venv.installed())
     expected = {target.name, *workspace.closure(target.name)}
     others = [workspace[name] for name in workspace.names if name not in expected]
-    absent = [module for other in others for module in other.modules]
+    absent = [other.module for other in others]
     check_imports(target, venv, absent)
 
 
@@ -47,8 +47,7 @@ def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] =
     A module may refuse, if it names the extra that it needs.
     """
     try:
-        for module in target.modules:
-            venv.run_code(_IMPORT_ALL, module, target.name, *absent)
+        venv.run_code(_IMPORT_ALL, target.module, target.name, *absent)
     except RuntimeError as error:
         raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
 

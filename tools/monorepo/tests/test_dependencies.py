@@ -34,17 +34,6 @@ def test_agreement_is_silent(repository: SampleRepository) -> None:
     assert found(repository, "mcore-top") == []
 
 
-def test_a_further_module_of_a_package_is_its_own(repository: SampleRepository) -> None:
-    repository.write({"packages/mcore-top/src/mcore/more/__init__.py": "import mcore.middle\n"})
-    repository.set_code("mcore-top", "import mcore.more\n")
-    assert found(repository, "mcore-top")
-    declare(repository, '\n[tool.monorepo]\nmore-modules = ["mcore.more"]\n')
-    assert found(repository, "mcore-top") == []
-    repository.set_code("mcore-middle", "import mcore.base, mcore.more\n")
-    [line] = found(repository, "mcore-middle")
-    assert "mcore.more needs mcore-top, which is not declared" in line
-
-
 @pytest.mark.parametrize(
     "code",
     [

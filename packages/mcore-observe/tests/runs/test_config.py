@@ -4,6 +4,9 @@ import pytest
 
 from mcore.observe import ConfigContainer, LoggerConfig, ProfilingConfig
 from mcore.observe.runs import config
+from mcore.observe.sinks.trackers import TRACKERS
+
+NAMED = [spec for spec in TRACKERS if spec.named_by is not None]
 
 
 def test_logger_defaults_are_valid():
@@ -18,8 +21,7 @@ def test_logger_defaults_are_valid():
         ({"timing_log_level": 3}, "timing_log_level is 3"),
         ({"timing_log_option": "mean"}, "timing_log_option is 'mean'"),
         ({"runtime_time_unit": "weeks"}, "runtime_time_unit is 'weeks'"),
-        ({"mlflow_experiment": "e"}, "mlflow_run_name is missing"),
-        ({"comet_project": "p"}, "comet_experiment_name is missing"),
+        *(({spec.wanted_by: "e"}, f"{spec.named_by} is missing") for spec in NAMED),
         ({"wandb_project": "p", "wandb_exp_name": ""}, "wandb_exp_name is missing"),
     ],
 )
@@ -32,13 +34,15 @@ def test_wrong_logger_settings_are_refused(settings, message):
     ("settings", "extra"),
     [
         ({"tensorboard_dir": "runs"}, "tensorboard"),
-        ({"mlflow_experiment": "e", "mlflow_run_name": "r"}, "mlflow"),
-        ({"wandb_project": "p", "wandb_exp_name": "e"}, "wandb"),
-        ({"comet_project": "p", "comet_experiment_name": "e"}, "comet"),
+        *(({spec.wanted_by: "e", spec.named_by: "r"}, spec.name) for spec in NAMED),
     ],
 )
 def test_a_tracker_that_is_not_installed_is_named_with_its_extra(settings, extra, monkeypatch):
+    find = importlib.metadata.distribution
+
     def not_found(name):
+        if name == "mcore-observe":
+            return find(name)
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", not_found)

@@ -195,7 +195,7 @@ def test_a_log_that_is_closed_says_once_that_it_no_longer_writes(tmp_path, caplo
         log.log_step({"loss": 2.0})
         log.log_metrics({"accuracy": 0.5})
     assert [line["loss"] for line in lines_of(tmp_path)] == [1.0]
-    assert caplog.messages == ["the log is closed: what is logged now is only on the console"]
+    assert caplog.messages == ["the log is closed: further metrics go to the console only"]
 
 
 def test_a_number_that_no_float_can_hold_is_called_too_large(tmp_path, caplog):

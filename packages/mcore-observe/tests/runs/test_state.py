@@ -15,9 +15,10 @@ from mcore.observe import (
     MTPMetricsTracker,
     TrainState,
 )
+from mcore.observe.sinks.trackers import TRACKERS
 from rank_testing import run_ranks
 
-TRACKERS = ("tensorboard_logger", "wandb_logger", "mlflow_logger", "comet_logger")
+NAMED = [spec for spec in TRACKERS if spec.named_by is not None]
 PROGRESS = TrainState(
     step=5,
     consumed_train_samples=640,
@@ -35,10 +36,12 @@ def configured(**logger):
 
 def test_nothing_is_configured():
     state = configured()
-    assert [getattr(state, name) for name in TRACKERS] == [None] * 4
+    attributes = [spec.attribute for spec in TRACKERS]
+    assert {"tensorboard_logger", "wandb_logger", "mlflow_logger", "comet_logger"} <= {*attributes}
+    assert [getattr(state, name) for name in attributes] == [None] * len(attributes)
     assert state.energy_monitor is None
     assert state.sinks() == []
-    assert [getattr(GlobalState(), name) for name in TRACKERS] == [None] * 4
+    assert [getattr(GlobalState(), name) for name in attributes] == [None] * len(attributes)
 
 
 def test_what_was_decided_stays_until_a_restart(tmp_path):
@@ -58,8 +61,7 @@ def test_what_was_decided_stays_until_a_restart(tmp_path):
     ("tracker", "settings"),
     [
         ("wandb_logger", {"wandb_project": "p", "wandb_exp_name": ""}),
-        ("mlflow_logger", {"mlflow_experiment": "e"}),
-        ("comet_logger", {"comet_project": "p"}),
+        *((spec.attribute, {spec.wanted_by: "p"}) for spec in NAMED),
     ],
 )
 def test_a_tracker_without_a_name_for_its_run_is_refused(tracker, settings):

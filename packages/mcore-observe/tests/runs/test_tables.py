@@ -9,7 +9,7 @@ from mcore.observe import JsonlSink, Outlier
 from mcore.observe.__main__ import main
 from mcore.observe.runs import log_slow_ranks
 from mcore.observe.runs.tables import Run
-from mcore.watch.sparkline import sparkline
+from mcore.observe.sparkline import sparkline
 
 EVIL = "<b>\x1b[31m\u2028</script>"
 
@@ -146,7 +146,7 @@ def test_two_runs_in_one_folder_are_one_warning_and_both_are_written(tmp_path, c
         first.log({"a": 1.0}, step)
         second.log({"b": 2.0}, step)
     assert [r.getMessage() for r in caplog.records] == [
-        f"another run writes {path} too: give each run a folder of its own"
+        f"another run writes {path} too: give each run a separate folder"
     ]
     assert Run.read(path).curves == {"a": {1: 1.0, 2: 1.0}, "b": {1: 2.0, 2: 2.0}}
     first.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from mcore.observe.values.scalars import read_scalars, widest_float
+from mcore.observe.sinks.scalars import read_scalars, widest_float
 
 ADVANCED = "advanced iterations"
 SKIPPED = "skipped iterations"

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.process.process_end import on_process_end
 from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.runs.config import ConfigContainer
 from mcore.observe.runs.run_log import RunLog
 from mcore.observe.runs.slow_ranks import log_slow_ranks
+from mcore.observe.sinks.delivery.process_end import on_process_end
 from mcore.observe.sinks.trackers import import_libraries
 from mcore.observe.straggler.detector import StragglerDetector
 from mcore.observe.straggler.report import StragglerReport

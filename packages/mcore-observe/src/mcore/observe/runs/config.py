@@ -9,7 +9,7 @@ from typing import Any
 
 from mcore.observe.extras import require_extra
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
 
 logger = logging.getLogger(__name__)
@@ -162,9 +162,9 @@ class LoggerConfig:
                 raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {list(options)}")
         if self.closing_s < 0:
             raise ValueError(f"closing_s is {self.closing_s}: give 0 seconds or more")
-        for tracker in TRACKERS:
-            if tracker.is_wanted(self):
-                require_extra(tracker.extra, tracker.asked_by)
+        for spec in TRACKERS:
+            if spec.is_wanted(self):
+                require_extra(spec.name, spec.wanted_by)
 
 
 @dataclass

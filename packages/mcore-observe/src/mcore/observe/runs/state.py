@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from mcore.observe.process.process_end import on_process_end, status_of
 from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.reports.energy import EnergyMonitor
 from mcore.observe.runs.config import ConfigContainer, LoggerConfig
-from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
-from mcore.observe.sinks.background import BackgroundRun, close_together
-from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
+from mcore.observe.sinks.base import GuardedSink, MetricSink, TrackerSpec
+from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
+from mcore.observe.sinks.delivery.tracker_run import TrackerRun, close_together
 from mcore.observe.sinks.jsonl import JsonlSink
+from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import TRACKERS, emit, open_metrics_file, open_tracker
 from mcore.observe.timers import Timers
 from mcore.observe.training_log.log import LOG_STATE, StepCounter, log_state_of
 from mcore.observe.training_log.step import StepInput
-from mcore.observe.values.scalars import Scalars
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -120,11 +119,11 @@ def _build_timers(state: GlobalState) -> Timers:
     return Timers(logger.timing_log_level, logger.timing_log_option)
 
 
-def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
+def _open_tracker(spec: TrackerSpec, state: GlobalState) -> Any:
     settings = _get_logger_config(state)
-    if not tracker.is_wanted(settings) or not is_last_rank():
+    if not spec.is_wanted(settings) or not is_last_rank():
         return None
-    return open_tracker(tracker, settings, state.cfg, state._run_ids.pop(tracker.attribute, None))
+    return open_tracker(spec, settings, state.cfg, state._run_ids.pop(spec.attribute, None))
 
 
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
@@ -187,10 +186,10 @@ class GlobalState:
     """
 
     timers: Any = _Lazy(_build_timers)
-    tensorboard_logger: Any = _Lazy(functools.partial(_open_tracker, tensorboard.TRACKER))
-    wandb_logger: Any = _Lazy(functools.partial(_open_tracker, wandb.TRACKER))
-    mlflow_logger: Any = _Lazy(functools.partial(_open_tracker, mlflow.TRACKER))
-    comet_logger: Any = _Lazy(functools.partial(_open_tracker, comet.TRACKER))
+    tensorboard_logger: Any  # these are set below, for each of TRACKERS
+    wandb_logger: Any
+    mlflow_logger: Any
+    comet_logger: Any
     metrics_file: Any = _Lazy(_open_metrics_file)
     energy_monitor: Any = _Lazy(_build_energy_monitor)
 
@@ -396,7 +395,7 @@ class GlobalState:
             self._built.setdefault(tracker.attribute, None)
         self._built.setdefault("metrics_file", None)
         clients = [self._built[tracker.attribute] for tracker in TRACKERS]
-        close_together([run for run in clients if isinstance(run, BackgroundRun)], status)
+        close_together([run for run in clients if isinstance(run, TrackerRun)], status)
         for sink in log_state_of(self).sinks.of(self):
             sink[1].close(status)
         self._built.update(dict.fromkeys((t.attribute for t in TRACKERS), None))
@@ -406,3 +405,9 @@ class GlobalState:
         self.extra_sinks = ()
         if self._built.get("energy_monitor") is not None:
             self._built["energy_monitor"].shutdown()
+
+
+for _spec in TRACKERS:
+    _client = _Lazy(functools.partial(_open_tracker, _spec))
+    _client.__set_name__(GlobalState, _spec.attribute)
+    setattr(GlobalState, _spec.attribute, _client)

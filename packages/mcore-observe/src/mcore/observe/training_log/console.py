@@ -17,9 +17,9 @@ import torch
 
 from mcore.observe.loss_totals import NAN, SKIPPED, loss_averages
 from mcore.observe.reports.memory import report_memory
+from mcore.observe.sinks.scalars import as_number
 from mcore.observe.training_log.measures import Interval, TimerRows, timer_names
 from mcore.observe.training_log.step import LogStep, StepInput, is_on
-from mcore.observe.values.scalars import as_number
 from mcore.parallel.groups import get_pg_rank
 from mcore.versioning.process_rank import process_rank
 

@@ -18,9 +18,9 @@ from mcore.observe.experts.mtp_metrics import (
     get_mtp_metrics_tracker,
     has_mtp_metrics_tracker,
 )
+from mcore.observe.sinks.scalars import Scalars, as_number
 from mcore.observe.training_log.console import Field
 from mcore.observe.training_log.step import LogStep, is_on
-from mcore.observe.values.scalars import Scalars, as_number
 
 _MEGATRON_MOE = "megatron.core.transformer.moe.moe_utils"
 _MEGATRON_MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"

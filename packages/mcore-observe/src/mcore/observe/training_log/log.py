@@ -13,6 +13,7 @@ import torch
 from mcore.observe.loss_totals import add_step, count_iterations, reset_totals
 from mcore.observe.model_groups import find_process_groups
 from mcore.observe.reports.memory import save_snapshot_at_profile_end
+from mcore.observe.sinks.scalars import Scalars, as_number, one_number
 from mcore.observe.sinks.trackers import SinkTable, emit
 from mcore.observe.training_log.console import (
     Field,
@@ -32,7 +33,6 @@ from mcore.observe.training_log.step import (
     samples_per_step,
 )
 from mcore.observe.training_log.step_values import add_interval_values, add_step_values
-from mcore.observe.values.scalars import Scalars, as_number, one_number
 
 # The attribute of a GlobalState that holds its LogState.
 LOG_STATE = "_training_log_state"

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.loss_totals import loss_averages
-from mcore.observe.settings.secrets import mask_secrets
+from mcore.observe.sinks.scalars import as_number, widest_float
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.timers import Timers, gather_seconds, longest_times
 from mcore.observe.training_log.step import LogStep, is_on
-from mcore.observe.values.scalars import as_number, widest_float
 from mcore.parallel.groups import comm_device
 from mcore.parallel.torch_compat import is_distributed
 

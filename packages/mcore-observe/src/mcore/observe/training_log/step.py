@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore.observe.model_groups import find_process_groups
 from mcore.observe.rank_logging import is_last_rank
-from mcore.observe.values.scalars import as_number, only_numbers
+from mcore.observe.sinks.scalars import as_number, only_numbers
 from mcore.parallel.groups import get_pg_size, world_size
 from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
 from mcore.versioning.process_rank import process_world_size

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 from mcore.observe.norms import gradient_norms
 from mcore.observe.reports.memory import report_memory
 from mcore.observe.reports.progress import report_runtime, report_throughput
+from mcore.observe.sinks.scalars import Scalars, as_number, only_numbers
 from mcore.observe.training_log.measures import Interval
 from mcore.observe.training_log.step import LogStep, StepInput, is_on
-from mcore.observe.values.scalars import Scalars, as_number, only_numbers
 from mcore.parallel.reductions import reduce_max_memory_across_pp_group
 
 
