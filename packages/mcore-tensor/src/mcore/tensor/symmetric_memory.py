@@ -199,17 +199,13 @@ class GlobalSymmetricMemoryBuffer:
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements of the buffer as a one-dimensional tensor."""
         if self.symm_buffer is None or not self._can_allocate(numel, dtype):
-            room = (
-                "none is available" if not self.available else f"it has {self._count_room()} bytes"
-            )
+            num_bytes = 0 if self.symm_buffer is None else self.symm_buffer.numel()
+            room = f"it has {num_bytes} bytes" if self.available else "none is available"
             raise RuntimeError(
                 f"the symmetric buffer cannot hold {numel} elements of {dtype}: {room}. "
                 "Call maybe_get_tensor(), and use an ordinary collective if it returns no tensor"
             )
         return self.symm_buffer[: numel * dtype.itemsize].view(dtype)
-
-    def _count_room(self) -> int:
-        return 0 if self.symm_buffer is None else self.symm_buffer.numel()
 
     def maybe_get_tensor(
         self, tensor_shape: Sequence[int] | int, dtype: torch.dtype

@@ -258,7 +258,8 @@ def owners_of(module: str) -> dict[str, str | None]:
     no other is read.
     """
     named = _find_folder(module.partition(".")[0])
-    if named is not None and _has_installed_first_file(named, module):
+    first_file = rb"(/__init__)?(\.[^/\n]*)?"
+    if named is not None and _has_record(_read(named, "RECORD"), module, first_file):
         folders = [named]
     else:
         folders = [
@@ -282,11 +283,12 @@ def _iterate_metadata_folders() -> Iterator[str]:
 def _find_folder(distribution: str) -> str | None:
     wanted = _normalize(distribution)
     folders = _iterate_metadata_folders()
-    return next((folder for folder in folders if _name_of(folder) == wanted), None)
-
-
-def _name_of(folder: str) -> str:
-    return _normalize(os.path.splitext(os.path.basename(folder))[0].partition("-")[0])
+    # A folder is called NAME-VERSION.dist-info or NAME.egg-info.
+    for folder in folders:
+        name = os.path.splitext(os.path.basename(folder))[0].partition("-")[0]
+        if _normalize(name) == wanted:
+            return folder
+    return None
 
 
 def _normalize(name: str) -> str:
@@ -308,10 +310,6 @@ def _has_installed(folder: str, module: str) -> bool:
     if record and b"__editable__" not in record:
         return False
     return module.encode() in _read(folder, "top_level.txt").split()
-
-
-def _has_installed_first_file(folder: str, module: str) -> bool:
-    return _has_record(_read(folder, "RECORD"), module, rb"(/__init__)?(\.[^/\n]*)?")
 
 
 def _has_record(record: bytes, module: str, rest_of_path: bytes) -> bool:
