@@ -1,39 +1,49 @@
-"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk; replicas; wgrad.
+"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk, replicas and wgrad.
 
-- A save is synced to disk before it gets its name, and every byte of it has a checksum, which a
-  load compares while it copies, or with ``verify="before"`` in a pass of its own before it changes
-  a tensor. The stock loader checks no content: ``verify=False`` compares like with like.
+- A save is synced to disk before its rename, and every byte of it has a checksum. A load compares
+  the checksums while it copies, or with ``verify="before"`` in a separate pass before it changes a
+  tensor. The stock loader checks no content: ``verify=False`` compares like with like.
 - Files on disk: the page cache is emptied of them for all sides. The disk's speed varies from hour
-  to hour; a save was 0.75 to 1.4 times as fast as the stock one, synced, in many runs.
-- One rank reads a manifest, each parses it: to stay below 2 s.
-- megatron-core's hash check calls ``.cuda()``, which is made to do nothing here. What is gained
-  beyond the CPU time is gained by hashing on all idle cores.
-- megatron-core's drain needs a CUDA extension, so a plain loop takes its place.
+  to hour. A save was 0.75 to 1.4 times as fast as the stock save, synced, in many runs.
+- One rank reads a manifest, each parses it. The limit is 2 s.
+- megatron-core's hash check calls ``.cuda()``, which does nothing here. The gain beyond the CPU
+  time is due to hashing on all idle cores.
+- megatron-core's drain needs a CUDA extension, so a plain loop replaces it.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from bench.measure import Row
+from bench.measure import Row, alternate, compare
 from bench.replicas import replica_rows
-from mcore.parallel.checkpoint.files.index import Piece
+from mcore.parallel.checkpoint import (
+    ShardedTensor,
+    load_sharded_state_dict,
+    save_sharded_state_dict,
+)
+from mcore.parallel.checkpoint.files.index import read_index
 from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
     FileRecord,
-    manifest_of,
-    read_index,
+    Piece,
+    encode_manifest,
 )
 from mcore.parallel.tensor_memory import memory_of
 from rank_testing import run_ranks
@@ -49,7 +59,7 @@ Work = Callable[[int], object]
 
 
 def run() -> Iterable[Row]:
-    """Yield the rows; the checks of agreement come before each timing."""
+    """Yield the rows. Results are compared before each timing."""
     yield from _checkpoint_rows()
     yield from _small_rows()
     yield _manifest_row()
@@ -58,42 +68,38 @@ def run() -> Iterable[Row]:
 
 def _checkpoint_rows() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
-        first, second = run_ranks(_measure, 2, folder, timeout_s=600)
-    if not (first.agrees and second.agrees):
+        measured = run_ranks(_measure, 2, folder, timeout_s=600)
+    if not all(agrees for agrees, _ in measured):
         yield Row.disagreement(f"save and load {_SIZE}", _STOCK, "loaded values")
         return
-    for case in first.seconds:
-        both = {name: max(r.seconds[case][name] for r in (first, second)) for name in _SIDES[case]}
-        yield from _rows(case, both)
+    (_, first), (_, second) = measured
+    for case, sides in first.items():
+        slower = {name: max(sides[name], second[case][name]) for name in sides}
+        yield from _make_rows(case, slower)
 
 
-_SIDES = {
-    "save": ("ours", "stock, synced", "stock, not synced", "raw"),
-    "load, files in memory": ("ours", "ours, before", "ours, unchecked", "stock", "raw"),
-    "load, files on disk": ("ours", "ours, before", "ours, unchecked", "stock", "raw"),
-}
 _OTHERS = {"ours, before": 'verify="before"', "ours, unchecked": "verify=False"}
 _TARGETS = {"load, files in memory": 2.0, "load, files on disk": 1.25}
 
 
-def _rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
-    """One row for each side that ours is compared with, and for ours without checksums."""
+def _make_rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
+    """One row for each peer, and for our load with other checks."""
     name, agreement = f"{case}, {_SIZE}", "values, each reads the other's files"
     ours = seconds["ours"]
     for peer in [side for side in seconds if side.startswith("stock")]:
         target = 1.0 if peer == "stock, synced" else _TARGETS.get(case)
-        how = peer.removeprefix("stock")
-        yield Row(name, ours, _STOCK + how, seconds[peer], target, agreement)
+        named = _STOCK + peer.removeprefix("stock")
+        yield Row(name, ours, named, seconds[peer], target, agreement)
     for side, setting in _OTHERS.items():
         if side in seconds:
             named, stock = f"{name}, {setting}", seconds["stock"]
             yield Row(named, seconds[side], _STOCK, stock, None, agreement)
-    rate = 2 * _rank_bytes() / seconds["raw"] / 1e9
+    rate = _NUM_TENSORS * _ROWS * _COLUMNS * 4 / seconds["raw"] / 1e9
     yield Row(name, ours, _RAW, seconds["raw"], None, agreement, f"raw: {rate:.2f} GB/s")
 
 
 def _small_rows() -> Iterator[Row]:
-    """Many small tensors, on one rank: what a key costs."""
+    """Many small tensors on one rank: the cost of a key."""
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         [seconds] = run_ranks(_measure_small, 1, folder, timeout_s=600)
     size = f"{_NUM_SMALL} tensors of 1 KiB, files in memory"
@@ -103,12 +109,6 @@ def _small_rows() -> Iterator[Row]:
 
 
 def _measure_small(folder: str) -> dict[str, dict[str, float]]:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from mcore.parallel.checkpoint import load_sharded_state_dict, save_sharded_state_dict
-
     root = Path(folder)
     state = {f"layer.{i}.weight": torch.randn(1, _SMALL) for i in range(_NUM_SMALL)}
     saves: dict[str, Work] = {
@@ -126,7 +126,7 @@ def _measure_small(folder: str) -> dict[str, dict[str, float]]:
     }
     for work in loads.values():
         if not _restores(list(state.values()), lambda work=work: work(0)):  # type: ignore[misc]
-            raise RuntimeError("a load did not bring the values back")
+            raise RuntimeError("a load did not restore the values")
     return {**seconds, "load": _rounds(loads, lambda: None)}
 
 
@@ -135,18 +135,13 @@ def _manifest_row() -> Row:
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         root = Path(folder)
         _write_large_manifest(root)
-        ours, parsed = math.inf, math.inf
-        for _ in range(3):
-            started_s = time.perf_counter()
-            index = read_index(root)
-            ours = min(ours, time.perf_counter() - started_s)
-            started_s = time.perf_counter()
-            json.loads((root / MANIFEST_FILE).read_bytes())
-            parsed = min(parsed, time.perf_counter() - started_s)
-    case = f"read a manifest of {_NUM_PIECES} pieces"
-    if len(index.keys["layer.7"].pieces) != _PIECES_A_KEY:
-        return Row.disagreement(case, "json.loads of its text", "number of pieces")
-    return Row(case, ours, "json.loads of its text", parsed, None, "number of pieces")
+        num_pieces = len(read_index(root).keys["layer.7"].pieces)
+        return compare(
+            f"read a manifest of {_NUM_PIECES} pieces", lambda: read_index(root),
+            "json.loads of its text", lambda: json.loads((root / MANIFEST_FILE).read_bytes()),
+            agreement="number of pieces", repeats=3,
+            difference="" if num_pieces == _PIECES_A_KEY else f"{num_pieces} pieces of a key",
+        )  # fmt: skip
 
 
 def _write_large_manifest(root: Path) -> None:
@@ -160,40 +155,11 @@ def _write_large_manifest(root: Path) -> None:
             for at, key in enumerate(keys)
         ]
         files[name] = FileRecord(len(pieces) * span, pieces)
-    (root / MANIFEST_FILE).write_bytes(manifest_of(keys, files, {}))
+    (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
 
 
-def _rank_bytes() -> int:
-    return _NUM_TENSORS * _ROWS * _COLUMNS * 4 // 2
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """What one rank found.
-
-    Attributes:
-        agrees: Whether what was loaded is what was saved.
-        seconds: The shortest time of each side, by case.
-    """
-
-    agrees: bool
-    seconds: dict[str, dict[str, float]]
-
-
-def _measure(folder: str) -> _Measured:
-    """Time all sides on one rank."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from mcore.parallel.checkpoint import (
-        ShardedTensor,
-        load_sharded_state_dict,
-        save_sharded_state_dict,
-    )
-
+def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
+    """One rank: whether loads return the saved values, and the time of each side by case."""
     rank, root, mesh = dist.get_rank(), Path(folder), init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(_ROWS // 2, _COLUMNS, generator=generator) for _ in range(_NUM_TENSORS)]
@@ -214,19 +180,19 @@ def _measure(folder: str) -> _Measured:
         "ours": lambda turn: save_sharded_state_dict(ours, root / f"save-{turn}"),
         "stock, synced": saved_by_stock(sync=True),
         "stock, not synced": saved_by_stock(sync=False),
-        "raw": lambda turn: write_raw(root / f"save-{turn}-{rank}", tensors),
+        "raw": lambda turn: _write_raw(root / f"save-{turn}-{rank}", tensors),
     }
     seconds = {"save": _rounds(saves, _clean_before(root))}
     save_sharded_state_dict(ours, root / "ours")
     saved_by_stock(sync=True)(0)
     _on_first_rank(lambda: (root / "save-0").rename(root / "stock"))
-    write_raw(root / f"raw-{rank}", tensors)
+    _write_raw(root / f"raw-{rank}", tensors)
     loads: dict[str, Work] = {
         "ours": lambda _: load_sharded_state_dict(ours, root / "ours"),
         "ours, before": lambda _: load_sharded_state_dict(ours, root / "ours", verify="before"),
         "ours, unchecked": lambda _: load_sharded_state_dict(ours, root / "ours", verify=False),
         "stock": lambda _: load(stock, checkpoint_id=root / "stock"),
-        "raw": lambda _: read_raw(root / f"raw-{rank}", tensors),
+        "raw": lambda _: _read_raw(root / f"raw-{rank}", tensors),
     }
     crossed: list[Callable[[], object]] = [
         lambda: load_sharded_state_dict(ours, root / "stock"),
@@ -237,12 +203,12 @@ def _measure(folder: str) -> _Measured:
         for work in [*crossed, *(lambda work=work: work(0) for work in loads.values())]
     )
     seconds["load, files in memory"] = _rounds(loads, lambda: None)
-    seconds["load, files on disk"] = _rounds(loads, lambda: _on_first_rank(lambda: forget(root)))
-    return _Measured(agrees, seconds)
+    seconds["load, files on disk"] = _rounds(loads, lambda: _on_first_rank(lambda: _forget(root)))
+    return agrees, seconds
 
 
 def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
-    """Whether a load brings back the values, after which they are as before."""
+    """Whether a load restores the values, which it leaves in the tensors."""
     sums = [tensor.view(torch.int32).sum() for tensor in tensors]
     first = [tensor[:, ::97].clone() for tensor in tensors]
     for tensor in tensors:
@@ -255,24 +221,23 @@ def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
 
 
 def _rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[str, float]:
-    """The shortest time of each side until all ranks are done, in rounds that rotate the order."""
-    names = list(sides)
-    best = dict.fromkeys(names, math.inf)
-    turn = 0
-    for round_ in range(_REPEATS):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            turn += 1
-            prepare()
-            dist.barrier()
-            started_s = time.perf_counter()
-            sides[name](turn)
-            dist.barrier()
-            best[name] = min(best[name], time.perf_counter() - started_s)
-    return best
+    """The shortest time of each side until all ranks are done."""
+    turns = itertools.count(1)
+
+    def time_once(work: Work) -> float:
+        prepare()
+        dist.barrier()
+        started_s = time.perf_counter()
+        work(next(turns))
+        dist.barrier()
+        return time.perf_counter() - started_s
+
+    times = alternate([functools.partial(time_once, work) for work in sides.values()], _REPEATS)
+    return dict(zip(sides, map(min, times), strict=True))
 
 
 def _clean_before(root: Path) -> Callable[[], None]:
-    """Delete earlier saves and wait until the disk has nothing more to do."""
+    """Delete earlier saves and wait until the disk is idle."""
 
     def clean() -> None:
         for path in root.iterdir():
@@ -283,7 +248,7 @@ def _clean_before(root: Path) -> Callable[[], None]:
 
 
 def _on_first_rank(work: Callable[[], object]) -> None:
-    """Do something once, while the other ranks wait."""
+    """Do something on the first rank, while the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         work()
@@ -293,19 +258,19 @@ def _on_first_rank(work: Callable[[], object]) -> None:
 _PIECE_BYTES = 1 << 24
 
 
-def forget(folder: Path) -> None:
-    """Have the next read of the files below a folder come from the disk."""
-    for path in _files(folder):
+def _forget(folder: Path) -> None:
+    """Drop the files below a folder from the page cache: the next read uses the disk."""
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # what is not written yet cannot be forgotten
+            os.fsync(descriptor)  # only written pages can be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
-def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Write the bytes of tensors, one after the other, and wait until the disk has them."""
+def _write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Write the bytes of tensors one after the other, and sync them to disk."""
     with path.open("xb", buffering=0) as stream:
         for tensor in tensors:
             content = memory_of(tensor)
@@ -314,15 +279,11 @@ def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_raw(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Read what ``write_raw`` wrote into the tensors."""
+def _read_raw(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Read a file of ``_write_raw`` into the tensors."""
     with path.open("rb", buffering=0) as stream:
         for tensor in tensors:
             content = memory_of(tensor)
             done = 0
             while done < len(content):
                 done += stream.readinto(content[done : done + _PIECE_BYTES])
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]

@@ -1,11 +1,11 @@
 """Pipelines of the main job: the idle part of a step against the formula, and against torch.
 
-- A step is the fastest of six, the idle part what its passes leave of it, averaged over the ranks.
+- A step is the fastest of six. Its idle part is the step minus its passes, averaged over the ranks.
 - Tests of the main job compare the losses of these steps with those of one process.
-- Passes that sleep (100 ms and 200 ms a stage) need no core and show the order and the messages
-  alone; the aim is to be at most 15 % over the formula.
-- torch's schedule also keeps a buffer for each micro-batch to receive into, in both directions;
-  here there are two at most.
+- Passes that sleep (100 ms and 200 ms a stage) need no core and show only the order and the
+  messages. The aim is to be at most 15 % over the formula.
+- torch's schedule also keeps a buffer for each micro-batch to receive into, in both directions.
+  Here there are two at most.
 """
 
 from __future__ import annotations
@@ -14,20 +14,21 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from bench.measure import Row
+from bench.measure import Row, alternate
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.pipeline import Pipeline
 from pretrain.run.pipeline_steps import PipelineSteps
-from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from rank_testing import run_ranks
 
@@ -41,42 +42,37 @@ _MODEL = Settings(
 
 
 def run() -> Iterable[Row]:
-    """Yield the rows; a step is the fastest of some."""
+    """Yield the rows."""
     for ranks, chunks, batches in ((2, 1, 2), (2, 1, 8), (2, 2, 4), (4, 1, 8)):
-        took, busy = run_ranks(_napping, ranks, chunks, batches, timeout_s=300)[0]
-        yield _idle("passes that sleep", ranks, chunks, batches, took, busy, target=1 / 1.15)
+        step_s, busy_s = run_ranks(_time_naps, ranks, chunks, batches, timeout_s=300)[0]
+        yield _idle("passes that sleep", ranks, chunks, batches, step_s, busy_s, 1 / 1.15)
     for batches in (2, 4):
         settings = dataclasses.replace(_MODEL, global_batch_size=2 * batches)
-        took, busy = run_ranks(_training, 2, settings, timeout_s=600)[0]
-        yield _idle("a model of 3 M parameters", 2, 1, batches, took, busy)
-    yield _beside_torch(dataclasses.replace(_MODEL, global_batch_size=16))
+        step_s, busy_s = run_ranks(_time_training, 2, settings, timeout_s=600)[0]
+        yield _idle("a model of 3 M parameters", 2, 1, batches, step_s, busy_s)
+    yield _against_torch(dataclasses.replace(_MODEL, global_batch_size=16))
 
 
 def _idle(
-    what: str,
-    ranks: int,
-    chunks: int,
-    batches: int,
-    took: float,
-    busy: float,
+    passes: str, ranks: int, chunks: int, batches: int, step_s: float, busy_s: float,
     target: float | None = None,
-) -> Row:
-    """How long the ranks wait in a step, beside what the formula says of the same step."""
+) -> Row:  # fmt: skip
+    """The ranks' idle time in a step, against the formula for the same step."""
     share = (ranks - 1) / (chunks * batches + ranks - 1)
-    found = 1 - busy / took
+    found = 1 - busy_s / step_s
     return Row(
         f"idle time of a step of {ranks} stages{' of two parts' if chunks > 1 else ''}, "
-        f"{batches} micro-batches: {what}",
-        took - busy,
+        f"{batches} micro-batches: {passes}",
+        step_s - busy_s,
         f"(p - 1) / (v m + p - 1) = {share:.3f} of it",
-        took * share,
-        target=target,
+        step_s * share,
+        target,
         note=f"idle share {found:.3f}, {100 * (found / share - 1):+.0f} % of the formula's",
     )
 
 
 class _Naps:
-    """Passes that take time and no processor."""
+    """Passes that sleep."""
 
     def __init__(self, pipeline: Pipeline, message: torch.Tensor, busy: _Busy) -> None:
         self.pipeline = pipeline
@@ -84,7 +80,7 @@ class _Naps:
         self.busy = busy
 
     def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """One nap a stage, divided over its chunks."""
+        """One nap per stage, divided over its chunks."""
         with self.busy.forward():
             time.sleep(_NAP_S / self.pipeline.chunks)
         output = torch.zeros(self.message.shape) if hidden is None else hidden * 1.0
@@ -97,18 +93,18 @@ class _Naps:
         torch.autograd.backward(output, gradient)
 
 
-def _napping(chunks: int, batches: int) -> tuple[float, float]:
-    """One rank: seconds of the fastest step, and the mean of what the ranks' passes took in it."""
+def _time_naps(chunks: int, batches: int) -> tuple[float, float]:
+    """One rank: seconds of the fastest step, and the mean seconds of the ranks' passes in it."""
     groups = ProcessGroups.from_sizes(pp=dist.get_world_size())
     pipeline = Pipeline(groups, chunks=chunks, device=_CPU, timeout_s=60)
     message = torch.empty(64, 2, 64, device="meta")
     busy = _Busy()
     naps = _Naps(pipeline, message, busy)
-    return _fastest(lambda: pipeline.train(naps, batches, message), busy)
+    return _find_fastest(lambda: pipeline.train(naps, batches, message), busy)
 
 
 class _Busy:
-    """The parts of a step, of which passes count as work."""
+    """The time of the passes in a step."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -142,32 +138,32 @@ class _Job:
         return self.steps._forward_and_backward(1)
 
 
-def _training(settings: Settings) -> tuple[float, float]:
-    """The same for the main job's own passes."""
+def _time_training(settings: Settings) -> tuple[float, float]:
+    """One rank, as above, with the main job's passes."""
     job = _Job(settings)
-    return _fastest(job.passes, job.busy)
+    return _find_fastest(job.passes, job.busy)
 
 
-def _fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
+def _find_fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
     rounds = []
     for _ in range(_ROUNDS):
         busy.seconds = 0.0
-        took = _seconds(step)
+        step_s = _time_step(step)
         mean = torch.tensor(busy.seconds / dist.get_world_size(), dtype=torch.float64)
         dist.all_reduce(mean)
-        rounds.append((took, float(mean)))
+        rounds.append((step_s, float(mean)))
     return min(rounds)
 
 
-def _seconds(call: Callable[[], object]) -> float:
-    """Seconds from when all ranks start to when the last has ended."""
+def _time_step(call: Callable[[], object]) -> float:
+    """Seconds from the common start to the end of the last rank."""
     dist.barrier()
     started_s = time.perf_counter()
     call()
     dist.barrier()
-    took = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+    elapsed_s = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
+    dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
+    return float(elapsed_s)
 
 
 class _Torch:
@@ -178,7 +174,7 @@ class _Torch:
         settings = steps.settings
         self.model = job.model
         count, rank = settings.num_microbatches, steps.pipeline.rank
-        self.batches = [steps._training_part(1, number) for number in range(count)]
+        self.batches = [steps._read_training_batch(1, number) for number in range(count)]
         self.numbers = torch.arange(count)
         self.is_first, self.is_last = rank == 0, rank == settings.pp - 1
         hidden = torch.empty(
@@ -193,10 +189,10 @@ class _Torch:
         self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.steps._loss_of(output, self.batches[int(number)])
+        return self.steps._average_loss(output, self.batches[int(number)])
 
     def passes(self) -> torch.Tensor:
-        """All passes of the first step; gradients are left on the parameters."""
+        """All passes of the first step. Gradients stay on the parameters."""
         for param in self.model.parameters():
             param.grad = None
         losses: list[torch.Tensor] = []
@@ -209,40 +205,35 @@ class _Torch:
 
 
 class _Numbered(torch.nn.Module):
-    """A stage that takes the number of a micro-batch in place of the batch."""
+    """A stage that is called with the number of a micro-batch instead of the batch."""
 
     def __init__(self, job: _Torch) -> None:
         super().__init__()
-        self.model = job.model
-        self.batches = job.batches
-        self.is_first = job.is_first
+        self.job, self.model = job, job.model
 
     def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
         """Hidden states or logits."""
-        batch = self.batches[int(number)]
-        hidden = None if self.is_first else given
+        batch = self.job.batches[int(number)]
+        hidden = None if self.job.is_first else given
         output: torch.Tensor = self.model(batch["tokens"], batch["position_ids"], hidden)
         return output
 
 
-def _beside_torch(settings: Settings) -> Row:
+def _against_torch(settings: Settings) -> Row:
     case = f"passes of a step of 2 stages, {settings.num_microbatches} micro-batches"
     peer = f"torch {torch.__version__.partition('+')[0]} Schedule1F1B"
-    losses, ours_s, peer_s = run_ranks(_both, 2, settings, timeout_s=600)[-1]
+    losses, ours_s, peer_s = run_ranks(_time_both, 2, settings, timeout_s=600)[-1]
     if abs(losses[0] - losses[1]) > 1e-5 * losses[1]:
         return Row.disagreement(case, peer, f"losses {losses[0]} and {losses[1]}")
     return Row(
-        case, ours_s, peer, peer_s, target=0.95, agreement="sum of the losses to 1e-5",
-        note=f"the fastest of {_ROUNDS} in alternation",
+        case, ours_s, peer, peer_s, 0.95, "sum of the losses to 1e-5",
+        f"the fastest of {_ROUNDS} in alternation",
     )  # fmt: skip
 
 
-def _both(settings: Settings) -> tuple[list[float], float, float]:
+def _time_both(settings: Settings) -> tuple[list[float], float, float]:
     job = _Job(settings)
     both = (job, _Torch(job))
     losses = [float(each.passes()) for each in both]
-    took: list[list[float]] = [[], []]
-    for round_ in range(_ROUNDS):
-        for which in (0, 1) if round_ % 2 else (1, 0):
-            took[which].append(_seconds(both[which].passes))
-    return losses, min(took[0]), min(took[1])
+    ours_s, peer_s = alternate([partial(_time_step, each.passes) for each in both], _ROUNDS)
+    return losses, min(ours_s), min(peer_s)
