@@ -124,14 +124,21 @@ def _describe_controller(job: JobSnapshot, most: int) -> dict[str, Any]:
         "report_age_s": job.report_age_s,
         "metric": job.metric,
         "slow": [_replace_nan(vars(one)) for one in job.slow],
-        "slowest": [_describe_row(row) for row in job.rows(most)],
+        "slowest": [
+            _replace_nan(
+                {
+                    "rank": row.rank,
+                    "host": row.host,
+                    "device": row.device,
+                    "value": row.value,
+                    "times_median": row.times_median,
+                    "slow_in": list(row.slow_in),
+                    **row.sensors,
+                }
+            )
+            for row in job.rows(most)
+        ],
     }
-
-
-def _describe_row(row: RankRow) -> dict[str, Any]:
-    known = {"rank": row.rank, "host": row.host, "device": row.device, "value": row.value}
-    more = {"times_median": row.times_median, "slow_in": list(row.slow_in)}
-    return _replace_nan(known | more | row.sensors)
 
 
 def _replace_nan(fields: Mapping[str, Any]) -> dict[str, Any]:
