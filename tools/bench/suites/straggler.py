@@ -58,11 +58,8 @@ def run() -> Iterable[Row]:
 class _Event:
     """A stand-in for a CUDA event, for both sides."""
 
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: _Event) -> float:
         return 0.0
@@ -181,10 +178,7 @@ def _report(world: int) -> Iterator[Row]:
     yield Row(case, ours_s, "torch's all-gather of one row, bare", torch_s)
 
 
-_Pair = tuple[float, float]
-
-
-def _time_reports() -> tuple[str, str, _Pair, _Pair]:
+def _time_reports() -> tuple[str, str, tuple[float, float], tuple[float, float]]:
     """Log the same values once through both, then time reports of real ranges."""
     logging.disable(logging.NOTSET)
     world, rank = dist.get_world_size(), dist.get_rank()
