@@ -67,14 +67,9 @@ def _rendezvous_store() -> Iterator[int]:
 
 
 def _run(
-    command: Sequence[str],
-    folder: Path,
-    start: int,
-    limit_s: float,
-    variables: Mapping[str, str],
-    *,
-    nodes: int = 1,
-) -> Ended:
+    command: Sequence[str], folder: Path, start: int, limit_s: float, variables: Mapping[str, str],
+    *, nodes: int = 1,
+) -> Ended:  # fmt: skip
     """Run a launcher on each node until all have ended. Of several nodes a killed one restarts."""
     with (folder / "output").open("w+") as output:
 

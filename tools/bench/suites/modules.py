@@ -86,16 +86,11 @@ def _first_microbatch(peer: Any, name: str, number: int) -> Row:
     theirs.set_is_first_microbatch()
     marks = _list_marks(ours)
     return compare(
-        f"set_is_first_microbatch, {number} submodules",
-        ours.set_is_first_microbatch,
-        name,
-        theirs.set_is_first_microbatch,
-        1.0,
-        agreement=f"{marks.count(True)} modules marked",
+        f"set_is_first_microbatch, {number} submodules", ours.set_is_first_microbatch, name,
+        theirs.set_is_first_microbatch, 1.0, agreement=f"{marks.count(True)} modules marked",
         difference="" if marks == _list_marks(theirs) else "other modules were marked",
-        number=max(1, 9000 // number),
-        repeats=_REPEATS,
-    )
+        number=max(1, 9000 // number), repeats=_REPEATS,
+    )  # fmt: skip
 
 
 def _make_tree(kind: Any, number: int) -> Any:
@@ -148,15 +143,12 @@ def _sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
     entry_us = 1e6 / len(places)
     return compare(
         f"sharded_state_dict, {number} layers on meta",
-        lambda: ours.sharded_state_dict(metadata=groups),
-        name,
-        lambda: theirs.sharded_state_dict(metadata=groups),
-        1.0,
-        agreement=f"{len(places)} entries",
+        lambda: ours.sharded_state_dict(metadata=groups), name,
+        lambda: theirs.sharded_state_dict(metadata=groups), 1.0, agreement=f"{len(places)} entries",
         difference="" if is_same else "keys, shapes, offsets or replica ids differ",
         number=max(1, 1000 // number),
         note=lambda a, b: f"{a * entry_us:.3g} us an entry against {b * entry_us:.3g}",
-    )
+    )  # fmt: skip
 
 
 def _make_layers(kind: Any, config: Any, number: int) -> Any:

@@ -99,15 +99,9 @@ def _make_batch(rows: int, length: int) -> dict[str, Any]:
 
 
 def _slice(
-    case: str,
-    batch: dict[str, Any],
-    cp_size: int,
-    peer: Callable[..., Any],
-    name: str,
-    *,
-    target: float,
-    number: int,
-) -> Row:
+    case: str, batch: dict[str, Any], cp_size: int, peer: Callable[..., Any], name: str, *,
+    target: float, number: int,
+) -> Row:  # fmt: skip
     differing = []
     for rank in range(cp_size):
         with simulated_world(cp_size, rank):

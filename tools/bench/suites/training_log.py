@@ -110,13 +110,10 @@ def _log_one_by_one(folder: Path, ours: Any, losses: dict[str, Tensor], steps: i
 
 def _make_state(folder: Path, name: str) -> GlobalState:
     logger = LoggerConfig(
-        log_interval=1_000_000,
-        tensorboard_log_interval=1,
-        mlflow_experiment="bench",
-        mlflow_run_name=name,
-        mlflow_tracking_uri=f"sqlite:///{folder}/mlflow.db",
+        log_interval=1_000_000, tensorboard_log_interval=1, mlflow_experiment="bench",
+        mlflow_run_name=name, mlflow_tracking_uri=f"sqlite:///{folder}/mlflow.db",
         log_world_size_to_tensorboard=True,
-    )
+    )  # fmt: skip
     train = TrainingConfig(micro_batch_size=1, train_iters=1_000_000)
     return GlobalState(ConfigContainer(logger=logger, train=train), train_state=TrainState())
 

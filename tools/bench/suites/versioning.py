@@ -47,16 +47,11 @@ def _minimum_check(peer: Any, name: str) -> Row:
         for request in _REQUESTS
     ]
     return compare(
-        "is_torch_min_version, cached",
-        loop(is_torch_min_version, "2.6.0", calls=_CALLS),
-        name,
-        loop(peer.is_torch_min_version, "2.6.0", calls=_CALLS),
-        10.0,
+        "is_torch_min_version, cached", loop(is_torch_min_version, "2.6.0", calls=_CALLS), name,
+        loop(peer.is_torch_min_version, "2.6.0", calls=_CALLS), 10.0,
         agreement=f"{len(_REQUESTS)} requests",
-        difference=[pair for pair in pairs if pair[1] != pair[2]],
-        calls=_CALLS,
-        **_ROUNDS,
-    )
+        difference=[pair for pair in pairs if pair[1] != pair[2]], calls=_CALLS, **_ROUNDS,
+    )  # fmt: skip
 
 
 def _deprecated_call(peer: Any, name: str) -> Row:
@@ -88,27 +83,16 @@ def _experimental_class() -> Iterator[Row]:
         ("experimental_cls, 10 reads of an attribute", instance.read, other.read, 1 / 2),
     ):
         yield compare(
-            case,
-            loop(ours, 3, calls=_CALLS),
-            "plain class",
-            loop(theirs, 3, calls=_CALLS),
-            target,
-            agreement="same attributes",
-            difference="" if is_same else "different instances",
-            calls=_CALLS,
-            **_ROUNDS,
-        )
+            case, loop(ours, 3, calls=_CALLS), "plain class", loop(theirs, 3, calls=_CALLS), target,
+            agreement="same attributes", difference="" if is_same else "different instances",
+            calls=_CALLS, **_ROUNDS,
+        )  # fmt: skip
 
 
 def _overhead(
-    case: str,
-    ours: Callable[[int], int],
-    theirs: Callable[[int], int],
-    name: str,
-    target: float,
-    agreement: str,
-    seen: list[Any],
-) -> Row:
+    case: str, ours: Callable[[int], int], theirs: Callable[[int], int], name: str, target: float,
+    agreement: str, seen: list[Any],
+) -> Row:  # fmt: skip
     """The time that each wrapper adds to a call of the bare function."""
     if seen[0] != seen[1]:
         return Row.disagreement(case, name, f"{seen[0]} against {seen[1]}")
