@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from bench.peers import name_of
 from mcore.observe import SectionStats
-from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import ELAPSED, GatheredRows, encode_row
-from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.report import RankComparison
 from rank_testing import run_ranks
 
 _NAMES = ("compute", "data")
@@ -80,7 +80,7 @@ def simulate_times(case: _Case, world: int, reports: int, *, seed: int) -> torch
 
 def judge_by_detector(times: torch.Tensor) -> _Verdicts:
     """The ranks that the straggler detector reports."""
-    world, past = times.shape[1], Past(_NAMES)
+    world, past = times.shape[1], PastReports(_NAMES)
     stats = {0: SectionStats(1, 1.0, 1.0, 1.0)}
     row = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1)
     rows, verdicts = row.repeat(world, 1), []

@@ -78,8 +78,8 @@ _FORWARD = ("pretrain.run.steps:Steps._loss", "pretrain.run.pipeline_steps:_Work
 _ALL_TO_ALL = "pretrain.model.experts:all_to_all"
 # A new phase of the job is a new row.
 PHASES = (
-    Phase("start", ("pretrain.cli.rank:_join",), 1),
-    Phase("group made", ("pretrain.cli.rank:_agree_on_folder",), 1),
+    Phase("start", ("pretrain.rank:join",), 1),
+    Phase("group made", ("pretrain.rank:agree_on_folder",), 1),
     Phase("build", ("pretrain.run.training:build_optimizer",), 1),
     Phase("load", ("pretrain.run.checkpoints:CheckpointedState.load",), 1),
     Phase("data", ("pretrain.corpus:Corpus.training_batch",)),

@@ -83,7 +83,7 @@ def _prepare(events: _Events) -> None:
         wrap = partial(_add_fault, phase.how, _make_trigger(events, fault))
         for place in phase.places:
             _wrap(place, wrap)
-    _wrap("pretrain.cli.rank:_join", lambda f: _record_first(f, events, "join"))
+    _wrap("pretrain.rank:join", lambda f: _record_first(f, events, "join"))
     _wrap("pretrain.run.saving:Saver.save", lambda f: _record_saves(f, events))
     _wrap("pretrain.run.saving:Saver.wait", lambda f: _record_saves(f, events))
     _wrap("pretrain.run.checkpoints:CheckpointedState.load", lambda f: _record_loads(f, events))

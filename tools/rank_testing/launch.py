@@ -1,4 +1,4 @@
-"""Start the ranks of a test, wait for them, and hand back what they returned."""
+"""Start the ranks of a test, wait for them and return their results."""
 
 import math
 import multiprocessing
@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
-from rank_testing.messages import Request, output_path, text_of
-from rank_testing.report import diagnose, rank_failure, read_values
-from rank_testing.server import start_context, variables_of_the_test
+from rank_testing.child import Request
+from rank_testing.report import diagnose, make_failure
+from rank_testing.server import read_variables, start_context
 from rank_testing.target import find_target
 from rank_testing.watch import PROCESS_NAME, Rank, watch
 
@@ -30,30 +30,29 @@ def run_ranks(
 ) -> list[T]:
     """Call ``fn(*args, **kwargs)`` in ``world_size`` fresh processes that form a process group.
 
-    Every rank starts with the environment of this process as it is now, plus ``env``, RANK,
-    WORLD_SIZE and LOCAL_RANK, and with one torch thread. Only then is the file of ``fn`` imported.
-    On the CPU, torch itself is loaded once: variables that it reads on import have the value they
-    had at the first call.
+    Every rank starts with the current environment of this process, plus ``env``, RANK, WORLD_SIZE
+    and LOCAL_RANK, and with one torch thread. Only then is the file of ``fn`` imported. On the
+    CPU, torch is loaded once: variables that it reads on import keep their value of the first call.
     A rank shares no memory with this process: arguments and results are copies.
 
     Args:
-        fn: a function at the top level of a module, a test file included.
+        fn: a function at the top level of a module or test file.
         world_size: the number of ranks, at least 1.
         *args: positional arguments of ``fn``, picklable.
-        timeout_s: seconds that the ranks have, from the start of the last one.
-        env: variables to set in every rank, or to remove where the value is None.
-        init: the backend to initialise ``torch.distributed`` with, all ranks in one group: "gloo",
-            or an accelerator's such as "cuda:nccl", whose ranks select the device of their number
-            and start more slowly; None for no group.
+        timeout_s: time limit in seconds, from the start of the last rank.
+        env: variables to set in every rank, or to remove if the value is None.
+        init: the backend of ``torch.distributed``, all ranks in one group: "gloo", an accelerator's
+            such as "cuda:nccl", or None for no group. Ranks on an accelerator select the device of
+            their number and start more slowly.
         **kwargs: keyword arguments of ``fn``, picklable.
 
     Returns:
-        What ``fn`` returned in rank 0, 1, ... Results have to be picklable; tensors are.
+        The results of ``fn`` in rank 0, 1, ... They have to be picklable. Tensors are.
 
     Raises:
-        RankFailure: if a rank raises, dies, returns what cannot be pickled, or has not ended in
-            time. The first line names the likely culprit; ``.ranks`` has one report for each rank
-            that failed. The others have 20 seconds from the first failure, then they are killed.
+        RankFailure: if a rank raises, dies, returns a value that cannot be pickled, or exceeds the
+            time limit. The first line names the likely culprit. ``.ranks`` has one report for each
+            rank that failed. The others are killed 20 seconds after the first failure.
         TypeError: if ``fn`` is not a module-level function, or an argument cannot be pickled.
         ValueError: if ``world_size`` or ``timeout_s`` is not positive, or ``env`` names a variable
             that the harness sets.
@@ -65,13 +64,29 @@ def run_ranks(
         [3.0, 3.0]
     """
     __tracebackhide__ = True
-    _check(world_size, timeout_s, env or {})
+    name = multiprocessing.current_process().name
+    if name.startswith(PROCESS_NAME):
+        raise RuntimeError(
+            f"run_ranks was called in {name}; a rank cannot start ranks, call it in the test"
+        )
+    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
+        raise ValueError(f"world_size is the number of ranks, at least 1; got {world_size!r}")
+    if not 0 < timeout_s < math.inf:
+        raise ValueError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
+    if taken := sorted(_SET_BY_THE_HARNESS & set(env or {})):
+        raise ValueError(f"env may not name {', '.join(taken)}: the harness sets it in each rank")
     target = find_target(fn)
-    call = _pickled_call(args, kwargs)
-    environment = _environment(env or {}, world_size)
+    try:
+        call = pickle.dumps((args, kwargs))
+    except Exception as error:
+        raise TypeError(
+            f"the arguments of the ranks' function have to be picklable: {error}"
+        ) from error
+    merged = {**read_variables(), **(env or {}), "WORLD_SIZE": str(world_size)}
+    environment = {name: value for name, value in merged.items() if value is not None}
     start_method = multiprocessing.get_start_method(allow_none=True)
     with tempfile.TemporaryDirectory(prefix="rank_testing-", ignore_cleanup_errors=True) as folder:
-        values = _run(
+        return _run(
             [
                 Request(
                     rank=rank,
@@ -87,39 +102,10 @@ def run_ranks(
                 for rank in range(world_size)
             ]
         )
-    return [values[rank] for rank in range(world_size)]
 
 
-def _check(world_size: int, timeout_s: float, env: Mapping[str, str | None]) -> None:
-    name = multiprocessing.current_process().name
-    if name.startswith(PROCESS_NAME):
-        raise RuntimeError(
-            f"run_ranks was called in {name}; a rank cannot start ranks, call it in the test"
-        )
-    if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is the number of ranks, at least 1; got {world_size!r}")
-    if not 0 < timeout_s < math.inf:
-        raise ValueError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
-    if taken := sorted(_SET_BY_THE_HARNESS & set(env)):
-        raise ValueError(f"env may not name {', '.join(taken)}: every rank gets its own value")
-
-
-def _pickled_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bytes:
-    try:
-        return pickle.dumps((args, kwargs))
-    except Exception as error:
-        raise TypeError(
-            f"the arguments of the ranks' function have to be picklable: {error}"
-        ) from error
-
-
-def _environment(env: Mapping[str, str | None], world_size: int) -> dict[str, str]:
-    merged = {**variables_of_the_test(), **env, "WORLD_SIZE": str(world_size)}
-    return {name: value for name, value in merged.items() if value is not None}
-
-
-def _run(requests: list[Request]) -> dict[int, Any]:
-    """Run all requests of one run; return the value of each rank."""
+def _run(requests: list[Request]) -> list[Any]:
+    """Run all requests of one run and return the value of each rank."""
     __tracebackhide__ = True
     first = requests[0]
     context = start_context(first.init)
@@ -135,9 +121,7 @@ def _run(requests: list[Request]) -> dict[int, Any]:
             rank.kill()
         for rank in ranks:
             rank.join()
-    values = read_values(ranks)
-    reports = diagnose(ranks, first.folder, started_at, stopped_at)
-    if reports:
-        outputs = {rank: text_of(output_path(first.folder, rank)) for rank in values}
-        raise rank_failure(reports, outputs, first.world_size, str(first.target))
-    return values
+    if reports := diagnose(ranks, started_at, stopped_at):
+        outputs = {rank.number: rank.read("output") for rank in ranks if rank.has_returned}
+        raise make_failure(reports, outputs, first.world_size, str(first.target))
+    return [rank.value for rank in ranks]

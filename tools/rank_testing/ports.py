@@ -12,10 +12,10 @@ _ATTEMPTS = 100
 
 
 def free_port() -> int:
-    """Return a TCP port of 127.0.0.1 that is free and stays so.
+    """Return a TCP port of 127.0.0.1 that is free and stays free.
 
-    A port that the system hands out for a bind to port 0 may be handed to another process before
-    the server starts. Ports outside of that range are taken only by those who ask for their number.
+    A port that the system chooses for a bind to port 0 may be given to another process before the
+    server starts. Ports outside that range are only taken by processes that name their number.
     """
     for port in random.SystemRandom().sample(_CANDIDATES, _ATTEMPTS):
         with socket.socket() as probe:

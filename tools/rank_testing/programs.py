@@ -1,4 +1,4 @@
-"""Programs of several ranks that a launcher such as torchrun would start, without its waiting."""
+"""Programs of several ranks, started as torchrun would start them but without its waiting time."""
 
 import os
 import tempfile
@@ -18,19 +18,15 @@ Entry = Callable[[list[str]], int]
 
 @dataclass(frozen=True)
 class Ended:
-    """How the ranks of a program ended, and what they printed into the same two files."""
+    """The exit codes of a program's ranks, and their output in the same two files."""
 
     exit_codes: list[int]
     stdout: str
     stderr: str
 
 
-class _Left(BaseException):
-    """Raised in place of ``os._exit``, which would end a rank before its exit code is known."""
-
-    def __init__(self, code: int) -> None:
-        super().__init__(code)
-        self.code = code
+class _ExitError(BaseException):
+    """Raised in place of ``os._exit``, which would end a rank before its exit code is read."""
 
 
 def run_program(
@@ -38,18 +34,18 @@ def run_program(
 ) -> Ended:
     """Call ``entry(arguments)`` in ``world_size`` ranks as if torchrun had started a program.
 
-    Each rank is forked from a process that has torch loaded. It has the environment that torchrun
-    gives, in this process's folder, and joins the process group by itself.
+    Each rank is forked from a process that has torch loaded. It has torchrun's environment and this
+    process's folder, and initialises the process group in its code.
 
     Args:
-        entry: the program's main function, at the top level of a module, which returns its exit
-            code or calls ``os._exit`` in its main thread.
+        entry: the program's main function, at the top level of a module. It returns its exit code
+            or calls ``os._exit`` in its main thread.
         arguments: its command line.
         world_size: the number of ranks.
-        timeout_s: seconds that the ranks have.
+        timeout_s: time limit in seconds.
 
     Raises:
-        RankFailure: a rank raised, was killed, or has not ended in time.
+        RankFailure: a rank raised, was killed, or exceeded the time limit.
 
     Example:
         >>> run_program(len, ["--option", "value"], 2).exit_codes
@@ -62,13 +58,12 @@ def run_program(
         "MASTER_PORT": str(free_port()),
     }
     with tempfile.TemporaryDirectory(prefix="rank_testing-") as folder:
-        output, errors = Path(folder, "stdout"), Path(folder, "stderr")
-        paths = (str(output), str(errors))
+        paths = (f"{folder}/stdout", f"{folder}/stderr")
         codes = run_ranks(
             _be_a_rank, world_size, find_target(entry), arguments, paths,
             init=None, env=launcher, timeout_s=timeout_s,
         )  # fmt: skip
-        return Ended(codes, output.read_text(), errors.read_text())
+        return Ended(codes, *(Path(path).read_text() for path in paths))
 
 
 def _be_a_rank(target: Target, arguments: list[str], paths: tuple[str, str]) -> int:
@@ -77,15 +72,15 @@ def _be_a_rank(target: Target, arguments: list[str], paths: tuple[str, str]) -> 
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(descriptor, number)
         os.close(descriptor)
-    warnings.simplefilter("ignore", DeprecationWarning)  # as in a program of its own
+    warnings.simplefilter("ignore", DeprecationWarning)  # as in a separate program
     warnings.simplefilter("ignore", PendingDeprecationWarning)
-    with mock.patch.object(os, "_exit", _leave):
+    with mock.patch.object(os, "_exit", _raise_exit):
         try:
             code: int = entry(arguments)
             return code
-        except _Left as left:
-            return left.code
+        except _ExitError as left:
+            return int(left.args[0])
 
 
-def _leave(code: int) -> NoReturn:
-    raise _Left(code)
+def _raise_exit(code: int) -> NoReturn:
+    raise _ExitError(code)

@@ -1,24 +1,20 @@
-"""The error of a failed run: which rank failed first, how, and where."""
+"""The error of a failed run: the rank that failed first, how it failed, and its traceback."""
 
 import os
-import pickle
 import signal
-import traceback
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from rank_testing.messages import Outcome, output_path, stack_path, text_of
+from rank_testing import child
 from rank_testing.watch import GRACE_S, Rank
 
 Kind = Literal["raised", "died", "hung", "connection"]
 
 _OUTPUT_CHARACTERS = 8000
 _MESSAGE_CHARACTERS = 300
-_FOLDER = os.path.dirname(os.path.abspath(__file__))
-_PARENT_WATCHER = f'File "{os.path.join(_FOLDER, "orphans.py")}"'
-_LIFE_OF_A_RANK = f'File "{os.path.join(_FOLDER, "child.py")}"'
-# How much an end says about the cause, from the likely culprit to a mere victim.
-_FAILED_BY_ITSELF = 0
+_LIFE_OF_A_RANK = f'File "{os.path.abspath(child.__file__)}"'
+# Places in the order of suspicion: the likely culprit has the smallest, a mere victim the largest.
+_FAILED_ALONE = 0
 _HUNG_ALONE = 1
 _HUNG_IN_A_COLLECTIVE = 2
 _LOST_A_PEER = 3
@@ -27,18 +23,18 @@ _STOPPED = 4
 
 @dataclass(frozen=True)
 class RankReport:
-    """How one rank failed.
+    """The failure of one rank.
 
     Attributes:
         rank: its number.
         kind: "raised" an exception, "died" without one, "hung" until it was killed, or "connection"
-            for an exception that says a peer is gone.
-        exception_type: the name of the exception's class; empty where there is none.
-        message: the text of the exception, or what is known of the end.
+            for an exception about a lost peer.
+        exception_type: the name of the exception's class, empty if there is none.
+        message: the text of the exception, or a description of the end.
         traceback: the traceback, or the Python stack of each thread of a rank that died or hung.
-        output: what the rank printed, its warnings included.
+        output: everything that the rank printed, including warnings.
         elapsed_s: seconds from the start of the ranks to this end.
-        place: how much the end says about the cause; the smallest is the likely culprit.
+        place: the order of suspicion; the smallest is the likely culprit.
     """
 
     rank: int
@@ -55,7 +51,7 @@ class RankFailure(AssertionError):  # noqa: N818 - tests read "raises RankFailur
     """At least one rank raised, died or hung.
 
     Args:
-        message: the whole report; its first line names the likely culprit.
+        message: the whole report. Its first line names the likely culprit.
         ranks: the ranks that failed, the likely culprit first.
     """
 
@@ -67,171 +63,43 @@ class RankFailure(AssertionError):  # noqa: N818 - tests read "raises RankFailur
         return type(self), (str(self), self.ranks)
 
 
-def rank_failure(
-    reports: list[RankReport], returned: dict[int, str], world_size: int, function: str
-) -> RankFailure:
-    """Make the error of ``run_ranks``, whose ``ranks`` have the likely culprit first.
-
-    ``returned`` is what each rank whose function returned has printed.
-    """
-    ordered = sorted(reports, key=lambda report: (report.place, report.elapsed_s, report.rank))
-    culprit = ordered[0]
-    lines = [f"rank {culprit.rank} of {world_size} {_ending(culprit)}, in {function}"]
-    if returned:
-        lines.append(f"ranks that returned: {', '.join(str(rank) for rank in sorted(returned))}")
-        if culprit.kind == "connection":
-            lines.append("(they may have left out a collective that the others entered)")
-    for report in ordered:
-        lines += ["", *_section(report)]
-    for rank, output in sorted(returned.items()):
-        if output.strip():
-            lines += ["", f"==== rank {rank}: returned ====", *_printed(rank, output)]
-    return RankFailure("\n".join(lines), ordered)
-
-
-def _ending(report: RankReport) -> str:
-    message = " ".join(report.message.split())
-    if len(message) > _MESSAGE_CHARACTERS:
-        message = message[:_MESSAGE_CHARACTERS] + "..."
-    if report.kind == "raised":
-        return f"raised {report.exception_type}: {message}"
-    if report.kind == "connection":
-        return f"lost a connection ({report.exception_type}: {message})"
-    return f"{report.kind}: {message}"
-
-
-def _section(report: RankReport) -> list[str]:
-    head = f"{report.kind} after {report.elapsed_s:.1f} s"
-    if report.kind in ("died", "hung"):
-        head += f": {report.message}"
-    lines = [f"==== rank {report.rank}: {head} ===="]
-    if report.traceback:
-        lines.append(report.traceback.rstrip())
-    return [*lines, *_printed(report.rank, report.output)]
-
-
-def _printed(rank: int, output: str) -> list[str]:
-    if not output.strip():
-        return []
-    lines = [f"---- output of rank {rank} ----"]
-    if (left_out := len(output) - _OUTPUT_CHARACTERS) > 0:
-        lines.append(f"[{left_out} characters left out]")
-    return [*lines, output[-_OUTPUT_CHARACTERS:].rstrip()]
-
-
-def readable_stacks(text: str) -> str:
-    """Return the stacks of ``faulthandler`` without the harness's own frames and threads."""
-    blocks = (_without_callers(block) for block in text.split("\n\n") if _says_something(block))
-    return "\n\n".join(blocks)
-
-
-def in_torch_distributed(stacks: str) -> bool:
-    """Return whether a thread was inside ``torch.distributed``, where a rank waits for others."""
-    return f"torch{os.sep}distributed{os.sep}" in stacks
-
-
-def _says_something(block: str) -> bool:
-    return (
-        bool(block.strip()) and _PARENT_WATCHER not in block and "Extension modules:" not in block
-    )
-
-
-def _without_callers(block: str) -> str:
-    lines = block.strip("\n").split("\n")
-    for number, line in enumerate(lines):
-        if _LIFE_OF_A_RANK in line:
-            return "\n".join(lines[:number])
-    return "\n".join(lines)
-
-
-def read_values(ranks: list[Rank]) -> dict[int, Any]:
-    """Return the value of each rank that returned one that this process can read.
-
-    A rank whose value cannot be read has failed from here on.
-    """
-    values = {}
-    for rank in ranks:
-        if rank.outcome is None or not rank.returned:
-            continue
-        try:
-            values[rank.number] = pickle.loads(rank.outcome.value)
-        except Exception as error:
-            rank.outcome = Outcome(
-                "raised",
-                rank.outcome.moment,
-                exception_type=type(error).__qualname__,
-                message=f"the return value cannot be read back from its pickle: {error}",
-                traceback=traceback.format_exc(),
-            )
-    return values
-
-
-def diagnose(
-    ranks: list[Rank], folder: str, started_at: float, stopped_at: float
-) -> list[RankReport]:
+def diagnose(ranks: list[Rank], started_at: float, stopped_at: float) -> list[RankReport]:
     """Return a report for each rank that did not return, in the order of their numbers."""
-    any_failed = any(rank.failed for rank in ranks)
-    any_returned = any(rank.returned for rank in ranks)
+    any_failed = any(rank.has_failed for rank in ranks)
+    any_returned = any(rank.has_returned for rank in ranks)
     reports = []
     for rank in ranks:
-        if rank.returned:
+        if rank.has_returned:
             continue
-        output = text_of(output_path(folder, rank.number))
-        stacks = readable_stacks(text_of(stack_path(folder, rank.number)))
+        kind: Kind
+        traceback = format_stacks(rank.read("stack"))
+        in_collective = is_in_torch_distributed(traceback)
         elapsed_s = (stopped_at if rank.ended_at is None else rank.ended_at) - started_at
+        exception_type = ""
         if rank.outcome is not None:
-            report = _raised(rank.number, rank.outcome, output, elapsed_s)
+            kind = "connection" if rank.outcome.kind == "connection" else "raised"
+            place = _LOST_A_PEER if kind == "connection" else _FAILED_ALONE
+            exception_type, message = rank.outcome.exception_type, rank.outcome.message
+            traceback = rank.outcome.traceback
         elif rank.ended_at is not None:
-            report = _died(rank.number, rank.exit_code, stacks, output, elapsed_s)
+            kind, place, message = "died", _FAILED_ALONE, _describe_death(rank.exit_code)
         elif any_failed:
-            report = _stopped(rank.number, stacks, output, elapsed_s, any_returned)
+            # Outside a collective it may have caused the other failures, unless a rank returned.
+            kind, message = "hung", f"still running {GRACE_S:.0f} s after the first failure"
+            place = _STOPPED if any_returned or in_collective else _HUNG_ALONE
         else:
-            report = _hung(rank.number, stacks, output, elapsed_s)
-        reports.append(report)
+            kind, message = "hung", f"no end after {elapsed_s:.1f} s"
+            place = _HUNG_IN_A_COLLECTIVE if in_collective else _HUNG_ALONE
+        output = rank.read("output")
+        reports.append(
+            RankReport(
+                rank.number, kind, exception_type, message, traceback, output, elapsed_s, place
+            )
+        )
     return reports
 
 
-def _raised(rank: int, outcome: Outcome, output: str, elapsed_s: float) -> RankReport:
-    lost_a_peer = outcome.kind == "connection"
-    return RankReport(
-        rank,
-        "connection" if lost_a_peer else "raised",
-        outcome.exception_type,
-        outcome.message,
-        outcome.traceback,
-        output,
-        elapsed_s,
-        _LOST_A_PEER if lost_a_peer else _FAILED_BY_ITSELF,
-    )
-
-
-def _died(
-    rank: int, exit_code: int | None, stacks: str, output: str, elapsed_s: float
-) -> RankReport:
-    message = _death(exit_code)
-    return RankReport(rank, "died", "", message, stacks, output, elapsed_s, _FAILED_BY_ITSELF)
-
-
-def _hung(rank: int, stacks: str, output: str, elapsed_s: float) -> RankReport:
-    message = f"no end after {elapsed_s:.1f} s"
-    place = _HUNG_IN_A_COLLECTIVE if in_torch_distributed(stacks) else _HUNG_ALONE
-    return RankReport(rank, "hung", "", message, stacks, output, elapsed_s, place)
-
-
-def _stopped(
-    rank: int, stacks: str, output: str, elapsed_s: float, any_returned: bool
-) -> RankReport:
-    """Report a rank that still ran a while after another one had failed.
-
-    Outside a collective it may be what the others missed, unless one of them had returned.
-    """
-    message = f"still running {GRACE_S:.0f} s after the first failure"
-    alone = not any_returned and not in_torch_distributed(stacks)
-    place = _HUNG_ALONE if alone else _STOPPED
-    return RankReport(rank, "hung", "", message, stacks, output, elapsed_s, place)
-
-
-def _death(exit_code: int | None) -> str:
+def _describe_death(exit_code: int | None) -> str:
     if exit_code is None:
         return "its exit code is unknown"
     if exit_code >= 0:
@@ -240,3 +108,66 @@ def _death(exit_code: int | None) -> str:
         return f"killed by {signal.Signals(-exit_code).name}"
     except ValueError:
         return f"killed by signal {-exit_code}"
+
+
+def make_failure(
+    reports: list[RankReport], returned: dict[int, str], world_size: int, function: str
+) -> RankFailure:
+    """Make the error of ``run_ranks``, whose ``ranks`` have the likely culprit first.
+
+    ``returned`` holds the output of each rank whose function returned.
+    """
+    ordered = sorted(reports, key=lambda report: (report.place, report.elapsed_s, report.rank))
+    culprit = ordered[0]
+    message = " ".join(culprit.message.split())
+    if len(message) > _MESSAGE_CHARACTERS:
+        message = message[:_MESSAGE_CHARACTERS] + "..."
+    ending = f"{culprit.kind}: {message}"
+    if culprit.kind == "raised":
+        ending = f"raised {culprit.exception_type}: {message}"
+    elif culprit.kind == "connection":
+        ending = f"lost a connection ({culprit.exception_type}: {message})"
+    lines = [f"rank {culprit.rank} of {world_size} {ending}, in {function}"]
+    if returned:
+        lines.append(f"ranks that returned: {', '.join(str(rank) for rank in sorted(returned))}")
+        if culprit.kind == "connection":
+            lines.append("(they may have left out a collective that the others entered)")
+    for report in ordered:
+        head = f"{report.kind} after {report.elapsed_s:.1f} s"
+        if report.kind in ("died", "hung"):
+            head += f": {report.message}"
+        lines += ["", f"==== rank {report.rank}: {head} ===="]
+        if report.traceback:
+            lines.append(report.traceback.rstrip())
+        lines += _format_output(report.rank, report.output)
+    for rank, output in sorted(returned.items()):
+        if output.strip():
+            lines += ["", f"==== rank {rank}: returned ====", *_format_output(rank, output)]
+    return RankFailure("\n".join(lines), ordered)
+
+
+def _format_output(rank: int, output: str) -> list[str]:
+    if not output.strip():
+        return []
+    lines = [f"---- output of rank {rank} ----"]
+    if (left_out := len(output) - _OUTPUT_CHARACTERS) > 0:
+        lines.append(f"[{left_out} characters left out]")
+    return [*lines, output[-_OUTPUT_CHARACTERS:].rstrip()]
+
+
+def format_stacks(text: str) -> str:
+    """Return the stacks of ``faulthandler`` without the harness's frames and threads."""
+    blocks = []
+    for block in text.split("\n\n"):
+        lines = block.strip("\n").split("\n")
+        is_ours = [_LIFE_OF_A_RANK in line for line in lines]
+        watches = any(line.endswith(" in wait_for_parent") for line in lines)
+        if block.strip() and not watches and "Extension modules:" not in block:
+            # The callers of the test's function follow it: they are all of the harness.
+            blocks.append("\n".join(lines[: is_ours.index(True)] if any(is_ours) else lines))
+    return "\n\n".join(blocks)
+
+
+def is_in_torch_distributed(stacks: str) -> bool:
+    """Return whether a thread was inside ``torch.distributed``, waiting for other ranks."""
+    return f"torch{os.sep}distributed{os.sep}" in stacks

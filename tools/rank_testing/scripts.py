@@ -1,4 +1,4 @@
-"""Python scripts in processes of their own that need not import torch: they are forked with it."""
+"""Python scripts in separate processes that need not import torch: they are forked with it."""
 
 import contextlib
 import ctypes
@@ -17,26 +17,26 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rank_testing.server import modules_for_scripts, server_environment, variables_of_the_test
+from rank_testing.server import list_script_modules, make_server_environment, read_variables
 
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
 _PR_SET_PDEATHSIG = 1
 _START_S = 300.0  # the first script waits for the server's imports
-# The script is executed at the top level of the server's own script, so that its process ends like
-# that of any interpreter: with sys.excepthook, atexit and everything that is torn down after them.
+# The script is executed at the top level of the server's script, so its process ends like that of
+# any interpreter: with sys.excepthook, atexit and the teardown after them.
 _SERVER = (
     "import sys; from rank_testing.scripts import next_script; "
     "exec(next_script(int(sys.argv[1]), sys.argv[2:]))"
 )
 
 _starting = threading.Lock()
-# The process that it serves, the socket to it, and itself.
+# The process that it serves, the socket to it, and the server itself.
 _server: tuple[int, socket.socket, subprocess.Popen[bytes]] | None = None
 
 
 class Script:
-    """A script that runs; it is killed when this process ends.
+    """A running script. It is killed when this process ends.
 
     Attributes:
         pid: the number of its process.
@@ -49,73 +49,70 @@ class Script:
         cwd: str | os.PathLike[str] | None = None,
         env: Mapping[str, str] | None = None,
     ) -> None:
-        self._stdout, self._stderr = _unnamed_file(), _unnamed_file()
+        self._output, self._errors = (tempfile.TemporaryFile() for _ in range(2))  # noqa: SIM115
         self._status, theirs = socket.socketpair()
         request = {
             "code": code,
             "arguments": arguments,
             "cwd": os.path.abspath(cwd or "."),
-            "env": variables_of_the_test() if env is None else dict(env),
+            "env": read_variables() if env is None else dict(env),
         }
         payload = json.dumps(request).encode()
-        files = [self._stdout, self._stderr, theirs.fileno()]
+        files = [self._output.fileno(), self._errors.fileno(), theirs.fileno()]
         with _starting, theirs:
-            server = _running_server()
+            server = _ensure_server()
             socket.send_fds(server, [_LENGTH.pack(len(payload))], files)
             server.sendall(payload)
         self._has_ended = False
-        self.pid = self._number(_START_S)
+        self.pid = self._receive_number(_START_S)
 
     @property
     def printed(self) -> str:
-        """What it has printed to its standard output by now."""
-        return _content(self._stdout)
+        """Its standard output so far."""
+        return _read_all(self._output.fileno())
 
     @property
     def is_running(self) -> bool:
         """Whether it has not ended."""
-        if self._has_ended:
-            return False
-        ready, _, _ = select.select([self._status], [], [], 0)
-        return not ready
+        return not self._has_ended and not select.select([self._status], [], [], 0)[0]
 
     def wait_until_printed(self, text: str, timeout_s: float = 120.0) -> None:
-        """Wait until its standard output contains a text; TimeoutError where it does not come."""
+        """Wait until its standard output contains ``text``, or raise TimeoutError."""
         deadline = time.monotonic() + timeout_s
         while text not in self.printed:
             if time.monotonic() > deadline or not self.is_running:
-                raise TimeoutError(f"{text!r} is not in {self.printed!r}; {_content(self._stderr)}")
+                errors = _read_all(self._errors.fileno())
+                raise TimeoutError(f"{text!r} is not in {self.printed!r}; {errors}")
             time.sleep(0.02)
 
     def wait(self, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:
-        """Wait for its end, once; where it does not come, kill it and raise TimeoutExpired."""
+        """Wait for its end, once. After the time limit kill it and raise TimeoutExpired."""
         try:
-            code = self._number(timeout_s)
+            code = self._receive_number(timeout_s)
         except TimeoutError:
             self.send(signal.SIGKILL)
             raise subprocess.TimeoutExpired(
-                "script", timeout_s, self.printed, _content(self._stderr)
+                "script", timeout_s, self.printed, _read_all(self._errors.fileno())
             ) from None
         self._status.close()
         self._has_ended = True
-        printed = self.printed, _content(self._stderr)
-        for file in (self._stdout, self._stderr):
-            os.close(file)
-        return subprocess.CompletedProcess("script", code, *printed)
+        with self._output, self._errors:
+            return subprocess.CompletedProcess(
+                "script", code, self.printed, _read_all(self._errors.fileno())
+            )
 
     def send(self, signal_number: int) -> None:
-        """Send it a signal, unless its end was waited for."""
+        """Send it a signal, unless ``wait`` has returned."""
         if not self._has_ended:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self.pid, signal_number)
 
-    def _number(self, timeout_s: float) -> int:
+    def _receive_number(self, timeout_s: float) -> int:
         self._status.settimeout(timeout_s)
         data = self._status.recv(_NUMBER.size, socket.MSG_WAITALL)
         if len(data) < _NUMBER.size:
             raise RuntimeError("the process that starts scripts is gone")
-        (number,) = _NUMBER.unpack(data)
-        return int(number)
+        return int(_NUMBER.unpack(data)[0])
 
 
 def run_script(
@@ -125,20 +122,21 @@ def run_script(
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
 ) -> subprocess.CompletedProcess[str]:
-    """Do what ``python -c code *arguments`` does, in a process that has torch loaded already.
+    """Run ``python -c code *arguments`` in a process that has torch loaded already.
 
-    The process ends like any interpreter. Not for what an import does or loads: torch and what
-    ``preload`` named are in its ``sys.modules`` from the start.
+    The process ends like any interpreter. Do not use it to test imports: torch and the modules
+    named to ``preload`` are in ``sys.modules`` from the start.
 
     Args:
-        code: the script, which finds ``arguments`` behind ``sys.argv[0]``.
+        code: the script. It finds ``arguments`` after ``sys.argv[0]``.
         *arguments: its command line.
-        cwd: its folder, by default the present one.
+        cwd: its folder, by default the current folder.
         env: all its variables, by default those of this process.
-        timeout_s: seconds that it has; then it is killed and subprocess.TimeoutExpired is raised.
+        timeout_s: time limit in seconds. After it the script is killed and
+            subprocess.TimeoutExpired is raised.
 
     Returns:
-        Its exit status, negative for a signal, and what it printed.
+        Its exit status, negative for a signal, and its output.
 
     Example:
         >>> run_script("import sys; print(sys.argv[1]); sys.exit(3)", "hello")
@@ -147,26 +145,20 @@ def run_script(
     return Script(code, *arguments, cwd=cwd, env=env).wait(timeout_s)
 
 
-def _unnamed_file() -> int:
-    descriptor, path = tempfile.mkstemp(prefix="rank_testing-")
-    os.unlink(path)
-    return descriptor
-
-
-def _content(file: int) -> str:
+def _read_all(file: int) -> str:
     return os.pread(file, os.fstat(file).st_size, 0).decode(errors="backslashreplace")
 
 
-def _running_server() -> socket.socket:
+def _ensure_server() -> socket.socket:
     global _server
     if _server is None or _server[0] != os.getpid():
         ours, theirs = socket.socketpair()
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *modules_for_scripts()],
+                [sys.executable, "-c", _SERVER, str(theirs.fileno()), *list_script_modules()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**variables_of_the_test(), **server_environment()},
+                env={**read_variables(), **make_server_environment()},
                 start_new_session=True,
             )
         _server = os.getpid(), ours, process
@@ -174,11 +166,15 @@ def _running_server() -> socket.socket:
 
 
 def next_script(descriptor: int, modules: list[str]) -> str:
-    """Serve requests until the test process is gone; return the code in each script's process."""
+    """Serve requests until the test process is gone. Return the code in each script's process.
+
+    Each script has a waiting process between it and the server, which reports its number and its
+    exit status: the server itself may be busy with the next request.
+    """
     for name in modules:
         with contextlib.suppress(ImportError):
             __import__(name)
-    gc.freeze()  # an end need not look at all of it, which takes longer than the script
+    gc.freeze()  # else the end of a script collects all of it, which takes longer than the script
     with socket.socket(fileno=descriptor) as requests:
         while True:
             header, files, _, _ = socket.recv_fds(requests, _LENGTH.size, 3)
@@ -191,11 +187,22 @@ def next_script(descriptor: int, modules: list[str]) -> str:
                 break
             for file in files:
                 os.close(file)
-            _reap()
-    stdout, stderr, status = files
+            with contextlib.suppress(ChildProcessError):  # no waiting process is left
+                while os.waitpid(-1, os.WNOHANG)[0]:
+                    pass
+    *streams, status = files
     _end_with(server)
-    _fork_and_tell(socket.socket(fileno=status))
-    for number, file in ((1, stdout), (2, stderr)):
+    waiter, child = os.getpid(), os.fork()
+    if child:
+        with socket.socket(fileno=status) as answers:
+            answers.sendall(_NUMBER.pack(child))
+            _, ended = os.waitpid(child, 0)
+            with contextlib.suppress(OSError):
+                answers.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(ended)))
+        os._exit(0)
+    os.close(status)
+    _end_with(waiter)
+    for number, file in enumerate(streams, start=1):
         os.dup2(file, number)
         os.close(file)
     os.chdir(request["cwd"])
@@ -206,28 +213,8 @@ def next_script(descriptor: int, modules: list[str]) -> str:
     return code
 
 
-def _reap() -> None:
-    with contextlib.suppress(ChildProcessError):
-        while os.waitpid(-1, os.WNOHANG)[0]:
-            pass
-
-
-def _fork_and_tell(status: socket.socket) -> None:
-    """Return in a child; this process tells its number and its exit status, and is gone."""
-    waiter, child = os.getpid(), os.fork()
-    if child == 0:
-        status.close()
-        _end_with(waiter)
-        return
-    status.sendall(_NUMBER.pack(child))
-    _, ended = os.waitpid(child, 0)
-    with contextlib.suppress(OSError):
-        status.sendall(_NUMBER.pack(os.waitstatus_to_exitcode(ended)))
-    os._exit(0)
-
-
 def _end_with(parent: int) -> None:
     if Path("/proc").is_dir():
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # which ended before
+    if os.getppid() != parent:  # it ended before the call
         os._exit(1)

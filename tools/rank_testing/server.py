@@ -1,4 +1,4 @@
-"""The processes that ranks are made from, forked on the CPU and spawned for an accelerator."""
+"""The fork server that ranks on the CPU come from. Ranks for an accelerator are spawned."""
 
 import contextlib
 import multiprocessing
@@ -20,12 +20,8 @@ _PRELOADED = (
     "pytest",
     "rank_testing.child",
 )
-# Slow to import, and worth it only where the test process uses them.
-_PRELOADED_IF_USED = (
-    "hypothesis",
-    "numpy",
-    "torch.distributed.checkpoint",
-)
+# Slow to import, and worth it only if the test process uses them.
+_PRELOADED_IF_USED = ("hypothesis", "numpy", "torch.distributed.checkpoint")
 _preloaded_for_tests: list[str] = []
 _CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "ucc"})
 
@@ -33,10 +29,10 @@ _starting = threading.Lock()
 
 
 def preload(*modules: str) -> None:
-    """Have the fork server import ``modules``, each where it is installed, for all ranks.
+    """Make the fork server import ``modules`` for all ranks, each if it is installed.
 
-    Call it while a test file is imported: a server that runs already does not import them. Name
-    what starts no thread of Python, needs seconds, and does not read the environment on import.
+    Call it while a test file is imported: a running server imports nothing more. Name modules that
+    take seconds to import, start no Python thread and do not read the environment on import.
     """
     _preloaded_for_tests.extend(name for name in modules if name not in _preloaded_for_tests)
 
@@ -44,28 +40,28 @@ def preload(*modules: str) -> None:
 def start_context(init: str | None) -> ForkServerContext | SpawnContext:
     """Return the context whose processes become ranks, with its fork server started.
 
-    Ranks on the CPU come from a fork server that has torch loaded; it ends with the test process.
-    Ranks that use an accelerator are spawned, since nothing of its state survives a fork.
+    Ranks on the CPU are forked from a server that has torch loaded. It ends with the test process.
+    Ranks that use an accelerator are spawned, since its state does not survive a fork.
     """
     if uses_accelerator(init):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
-    context.set_forkserver_preload([*modules_for_scripts(), *_PRELOADED, *used])
-    with _starting, _variables(server_environment()):
+    context.set_forkserver_preload([*list_script_modules(), *_PRELOADED, *used])
+    with _starting, _set_variables(make_server_environment()):
         forkserver.ensure_running()
     return context
 
 
-def modules_for_scripts() -> list[str]:
-    """Return what every process that is forked for a test finds imported."""
+def list_script_modules() -> list[str]:
+    """Return the modules that every process forked for a test has imported."""
     return [*_TORCH, *_preloaded_for_tests]
 
 
-def server_environment() -> dict[str, str]:
-    """Return what a server needs besides this process's variables; its children do not keep it."""
+def make_server_environment() -> dict[str, str]:
+    """Return the additional variables of a server. Its children do not keep them."""
     # Numerical libraries start their threads on import: a process that forks may have no second
-    # one. The server of Python 3.10 and 3.11 does not take over the path of the test process.
+    # one. The server of Python 3.10 and 3.11 does not inherit the path of the test process.
     folder = str(Path(__file__).parents[1])
     path = os.environ.get("PYTHONPATH")
     return {
@@ -77,28 +73,27 @@ def server_environment() -> dict[str, str]:
     }
 
 
-def variables_of_the_test() -> dict[str, str]:
-    """Return this process's variables, without those that a server gets in another thread."""
+def read_variables() -> dict[str, str]:
+    """Return this process's variables, even while another thread has those of a server set."""
     with _starting:
         return dict(os.environ)
 
 
 @contextlib.contextmanager
-def _variables(values: dict[str, str]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
+def _set_variables(values: dict[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
     os.environ.update(values)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for name in values:
+            del os.environ[name]
+            if name in before:
+                os.environ[name] = before[name]
 
 
 def uses_accelerator(init: str | None) -> bool:
-    """Return whether ranks use an accelerator whose group is initialised with ``init``."""
+    """Return whether a group initialised with ``init`` uses an accelerator."""
     if init is None:
         return False
     return any(part.split(":")[0] not in _CPU_NAMES for part in init.split(","))

@@ -1,4 +1,4 @@
-"""A test's function by names that find it again in another process, asserts rewritten."""
+"""A test's function, named so that another process can find it, with asserts rewritten."""
 
 import ast
 import builtins
@@ -17,12 +17,12 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Target:
-    """A module-level function by the names that find it in another process."""
+    """The names by which another process finds a module-level function."""
 
     module: str
     path: str | None  # None for a built-in module
     name: str
-    code: bytes | None = field(default=None, repr=False)  # marshalled, where pytest rewrote asserts
+    code: bytes | None = field(default=None, repr=False)  # marshalled, if pytest rewrote asserts
 
     def __str__(self) -> str:
         if self.path is None:
@@ -32,16 +32,17 @@ class Target:
 
 def find_target(fn: Callable[..., Any]) -> Target:
     """Return the names under which a rank finds ``fn``, a function at the top level of a module."""
+    described = f"{getattr(fn, '__qualname__', None) or repr(fn)} ({type(fn).__name__})"
     if not isinstance(fn, (types.FunctionType, types.BuiltinFunctionType)):
         raise TypeError(
-            f"ranks run a module-level function, got {_described(fn)}; "
+            f"ranks run a module-level function, got {described}; "
             "define one at the top level of the test file and pass its arguments to run_ranks"
         )
     module_name, name = fn.__module__, fn.__qualname__
     module = sys.modules.get(module_name or "")
     if "." in name or "<" in name or module is None or getattr(module, name, None) is not fn:
         raise TypeError(
-            f"ranks find their function by module and name, but {_described(fn)} is not "
+            f"ranks find their function by module and name, but {described} is not "
             f"{module_name}.{name}; move it to the top level of the test file "
             "(no lambda, no function inside a function, no method)"
         )
@@ -53,39 +54,41 @@ def find_target(fn: Callable[..., Any]) -> Target:
     if path is None:
         return Target(module_name, None, name)
     path = os.path.abspath(path)
-    rewritten = type(getattr(module, "__loader__", None)).__name__ == "AssertionRewritingHook"
-    return Target(module_name, path, name, rewritten_code(path) if rewritten else None)
+    is_rewritten = type(getattr(module, "__loader__", None)).__name__ == "AssertionRewritingHook"
+    return Target(module_name, path, name, rewrite_code(path) if is_rewritten else None)
 
 
 def load_target(target: Target) -> Callable[..., Any]:
     """Import the module of ``target`` and return its function.
 
-    It keeps the name it has in the test process, so that classes of a test file can be pickled in
-    both directions; a module that its name does not find is loaded from its file.
+    The module keeps its name of the test process, so classes of a test file can be pickled in both
+    directions. If no import finds the module under that name, it is loaded from its file.
     """
     module = sys.modules.get(target.module)
     if module is None or not _is_from(getattr(module, "__file__", None), target.path):
-        module = _import_or_load(target)
+        if target.path is None or (target.code is None and _can_import(target)):
+            module = importlib.import_module(target.module)
+        else:
+            module = _load_from_file(target, target.path)
     function: Callable[..., Any] = getattr(module, target.name)
     return function
 
 
-def _import_or_load(target: Target) -> types.ModuleType:
-    if target.path is None:
-        return importlib.import_module(target.module)
-    if target.code is None and _is_from(_origin(target.module), target.path):
-        return importlib.import_module(target.module)
-    return _load_from_file(target, target.path)
-
-
 def _load_from_file(target: Target, path: str) -> types.ModuleType:
-    # The guard of a script that starts ranks must not start them again.
+    # The main guard of a script that starts ranks must not run once more.
     name = "__mp_main__" if target.module == "__main__" else target.module
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} is not a Python source file that a rank could load")
     module = importlib.util.module_from_spec(spec)
-    _add_parents(target.module)
+    # Stand in for the packages of a dotted name that no import finds.
+    parts = target.module.split(".")
+    for parent in (".".join(parts[:count]) for count in range(1, len(parts))):
+        if parent not in sys.modules:
+            try:
+                importlib.import_module(parent)
+            except ImportError:
+                sys.modules[parent] = types.ModuleType(parent)
     sys.modules[target.module] = module
     if target.code is None:
         spec.loader.exec_module(module)
@@ -94,25 +97,12 @@ def _load_from_file(target: Target, path: str) -> types.ModuleType:
     return module
 
 
-def _add_parents(module_name: str) -> None:
-    """Stand in for the packages of a dotted name that no import could find."""
-    parts = module_name.split(".")
-    for count in range(1, len(parts)):
-        parent = ".".join(parts[:count])
-        if parent in sys.modules:
-            continue
-        try:
-            importlib.import_module(parent)
-        except ImportError:
-            sys.modules[parent] = types.ModuleType(parent)
-
-
-def _origin(module_name: str) -> str | None:
+def _can_import(target: Target) -> bool:
     try:
-        spec = importlib.util.find_spec(module_name)
+        spec = importlib.util.find_spec(target.module)
     except (ImportError, ValueError):
-        return None
-    return None if spec is None else spec.origin
+        return False
+    return spec is not None and _is_from(spec.origin, target.path)
 
 
 def _is_from(found: str | None, wanted: str | None) -> bool:
@@ -121,23 +111,19 @@ def _is_from(found: str | None, wanted: str | None) -> bool:
     return os.path.realpath(found) == os.path.realpath(wanted)
 
 
-def _described(fn: object) -> str:
-    return f"{getattr(fn, '__qualname__', None) or repr(fn)} ({type(fn).__name__})"
-
-
 @functools.cache
-def rewritten_code(file: str) -> bytes | None:
+def rewrite_code(file: str) -> bytes | None:
     """Return the marshalled code of ``file`` with pytest's assert statements, read once.
 
-    None where this pytest offers no rewriting, or the file is not valid Python: then an ordinary
-    import does the work, or raises the error.
+    None if this pytest offers no rewriting or the file is not valid Python. Then an ordinary import
+    works, or raises the error.
     """
     try:
         from _pytest.assertion import rewrite
 
         path = Path(file)
-        kept = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
-        code = rewrite._read_pyc(path, kept)
+        cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
+        code = rewrite._read_pyc(path, cached)
         if code is None:
             source = path.read_bytes()
             tree = ast.parse(source, filename=file)

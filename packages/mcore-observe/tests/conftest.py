@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -29,9 +30,9 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
-from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import GatheredRows, row_length
-from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
 from rank_testing.scripts import Script
 
@@ -57,6 +58,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _missing(what: str) -> None:
     """Skip a test that cannot run here; where all are to run, fail instead."""
     (pytest.fail if os.environ.get("GITHUB_ACTIONS") else pytest.skip)(f"needs {what}")
+
+
+@pytest.fixture
+def hide_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Hides the metadata of all distributions but this one, and one more if given."""
+    find = importlib.metadata.distribution
+
+    def hide(*, but: str = "") -> None:
+        def distribution(name):
+            if name in ("mcore-observe", but):
+                return find("mcore-observe")
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+
+    return hide
 
 
 @pytest.fixture(scope="session")
@@ -266,7 +283,7 @@ class SimulatedJob:
     def __init__(self, world: int, sections: Sequence[str] = (), hosts: Sequence[str] = ()) -> None:
         self.world, self.names = world, ("compute", "data", *sections)
         self.hosts = tuple(hosts) or tuple(f"node{rank // 8:03}" for rank in range(world))
-        self.past = Past(self.names)
+        self.past = PastReports(self.names)
 
     def report(
         self, metrics: torch.Tensor, sums_ms: torch.Tensor | None = None, unix_time: float = 0.0

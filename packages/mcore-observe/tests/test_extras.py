@@ -5,16 +5,14 @@ from pathlib import Path
 
 import pytest
 
-from mcore.observe.settings.extras import is_extra_installed, require_extra
+from mcore.observe.extras import is_extra_installed, require_extra
+from mcore.observe.sinks.trackers import TRACKERS
 
 pytest_plugins = ["pytester"]
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
-    def not_found(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+def test_a_missing_library_is_named_with_its_extra(hide_libraries):
+    hide_libraries()
     assert not is_extra_installed("comet")
     with pytest.raises(ModuleNotFoundError) as caught:
         require_extra("comet", "comet_project")
@@ -23,21 +21,17 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     )
 
 
-def test_any_distribution_with_the_library_will_do(monkeypatch):
-    def only_skinny(name):
-        if name != "mlflow-skinny":
-            raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", only_skinny)
+def test_any_distribution_with_the_library_will_do(hide_libraries):
+    hide_libraries(but="mlflow-skinny")
     assert is_extra_installed("mlflow")
     require_extra("mlflow", "mlflow_experiment")
 
 
 def test_every_extra_is_declared_by_the_distribution():
-    from mcore.observe.settings.extras import _DISTRIBUTIONS
-
     declared = importlib.metadata.metadata("mcore-observe").get_all("Provides-Extra")
-    assert set(declared) == set(_DISTRIBUTIONS)
+    assert {"charts", "lightning", "nvml", "nvtx", "watch"} < set(declared)
+    for extra in (*declared, *(spec.name for spec in TRACKERS)):
+        is_extra_installed(extra)  # a ValueError if it finds no library
 
 
 def test_unknown_extra():
@@ -46,11 +40,14 @@ def test_unknown_extra():
 
 
 def test_import_brings_no_optional_library_and_starts_nothing():
+    optional = {spec.module.partition(".")[0] for spec in TRACKERS} - {"torch"}
+    optional |= {"tensorboard", "pynvml", "nvtx"}
+    assert optional >= {"mlflow", "wandb", "comet_ml"}
     code = (
         "import sys, threading, torch, signal;"
         "torchs = set(sys.modules);"  # torch.cuda takes pynvml where there is one
         "import mcore.observe;"
-        "optional = {'tensorboard', 'mlflow', 'wandb', 'comet_ml', 'pynvml', 'nvtx'};"
+        f"optional = {optional};"
         "print(sorted(optional & set(sys.modules) - torchs), threading.active_count(),"
         " torch.distributed.is_initialized(), torch.cuda.is_initialized(),"
         " sys.excepthook is sys.__excepthook__, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"

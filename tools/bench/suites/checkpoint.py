@@ -38,12 +38,12 @@ from mcore.parallel.checkpoint import (
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.index import Piece
+from mcore.parallel.checkpoint.files.index import read_index
 from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
     FileRecord,
-    manifest_of,
-    read_index,
+    Piece,
+    encode_manifest,
 )
 from mcore.parallel.tensor_memory import memory_of
 from rank_testing import run_ranks
@@ -155,7 +155,7 @@ def _write_large_manifest(root: Path) -> None:
             for at, key in enumerate(keys)
         ]
         files[name] = FileRecord(len(pieces) * span, pieces)
-    (root / MANIFEST_FILE).write_bytes(manifest_of(keys, files, {}))
+    (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
 
 
 def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:

@@ -27,10 +27,11 @@ from bench.measure import Row, alternate, paired
 from bench.plain_job import PlainJob
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.steps import Steps
-from pretrain.run.training import build_loop, build_model, build_optimizer
+from pretrain.run.training import build_loop
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
@@ -93,7 +94,7 @@ def _time_plain(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
 
         def ours() -> None:
             for _ in range(_STEPS):
-                loop._step()
+                loop._run_step()
 
         def peer() -> None:
             last = torch.zeros(())

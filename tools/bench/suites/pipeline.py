@@ -24,11 +24,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from bench.measure import Row, alternate
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.pipeline import Pipeline
 from pretrain.run.pipeline_steps import PipelineSteps
-from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from rank_testing import run_ranks
 
@@ -174,7 +174,7 @@ class _Torch:
         settings = steps.settings
         self.model = job.model
         count, rank = settings.num_microbatches, steps.pipeline.rank
-        self.batches = [steps._training_part(1, number) for number in range(count)]
+        self.batches = [steps._read_training_batch(1, number) for number in range(count)]
         self.numbers = torch.arange(count)
         self.is_first, self.is_last = rank == 0, rank == settings.pp - 1
         hidden = torch.empty(
@@ -189,7 +189,7 @@ class _Torch:
         self.schedule = Schedule1F1B(stage, count, loss_fn=self._compute_loss, scale_grads=False)
 
     def _compute_loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.steps._loss_of(output, self.batches[int(number)])
+        return self.steps._average_loss(output, self.batches[int(number)])
 
     def passes(self) -> torch.Tensor:
         """All passes of the first step. Gradients stay on the parameters."""

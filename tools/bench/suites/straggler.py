@@ -29,9 +29,8 @@ from bench.measure import Row, compare, paired
 from bench.peers import megatron, name_of, simulated_world
 from mcore.observe import SectionStats, StragglerDetector
 from mcore.observe.nvtx import configure_nvtx_profiling, nvtx_range_pop, nvtx_range_push
-from mcore.observe.straggler.events import EventRanges
 from mcore.observe.straggler.exchange import ELAPSED, ETPT, encode_row, row_length
-from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, HostRanges
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, EventRanges, HostRanges
 from mcore.observe.straggler.reporter import etpt_tf
 from mcore.parallel.torch_compat import all_gather_single
 from rank_testing import run_ranks
@@ -240,9 +239,10 @@ def _make_values(world: int) -> torch.Tensor:
 
 def _make_matrix(values: torch.Tensor, ours: StragglerDetector) -> torch.Tensor:
     reporter: Any = ours._reporter
+    sections_hash = reporter.exchange.sections_hash
     stats = {kind: SectionStats(1, 1.0, 1.0, 1.0) for kind in (COMPUTE_KIND, DATA_KIND)}
     row = encode_row(
-        reporter._sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
+        sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
         total_flops=_FLOPS,
     )  # fmt: skip
     matrix = row.repeat(len(values), 1)

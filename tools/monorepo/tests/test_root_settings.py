@@ -1,4 +1,4 @@
-"""The settings of the tools at the root name every package and every tool."""
+"""The settings of tools in the root pyproject.toml name every package and every tool."""
 
 import re
 from pathlib import Path
@@ -10,7 +10,7 @@ from monorepo.workspace import PACKAGES_FOLDER, load_workspace, read_toml
 
 ROOT = Path(__file__).parents[3]
 WORKSPACE = load_workspace(ROOT)
-MODULES = {module for one in WORKSPACE.distributions.values() for module in one.modules}
+MODULES = {one.module for one in WORKSPACE.distributions.values()}
 
 
 @pytest.fixture(scope="module")

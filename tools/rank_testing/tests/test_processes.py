@@ -1,4 +1,4 @@
-"""No process is left behind, whatever becomes of pytest, and same-named test files get along."""
+"""No process survives pytest, and test files of the same name do not clash."""
 
 import contextlib
 import os
@@ -15,14 +15,14 @@ import rank_testing
 
 TOOLS = Path(rank_testing.__file__).parents[1]
 MARGIN_S = 60.0
-START_S = 300.0  # pytest and a server import much, which takes long on a busy machine
+START_S = 300.0  # pytest and a server import much: slow on a busy machine
 
 HANGING_TEST = """
 import os, subprocess, time
 from pathlib import Path
 from rank_testing import run_ranks
 
-def wait_for_ever(folder):
+def wait_forever(folder):
     import torch, torch.distributed as dist
     rank = dist.get_rank()
     program = subprocess.Popen(["sleep", "600"])
@@ -32,7 +32,7 @@ def wait_for_ever(folder):
     dist.all_reduce(torch.ones(1))
 
 def test_hang():
-    run_ranks(wait_for_ever, 2, os.environ["RANK_TESTING_FOLDER"], timeout_s=600)
+    run_ranks(wait_forever, 2, os.environ["RANK_TESTING_FOLDER"], timeout_s=600)
 """
 
 SAME_NAME_TEST = """
@@ -90,6 +90,10 @@ def start_pytest(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
         )
 
 
+def read_log(folder: Path) -> str:
+    return (folder / "log").read_text()
+
+
 def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     deadline = time.monotonic() + seconds
     while not condition():
@@ -99,33 +103,26 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def living() -> dict[int, tuple[int, str]]:
-    """Return the parent and the start time of each process that is not a zombie, by its number."""
+def list_living() -> dict[tuple[int, str], int]:
+    """Return the parent of each process that is not a zombie, by its number and start time."""
     found = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
                 fields = (entry / "stat").read_text().rpartition(")")[2].split()
                 if fields[0] not in "ZX":
-                    found[int(entry.name)] = (int(fields[1]), fields[19])
+                    found[int(entry.name), fields[19]] = int(fields[1])
     return found
 
 
-def descendants(pid: int) -> dict[int, str]:
-    """Return the start times of all processes below `pid`, by their numbers."""
-    processes = living()
-    family: dict[int, str] = {}
-    parents = {pid}
+def list_descendants(pid: int) -> set[tuple[int, str]]:
+    processes = list_living()
+    family, parents = set(), {pid}
     while parents:
-        children = {child for child, (parent, _) in processes.items() if parent in parents}
-        family |= {child: processes[child][1] for child in children}
-        parents = children
+        children = {child for child, parent in processes.items() if parent in parents}
+        family |= children
+        parents = {number for number, _ in children}
     return family
-
-
-def survivors(family: dict[int, str]) -> set[int]:
-    processes = living()
-    return {pid for pid, start in family.items() if processes.get(pid, (0, ""))[1] == start}
 
 
 def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
@@ -133,14 +130,15 @@ def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
     process = start_pytest(tmp_path)
     started = [tmp_path / f"started{rank}" for rank in range(2)]
     try:
-        assert wait_until(lambda: all(path.exists() for path in started), START_S), log_of(tmp_path)
-        family = descendants(process.pid)
+        have_started = wait_until(lambda: all(path.exists() for path in started), START_S)
+        assert have_started, read_log(tmp_path)
+        family = list_descendants(process.pid)
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
     # The fork server, multiprocessing's resource tracker, two ranks and the program of each.
     assert len(family) == 6
-    assert wait_until(lambda: not survivors(family), MARGIN_S)
+    assert wait_until(lambda: not family & list_living().keys(), MARGIN_S)
 
 
 @pytest.mark.parametrize(
@@ -159,30 +157,8 @@ def test_same_named_files_run_together_and_leave_nothing(
         (folder / "test_same.py").write_text(SAME_NAME_TEST.format(factor=number + 1))
         (folder / "conftest.py").write_text(CONFTEST)
     process = start_pytest(tmp_path, *arguments)
-    assert process.wait(START_S) == 0, log_of(tmp_path)
-    assert "3 passed" in log_of(tmp_path)
+    assert process.wait(START_S) == 0, read_log(tmp_path)
+    assert "3 passed" in read_log(tmp_path)
     servers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(servers) == 1
-    assert wait_until(lambda: not set(servers) & set(living()), MARGIN_S)
-
-
-def log_of(folder: Path) -> str:
-    return (folder / "log").read_text()
-
-
-def test_the_last_resort_ends_a_process_that_runs_no_python_code(tmp_path: Path) -> None:
-    code = (
-        "import itertools\n"
-        "from rank_testing.orphans import end_at_the_latest\n"
-        f"with open({str(tmp_path / 'stacks')!r}, 'w') as file:\n"
-        "    end_at_the_latest(0.5, file)\n"
-        "    sum(itertools.repeat(0))\n"
-    )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": str(TOOLS)}
-    )
-    try:
-        assert process.wait(60) == 1
-    finally:
-        process.kill()
-    assert 'File "<string>", line 5 in <module>' in (tmp_path / "stacks").read_text()
+    assert wait_until(lambda: servers[0] not in {pid for pid, _ in list_living()}, MARGIN_S)

@@ -1,4 +1,4 @@
-"""Programs of several ranks: their environment, output and exit codes are those of a launch."""
+"""Programs of several ranks: environment, output and exit codes as under torchrun."""
 
 import os
 import sys
@@ -41,7 +41,7 @@ def test_ranks_join_a_group_and_share_their_output(
     assert ended.stderr == ""
 
 
-def test_exit_codes_are_those_that_ranks_leave_with() -> None:
+def test_exit_codes_are_those_of_the_ranks() -> None:
     ended = run_program(leaving, [], 2)
     assert ended.exit_codes == [2, 3]
     assert ended.stderr == "refused\n" * 2

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rank_testing import run_ranks
-from rank_testing.target import Target, find_target, load_target, rewritten_code
+from rank_testing.target import Target, find_target, load_target, rewrite_code
 
 SOURCE = """
 def where():
@@ -24,10 +24,10 @@ def load_and_call(target: Target) -> Any:
     return load_target(target)()
 
 
-def parents_of(target: Target) -> list[bool]:
+def has_parents(target: Target) -> bool:
     load_target(target)
     parts = target.module.split(".")
-    return [".".join(parts[:count]) in sys.modules for count in range(1, len(parts) + 1)]
+    return all(".".join(parts[:count]) in sys.modules for count in range(1, len(parts) + 1))
 
 
 def test_a_function_of_this_file_is_found_by_its_names() -> None:
@@ -38,20 +38,22 @@ def test_a_function_of_this_file_is_found_by_its_names() -> None:
     assert str(target) == f"{os.path.relpath(__file__)}::load_and_call"
 
 
-def test_a_file_that_does_not_import_by_name_is_loaded_under_that_name(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("module", "name"),
+    [
+        ("no-such-package.tests.test_where", "no-such-package.tests.test_where"),
+        ("json", "json"),  # not the module of that name
+        ("__main__", "__mp_main__"),  # and the script does not run a second time
+    ],
+)
+def test_a_file_that_no_import_finds_is_loaded_under_its_name(
+    tmp_path: Path, module: str, name: str
+) -> None:
     path = tmp_path / "test_where.py"
     path.write_text(SOURCE)
-    name = "no-such-package.tests.test_where"
-    target = Target(name, str(path), "where")
+    target = Target(module, str(path), "where")
     assert run_ranks(load_and_call, 1, target, init=None) == [(name, str(path), name)]
-    assert run_ranks(parents_of, 1, target, init=None) == [[True, True, True]]
-
-
-def test_another_module_of_the_same_name_does_not_stand_in(tmp_path: Path) -> None:
-    path = tmp_path / "json.py"
-    path.write_text(SOURCE)
-    result = run_ranks(load_and_call, 1, Target("json", str(path), "where"), init=None)
-    assert result == [("json", str(path), "json")]
+    assert all(run_ranks(has_parents, 1, target, init=None))
 
 
 def test_an_importable_module_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,13 +64,6 @@ def test_an_importable_module_is_imported(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.syspath_prepend(str(tmp_path))
     target = Target("rank_testing_example.inner", str(package / "inner.py"), "name")
     assert run_ranks(load_and_call, 1, target, init=None) == ["package"]
-
-
-def test_a_script_is_not_run_again(tmp_path: Path) -> None:
-    path = tmp_path / "script.py"
-    path.write_text(SOURCE)
-    ((name, file, _),) = run_ranks(load_and_call, 1, Target("__main__", str(path), "where"))
-    assert (name, file) == ("__mp_main__", str(path))
 
 
 def test_a_function_without_a_file_is_refused() -> None:
@@ -84,7 +79,7 @@ def test_a_function_without_a_file_is_refused() -> None:
 
 def test_a_function_that_is_hidden_by_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     hidden = load_and_call
-    monkeypatch.setitem(globals(), "load_and_call", parents_of)
+    monkeypatch.setitem(globals(), "load_and_call", has_parents)
     with pytest.raises(TypeError, match="move it to the top level"):
         find_target(hidden)
 
@@ -93,5 +88,5 @@ def test_a_function_of_a_built_in_module_is_loaded_by_name() -> None:
     assert load_target(Target("math", None, "sqrt"))(9.0) == 3.0
 
 
-def test_a_missing_file_has_no_rewritten_code() -> None:
-    assert rewritten_code("/nonexistent.py") is None
+def test_a_missing_file_has_no_rewrite_code() -> None:
+    assert rewrite_code("/nonexistent.py") is None

@@ -1,0 +1,1 @@
+"""The command ``mcore-straggler``: shows and switches straggler controllers, without torch."""
