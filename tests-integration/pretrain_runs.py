@@ -93,14 +93,14 @@ def train_here(settings: Settings, run_dir: str, *, resume: bool = False, kind: 
 def seen_here(settings: Settings, run_dir: str, *, resume: bool = False) -> list[list[int]]:
     """Train as one rank; return the windows that it was trained on."""
     seen: list[list[int]] = []
-    part = Steps._part
+    part = Steps._prepare_batch
 
     def recording(steps: Steps, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if steps.model.training:
             seen.extend(batch["tokens"].tolist())
         return part(steps, batch)
 
-    with mock.patch.object(Steps, "_part", recording):
+    with mock.patch.object(Steps, "_prepare_batch", recording):
         train_here(settings, run_dir, resume=resume)
     return seen
 

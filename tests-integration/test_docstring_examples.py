@@ -17,7 +17,7 @@ def module_names() -> list[str]:
     What extends other libraries runs where these are loaded: ``adapter_programs``, the examples'
     and the site's own tests.
     """
-    elsewhere = {"tests", "adapters", "examples", "site"}
+    elsewhere = {"tests", "adapters", "examples", "docs"}
     sources = [*sorted((ROOT / "packages").glob("*/src")), ROOT / "tools"]
     names = []
     for source in sources:

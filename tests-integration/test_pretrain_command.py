@@ -99,10 +99,10 @@ REFUSED = {
     "no ranks": ("--ranks 0", "--ranks must be at least 1, got 0"),
     "endless": ("--timeout-s 1e300", "--timeout-s must be above 0 and at most 1000000, got 1e+300"),
     "seed": ("--seed 99999999999999", "--seed must be from 0 to 1000000000000, got 99999999999999"),
-    "field": ("--field body", "--field body does nothing without --data"),
+    "field": ("--field body", "--field body has no effect without --data"),
     "word": ("--tp two", "argument --tp: invalid int value: 'two'"),
     "unknown": ("--tpp 2", "unrecognized arguments: --tpp 2"),
-    "length": ("--seq-length 100000000 --cp 1", "--seq-length 100000000 is not below"),
+    "length": ("--seq-length 100000000 --cp 1", "--seq-length 100000000 must be below"),
     "missing run": (
         "--resume nowhere",
         "--resume nowhere: not a run folder (it has no config.json)",

@@ -49,7 +49,7 @@ def change_a_digit(checkpoint: Path) -> None:
     path.write_text(text.replace(digest, other))
 
 
-UNREADABLE = "remove it to continue from the one before, or start a new run"
+UNREADABLE = "Remove it to continue from the previous checkpoint, or start a new run"
 
 
 def contents(run: Path) -> dict[Path, bytes]:
@@ -73,7 +73,7 @@ def contents(run: Path) -> dict[Path, bytes]:
         (
             change_a_digit,
             [
-                "--resume run: no complete checkpoint in run/checkpoints, but damaged ones: ",
+                "--resume run: no complete checkpoint in run/checkpoints. Damaged checkpoints: ",
                 "run/checkpoints/step_00000003 (manifest.json has changed since it was saved)",
             ],
         ),
@@ -143,6 +143,6 @@ def test_a_layout_given_on_the_command_line_replaces_that_of_the_run(
     assert done.returncode == 0, done.stderr
     settings = json.loads((run / "config.json").read_text())["settings"]
     assert (settings["tp"], settings["dp"]) == (1, 2)
-    said = "continuing as tp1-cp1-dp2 what ran as tp2-cp1-dp1, with new random streams"
+    said = "continuing with the layout tp1-cp1-dp2 instead of tp2-cp1-dp1, with new random streams"
     assert said in done.stderr
     assert (run / "checkpoints" / "step_00000005").is_dir()

@@ -27,7 +27,7 @@ from pretrain.text.cache import find_cache, make_cache, open_cache
 from pretrain.text.sources import find_sources
 from pretrain.text.tokenizer import open_tokenizer
 from pretrain.usage import UsageError
-from pretrain.windows import permuted, starts_in_order
+from pretrain.windows import permute, starts_in_order
 from pretrain_runs import SMALL, TINY, curve_of, losses_of, pretrain, seen_here
 from rank_testing import run_ranks
 from rank_testing.scripts import run_script
@@ -52,13 +52,13 @@ def write_tokenizer(path: Path) -> Tokenizer:
 @example(4096, "")
 @example(4097, "")
 def test_a_permutation_has_every_place_once(size: int, key: str) -> None:
-    order = permuted(np.arange(size), size, key)
+    order = permute(np.arange(size), size, key)
     assert sorted(order.tolist()) == list(range(size))
     if size > 100:
-        assert order.tolist() != permuted(np.arange(size), size, f"{key}x").tolist()
+        assert order.tolist() != permute(np.arange(size), size, f"{key}x").tolist()
         assert order.tolist() != list(range(size))
         some = np.array([size - 1, 0, size // 2])
-        assert permuted(some, size, key).tolist() == order[some].tolist()
+        assert permute(some, size, key).tolist() == order[some].tolist()
 
 
 @examples(deadline=None, max_examples=40)
@@ -166,15 +166,15 @@ def test_a_run_learns_ones_own_tokens_and_goes_on_with_them(
     (tmp_path / "words.json").write_text((tmp_path / "words.json").read_text() + "\n")
     refused = pretrain(tmp_path, *resumed)
     assert refused.returncode == 2
-    assert "is another tokenizer than that of the run to resume" in refused.stderr
+    assert "differs from the tokenizer of the run to resume" in refused.stderr
     assert sample.main([*run, "the cat"]) == 2
-    assert "is not the one of the run" in capsys.readouterr().err
+    assert "differs from the tokenizer of the run" in capsys.readouterr().err
     write_tokenizer(tmp_path / "words.json")
     with (tmp_path / "books" / "b.txt").open("a") as book:
         book.write(LINE)
     refused = pretrain(tmp_path, *resumed)
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
-    assert "is not that of the run to resume" in refused.stderr
+    assert "differs from the text of the run to resume" in refused.stderr
 
 
 def refusals_here(settings: Settings, run_dir: str) -> list[str]:
@@ -203,8 +203,8 @@ def test_what_one_rank_cannot_read_all_ranks_refuse(tmp_path: Path) -> None:
     ("files", "options", "message"),
     [
         ({}, "--data no*.txt", "no*.txt: no file matches"),
-        ({"a.txt": b"x" * 200}, "--data a.txt", "of its 200 bytes 190 are to train on and 10"),
-        ({"a.txt": b""}, "--data a.txt", "a.txt: there is no text in it"),
+        ({"a.txt": b"x" * 200}, "--data a.txt", "of its 200 bytes, 190 are for training and 10"),
+        ({"a.txt": b""}, "--data a.txt", "a.txt: it contains no text"),
         (
             {"a.txt": b"the\ncat \xe9t\n" * 99}, "--data a.txt --tokenizer words.json",
             "a.txt is not UTF-8, which --tokenizer needs: invalid continuation byte, byte 8",
@@ -212,11 +212,11 @@ def test_what_one_rank_cannot_read_all_ranks_refuse(tmp_path: Path) -> None:
         ({"a.jsonl": b'{"text": "a"}\n\n{"test": 1}\n'}, "--data a.jsonl", "line 3 has no"),
         ({"a.jsonl": b'{"body": "a"}\n{\n'}, "--data a.jsonl --field body", "line 2 is not JSON"),
         ({"a.jsonl": b'{"text": "\\ud800"}'}, "--data a.jsonl", "1: its text is not"),
-        ({"a.txt": b"a"}, "--data a.txt --tokenizer a.txt", "a.txt is no tokenizer file"),
+        ({"a.txt": b"a"}, "--data a.txt --tokenizer a.txt", "a.txt is not a tokenizer file"),
         ({"a.txt": b"a"}, "--data a.txt --tokenizer b.json", "cannot read"),
         ({"a.txt": b"a"}, "--data a.txt --data-cache a.txt", "cannot write the token cache"),
         ({"a.txt": b"a"}, "--data a.txt --validation-share 1", "must be between 0 and 1, got 1.0"),
-        ({}, "--tokenizer words.json", "name it with --data"),
+        ({}, "--tokenizer words.json", "pass the text with --data"),
     ],
 )  # fmt: skip
 def test_a_text_that_cannot_be_used(

@@ -76,7 +76,7 @@ def test_an_ended_run_leaves_no_process_is_marked_and_goes_on(
         return
 
     last = latest_step(folder)
-    assert f"checkpoints/step_{last:08d}; continue with:" in errors
+    assert f"checkpoints/step_{last:08d}. Continue with:" in errors
     done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 3))
     assert done.returncode == 0, done.stderr
     assert latest_step(folder) == last + 3
@@ -98,7 +98,7 @@ from pretrain.cli import launch
 from pretrain.settings import Settings
 launch._GRACE_AFTER_S = 0.5
 launch.PContext.close.__defaults__ = (None, {LAUNCHER_S})
-ranks = launch.elastic_launch(launch._launch_config(Settings(dp=2, grace_s=0.5)), "sh")
+ranks = launch.elastic_launch(launch._make_launch_config(Settings(dp=2, grace_s=0.5)), "sh")
 ranks("-c", "trap '' TERM; touch up-$LOCAL_RANK; sleep 600")
 """
 

@@ -17,11 +17,11 @@ from mcore.parallel import ProcessGroups
 from pretrain import sample
 from pretrain.cli.checks import check
 from pretrain.corpus import draw_batch, load_corpus
+from pretrain.model.building import build_model
 from pretrain.model.configuration import transformer_config
 from pretrain.model.mtp import likeliest, loss_ahead, with_labels_ahead
 from pretrain.model.objective import objective_of
 from pretrain.model.router import choose
-from pretrain.run.training import build_model
 from pretrain.settings import Settings
 from pretrain.usage import UsageError
 from pretrain.watch.step_metrics import training_flops

@@ -10,11 +10,11 @@ import torch
 
 from layouts.reference import plain_losses
 from mcore.parallel import ProcessGroups
+from pretrain.model.building import build_model
 from pretrain.model.configuration import transformer_config
 from pretrain.model.gpt import TransformerLayer
 from pretrain.model.norm import LayerNorm
 from pretrain.model.randomness import seed_streams
-from pretrain.run.training import build_model
 from pretrain.settings import Settings
 from pretrain_runs import SMALL, losses_of, train_on_ranks
 from rank_testing import run_ranks

@@ -45,7 +45,8 @@ def test_a_dead_server_is_said_once_and_stops_nothing(tmp_path: Path) -> None:
     assert said.startswith("pretrain: MLflow at http://***@127.0.0.1:")
     assert "training continues" in said
     closing = last_value(done.stdout, "MLflow")
-    assert re.search(r" has not taken (\d+) of \1 values; they are in run/metrics\.jsonl$", closing)
+    missing = r" did not receive (\d+) of \1 values\. They are in run/metrics\.jsonl$"
+    assert re.search(missing, closing)
     assert list(curves_of(tmp_path / "run")["lm loss"]) == [1, 2, 3]
     assert_no_password(tmp_path, done)
     assert "TensorBoard" not in done.stdout
@@ -75,7 +76,7 @@ def check_that_a_job_without_its_folder_sends_nothing(path: Path, run_id: str) -
         assert not job.is_starting
     with claim(path):
         frozen.log_metrics({"lm loss": 3.5}, 7)
-        with pytest.raises(RuntimeError, match="a later start of the job has the run folder"):
+        with pytest.raises(RuntimeError, match="a later start of the job uses the run folder"):
             frozen.close("FAILED")
     run, history = mlflow_of(target.uri, run_id)
     assert history["lm loss"][-1] == (6, 2.5)
@@ -85,12 +86,12 @@ def check_that_a_job_without_its_folder_sends_nothing(path: Path, run_id: str) -
 REFUSED = {
     "no uri": ("--mlflow-uri nonsense", "--mlflow-uri nonsense must start with http://, https://"),
     "folder": ("--mlflow-uri file:///tmp/x", "--mlflow-uri file:///tmp/x must start with http://"),
-    "no host": ("--mlflow-uri http://", "--mlflow-uri http:// names no host"),
+    "no host": ("--mlflow-uri http://", "--mlflow-uri http:// has no host"),
     "port": (f"--mlflow-uri http://a:{PASSWORD}@h:http", "http://***@h:http is not a URI: "),
-    "no folder": ("--mlflow-uri sqlite:///no/where.db", "there is no folder no for the database"),
+    "no folder": ("--mlflow-uri sqlite:///no/where.db", "folder no of the database does not exist"),
     "both": ("--mlflow-uri http://h --no-mlflow", "--mlflow-uri needs --mlflow, which is off"),
     "mistyped": (f"--mlflowuri http://a:{PASSWORD}@h", "unrecognized arguments: --mlflowuri"),
-    "name": ("--run-dir what?", "choose a path without ?, # and %, or give --no-mlflow"),
+    "name": ("--run-dir what?", "choose a path without ?, # and %, or pass --no-mlflow"),
 }
 
 

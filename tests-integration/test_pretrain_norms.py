@@ -13,8 +13,8 @@ import torch.nn.functional as F
 
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import draw_batch, load_corpus
+from pretrain.model.building import build_model
 from pretrain.model.configuration import transformer_config
-from pretrain.run.training import build_model
 from pretrain.settings import Settings
 from pretrain_runs import SMALL as BASE
 from pretrain_runs import curves_of, norm_of, train_on_ranks, whole_parameters

@@ -18,7 +18,7 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from layouts.reference import Part, PlainGPT, loss_in_parts, parts_of, train_plain
-from pretrain.corpus import Corpus, load_corpus, own_corpus
+from pretrain.corpus import Corpus, load_cached_corpus, load_corpus
 from pretrain.settings import Settings
 from pretrain.text.cache import find_cache, make_cache
 from pretrain.usage import UsageError
@@ -151,7 +151,7 @@ def test_a_resumed_run_sees_each_window_once_in_another_layout(tmp_path: Path) -
     settings = Settings(**shape | {"micro_batch_size": 2})
     cache = find_cache(settings, tmp_path / "run")
     make_cache(settings, cache)
-    corpus = own_corpus(settings, cache)
+    corpus = load_cached_corpus(settings, cache)
     windows = (len(corpus.train) - 1) // 32
     settings = dataclasses.replace(settings, train_iters=windows // 8)
     seen: list[tuple[int, ...]] = []
@@ -165,7 +165,7 @@ def test_a_resumed_run_sees_each_window_once_in_another_layout(tmp_path: Path) -
     path.write_text("".join(records).replace('{"text": "000001', '{"text": "\\n00001', 1))
     more = ["--resume", str(tmp_path / "run"), "--train-iters", "99"]
     refused = pretrain(tmp_path, *more)
-    assert "is not that of the run to resume" in refused.stderr
+    assert "differs from the text of the run to resume" in refused.stderr
     path.write_text("".join(records))
     refused = pretrain(tmp_path, *more, "--no-packed")
     assert (refused.returncode, refused.stderr.count("\n")) == (2, 1)
@@ -196,7 +196,7 @@ def test_damaged_borders_are_named(tmp_path: Path) -> None:
     for content in (b"", np.array([0, 7], "<i8").tobytes(), b"123"):
         cache.borders.write_bytes(content)
         with pytest.raises(UsageError, match=r"documents of the token cache .* remove it and"):
-            own_corpus(settings, cache)
+            load_cached_corpus(settings, cache)
 
 
 def test_the_standard_library_has_a_document_for_each_file() -> None:

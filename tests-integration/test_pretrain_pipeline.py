@@ -253,13 +253,16 @@ def test_all_stages_agree_that_a_run_diverges(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ("--vpp 2", "--vpp 2 is for a pipeline: it needs --pp above 1, else --vpp 1"),
-        ("--defer-embedding-wgrad", "is for a pipeline: it needs --pp above 1"),
+        ("--vpp 2", "--vpp 2 is for a pipeline: set --pp above 1, or --vpp 1"),
+        ("--defer-embedding-wgrad", "is for a pipeline: set --pp above 1"),
         ("--pp 3", "--num-layers 4 is not divisible by --pp * --vpp 3"),
         ("--pp 2 --vpp 4", "--num-layers 4 is not divisible by --pp * --vpp 8"),
-        ("--pp 2 --micro-batch-size 16", "makes 1 micro-batches, but --pp 2 needs 2 to have work"),
-        ("--pp 2 --vpp 2 --global-batch-size 15", "makes 15 micro-batches, but --vpp takes turns"),
-        ("--pp 2 --cuda-graph local", "has one set of activations for a layer, and --pp several"),
+        ("--pp 2 --micro-batch-size 16", "makes 1 micro-batches, but --pp 2 needs 2 or more"),
+        (
+            "--pp 2 --vpp 2 --global-batch-size 15",
+            "makes 15 micro-batches, but --vpp needs a multiple",
+        ),
+        ("--pp 2 --cuda-graph local", "has one set of activations per layer, but --pp"),
         ("--pp 2 --fsdp --defer-embedding-wgrad", "cannot work with --fsdp, which reduces"),
         ("--pp 2 --value-head --defer-embedding-wgrad", "cannot work with --value-head, which has"),
         ("--pp 2 --ranks 3", "tp * cp * pp * dp = 1 * 1 * 2 * 1 = 2, but there are 3 ranks"),

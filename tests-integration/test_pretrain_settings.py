@@ -51,9 +51,9 @@ def test_settings_come_from_a_file_and_options_override_them(tmp_path: Path) -> 
     [
         ("hiden-size = 3", "unknown settings: hiden_size"),
         ("tp = 2.5", "tp is 2.5, not of type int"),
-        ("num_layers = 1\nnum-layers = 2", "num-layers is there twice, with _ and with -"),
+        ("num_layers = 1\nnum-layers = 2", "num-layers is set twice, with _ and with -"),
         ("tp = = 2", "--config x.toml: Invalid value"),
-        ("topk = 3", "--topk 3 does nothing without --experts"),
+        ("topk = 3", "--topk 3 has no effect without --experts"),
         ("cuda_graph = 'loc'", "--cuda-graph must be one of none, local, got loc"),
         ("experts = 2\nbalance = 'all'", "--balance must be one of batch, sequence, got all"),
         ("tp = 3", "--num-attention-heads 4 is not divisible by --tp 3"),
@@ -75,7 +75,7 @@ def test_settings_in_a_pipe_or_a_folder_are_refused_at_once(tmp_path: Path) -> N
     for name in ("pipe.toml", "."):
         done = pretrain(tmp_path, "--config", name)
         assert (done.returncode, done.stdout) == (2, "")
-        assert f"--config {name}: not a regular file; give the path of one" in done.stderr
+        assert f"--config {name}: not a regular file. Pass a regular file" in done.stderr
 
 
 def test_validation_is_of_the_text_that_is_not_trained_on(tmp_path: Path) -> None:
@@ -116,7 +116,7 @@ def test_the_closing_figures_leave_out_how_the_run_started(tmp_path: Path) -> No
     speeds: dict[tuple[float, ...], str] = {
         (30.0, 0.5): "4,096 tokens per second (500.0 ms a step)"
     }
-    speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, how the run started included)"
+    speeds[(2.0,)] = "1,024 tokens per second (2000.0 ms a step, including the start of the run)"
     for seconds, speed in speeds.items():
         summary.seconds = list(seconds)
         text = "\n".join(summary.lines(None, Unwatched()))  # type: ignore[arg-type]

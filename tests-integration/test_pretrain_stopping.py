@@ -18,7 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from pretrain.cli.claim import check_seen_by_all, check_unclaimed, claim
+from pretrain.cli.claim import check_unclaimed, claim
+from pretrain.cli.handshake import check_seen_by_all
 from pretrain.run.checkpoints import latest_step
 from pretrain.run.loop import StopAgreement
 from pretrain.run.saving import Saver
@@ -53,7 +54,7 @@ def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Pa
         ended = job.wait(600)
     assert refused.returncode == 2
     assert refused.stderr == (
-        "pretrain: error: run belongs to a job that runs "
+        "pretrain: error: run is in use by another job "
         f"(host {socket.gethostname()}, process {rank_0})\n"
     )
     assert ended.returncode == 128 + signal.SIGTERM
@@ -61,7 +62,7 @@ def test_a_terminated_run_saves_its_last_step_and_only_then_goes_on(tmp_path: Pa
     assert list(curve_of(folder.path, "lm loss")) == list(range(1, last + 1))
     assert ended.stderr.splitlines() == [
         "pretrain: interrupted by SIGTERM; all ranks ended. The last complete checkpoint is "
-        f"run/checkpoints/step_{last:08d}; continue with: hatch run pretrain --resume run"
+        f"run/checkpoints/step_{last:08d}. Continue with: hatch run pretrain --resume run"
     ]
     done = pretrain(tmp_path, "--resume", "run", "--train-iters", str(last + 2))
     assert done.returncode == 0, done.stderr
@@ -97,8 +98,8 @@ def test_a_run_that_diverges_says_so_and_names_the_last_good_checkpoint(tmp_path
     assert "3 steps in a row, to step 4" in folder.diverged.read_text()
     assert done.stderr == (
         "pretrain: error: the gradients of 3 steps in a row, to step 4, were not finite: try a "
-        "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001; "
-        "continue with: hatch run pretrain --resume run\n"
+        "lower --lr or --clip-grad. The last complete checkpoint is run/checkpoints/step_00000001. "
+        "Continue with: hatch run pretrain --resume run\n"
     )
     assert "loss value: 0" not in done.stdout
     assert curve_of(folder.path, "skipped-train-samples")[4] == 3 * 8
@@ -186,7 +187,7 @@ def test_a_run_of_an_older_version_takes_defaults_and_wrong_types_are_named(tmp_
     for damaged in ("{", "[]", "null", "{}", '{"settings": []}'):
         path.write_text(damaged)
         for read in (lambda: read_settings(tmp_path), lambda: read_config(path)):
-            with pytest.raises(UsageError, match=r"line 1 column|holds no table of settings"):
+            with pytest.raises(UsageError, match=r"line 1 column|has no table of settings"):
                 read()
 
 
@@ -237,7 +238,7 @@ def test_ranks_agree_on_what_they_see_and_on_when_to_stop(tmp_path: Path) -> Non
     shared, other = str(tmp_path / "shared"), str(tmp_path / "other")
     assert both([shared, shared]) == ["seen", "seen"]
     assert both([shared, other]) == 2 * [
-        f"rank 1 on {socket.gethostname()} does not see the run folder {other}: name a folder "
+        f"rank 1 on {socket.gethostname()} does not see the run folder {other}: pass a folder "
         "that all nodes share with --run-dir or --runs-dir"
     ]
     stopped = run_ranks(stop_together, 2, 37)
@@ -260,7 +261,7 @@ def test_a_claim_ends_with_its_process(tmp_path: Path) -> None:
     with claim(tmp_path):
         with pytest.raises(UsageError, match=f"process {os.getpid()}"):
             claim(tmp_path)
-        with pytest.raises(UsageError, match="belongs to a job"):
+        with pytest.raises(UsageError, match="is in use by another job"):
             check_unclaimed(tmp_path)
     check_unclaimed(tmp_path)
 

@@ -1,4 +1,4 @@
-"""The main job under torchrun: the README's line on two nodes, and a restart after a lost rank."""
+"""The main job under torchrun: the guide's line on two nodes, and a restart after a lost rank."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ import torch.distributed as dist
 from ruamel.yaml import YAML
 from torch.distributed.rendezvous import rendezvous
 
-from faults.agents import NODES_CHANGE, RENDEZVOUS
+from faults.launchers import NODES_CHANGE, RENDEZVOUS
+from pretrain.cli.handshake import join
 from pretrain.cli.options import parse
-from pretrain.cli.rank import _join
 from pretrain.run.checkpoints import has_checkpoint
 from pretrain.run_folder import RunFolder
 from pretrain_runs import TINY, TOOLS, beginning_with, losses_of, ranks_below, wait_until
 from rank_testing import run_ranks
 from rank_testing.ports import free_port
 
-README = TOOLS / "pretrain" / "README.md"
+GUIDE = TOOLS / "docs" / "pages" / "guides" / "main-job-options.md"
 
 
-def readme_line(port: int) -> list[str]:
-    """The words of the README's torchrun command, for this host and a free port."""
-    [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", README.read_text(), re.MULTILINE)
+def guide_line(port: int) -> list[str]:
+    """The words of the guide's torchrun command, for this host and a free port."""
+    [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", GUIDE.read_text(), re.MULTILINE)
     return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
 
 
@@ -49,8 +49,8 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.slow
-def test_the_readme_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
-    words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
+def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
+    words = [*guide_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")
     env = beginning_with(HALTING, tmp_path)
     nodes = [
@@ -82,7 +82,7 @@ def meet_again() -> float:
     if number:
         store.set(f"hello/{number}", "of a rank that is dead")
         time.sleep(0.2)
-    _join(torch.device("cpu"), datetime.timedelta(seconds=60))
+    join(torch.device("cpu"), datetime.timedelta(seconds=60))
     total = torch.tensor(number + 1.0)
     dist.all_reduce(total)
     return total.item()

@@ -234,4 +234,4 @@ def test_the_printed_mlflow_command_shows_the_run_and_serves_others(
 
     refused = pretrain(tmp_path, "--resume", "to_server", "--train-iters", "3")
     assert refused.returncode == 2
-    assert "whose password is not kept: give --mlflow-uri again, or --no-mlflow" in refused.stderr
+    assert "and the password is not stored: pass --mlflow-uri or --no-mlflow" in refused.stderr

@@ -17,10 +17,10 @@ from layouts.reference import plain_gradients, plain_losses
 from mcore.modules import LinearForLastLayer
 from mcore.parallel import ProcessGroups, get_batch_on_this_cp_rank
 from pretrain.corpus import draw_batch, load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.objective import line_columns, objective_of
 from pretrain.model.randomness import seed_streams
-from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from pretrain.watch.step_metrics import training_flops
 from pretrain_runs import SMALL as BASE
@@ -164,8 +164,8 @@ def test_arithmetic_counts_one_output() -> None:
 
 
 REFUSED = {
-    "untied": (["--untied"], "--untied gives the head over bytes a weight of its own"),
-    "no tp": (["--sequence-parallel"], "--sequence-parallel cuts the sequence over the tp ranks"),
+    "untied": (["--untied"], "--untied is for the output head over tokens"),
+    "no tp": (["--sequence-parallel"], "--sequence-parallel splits the sequence over the tp ranks"),
     "length": (
         shlex.split(
             "--hidden-size 48 --num-attention-heads 6 --seq-length 40 --cp 2 --tp 3 "

@@ -1,16 +1,22 @@
-"""Timing two callables side by side, and the row of a table that results from it."""
+"""Timing two callables in turns, and the table row of the result."""
 
 from __future__ import annotations
 
 import gc
 import math
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from timeit import Timer
 from typing import Any
 
 DISAGREES = "DISAGREES"
+_IMPORT_TIMER = (
+    "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+)
 
 
 @dataclass(frozen=True)
@@ -18,12 +24,12 @@ class Row:
     """One measured case.
 
     Attributes:
-        case: What is measured, in a few words.
-        ours_s: Our time in seconds, per call unless the case says otherwise.
-        peer: What ours is compared with, with its version where it has one.
+        case: The measured operation, in a few words.
+        ours_s: Our time in seconds, per call unless the case names another unit.
+        peer: The other side, with its version if it has one.
         peer_s: The peer's time in seconds, measured in the same run.
-        target: The ratio to reach, or None where there is only a figure to know.
-        agreement: What was checked to be equal before the timing; text that starts with
+        target: The ratio to reach, or None without a target.
+        agreement: The results that were equal before the timing. Text that starts with
             ``DISAGREES`` makes the row an error.
         note: Anything that a reader needs to judge the figures.
     """
@@ -38,12 +44,12 @@ class Row:
 
     @property
     def ratio(self) -> float:
-        """How many times faster ours is: the peer's time over ours; NaN where nothing was timed."""
+        """The peer's time over ours. NaN if nothing was timed."""
         return self.peer_s / self.ours_s if self.ours_s else math.nan
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio reaches the target; None where there is no target."""
+        """Whether the ratio reaches the target. None without a target."""
         return None if self.target is None else self.ratio >= self.target
 
     @property
@@ -52,9 +58,37 @@ class Row:
         return not self.agreement.startswith(DISAGREES)
 
     @classmethod
-    def disagreement(cls, case: str, peer: str, what: str) -> Row:
-        """The row of a case that is not timed, since the results differ."""
-        return cls(case, math.nan, peer, math.nan, agreement=f"{DISAGREES}: {what}")
+    def disagreement(cls, case: str, peer: str, difference: str) -> Row:
+        """The row of a case that is not timed, because the results differ."""
+        return cls(case, math.nan, peer, math.nan, agreement=f"{DISAGREES}: {difference}")
+
+
+def compare(
+    case: str,
+    ours: Callable[[], Any],
+    peer: str,
+    theirs: Callable[[], Any],
+    target: float | None = None,
+    *,
+    agreement: str,
+    difference: object = "",
+    number: int = 1,
+    repeats: int = 7,
+    calls: int = 1,
+    note: str | Callable[[float, float], str] = "",
+) -> Row:
+    """The row of two callables, each of which makes so many ``calls``.
+
+    ``difference`` describes results that are not equal: nothing is timed then. A ``note`` may be
+    made of both times.
+    """
+    if difference:
+        return Row.disagreement(case, peer, str(difference))
+    ours_s, peer_s = (
+        seconds / calls for seconds in paired(ours, theirs, number=number, repeats=repeats)
+    )
+    text = note if isinstance(note, str) else note(ours_s, peer_s)
+    return Row(case, ours_s, peer, peer_s, target, agreement, text)
 
 
 def paired(
@@ -62,21 +96,21 @@ def paired(
 ) -> tuple[float, float]:
     """Seconds per call of both, each the minimum of its repeats.
 
-    The repeats alternate, so that a machine that becomes slower does so for both, and other work
-    on it only adds time. Calls that start work on an accelerator have to wait for it themselves.
+    The repeats alternate: a machine that becomes slower affects both, and other work on it only
+    adds time. Calls that start work on an accelerator must wait for it.
     """
     _check_counts(number, repeats)
     ours()
     peer()
     ours_s, peer_s = math.inf, math.inf
-    with _collector_at_rest():
+    with _pause_collector():
         for round_ in range(repeats):
             if round_ % 2:
-                peer_s = min(peer_s, _once(peer, number))
-                ours_s = min(ours_s, _once(ours, number))
+                peer_s = min(peer_s, _time_batch(peer, number))
+                ours_s = min(ours_s, _time_batch(ours, number))
             else:
-                ours_s = min(ours_s, _once(ours, number))
-                peer_s = min(peer_s, _once(peer, number))
+                ours_s = min(ours_s, _time_batch(ours, number))
+                peer_s = min(peer_s, _time_batch(peer, number))
     return ours_s, peer_s
 
 
@@ -84,11 +118,36 @@ def single(fn: Callable[[], Any], *, number: int, repeats: int = 7) -> float:
     """Seconds per call of one callable: the minimum of the repeats, after one untimed call."""
     _check_counts(number, repeats)
     fn()
-    with _collector_at_rest():
-        return min(_once(fn, number) for _ in range(repeats))
+    with _pause_collector():
+        return min(_time_batch(fn, number) for _ in range(repeats))
 
 
-def _once(fn: Callable[[], Any], number: int) -> float:
+def loop(function: Callable[..., Any], *arguments: Any, calls: int) -> Callable[[], float]:
+    """Many calls in a separate loop: the interpreter specialises each loop for its callee."""
+    names = [f"argument{index}" for index in range(len(arguments))]
+    timer = Timer(
+        f"function({', '.join(names)})",
+        globals={"function": function, **dict(zip(names, arguments, strict=True))},
+    )
+    return lambda: timer.timeit(calls)
+
+
+def compare_imports(
+    ours: str, module: str, peer: str, target: float | None = None, *, repeats: int
+) -> Row:
+    """The row of two imports in new interpreters, which alternate. The first of each warms up."""
+    best = {ours: math.inf, module: math.inf}
+    for repeat in range(repeats + 1):
+        for name in best:
+            command = [sys.executable, "-W", "ignore", "-c", _IMPORT_TIMER.format(module=name)]
+            done = subprocess.run(command, check=True, capture_output=True, text=True)
+            if repeat:
+                best[name] = min(best[name], float(done.stdout.splitlines()[-1]))
+    note = "fresh processes, the import statement"
+    return Row(f"import {ours}", best[ours], peer, best[module], target, note=note)
+
+
+def _time_batch(fn: Callable[[], Any], number: int) -> float:
     """Seconds per call over one batch."""
     calls = range(number)
     started_s = time.perf_counter()
@@ -104,7 +163,7 @@ def _check_counts(number: int, repeats: int) -> None:
 
 
 @contextmanager
-def _collector_at_rest() -> Iterator[None]:
+def _pause_collector() -> Iterator[None]:
     was_enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -1,4 +1,4 @@
-"""The main job's model and steps as one writes them in plain PyTorch, for one process."""
+"""The main job's model and steps in plain PyTorch, for one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class PlainLayer(nn.Module):
         qkv = self.attention["qkv"](self.attention_norm(x))
         qkv = qkv.view(batch, length, self.heads, -1).transpose(1, 2)
         query, key, value = qkv.chunk(3, dim=-1)
-        query, key = _rotated(query, cos, sin), _rotated(key, cos, sin)
+        query, key = _rotate(query, cos, sin), _rotate(key, cos, sin)
         context = F.scaled_dot_product_attention(query, key, value, is_causal=True)
         context = context.transpose(1, 2).reshape(batch, length, hidden)
         x = x + self.attention["projection"](context)
@@ -42,7 +42,7 @@ class PlainLayer(nn.Module):
         return added
 
 
-def _rotated(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(heads: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     first, second = heads.chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
@@ -90,7 +90,7 @@ class PlainJob:
         )
 
     def step(self, step: int) -> torch.Tensor:
-        """Do a step and return its loss."""
+        """Run a step and return its loss."""
         settings = self.settings
         rows = slice(0, settings.global_batch_size)
         batch = self.corpus.training_batch(settings, rows, step)
@@ -99,12 +99,9 @@ class PlainJob:
         torch.autograd.backward(loss)
         nn.utils.clip_grad_norm_(self.model.parameters(), settings.clip_grad)
         rate = learning_rate_at(
-            step,
-            peak=settings.lr,
-            final=settings.min_lr,
-            warmup_iters=settings.warmup_iters,
+            step, peak=settings.lr, final=settings.min_lr, warmup_iters=settings.warmup_iters,
             train_iters=settings.train_iters,
-        )
+        )  # fmt: skip
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         self.optimizer.step()

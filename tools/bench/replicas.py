@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from importlib import import_module
-from importlib.metadata import version
+from contextlib import contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -16,7 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.measure import Row, paired
+from bench.measure import Row, compare, paired
+from bench.peers import megatron, megatron_groups, name_of, simulated_world
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas, param_hashes
 from mcore.parallel.torch_compat import all_gather_single
 from mcore.parallel.wgrad import drain_embedding_wgrad_compute
@@ -28,46 +28,40 @@ _COLLECTIVES = ("all_gather", "all_reduce", "broadcast")
 
 
 def replica_rows() -> Iterable[Row]:
-    """Yield the rows; the checks of agreement come before each timing."""
-    peer: Any = import_module("megatron.core.utils").check_param_hashes_across_dp_replicas
-    name = f"megatron-core {version('megatron-core')}"
-    with _peer_on_the_cpu():
-        with _simulated_world(2):
-            yield _hashing(peer, name, torch.bfloat16, target=10)
-            yield _hashing(peer, name, torch.float32, target=4)
-        with _simulated_world(_MANY_RANKS):
+    """Yield the rows. Results are compared before each timing."""
+    peer, name = megatron("utils").check_param_hashes_across_dp_replicas, name_of()
+    # The peer moves its digests to a CUDA device, which this makes the CPU.
+    with patch.multiple(torch.Tensor, cuda=lambda self, *args, **kwargs: self):
+        with simulated_world(2), megatron_groups():
+            yield _hashing(peer, name, torch.bfloat16, 10)
+            yield _hashing(peer, name, torch.float32, 4)
+        with simulated_world(_MANY_RANKS), megatron_groups():
             yield _exchange(peer, name)
     for num in (1, 8):
         yield _drain(num)
 
 
-def _hashing(peer: Callable[..., bool], name: str, dtype: torch.dtype, *, target: float) -> Row:
+def _check(model: list[nn.Module]) -> bool:
+    return check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD)
+
+
+def _hashing(peer: Callable[..., bool], name: str, dtype: torch.dtype, target: float) -> Row:
     """The whole check of 256 MiB in one process that plays one of two ranks."""
-    model = [_model(dtype, 256 << 20)]
-    case = f"check 256 MiB of {dtype}, raw bytes"
-    ours = param_hashes(model, bit_exact=False)
-    theirs = _peer_digests(peer, model)
-    if list(ours.values()) != theirs:
-        return Row.disagreement(case, name, f"{len(theirs)} digests of the values as float32")
-
-    def check() -> bool:
-        return check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD)
-
-    ours_s, peer_s = paired(check, lambda: peer(model, True), number=1, repeats=_REPEATS)
-    own_cpu_s, peer_cpu_s = (_cpu_seconds(call) for call in (check, lambda: peer(model, True)))
-    return Row(
-        case,
-        ours_s,
-        name,
-        peer_s,
-        target=target,
+    model = [_make_model(dtype, 256 << 20)]
+    theirs = _record_digests(peer, model)
+    is_same = list(param_hashes(model, bit_exact=False).values()) == theirs
+    calls = partial(_check, model), partial(peer, model, True)
+    ours_cpu_s, peer_cpu_s = map(_cpu_seconds, calls)
+    return compare(
+        f"check 256 MiB of {dtype}, raw bytes", calls[0], name, calls[1], target,
         agreement=f"{len(theirs)} SHA-1 with bit_exact=False",
-        note=f"{own_cpu_s:.3g} s against {peer_cpu_s:.3g} s of CPU time",
-    )
+        difference="" if is_same else f"{len(theirs)} digests of the values as float32",
+        repeats=_REPEATS, note=f"{ours_cpu_s:.3g} s against {peer_cpu_s:.3g} s of CPU time",
+    )  # fmt: skip
 
 
 def _cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU time of this process and all its threads, which other processes change little."""
+    """CPU time of this process and all its threads, on which other processes have little effect."""
     best_s = math.inf
     for _ in range(3):
         started_s = time.process_time()
@@ -77,51 +71,37 @@ def _cpu_seconds(call: Callable[[], object]) -> float:
 
 
 def _exchange(peer: Callable[..., bool], name: str) -> Row:
-    """What the exchange costs at many ranks: time of one rank, and the bytes of its buffers."""
-    case = f"check {_MANY_PARAMS} scalars at {_MANY_RANKS} simulated ranks"
-    model = [nn.ParameterList(nn.Parameter(torch.full((), float(i))) for i in range(_MANY_PARAMS))]
-
-    def check() -> bool:
-        return check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD)
-
+    """The cost of the exchange at many ranks: time of one rank, and the bytes of its buffers."""
+    model: list[nn.Module] = [
+        nn.ParameterList(nn.Parameter(torch.full((), float(i))) for i in range(_MANY_PARAMS))
+    ]
     with _counted_bytes() as ours:
-        agreed = check()
+        agreed = _check(model)
     with _counted_bytes() as theirs:
         agreed = agreed and peer(model, True)
-    if not agreed:
-        return Row.disagreement(case, name, "a replica of the same process differs")
-    ours_s, peer_s = paired(check, lambda: peer(model, True), number=1, repeats=5)
-    return Row(
-        case,
-        ours_s,
-        name,
-        peer_s,
-        agreement="verdict",
+    return compare(
+        f"check {_MANY_PARAMS} scalars at {_MANY_RANKS} simulated ranks", partial(_check, model),
+        name, partial(peer, model, True), agreement="verdict",
+        difference="" if agreed else "a replica of the same process differs", repeats=5,
         note=f"buffers {sum(ours) / 1e6:.3g} MB in {len(ours)} collectives against "
         f"{sum(theirs) / 1e6:.3g} MB in {len(theirs)}",
-    )
+    )  # fmt: skip
 
 
 def _drain(num: int) -> Row:
     """Deferred pairs on two gloo ranks against a gather and a GEMM in turn."""
     measured = run_ranks(_time_drain, 2, num, timeout_s=600)
-    error = max(difference for *_, difference in measured)
+    ours_s, peer_s, error = (max(column) for column in zip(*measured, strict=True))
     case = f"drain {num} micro-batches of 1024 tokens, 2 ranks"
     name = "all-gather and addmm_ in turn"
     if not error <= 1e-3:
         return Row.disagreement(case, name, f"sums differ by {error}")
-    return Row(
-        case,
-        max(ours_s for ours_s, *_ in measured),
-        name,
-        max(peer_s for _, peer_s, _ in measured),
-        target=1.0 if num > 1 else None,  # of one there is nothing to overlap
-        agreement="sum of the weight gradient",
-    )
+    target = 1.0 if num > 1 else None  # a single micro-batch has nothing to overlap
+    return Row(case, ours_s, name, peer_s, target, "sum of the weight gradient")
 
 
 def _time_drain(num: int) -> tuple[float, float, float]:
-    """Time both on one rank; return the difference of the sums too."""
+    """Seconds of both on one rank, and the difference of the sums."""
     length, hidden, vocab = 1024, 1024, 2048
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs = [torch.randn(length // 2, 1, hidden, generator=generator) for _ in range(num)]
@@ -145,7 +125,7 @@ def _time_drain(num: int) -> tuple[float, float, float]:
     return *paired(ours, in_turn, number=1, repeats=_REPEATS), difference
 
 
-def _model(dtype: torch.dtype, num_bytes: int) -> nn.Module:
+def _make_model(dtype: torch.dtype, num_bytes: int) -> nn.Module:
     """Sixteen equal matrices and a vector."""
     rows = num_bytes // (16 * 4096 * dtype.itemsize)
     shapes = [*[(rows, 4096)] * 16, (4096,)]
@@ -154,8 +134,8 @@ def _model(dtype: torch.dtype, num_bytes: int) -> nn.Module:
     )
 
 
-def _peer_digests(peer: Callable[..., bool], model: list[nn.Module]) -> list[str]:
-    """The SHA-1 that the peer sends to the other ranks."""
+def _record_digests(peer: Callable[..., bool], model: list[nn.Module]) -> list[str]:
+    """The SHA-1 digests that the peer sends to the other ranks."""
     sent: list[torch.Tensor] = []
     all_gather = dist.all_gather
 
@@ -189,23 +169,3 @@ def _num_bytes(argument: object) -> int:
     if isinstance(argument, list):
         return sum(map(_num_bytes, argument))
     return argument.nbytes if isinstance(argument, torch.Tensor) else 0
-
-
-@contextmanager
-def _simulated_world(size: int) -> Iterator[None]:
-    """Rank 0 of a world whose collectives answer at once with this rank's own data."""
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    peer_groups: Any = import_module("megatron.core.parallel_state")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
-    try:
-        peer_groups.initialize_model_parallel(create_gloo_process_groups=False)
-        yield
-    finally:
-        peer_groups.destroy_model_parallel()
-        dist.destroy_process_group()
-
-
-def _peer_on_the_cpu() -> AbstractContextManager[Any]:
-    """Let the peer, which moves its digests to a CUDA device, leave them where they are."""
-    return patch.multiple(torch.Tensor, cuda=lambda self, *args, **kwargs: self)

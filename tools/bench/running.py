@@ -1,4 +1,4 @@
-"""Finding the suites and running them; what went wrong is part of the result."""
+"""Finding the suites and running them. Errors are part of the result."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import bench.suites
-from bench.machine import load_average, machine, now
 from bench.measure import Row
+from results.machine import describe_machine, load_average, timestamp
 
 PEERS = ("megatron-core", "megatron-fsdp", "mlflow", "packaging")
-_OWN = ("mcore", "bench")
+_OURS = ("mcore", "bench")
 
 
 @dataclass
@@ -26,7 +26,7 @@ class SuiteResult:
     Attributes:
         suite: Its name.
         when: The date and the time at which it began.
-        seconds: How long it took.
+        seconds: Its duration.
         load: The load average before and after it.
         machine: The processor and the versions.
         rows: The rows that it yielded, including those before an error.
@@ -49,40 +49,40 @@ class SuiteResult:
         return bool(self.error) or not all(row.agrees for row in self.rows)
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         """Whether it has all of its rows, and none disagrees."""
         return bool(self.rows) and not (self.failed or self.missing)
 
 
 def suite_names(package: Any = bench.suites) -> list[str]:
-    """The names of all suites, found by walking the folder; imports none of them.
+    """The names of all modules in the folder, which are not imported.
 
-    A dash in a name is an underscore in that of its module.
+    A dash in a suite's name is an underscore in the name of its module.
     """
     return sorted(info.name.replace("_", "-") for info in pkgutil.iter_modules(package.__path__))
 
 
 def run_suites(names: Sequence[str], package: Any = bench.suites) -> Iterator[SuiteResult]:
-    """Run the suites one after the other; one that fails doesn't stop the next."""
+    """Run the suites one after the other. A failure does not stop the next suite."""
     for name in names:
         yield _run_suite(name, f"{package.__name__}.{name.replace('-', '_')}")
 
 
 def facts() -> dict[str, str]:
-    """What the figures of all suites depend on."""
+    """The versions and settings that the figures of all suites depend on."""
     threads = os.environ.get("OMP_NUM_THREADS", "not set")
-    return {**machine(*PEERS), "OMP_NUM_THREADS": threads}
+    return {**describe_machine(*PEERS), "OMP_NUM_THREADS": threads}
 
 
 def _run_suite(name: str, module: str) -> SuiteResult:
-    result = SuiteResult(name, now(), machine=facts(), load=[load_average()])
+    result = SuiteResult(name, timestamp(), machine=facts(), load=[load_average()])
     started_s = time.monotonic()
     try:
         for row in importlib.import_module(module).run():
             result.rows.append(row)
     except ModuleNotFoundError as error:
-        top_level = (error.name or "").partition(".")[0]
-        if error.name is None or top_level in _OWN:
+        # A missing part of this repository is an error, a missing peer is not.
+        if error.name is None or error.name.partition(".")[0] in _OURS:
             result.error = traceback.format_exc()
         else:
             result.missing = error.name

@@ -1,7 +1,7 @@
-"""Who is named as slow, by the straggler detector and by nvidia-resiliency-ext: simulated jobs.
+"""The ranks that the straggler detector and nvidia-resiliency-ext report: simulated jobs.
 
-``python -m bench.verdicts [--reports N]``. Both get the same times. Up to four ranks the peer's own
-report judges them, on real ranks; beyond that its two scores do, after they were found to agree.
+``python -m bench.verdicts [--reports N]``. Both get the same times. Up to four ranks the peer's
+report judges them, on real ranks. Beyond that its two scores do, after a check that they agree.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from bench.peers import name_of
 from mcore.observe import SectionStats
-from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import ELAPSED, GatheredRows, encode_row
-from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.report import RankComparison
 from rank_testing import run_ranks
 
 _NAMES = ("compute", "data")
 _NOISE = 0.05
 _BEFORE, _WITHIN = 12, 3
 _PEER_THRESHOLD = 0.75  # its default
-_Verdicts = list[set[int]]  # of each report, the ranks that are named
+_Verdicts = list[set[int]]  # per report, the reported ranks
 
 
 @dataclass(frozen=True)
 class Case:
-    """Some equal ranks, of which some become slow after twelve reports."""
+    """Equal ranks, some of which become slow after twelve reports."""
 
     name: str
     slow_share: float = 0.0
@@ -47,32 +47,32 @@ _SLOW = (Case("one rank takes 30 % longer", 1e-9, 1.3), Case("half take twice as
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print one table; 1 where the peer's scores are not what they were taken for."""
-    parser = argparse.ArgumentParser(prog="python -m bench.verdicts", description=__doc__)
-    parser.add_argument("--reports", type=int, default=2000, help="of equal ranks")
+    """Print one table. Returns 1 if the peer's scores disagree with its report."""
+    parser = argparse.ArgumentParser(prog="hatch run verdicts", description=__doc__)
+    parser.add_argument("--reports", type=int, default=2000, help="number of reports, equal ranks")
     reports = parser.parse_args(arguments).reports
-    peer = f"nvidia-resiliency-ext {version('nvidia-resiliency-ext')}"
+    peer = name_of("nvidia-resiliency-ext")
     print(
-        f"times with {_NOISE:.0%} noise; mcore-observe, then {peer} with its default thresholds\n"
+        f"times with {_NOISE:.0%} noise. mcore-observe, then {peer} with its default thresholds\n"
     )
     for world in (2, 4, 64, 1024, 16384):
-        judges = [of_detector, of_scores]
+        judges = [judge_by_detector, judge_by_scores]
         if world <= 4:
-            times = simulated(Case(""), world, 50, seed=1)
-            if of_scores(times) != run_ranks(of_peer, world, times.tolist())[0]:
-                print(f"{world} ranks: the peer's verdicts are not those of its scores")
+            times = simulate_times(Case(""), world, 50, seed=1)
+            if judge_by_scores(times) != run_ranks(judge_by_peer, world, times.tolist())[0]:
+                print(f"{world} ranks: the peer's report disagrees with its scores")
                 return 1
         wrong = [_share_wrong(judge, world, reports) for judge in judges]
-        print(f"{world:6} ranks  equal, reports that name some: {_shown(wrong)} of {reports}")
+        print(f"{world:6} ranks  equal, reports of a slow rank: {_format(wrong)} of {reports}")
         for case in _SLOW:
             num_jobs = max(20, reports // 20)
             found = [_share_found(judge, case, world, num_jobs) for judge in judges]
-            text = f"{case.name}, named within {_WITHIN} reports"
-            print(f"{'':14}{text}: {_shown(found)} of {num_jobs} jobs", flush=True)
+            text = f"{case.name}, reported within {_WITHIN} reports"
+            print(f"{'':14}{text}: {_format(found)} of {num_jobs} jobs", flush=True)
     return 0
 
 
-def simulated(case: Case, world: int, reports: int, *, seed: int) -> torch.Tensor:
+def simulate_times(case: Case, world: int, reports: int, *, seed: int) -> torch.Tensor:
     """Times of an iteration in ms, ``[reports, world]``."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(reports, world, generator=generator, dtype=torch.float64)
@@ -81,9 +81,9 @@ def simulated(case: Case, world: int, reports: int, *, seed: int) -> torch.Tenso
     return times
 
 
-def of_detector(times: torch.Tensor) -> _Verdicts:
-    """Who the straggler detector warns of."""
-    world, past = times.shape[1], Past(_NAMES)
+def judge_by_detector(times: torch.Tensor) -> _Verdicts:
+    """The ranks that the straggler detector reports."""
+    world, past = times.shape[1], PastReports(_NAMES)
     stats = {0: SectionStats(1, 1.0, 1.0, 1.0)}
     row = encode_row(0.0, stats, 2, enabled=True, wanted=True, log_interval=1)
     rows, verdicts = row.repeat(world, 1), []
@@ -102,8 +102,11 @@ def of_detector(times: torch.Tensor) -> _Verdicts:
     return verdicts
 
 
-def of_scores(times: torch.Tensor) -> _Verdicts:
-    """Who is below the threshold: the fastest rank's time over one's own, or one's best over it."""
+def judge_by_scores(times: torch.Tensor) -> _Verdicts:
+    """The ranks with a score below the threshold.
+
+    The scores are the fastest rank's time over the rank's time, and the rank's best time over it.
+    """
     times = times.float()
     best = times.cummin(dim=0).values
     relative = times.amin(dim=1, keepdim=True) / times
@@ -111,8 +114,8 @@ def of_scores(times: torch.Tensor) -> _Verdicts:
     return [set(of_report.nonzero().flatten().tolist()) for of_report in is_slow]
 
 
-def of_peer(times: list[list[float]]) -> _Verdicts:
-    """Who the peer names, on real ranks; empty on all but rank 0."""
+def judge_by_peer(times: list[list[float]]) -> _Verdicts:
+    """The ranks that the peer reports, on real ranks. Empty on all but rank 0."""
     reporting: Any = import_module("nvidia_resiliency_ext.straggler.reporting")
     statistics: Any = import_module("nvidia_resiliency_ext.straggler.statistics")
     generator = reporting.ReportGenerator(["relative_perf_scores", "individual_perf_scores"])
@@ -132,7 +135,7 @@ def of_peer(times: list[list[float]]) -> _Verdicts:
 
 
 def _share_wrong(judge: Callable[[torch.Tensor], _Verdicts], world: int, reports: int) -> float:
-    verdicts = judge(simulated(Case("equal"), world, reports, seed=0))
+    verdicts = judge(simulate_times(Case("equal"), world, reports, seed=0))
     return sum(bool(named) for named in verdicts) / reports
 
 
@@ -141,12 +144,12 @@ def _share_found(
 ) -> float:
     slow, found = case.slow(world), 0
     for seed in range(num_jobs):
-        verdicts = judge(simulated(case, world, _BEFORE + _WITHIN, seed=seed))
+        verdicts = judge(simulate_times(case, world, _BEFORE + _WITHIN, seed=seed))
         found += any(slow <= named for named in verdicts[_BEFORE:])
     return found / num_jobs
 
 
-def _shown(shares: Sequence[float]) -> str:
+def _format(shares: Sequence[float]) -> str:
     return " against ".join(f"{share:7.2%}" for share in shares)
 
 

@@ -6,12 +6,12 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from faults.deck import DAMAGES, Fault, phase_of, shuffled
+from faults.deck import DAMAGES, Fault, phase_of, shuffle_faults
 
 
 @dataclass
 class _Pile:
-    """The faults of one launcher: those to come, and those that were drawn but did not happen."""
+    """The faults of one launcher: the order to come, and drawn faults that did not happen."""
 
     order: Iterator[Fault]
     back: deque[Fault] = field(default_factory=deque)
@@ -25,7 +25,7 @@ class _Pile:
 
 
 class Dealer:
-    """Hands out each fault once, however many trials it takes until it happens."""
+    """Deals each fault until it has happened once."""
 
     def __init__(
         self,
@@ -33,19 +33,19 @@ class Dealer:
         launchers: Sequence[str],
         *,
         with_disk: bool,
-        chosen: Callable[[Fault], bool],
+        is_chosen: Callable[[Fault], bool],
     ) -> None:
         self._piles = {
-            name: _Pile(filter(chosen, shuffled(seed, with_disk=with_disk, launcher=name)))
+            name: _Pile(filter(is_chosen, shuffle_faults(seed, with_disk=with_disk, launcher=name)))
             for name in launchers
         }
 
-    def drawn(self, launcher: str) -> int:
-        """How many faults of a launcher were drawn, those given back included."""
+    def count_drawn(self, launcher: str) -> int:
+        """The number of faults drawn for a launcher, including those that were put back."""
         return self._piles[launcher].drawn
 
-    def go_on_behind(self, launcher: str, drawn: int, happened: Sequence[Fault]) -> None:
-        """Draw what an earlier campaign has drawn; what did not happen in it comes first."""
+    def replay(self, launcher: str, drawn: int, happened: Sequence[Fault]) -> None:
+        """Draw the faults of an earlier session. Those that did not happen are dealt first."""
         pile, left = self._piles[launcher], list(happened)
         while pile.drawn < drawn:
             pile.drawn += 1
@@ -58,9 +58,10 @@ class Dealer:
     def deal(
         self, launcher: str, count: int, turn: int, busy: frozenset[str]
     ) -> tuple[str, list[Fault]]:
-        """Take faults that one run may have, and its variant, which is none of the busy ones.
+        """Faults for one run, and its variant, which is not a busy variant.
 
-        Damage comes late, as it needs checkpoints; those at the end of a run, one of them, last.
+        Damage is late because it needs checkpoints. At most one fault is at the end of a run, and
+        it is last.
         """
         pile = self._piles[launcher]
         passed: list[Fault] = []
@@ -81,6 +82,6 @@ class Dealer:
             dealt, key=lambda fault: (phase_of(fault.phase).is_last, fault.kind in DAMAGES)
         )
 
-    def give_back(self, launcher: str, faults: Sequence[Fault]) -> None:
-        """Take what did not happen; it comes before new ones."""
+    def put_back(self, launcher: str, faults: Sequence[Fault]) -> None:
+        """Put back faults that did not happen. They are dealt before new faults."""
         self._piles[launcher].back.extend(faults)

@@ -1,4 +1,4 @@
-"""What can happen to a run, in which of its phases, and a seeded order of all of it."""
+"""The faults of a run, its phases, and a seeded order of all faults in all phases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _TINY = (
 
 @dataclass(frozen=True)
 class Variant:
-    """The options of a run, beside the size of its model."""
+    """The options of a run, in addition to the size of its model."""
 
     name: str
     options: str
@@ -54,12 +54,13 @@ class Phase:
 
     Attributes:
         name: in tables.
-        places: ``module:Class.function``; a fault comes just before its call, or as ``how`` says.
-        hits: the most calls that one start of the run surely makes.
-        ranks: those that call it.
+        places: the functions, as ``module:Class.function``.
+        hits: the number of calls that every start of the run reaches.
+        ranks: the ranks that call it.
         variants: the runs that have it.
-        how: ``before``, ``after``, or ``gradient``: when that of its result is computed.
-        is_last: whether the run has done all its steps by then.
+        how: a fault happens ``before`` the call, ``after`` it, or when the ``gradient`` of its
+            result is computed.
+        is_last: whether the run has finished its steps before.
     """
 
     name: str
@@ -75,10 +76,10 @@ _SAVE = "mcore.parallel.checkpoint.files"
 _SAVES = ("dp2", "pp2", "tp2", "ep2", "fsdp")
 _FORWARD = ("pretrain.run.steps:Steps._loss", "pretrain.run.pipeline_steps:_Work.forward")
 _ALL_TO_ALL = "pretrain.model.experts:all_to_all"
-# One row for each phase; a phase that the job gains is a row more.
+# A new phase of the job is a new row.
 PHASES = (
-    Phase("start", ("pretrain.cli.rank:_join",), 1),
-    Phase("group made", ("pretrain.cli.rank:_agree_on_folder",), 1),
+    Phase("start", ("pretrain.rank:join",), 1),
+    Phase("group made", ("pretrain.rank:agree_on_folder",), 1),
     Phase("build", ("pretrain.run.training:build_optimizer",), 1),
     Phase("load", ("pretrain.run.checkpoints:CheckpointedState.load",), 1),
     Phase("data", ("pretrain.corpus:Corpus.training_batch",)),
@@ -120,26 +121,26 @@ PHASES = (
 
 KINDS = {
     "kill": "SIGKILL",
-    "stop": "SIGSTOP for good",
-    "stop and continue": "SIGSTOP, continued when the next start is under way",
+    "stop": "SIGSTOP, never continued",
+    "stop and continue": "SIGSTOP, continued during the next start",
     "exception": "an exception",
     "exit": "`os._exit(7)`",
     "abort": "SIGABRT",
     "memory": "MemoryError",
     "slow": "one rank two seconds late",
     "launcher": "SIGKILL of the launcher",
-    "node": "SIGKILL of a node's torchrun and rank, started again",
-    "full disk": "no space left, until the job has ended",
+    "node": "SIGKILL of a node's torchrun and rank, then a restart",
+    "full disk": "no space left until the job has ended",
     "full disk for a moment": "no space left, for a dozen steps",
     "tracker away": "MLflow's server killed, back at the next start",
-    "tracker restarted": "MLflow's server killed and started again",
+    "tracker restarted": "MLflow's server killed and restarted",
     "flipped bit": "in the newest checkpoint",
     "truncated file": "in the newest checkpoint",
     "no manifest": "in the newest checkpoint",
 }
 FATAL = ("kill", "stop", "stop and continue", "exception", "exit", "abort", "memory")
 DAMAGES = ("flipped bit", "truncated file", "no manifest")
-# What does not end the job by itself.
+# These do not end the job.
 HARMLESS = (
     "slow", "full disk", "full disk for a moment", "tracker away", "tracker restarted",
 )  # fmt: skip
@@ -150,7 +151,7 @@ _ON_TRACKERS = ("start", "forward", "log", "save", "close")
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that happens: in a phase of a rank at its n-th call, or between two starts."""
+    """A fault in a phase of a rank, at its n-th call, or between two starts."""
 
     kind: str
     phase: str
@@ -164,8 +165,8 @@ class Fault:
         return self.kind not in HARMLESS
 
     def __str__(self) -> str:
-        where = f"rank {self.rank}, {self.phase}"
-        return f"{self.kind} ({where}{f', call {self.hit}' if self.hit > 1 else ''})"
+        call = f", call {self.hit}" if self.hit > 1 else ""
+        return f"{self.kind} (rank {self.rank}, {self.phase}{call})"
 
 
 def phase_of(name: str) -> Phase:
@@ -173,8 +174,10 @@ def phase_of(name: str) -> Phase:
     return next(phase for phase in PHASES if phase.name == name)
 
 
-def shuffled(seed: int, *, with_disk: bool = True, launcher: str = "forked") -> Iterator[Fault]:
-    """Every fault in every phase of every rank, in the order of a seed, again and again."""
+def shuffle_faults(
+    seed: int, *, with_disk: bool = True, launcher: str = "forked"
+) -> Iterator[Fault]:
+    """Every fault in every phase of every rank, in the order of a seed, without end."""
     source = random.Random(f"{seed} {launcher}")
     while True:
         faults = list(all_faults(source, with_disk, launcher))
@@ -183,9 +186,9 @@ def shuffled(seed: int, *, with_disk: bool = True, launcher: str = "forked") -> 
 
 
 def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterator[Fault]:
-    """Every fault once, at calls that are drawn from the source."""
+    """Every fault once, at random calls."""
 
-    def at(kind: str, phase: Phase, variants: tuple[str, ...]) -> Iterator[Fault]:
+    def on_each_rank(kind: str, phase: Phase, variants: tuple[str, ...]) -> Iterator[Fault]:
         for rank in phase.ranks:
             yield Fault(kind, phase.name, rank, source.randint(1, phase.hits), variants)
 
@@ -193,13 +196,13 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
     for phase in PHASES:
         for kind in kinds:
             if phase.name == "leave" and kind.startswith("stop"):
-                continue  # the other ranks have left: only who watches the machine would notice
-            yield from at(kind, phase, phase.variants)
+                continue  # the other ranks have left, so nothing in the job could notice
+            yield from on_each_rank(kind, phase, phase.variants)
         if launcher != "forked":
             continue
         if with_disk and phase.name in _ON_DISKS:
             for kind in ("full disk", "full disk for a moment", "kill"):
-                yield from at(kind, phase, ("disk",))
+                yield from on_each_rank(kind, phase, ("disk",))
         if phase.name in _ON_TRACKERS:
             for kind in ("tracker away", "tracker restarted"):
                 yield Fault(kind, phase.name, RANKS - 1, source.randint(1, phase.hits), ("mlflow",))
@@ -207,7 +210,7 @@ def all_faults(source: random.Random, with_disk: bool, launcher: str) -> Iterato
                     source.choice(FATAL), phase.name, source.choice(phase.ranks),
                     source.randint(1, phase.hits), ("mlflow",),
                 )  # fmt: skip
-    # Done between two starts of ours; torchrun makes its own.
+    # Damage is done between two starts. torchrun makes starts that we cannot separate.
     for kind in DAMAGES if launcher in ("forked", "command") else ():
         for phase in (p for p in PHASES if p.name in ("forward", "save", "saved", "validation")):
-            yield from at(kind, phase, phase.variants)
+            yield from on_each_rank(kind, phase, phase.variants)

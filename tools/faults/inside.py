@@ -1,7 +1,7 @@
 """The main job with a fault in it: functions are wrapped from outside, then its main is called.
 
-``FAULTS_FOLDER`` holds ``plan.json``, a list of faults for each start; what happens is noted in
-``events.jsonl``. Where torchrun starts ranks again, the faults until then say which start it is.
+``FAULTS_FOLDER`` has ``plan.json``, a list of faults for each start, and ``events.jsonl``, where
+ranks record events. If torchrun restarts ranks, the number of earlier faults identifies the start.
 """
 
 from __future__ import annotations
@@ -14,37 +14,38 @@ import signal
 import sys
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from faults.deck import HARMLESS, RANKS, phase_of
 
 FOLDER, START, COUNT = "FAULTS_FOLDER", "FAULTS_START", "FAULTS_COUNT"
-BALLAST = Path("room", "ballast")  # beside the run
+BALLAST = Path("room", "ballast")  # on the file system of the run
 SLOW_S = 2.0
 _FULL_FOR_STEPS = 12  # more than a sink may fail in a row
 Function = Callable[..., Any]
 
 
 def main(arguments: list[str]) -> int:
-    """Be the launcher or a rank of the main job, with the faults that are planned for it."""
+    """Run the launcher or a rank of the main job, with the faults planned for it."""
     if "RANK" in os.environ:
-        _prepare(_Notes(Path(os.environ[FOLDER])))
+        _prepare(_Events(Path(os.environ[FOLDER])))
     else:
-        _wrap("pretrain.cli.launch:elastic_launch", _launching_this)
-    from pretrain.cli.command import main as be_the_job
+        _wrap("pretrain.cli.launch:elastic_launch", _launch_this)
+    from pretrain.cli.command import main as run_job
 
-    return be_the_job(arguments)
+    return run_job(arguments)
 
 
 def events_in(folder: Path) -> list[dict[str, Any]]:
-    """What has been noted."""
+    """All recorded events."""
     path = folder / "events.jsonl"
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-class _Notes:
-    """The plan of this start, and the file of events that all processes append to."""
+class _Events:
+    """The plan of this start, and the file of events of all processes."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -62,8 +63,8 @@ class _Notes:
             if fault["rank"] == self.rank
         ]
 
-    def note(self, event: str, **facts: Any) -> None:
-        """Append one line, which a kill right after does not lose."""
+    def record(self, event: str, **facts: Any) -> None:
+        """Append one line, which survives a kill immediately afterwards."""
         line = {
             "event": event, "start": self.start, "rank": self.rank, "pid": os.getpid(),
             "at": time.time(), **facts,
@@ -73,33 +74,33 @@ class _Notes:
         os.close(file)
 
 
-def _prepare(notes: _Notes) -> None:
-    # Threads depend on it, and sums on threads; all nodes are this machine.
+def _prepare(events: _Events) -> None:
+    # The number of threads depends on it, and sums depend on the threads. All nodes are this host.
     os.environ["LOCAL_WORLD_SIZE"] = str(RANKS)
-    notes.note("start")
-    for fault in notes.faults:
+    events.record("start")
+    for fault in events.faults:
         phase = phase_of(fault["phase"])
-        wrapped = functools.partial(_with_fault, phase.how, _once(notes, fault))
+        wrap = partial(_add_fault, phase.how, _make_trigger(events, fault))
         for place in phase.places:
-            _wrap(place, wrapped)
-    _wrap("pretrain.cli.rank:_join", lambda f: _noting_the_first(f, notes, "join"))
-    _wrap("pretrain.run.saving:Saver.save", lambda f: _noting_sync_saves(f, notes))
-    _wrap("pretrain.run.saving:Saver.wait", lambda f: _noting_async_saves(f, notes))
-    _wrap("pretrain.run.checkpoints:CheckpointedState.load", lambda f: _noting_loads(f, notes))
-    _wrap("pretrain.run.loop:training_log", lambda f: _noting_the_first(f, notes, "step"))
+            _wrap(place, wrap)
+    _wrap("pretrain.rank:join", lambda f: _record_first(f, events, "join"))
+    _wrap("pretrain.run.saving:Saver.save", lambda f: _record_sync_saves(f, events))
+    _wrap("pretrain.run.saving:Saver.wait", lambda f: _record_async_saves(f, events))
+    _wrap("pretrain.run.checkpoints:CheckpointedState.load", lambda f: _record_loads(f, events))
+    _wrap("pretrain.run.loop:training_log", lambda f: _record_first(f, events, "step"))
 
 
-def _wrap(place: str, wrapped: Callable[[Function], Function]) -> None:
-    """Replace a function by what is made of it."""
+def _wrap(place: str, wrap: Callable[[Function], Function]) -> None:
+    """Replace a function with its wrapped version."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    setattr(owner, name, wrapped(getattr(owner, name)))
+    setattr(owner, name, wrap(getattr(owner, name)))
 
 
-def _with_fault(how: str, happen: Callable[[], None], function: Function) -> Function:
+def _add_fault(how: str, happen: Callable[[], None], function: Function) -> Function:
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         if how == "before":
@@ -114,21 +115,21 @@ def _with_fault(how: str, happen: Callable[[], None], function: Function) -> Fun
     return call
 
 
-def _once(notes: _Notes, fault: dict[str, Any]) -> Callable[[], None]:
-    """What makes the fault happen at its n-th call."""
+def _make_trigger(events: _Events, fault: dict[str, Any]) -> Callable[[], None]:
+    """A function whose n-th call causes the fault."""
     calls = 0
 
     def happen() -> None:
         nonlocal calls
         calls += 1
         if calls == fault["hit"]:
-            notes.note("fault", kind=fault["kind"], phase=fault["phase"])
-            _DEEDS[fault["kind"]](notes.folder)
+            events.record("fault", kind=fault["kind"], phase=fault["phase"])
+            _ACTIONS[fault["kind"]](events.folder)
 
     return happen
 
 
-def _raise_an_error(folder: Path) -> None:
+def _raise_error(folder: Path) -> None:
     raise RuntimeError("a fault of the campaign")
 
 
@@ -136,8 +137,8 @@ def _run_out_of_memory(folder: Path) -> None:
     raise MemoryError("a fault of the campaign")
 
 
-def _fill_the_disk(folder: Path) -> None:
-    """Leave no byte on the file system of the run."""
+def _fill_disk(folder: Path) -> None:
+    """Use every byte of the file system of the run."""
     with (folder / BALLAST).open("wb", buffering=0) as file:
         for size in (1 << 20, 1 << 12, 1):
             try:
@@ -147,8 +148,8 @@ def _fill_the_disk(folder: Path) -> None:
                 continue
 
 
-def _fill_the_disk_for_a_moment(folder: Path) -> None:
-    _fill_the_disk(folder)
+def _fill_disk_briefly(folder: Path) -> None:
+    _fill_disk(folder)
     steps = 0
 
     def count(function: Function, *args: Any, **kwargs: Any) -> Any:
@@ -158,86 +159,86 @@ def _fill_the_disk_for_a_moment(folder: Path) -> None:
             (folder / BALLAST).unlink()
         return function(*args, **kwargs)
 
-    _wrap("pretrain.run.loop:training_log", lambda f: functools.partial(count, f))
+    _wrap("pretrain.run.loop:training_log", lambda f: partial(count, f))
 
 
-def _kill_the_tracker(folder: Path) -> None:
+def _kill_tracker(folder: Path) -> None:
     os.killpg(int((folder / "tracker.pid").read_text()), signal.SIGKILL)
 
 
-def _kill_the_node(folder: Path) -> None:
+def _kill_node(folder: Path) -> None:
     """Kill the agent and its only rank."""
     os.kill(os.getppid(), signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-_DEEDS: dict[str, Callable[[Path], object]] = {
+_ACTIONS: dict[str, Callable[[Path], object]] = {
     "kill": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
     "stop and continue": lambda _: os.kill(os.getpid(), signal.SIGSTOP),
-    "exception": _raise_an_error,
+    "exception": _raise_error,
     "exit": lambda _: os._exit(7),
     "abort": lambda _: os.abort(),
     "memory": _run_out_of_memory,
     "slow": lambda _: time.sleep(SLOW_S),
     "launcher": lambda _: os.kill(os.getppid(), signal.SIGKILL),
-    "node": _kill_the_node,
-    "full disk": _fill_the_disk,
-    "full disk for a moment": _fill_the_disk_for_a_moment,
-    "tracker away": _kill_the_tracker,
-    "tracker restarted": _kill_the_tracker,
-    # The damage is done once the job has ended.
+    "node": _kill_node,
+    "full disk": _fill_disk,
+    "full disk for a moment": _fill_disk_briefly,
+    "tracker away": _kill_tracker,
+    "tracker restarted": _kill_tracker,
+    # The damage is done after the end of the job.
     "flipped bit": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "truncated file": lambda _: os.kill(os.getpid(), signal.SIGKILL),
     "no manifest": lambda _: os.kill(os.getpid(), signal.SIGKILL),
 }
 
 
-def _noting_sync_saves(function: Function, notes: _Notes) -> Function:
+def _record_sync_saves(function: Function, events: _Events) -> Function:
     @functools.wraps(function)
     def save(self: Any, step: int) -> None:
         function(self, step)
         if self._pending is None:
-            notes.note("saved", step=step)
+            events.record("saved", step=step)
 
     return save
 
 
-def _noting_async_saves(function: Function, notes: _Notes) -> Function:
+def _record_async_saves(function: Function, events: _Events) -> Function:
     @functools.wraps(function)
     def wait(self: Any) -> None:
         pending = self._pending
         function(self)
         if pending is not None:
-            notes.note("saved", step=int(pending.path.name.removeprefix("step_")))
+            events.record("saved", step=int(pending.path.name.removeprefix("step_")))
 
     return wait
 
 
-def _noting_loads(function: Function, notes: _Notes) -> Function:
+def _record_loads(function: Function, events: _Events) -> Function:
     @functools.wraps(function)
     def load(self: Any, path: Path) -> None:
         function(self, path)
-        notes.note("loaded", step=int(path.name.removeprefix("step_")))
+        events.record("loaded", step=int(path.name.removeprefix("step_")))
 
     return load
 
 
-def _noting_the_first(function: Function, notes: _Notes, event: str) -> Function:
+def _record_first(function: Function, events: _Events, event: str) -> Function:
     seen: list[bool] = []
 
     @functools.wraps(function)
     def log(*args: Any, **kwargs: Any) -> Any:
         if not seen:
-            notes.note(event)
+            events.record(event)
             seen.append(True)
         return function(*args, **kwargs)
 
     return log
 
 
-def _launching_this(elastic_launch: Function) -> Function:
-    """Have the job's own launcher start ranks that are this program too."""
+def _launch_this(elastic_launch: Function) -> Function:
+    """Have the job's launcher start ranks with this module."""
 
     def launcher(config: Any, program: str) -> Function:
         ranks = elastic_launch(config, program)

@@ -1,9 +1,8 @@
-"""What a campaign has done, in a file with a line for each trial, so that it can go on."""
+"""The trials of a campaign in its journal, from which an interrupted campaign continues."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,17 +10,18 @@ from typing import Any
 
 from faults.deck import Fault
 from faults.trial import Happened, Outcome
+from results.journal import JournalError, append_line, read_journal
 
 
 @dataclass
 class Result:
-    """What a campaign has done.
+    """The trials of a campaign so far.
 
     Attributes:
-        failed: the trial's folder and its problems.
-        trials: how many have ended.
-        next_trial: the number of the next one; those of an interrupted campaign are left out.
-        sessions: how often it was started.
+        failed: the problems of each trial that has some.
+        trials: the number of finished trials.
+        next_trial: the number of the next trial. Interrupted trials keep theirs.
+        sessions: how often the campaign was started.
     """
 
     seed: int
@@ -35,7 +35,7 @@ class Result:
     sessions: int = 1
 
     def add(self, name: str, outcome: Outcome, seconds: float) -> None:
-        """Take in a trial that has ended, so long after the one before."""
+        """Add a finished trial. ``seconds`` is the time since the previous trial."""
         self.trials += 1
         self.happened += outcome.happened
         self.starts += outcome.starts
@@ -45,67 +45,56 @@ class Result:
 
 
 class Journal:
-    """The file of a campaign in its folder.
+    """The journal of a campaign, in its folder.
 
     Attributes:
-        result: what it says.
-        drawn: of each launcher, how many faults were drawn.
+        result: all recorded trials.
+        drawn: the number of faults drawn for each launcher.
     """
 
     def __init__(self, folder: Path, seed: int, timeout_s: float) -> None:
         self._path = folder / "campaign.jsonl"
         self.drawn: dict[str, int] = {}
         self.result = Result(seed, timeout_s, sessions=0)
-        lines = self._path.read_text().splitlines() if self._path.exists() else []
-        for line in lines:
-            self._take_in(json.loads(line))
-        if not lines and any(folder.glob("trial-*")):
-            raise ValueError(f"{folder} has trials of no campaign that could go on; give a new one")
-        self.result.sessions += 1
-        folder.mkdir(parents=True, exist_ok=True)
-        self._append({"event": "start", "seed": seed, "timeout_s": timeout_s})
+        # A line that was cut off is skipped: the faults of its trial are dealt again.
+        for line in read_journal(self._path, dict, on_broken=print):
+            self._replay(line)
         numbers = [int(path.name.removeprefix("trial-")) for path in folder.glob("trial-*")]
+        if numbers and not self.result.sessions:
+            raise JournalError(f"{folder} has trials without a journal. Use a new folder")
+        self.result.sessions += 1
         self.result.next_trial = 1 + max(numbers, default=-1)
+        append_line(self._path, {"event": "start", "seed": seed, "timeout_s": timeout_s})
 
     def add(
         self, name: str, launcher: str, outcome: Outcome, *, drawn: int, seconds: float
     ) -> None:
-        """Take in a trial that has ended, and note it."""
+        """Add and record a finished trial."""
         self.result.add(name, outcome, seconds)
         facts = dataclasses.asdict(outcome)
         del facts["unused"]
-        self._append(
-            {
-                "event": "trial", "name": name, "launcher": launcher, "drawn": drawn,
-                "seconds": round(seconds, 1), **facts,
-            }
-        )  # fmt: skip
+        facts |= {"launcher": launcher, "drawn": drawn, "seconds": round(seconds, 1)}
+        append_line(self._path, {"event": "trial", "name": name, **facts})
 
     def happened_under(self, launcher: str) -> list[Fault]:
         """The faults that have happened under a launcher."""
         return [one.fault for one in self.result.happened if one.launcher == launcher]
 
-    def _take_in(self, line: Mapping[str, Any]) -> None:
+    def _replay(self, line: Mapping[str, Any]) -> None:
         if line["event"] == "start":
-            given = (self.result.seed, self.result.timeout_s)
-            if (line["seed"], line["timeout_s"]) != given:
-                raise ValueError(
+            expected = (self.result.seed, self.result.timeout_s)
+            if (line["seed"], line["timeout_s"]) != expected:
+                raise JournalError(
                     f"the campaign in {self._path.parent} has seed {line['seed']} and "
-                    f"--timeout-s {line['timeout_s']}, not {given[0]} and {given[1]}"
+                    f"--timeout-s {line['timeout_s']}, not {expected[0]} and {expected[1]}"
                 )
             self.result.sessions += 1
             return
-        happened = [_happened(facts) for facts in line["happened"]]
+        happened = [_parse_happened(**facts) for facts in line["happened"]]
         outcome = Outcome(happened, [], line["problems"], line["starts"])
         self.result.add(line["name"], outcome, line["seconds"])
-        launcher = line["launcher"]
-        self.drawn[launcher] = max(self.drawn.get(launcher, 0), line["drawn"])
-
-    def _append(self, line: Mapping[str, Any]) -> None:
-        with self._path.open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        self.drawn[line["launcher"]] = max(self.drawn.get(line["launcher"], 0), line["drawn"])
 
 
-def _happened(facts: dict[str, Any]) -> Happened:
-    fault = facts.pop("fault")
+def _parse_happened(fault: dict[str, Any], **facts: Any) -> Happened:
     return Happened(Fault(**{**fault, "variants": tuple(fault["variants"])}), **facts)

@@ -1,4 +1,4 @@
-"""The machine under a campaign: a small disk, processes that end with it, and when it was late."""
+"""The machine of a campaign: a small disk, processes that end with it, and delays."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 DISK_BYTES = 48 << 20
-MARK = "FAULTS_CAMPAIGN"  # in the environment of all that a campaign starts
+MARK = "FAULTS_CAMPAIGN"  # in the environment of all processes of a campaign
 _BEAT_S = 0.05
 _SCANS = 3
 _BETWEEN_SCANS_S = 0.2
@@ -23,7 +23,7 @@ _BETWEEN_SCANS_S = 0.2
 
 @contextlib.contextmanager
 def small_disk(folder: Path) -> Iterator[Path | None]:
-    """A file system of 48 MiB in memory, seen by this process and those it starts; else None."""
+    """A tmpfs of 48 MiB, for this process and its children. None if not permitted."""
     folder.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "none", str(folder)]
     if subprocess.run(command, capture_output=True, check=False).returncode:
@@ -36,10 +36,10 @@ def small_disk(folder: Path) -> Iterator[Path | None]:
 
 
 def end_all_with_this_process() -> None:
-    """Have whatever is started from here on killed when this process ends, however it does.
+    """Kill all processes started from here on when this process ends, even by SIGKILL.
 
-    A process of its own waits for that, so that servers in sessions of their own end as well. A
-    signal that asks this process to end does so at once.
+    A separate process waits for that. It finds them by their environment, so it also kills servers
+    in other sessions. SIGINT, SIGTERM and SIGHUP end this process immediately.
     """
     plain = dict(os.environ)
     os.environ[MARK] = uuid.uuid4().hex
@@ -62,7 +62,7 @@ def _end_at_once(number: int, frame: FrameType | None) -> None:
 
 
 def _wait_and_kill(mark: str) -> None:
-    """Wait for the end of the process that started this one, then kill what it has started."""
+    """Wait for the end of the parent process, then kill the processes that it started."""
     while sys.stdin.buffer.read(1):
         pass
     wanted = f"{MARK}={mark}".encode()
@@ -77,7 +77,7 @@ def _wait_and_kill(mark: str) -> None:
 
 
 def processes_with(*variables: bytes) -> Iterator[int]:
-    """Those that were started with such variables in their environment."""
+    """Processes that were started with these variables in their environment."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if {*variables} <= {*(path / "environ").read_bytes().split(b"\0")}:
@@ -85,9 +85,9 @@ def processes_with(*variables: bytes) -> Iterator[int]:
 
 
 class Lateness:
-    """A thread that sleeps for moments and notes how much too late it goes on.
+    """A thread that sleeps briefly and measures how late it wakes up.
 
-    It waits for a core as ranks do, so that the machine's share in a delay is known.
+    It waits for a core like ranks do, so it measures the machine's share in a delay.
     """
 
     def __init__(self) -> None:
@@ -95,7 +95,7 @@ class Lateness:
         threading.Thread(target=self._measure, name="lateness", daemon=True).start()
 
     def between(self, begin: float, end: float) -> float:
-        """Seconds that were lost between two times of ``time.time()``."""
+        """Seconds lost between two times of ``time.time()``."""
         return sum(late for at, late in self._late if begin <= at <= end)
 
     def _measure(self) -> None:

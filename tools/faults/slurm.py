@@ -1,8 +1,8 @@
-"""The batch file under a Slurm of two nodes on this machine, disturbed in every way it handles.
+"""The batch file under a Slurm of two nodes on this machine, with each fault that it handles.
 
 ``hatch run dev:python -m faults.slurm [node|launcher|limit|diverged|refused|cancelled ...]``: a
-job that is requeued has to go on from the last checkpoint and end like an undisturbed run, one
-that cannot succeed has to stay ended. Exit codes: 0, 1 where it does not, 77 without Slurm.
+requeued job must resume from the last checkpoint and end like an undisturbed run. A job that cannot
+succeed must not be requeued. Exit codes: 0, 1 for a problem, 77 without Slurm.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from rank_testing.ports import free_port
 
 _BATCH = Path(__file__).parents[1] / "pretrain" / "cluster" / "slurm.sbatch"
 _PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "scancel", "srun")
-_EXIT_SKIPPED = 77
+_EXIT_SKIPPED = 77  # as in automake and Meson
 _TIMEOUT_S = 30.0
 _JOB = Variant(
     "slurm",
@@ -38,7 +38,7 @@ _JOB = Variant(
 _KILLED_AFTER = 20
 _LOOK_EVERY_S = 0.1
 _PENDING_S = 3.0
-_LONGEST_S = 900.0
+_LIMIT_S = 900.0
 _CONFIG = """
 ClusterName=loopback
 SlurmctldHost={host}(127.0.0.1)
@@ -68,10 +68,10 @@ PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP
 
 
 def main() -> int:
-    """Run the batch file undisturbed, then in each case that was asked for."""
+    """Run the batch file undisturbed, then each requested case."""
     parser = argparse.ArgumentParser(prog="python -m faults.slurm")
     parser.add_argument("case", nargs="*", choices=[[], *_CASES], metavar="CASE")
-    chosen = parser.parse_args().case or list(_CASES)
+    requested = parser.parse_args().case or list(_CASES)
     path = os.pathsep.join([os.environ.get("PATH", ""), "/usr/sbin", "/sbin"])
     missing = [name for name in _PROGRAMS if shutil.which(name, path=path) is None]
     if missing:
@@ -79,126 +79,125 @@ def main() -> int:
         return _EXIT_SKIPPED
     os.environ["PATH"] = path
     end_all_with_this_process()
-    for number in (signal.SIGINT, signal.SIGTERM):  # which step daemons would outlive
+    for number in (signal.SIGINT, signal.SIGTERM):  # step daemons would survive _exit
         signal.signal(number, lambda number, frame: sys.exit(128 + number))
     folder = Path(tempfile.mkdtemp(prefix="faults-slurm-"))
+    problems = []
     with _Cluster(folder) as cluster:
-        wrong = list(_wrong_in(cluster, chosen))
-    for problem in wrong:
-        print(f"PROBLEM: {problem}; see {folder}")
-    if not wrong:
+        reference = folder / "undisturbed"
+        job = cluster.submit(reference)
+        cluster.wait_for_end(job)
+        _print(f"undisturbed, the job is {cluster.state_of(job)}")
+        for case in requested:
+            problems += [
+                f"{case}: {text}" for text in _CASES[case](cluster, reference, folder / case)
+            ]
+    for problem in problems:
+        print(f"PROBLEM: {problem}. See {folder}")
+    if not problems:
         shutil.rmtree(folder)
-    return 1 if wrong else 0
+    return 1 if problems else 0
 
 
-def _wrong_in(cluster: _Cluster, chosen: list[str]) -> Iterator[str]:
-    """Run the job once as it is and once for each case; what is wrong then."""
-    reference = cluster.folder / "undisturbed"
-    job = cluster.submit(reference)
-    cluster.wait_for_the_end(job)
-    _say(f"undisturbed, the job is {cluster.state_of(job)}")
-    for case in chosen:
-        for problem in _CASES[case](cluster, reference, cluster.folder / case):
-            yield f"{case}: {problem}"
-
-
-def _node(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+def _lose_node(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
     """A node is killed: Slurm requeues the job."""
-    job, before = _started(cluster, run)
+    job, before = _start_job(cluster, run)
     killed_at = time.time()
     cluster.kill_node("n2")
-    _say(f"node n2 was killed after step {before}")
-    _wait(lambda: cluster.state_of(job) != "RUNNING", "Slurm to notice that a node is gone")
+    _print(f"node n2 was killed after step {before}")
+    _wait(lambda: cluster.state_of(job) != "RUNNING", "Slurm to detect the lost node")
     cluster.start_node("n2")
-    _say(f"node n2 is back, the job is {cluster.state_of(job)}")
-    yield from _wrong_at_the_end(cluster, job, reference, run, before, killed_at, at_once=False)
+    _print(f"node n2 is back, the job is {cluster.state_of(job)}")
+    yield from _check_end(cluster, job, reference, run, before, killed_at, at_once=False)
 
 
-def _launcher(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
-    """A rank is killed, then a launcher, on nodes that live: torchrun, then the batch file."""
-    job, before = _started(cluster, run)
+def _kill_launcher(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A rank is killed and restarted by torchrun, then a launcher is killed: the file requeues."""
+    job, before = _start_job(cluster, run)
     _kill([pid for pid in cluster.tasks_of("n2") if _has(pid, "environ", b"\0RANK=")])
-    _say(f"the rank of node n2 was killed after step {before}")
+    _print(f"the rank of node n2 was killed after step {before}")
     _wait(lambda: newest_good(run) >= before + _KILLED_AFTER, "later checkpoints")
     if cluster.restarts_of(job):
-        yield "the job was requeued for a rank that torchrun can start again"
+        yield "the job was requeued for a rank that torchrun can restart"
     before, killed_at = newest_good(run), time.time()
     _kill([pid for pid in cluster.tasks_of("n2") if _has(pid, "cmdline", b"distributed.run")])
-    _say(f"the launcher of node n2 was killed after step {before}")
-    _wait(lambda: cluster.state_of(job) != "RUNNING", "the job's end after that of a launcher")
-    yield from _wrong_at_the_end(cluster, job, reference, run, before, killed_at)
+    _print(f"the launcher of node n2 was killed after step {before}")
+    _wait(lambda: cluster.state_of(job) != "RUNNING", "the job's end after its launcher's")
+    yield from _check_end(cluster, job, reference, run, before, killed_at)
 
 
-def _limit(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
-    """The time limit comes near: the job saves, ends and is requeued."""
-    # Slurm looks at the limits twice a minute, in which a quick machine would be done.
-    job, before = _started(cluster, run, "--slow-rank", "1:60")
+def _reach_time_limit(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """The time limit is near: the job saves, ends and is requeued."""
+    # Slurm checks limits twice a minute. A fast machine would finish before, so a rank is slow.
+    job, before = _start_job(cluster, run, "--slow-rank", "1:60")
     cluster.limit(job, "1")
-    _say(f"the time limit was lowered after step {before}")
+    _print(f"the time limit was lowered after step {before}")
     _wait(lambda: cluster.state_of(job) != "RUNNING", "the job's end before its time limit")
     ended_at, before = time.time(), newest_good(run)
-    _say(f"the job is {cluster.state_of(job)}, saved at step {before}")
+    _print(f"the job is {cluster.state_of(job)}, saved at step {before}")
     if before % 10 == 0:
         yield f"the newest checkpoint is the regular one of step {before}"
     _wait(lambda: cluster.state_of(job) != "COMPLETING", "the job to be pending")
     cluster.limit(job, "60")
-    yield from _wrong_at_the_end(cluster, job, reference, run, before, ended_at)
+    yield from _check_end(cluster, job, reference, run, before, ended_at)
 
 
-def _diverged(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
-    """A run that diverges behind a checkpoint stays ended."""
+def _diverge(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A run that diverges after a checkpoint is not requeued."""
     options = "--lr 1e30 --min-lr 1 --warmup-iters 0 --save-interval 1 --max-skipped 3"
-    yield from _stays_ended(cluster, run, options, 1, "not finite")
+    yield from _check_failure(cluster, run, options, 1, "not finite")
 
 
-def _refused(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
-    """A run that cannot go on as it is asked to stays ended."""
+def _refuse(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A run that cannot resume with its options is not requeued."""
     shutil.copytree(reference, run)
     options, last = "--tp 3 --train-iters 320", newest_good(reference)
-    yield from _stays_ended(cluster, run, options, last, "pretrain: error: ")
+    yield from _check_failure(cluster, run, options, last, "pretrain: error: ")
 
 
-def _stays_ended(cluster: _Cluster, run: Path, options: str, last: int, said: str) -> Iterator[str]:
+def _check_failure(
+    cluster: _Cluster, run: Path, options: str, last: int, message: str
+) -> Iterator[str]:
     job = cluster.submit(run, options.split())
-    cluster.wait_for_the_end(job)
-    _say(f"with {options}, the job is {cluster.state_of(job)}")
-    yield from _wrong_ending(cluster, job, "FAILED")
-    if said not in Path(f"{run}.said").read_text():
-        yield f"the output does not say {said!r}"
+    cluster.wait_for_end(job)
+    _print(f"with {options}, the job is {cluster.state_of(job)}")
+    yield from _check_state(cluster, job, "FAILED")
+    if message not in Path(f"{run}.output").read_text():
+        yield f"the output does not contain {message!r}"
     if newest_good(run) != last:
         yield f"the newest checkpoint is that of step {newest_good(run)}"
 
 
-def _cancelled(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
-    """A run that somebody cancels stays ended, and has saved."""
-    job, before = _started(cluster, run)
+def _cancel(cluster: _Cluster, reference: Path, run: Path) -> Iterator[str]:
+    """A cancelled run has saved, and is not requeued."""
+    job, before = _start_job(cluster, run)
     cluster.cancel(job)
-    cluster.wait_for_the_end(job)
-    _say(f"cancelled after step {before}, saved at step {newest_good(run)}")
-    yield from _wrong_ending(cluster, job, "CANCELLED")
+    cluster.wait_for_end(job)
+    _print(f"cancelled after step {before}, saved at step {newest_good(run)}")
+    yield from _check_state(cluster, job, "CANCELLED")
 
 
-def _wrong_ending(cluster: _Cluster, job: str, wanted: str) -> Iterator[str]:
-    if (state := cluster.state_of(job)) != wanted:
-        yield f"the job is {state}, not {wanted}"
+_CASES = {
+    "node": _lose_node, "launcher": _kill_launcher, "limit": _reach_time_limit,
+    "diverged": _diverge, "refused": _refuse, "cancelled": _cancel,
+}  # fmt: skip
+
+
+def _check_state(cluster: _Cluster, job: str, expected: str) -> Iterator[str]:
+    if (state := cluster.state_of(job)) != expected:
+        yield f"the job is {state}, not {expected}"
     if cluster.restarts_of(job):
         yield f"the job was requeued {cluster.restarts_of(job)} times"
 
 
-_CASES = {
-    "node": _node, "launcher": _launcher, "limit": _limit,
-    "diverged": _diverged, "refused": _refused, "cancelled": _cancelled,
-}  # fmt: skip
-
-
-def _started(cluster: _Cluster, run: Path, *more: str) -> tuple[str, int]:
-    """A job in the middle of its steps, and the step that it has saved."""
+def _start_job(cluster: _Cluster, run: Path, *more: str) -> tuple[str, int]:
+    """A job in the middle of its steps, and the step of its newest checkpoint."""
     job = cluster.submit(run, more)
     _wait(lambda: newest_good(run) >= _KILLED_AFTER, "first checkpoints")
     return job, newest_good(run)
 
 
-def _wrong_at_the_end(
+def _check_end(
     cluster: _Cluster,
     job: str,
     reference: Path,
@@ -208,19 +207,18 @@ def _wrong_at_the_end(
     *,
     at_once: bool = True,
 ) -> Iterator[str]:
-    """Wait for a job that was disturbed after a step had been saved; what is wrong then."""
-    cluster.wait_for_the_end(job, at_once=at_once)
-    _say(f"the job is {cluster.state_of(job)} after {time.time() - at:.0f} s")
+    """Wait for a job with a fault after a checkpoint, and compare its result."""
+    cluster.wait_for_end(job, at_once=at_once)
+    _print(f"the job is {cluster.state_of(job)} after {time.time() - at:.0f} s")
     if cluster.restarts_of(job) != 1:
         yield f"the job was requeued {cluster.restarts_of(job)} times, not once"
     yield from differences(run, reference, None)
-    again = [point for point, _ in points_of(run, since=at) if point[1] <= before]
-    if again:
-        yield f"steps up to {before} were done again after they were saved"
+    if any(step <= before for (_, step), _ in points_of(run, since=at)):
+        yield f"steps up to {before} were repeated although they were saved"
 
 
 class _Cluster:
-    """A controller and two nodes, which end with the block."""
+    """A controller and two nodes, until the end of the block."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -238,7 +236,7 @@ class _Cluster:
         self.controller = self._start("slurmctld", "-D")
         for name in ("n1", "n2"):
             self.start_node(name)
-        _wait(lambda: "idle" in self._told("sinfo", "--noheader", "--format=%T"), "two idle nodes")
+        _wait(lambda: "idle" in self._call("sinfo", "--noheader", "--format=%T"), "two idle nodes")
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -252,41 +250,41 @@ class _Cluster:
         self.nodes[name] = self._start("slurmd", "-D", "-N", name)
 
     def kill_node(self, name: str) -> None:
-        """Kill a node's daemon and everything that it has started."""
-        # Slurm's own first, or it would tell the controller how the tasks ended.
+        """Kill a node's daemon and all its processes."""
+        # Slurm's daemons first, or they would report the end of the tasks to the controller.
         log = str(self.folder / f"slurmd-{name}.log")
         _kill([self.nodes[name].pid, *_step_daemons(log), *self.tasks_of(name)])
         self.nodes[name].wait()
 
     def tasks_of(self, name: str) -> Iterator[int]:
-        """What runs on a node for jobs."""
+        """The processes of jobs on a node."""
         ours = f"{MARK}={os.environ[MARK]}".encode()
         return processes_with(f"SLURMD_NODENAME={name}".encode(), ours)
 
     def submit(self, run: Path, more: Sequence[str] = ()) -> str:
-        """Submit the batch file for ranks of this Python; the job's number."""
+        """Submit the batch file for ranks of this Python. Returns the job's number."""
         self.environment |= {
             "TORCHRUN": f"{sys.executable} -m torch.distributed.run",
             "RANKS_PER_NODE": "1", "PORT": str(free_port()), "RUN_DIR": str(run),
             "PYTHONPATH": str(Path(__file__).parents[1]),
         }  # fmt: skip
-        said = f"--output={run}.said"
+        output = f"--output={run}.output"
         words = [*_JOB.words, "--timeout-s", str(_TIMEOUT_S), *more]
-        return self._told("sbatch", "--parsable", said, str(_BATCH), *words).strip()
+        return self._call("sbatch", "--parsable", output, str(_BATCH), *words).strip()
 
     def limit(self, job: str, minutes: str) -> None:
         """Give a job another time limit."""
-        self._told("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
+        self._call("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")
 
     def cancel(self, job: str) -> None:
         """Cancel a job as its user does."""
-        self._told("scancel", job)
+        self._call("scancel", job)
 
-    def wait_for_the_end(self, job: str, *, at_once: bool = True) -> None:
-        """Wait for it; a requeued job need not wait for two minutes, as it does by default.
+    def wait_for_end(self, job: str, *, at_once: bool = True) -> None:
+        """Wait for the end of a job. ``at_once`` skips Slurm's wait of 2 minutes before a restart.
 
-        After a node's loss it has to: Slurm may yet end there what it thinks is the start before.
-        Seconds it waits always: nodes refuse what starts in the second in which it was ended.
+        After the loss of a node it must wait: Slurm may still kill processes of the previous start
+        there. It always waits a few seconds: nodes refuse a job in the second of its end.
         """
         pending_since = None
 
@@ -295,21 +293,21 @@ class _Cluster:
             if at_once and self.state_of(job) == "PENDING":
                 pending_since = pending_since or time.monotonic()
                 if time.monotonic() - pending_since > _PENDING_S:
-                    self._told("scontrol", "update", f"JobId={job}", "StartTime=now")
+                    self._call("scontrol", "update", f"JobId={job}", "StartTime=now")
             return self.state_of(job) not in ("PENDING", "RUNNING", "COMPLETING")
 
         _wait(has_ended, "the job's end")
 
     def state_of(self, job: str) -> str:
-        """Slurm's word for what the job does."""
-        return self._field(job, "JobState")
+        """The state of a job as Slurm reports it."""
+        return self._read_field(job, "JobState")
 
     def restarts_of(self, job: str) -> int:
-        """How often it was requeued."""
-        return int(self._field(job, "Restarts"))
+        """How often a job was requeued."""
+        return int(self._read_field(job, "Restarts"))
 
-    def _field(self, job: str, name: str) -> str:
-        fields = self._told("scontrol", "show", "job", job).split()
+    def _read_field(self, job: str, name: str) -> str:
+        fields = self._call("scontrol", "show", "job", job).split()
         return next(f.partition("=")[2] for f in fields if f.startswith(f"{name}="))
 
     def _start(self, *command: str) -> subprocess.Popen[bytes]:
@@ -318,7 +316,7 @@ class _Cluster:
             stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
         )  # fmt: skip
 
-    def _told(self, *command: str) -> str:
+    def _call(self, *command: str) -> str:
         done = subprocess.run(
             command, env=self.environment, capture_output=True, text=True, check=False
         )
@@ -326,7 +324,7 @@ class _Cluster:
 
 
 def _step_daemons(log: str) -> Iterator[int]:
-    """Those of a node, which have its log open; Slurm clears their environment."""
+    """The step daemons of a node. They have its log open. Slurm clears their environment."""
     for path in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
             if (path / "comm").read_text().startswith("slurmstepd") and any(
@@ -347,15 +345,15 @@ def _has(pid: int, file: str, wanted: bytes) -> bool:
     return False
 
 
-def _wait(condition: Callable[[], bool], what: str) -> None:
-    deadline = time.time() + _LONGEST_S
+def _wait(condition: Callable[[], bool], event: str) -> None:
+    deadline = time.time() + _LIMIT_S
     while not condition():
         if time.time() > deadline:
-            raise TimeoutError(f"waited in vain for {what}")
+            raise TimeoutError(f"timeout while waiting for {event}")
         time.sleep(_LOOK_EVERY_S)
 
 
-def _say(line: str) -> None:
+def _print(line: str) -> None:
     print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)
 
 

@@ -1,18 +1,16 @@
-"""Starts of a job: ranks forked as by torchrun, the real torchrun, and the job's own command."""
+"""Starts of a job in forked ranks, and the end of any start."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from faults.deck import RANKS
-from faults.inside import COUNT, FOLDER, START, events_in
+from faults.inside import FOLDER, START, events_in
 from pretrain.cli import SLOW_IMPORTS
 from rank_testing import preload
 from rank_testing.scripts import Script
@@ -20,30 +18,30 @@ from rank_testing.scripts import Script
 preload("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", *SLOW_IMPORTS)
 
 MAX_RESTARTS = 3
-# As long as torchrun waits between SIGTERM and SIGKILL.
+# torchrun waits so long between SIGTERM and SIGKILL.
 KILLED_AFTER_S = 30.0
 _STOPPED_KILLED_AFTER_S = 1.0
-_LOOK_EVERY_S = 0.05
+LOOK_EVERY_S = 0.05
 _CODE = "import sys\nfrom faults.inside import main\nsys.exit(main(sys.argv[1:]))"
-_NOT_A_USERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
+_UNSET = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MLFLOW_TRACKING_URI")
 
 
 @dataclass
 class Ended:
-    """How the ranks of a start, or the command that started them, ended.
+    """The end of a start's ranks, or of the launchers that started them.
 
     Attributes:
         codes: exit codes, negative for signals.
-        at: when each has ended, of ``time.time()``.
-        said: what was printed.
-        killed: ranks that had to be killed because they did not end by themselves.
-        left: a stopped rank that was left as it was.
-        gone: when each rank that a launcher had started was gone, by its process.
+        at: the end of each, of ``time.time()``.
+        output: the printed text.
+        killed: ranks or launchers that did not end until they were killed.
+        left: a stopped rank that was left stopped.
+        gone: the end of each rank of a launcher, by its process.
     """
 
     codes: dict[int, int] = field(default_factory=dict)
     at: dict[int, float] = field(default_factory=dict)
-    said: str = ""
+    output: str = ""
     killed: set[int] = field(default_factory=set)
     left: dict[int, Script] = field(default_factory=dict)
     gone: dict[int, float] = field(default_factory=dict)
@@ -54,32 +52,32 @@ class Ended:
         return not self.left and not any(self.codes.values())
 
     def look_for_ranks(self, folder: Path) -> set[int]:
-        """Note which are gone, of all that have noted their start; those that are not."""
+        """Record the launcher's ranks that have ended. Returns the processes of the others."""
         pids = {event["pid"] for event in events_in(folder) if event["event"] == "start"}
         left = {pid for pid in pids - set(self.gone) if _is_alive(pid)}
         self.gone |= dict.fromkeys(pids - set(self.gone) - left, time.time())
         return left
 
     def wait_for_ranks(self, folder: Path) -> None:
-        """Wait for those that a launcher has left behind; kill what does not end by itself."""
+        """Wait for ranks that outlive their launcher, and kill them after a while."""
         deadline = time.time() + KILLED_AFTER_S
         while left := self.look_for_ranks(folder):
             if time.time() > deadline:
                 self.killed |= left
                 for pid in left:
                     os.kill(pid, signal.SIGKILL)
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(LOOK_EVERY_S)
 
 
 def environment(folder: Path, start: int, more: Mapping[str, str]) -> dict[str, str]:
-    """The variables of a user whose job has this start's faults."""
-    kept = {name: value for name, value in os.environ.items() if name not in _NOT_A_USERS}
+    """The environment of a user, plus this start's faults."""
+    inherited = {name: value for name, value in os.environ.items() if name not in _UNSET}
     tools = str(Path(__file__).parents[1])
-    return {**kept, "PYTHONPATH": tools, FOLDER: str(folder), START: str(start), **more}
+    return {**inherited, "PYTHONPATH": tools, FOLDER: str(folder), START: str(start), **more}
 
 
 class Forked:
-    """Ranks forked with torch loaded, which meet at a store that outlives them as torchrun's do."""
+    """Ranks forked with torch loaded. As under torchrun, their store outlives them."""
 
     def __init__(self) -> None:
         self._store: object = None
@@ -95,7 +93,7 @@ class Forked:
         leave_stopped: bool,
         limit_s: float,
     ) -> Ended:
-        """Start all ranks, and end them as torchrun's agent does once one has failed."""
+        """Start all ranks. Once one fails, end the others as torchrun's agent does."""
         restart = start % (MAX_RESTARTS + 1)
         if not restart:
             self._make_store()
@@ -107,11 +105,13 @@ class Forked:
         }  # fmt: skip
         ranks = {}
         for rank in range(RANKS):
-            own = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-            # A node whose ranks are started again because of another one does not count that.
-            own["TORCHELASTIC_RESTART_COUNT"] = str(0 if rank else restart)
-            ranks[rank] = Script(_CODE, *words, cwd=folder, env=environment(folder, start, own))
-        return _watched(ranks, stopped, leave_stopped=leave_stopped, limit_s=limit_s)
+            variables = {**launcher, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+            # A node that restarts because of another node does not count that.
+            variables["TORCHELASTIC_RESTART_COUNT"] = str(0 if rank else restart)
+            ranks[rank] = Script(
+                _CODE, *words, cwd=folder, env=environment(folder, start, variables)
+            )
+        return _watch(ranks, stopped, leave_stopped=leave_stopped, limit_s=limit_s)
 
     def _make_store(self) -> None:
         import torch.distributed as dist
@@ -122,7 +122,7 @@ class Forked:
         self._store, self._port = store, store.port
 
 
-def _watched(
+def _watch(
     ranks: dict[int, Script],
     stopped: Callable[[], set[int]],
     *,
@@ -138,7 +138,7 @@ def _watched(
                 continue
             done = script.wait()
             ended.at[rank], ended.codes[rank] = now, done.returncode
-            ended.said += f"--- rank {rank}, {done.returncode}\n{done.stdout}{done.stderr}"
+            ended.output += f"--- rank {rank}, {done.returncode}\n{done.stdout}{done.stderr}"
         if not failed_at and any(ended.codes.values()):
             failed_at = now
             for script in running.values():
@@ -154,7 +154,7 @@ def _watched(
             is_late = now - began > limit_s
             ended.killed |= set(running) - set(ended.at) - (set() if is_late else frozen)
             _kill(running, set(running))
-        time.sleep(_LOOK_EVERY_S)
+        time.sleep(LOOK_EVERY_S)
     return ended
 
 
@@ -168,50 +168,3 @@ def _is_alive(pid: int) -> bool:
 def _kill(ranks: dict[int, Script], which: set[int]) -> None:
     for rank in which:
         ranks[rank].send(signal.SIGKILL)
-
-
-def torchrun(words: Sequence[str], folder: Path, start: int, limit_s: float) -> Ended:
-    """Run the job under the real torchrun, which starts it again up to three times."""
-    command = [
-        "-m", "torch.distributed.run", "--nnodes", "1", "--nproc-per-node", str(RANKS),
-        "--rdzv-backend", "c10d", "--rdzv-endpoint", "127.0.0.1:0",
-        "--max-restarts", str(MAX_RESTARTS), "-m", "faults.inside", *words,
-    ]  # fmt: skip
-    return _command(command, folder, start, limit_s, {COUNT: "1"})
-
-
-def own_command(words: Sequence[str], folder: Path, start: int, limit_s: float) -> Ended:
-    """Run what ``hatch run pretrain`` runs, which has a launcher of its own."""
-    return _command(["-m", "faults.inside", *words], folder, start, limit_s, {})
-
-
-def _command(
-    command: list[str], folder: Path, start: int, limit_s: float, more: Mapping[str, str]
-) -> Ended:
-    with (folder / "said").open("w+") as said:
-        process = subprocess.Popen(
-            [sys.executable, *command],
-            cwd=folder,
-            env=environment(folder, start, more),
-            stdout=said,
-            stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        ended, deadline = Ended(), time.time() + limit_s
-        while (code := process.poll()) is None and time.time() < deadline:
-            ended.look_for_ranks(folder)
-            time.sleep(_LOOK_EVERY_S)
-        if code is None:
-            ended.killed.add(0)
-        ended.codes[0] = end(process) if code is None else code
-        ended.at[0] = time.time()
-        ended.wait_for_ranks(folder)
-        said.seek(0)
-        ended.said = said.read()
-    return ended
-
-
-def end(process: subprocess.Popen[bytes]) -> int:
-    """Ask a launcher to end, which ends its ranks; its exit code."""
-    process.send_signal(signal.SIGTERM)
-    return process.wait(2 * KILLED_AFTER_S)

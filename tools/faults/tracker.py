@@ -18,12 +18,12 @@ _START_S = 180.0
 
 
 class Tracker:
-    """``mlflow server`` with a database of its own, at one address for as long as this is used."""
+    """``mlflow server`` with a new database, always at the same address."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.uri = f"http://127.0.0.1:{free_port()}"
-        self.restarts_itself = threading.Event()
+        self.restarts = threading.Event()
         self._ends = threading.Event()
         self._starting = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -31,13 +31,13 @@ class Tracker:
 
     @property
     def is_up(self) -> bool:
-        """Whether it answers."""
+        """Whether it responds."""
         with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.uri}/health", timeout=5):
             return True
         return False
 
     def ensure(self) -> int:
-        """Start it unless it runs, wait until it answers, and return its process group."""
+        """Start it unless it runs, and wait for a response. Returns its process group."""
         with self._starting:
             if self._process is None or self._process.poll() is not None:
                 self._process = self._start()
@@ -45,12 +45,12 @@ class Tracker:
         deadline = time.monotonic() + _START_S
         while not self.is_up:
             if time.monotonic() > deadline:
-                raise TimeoutError(f"MLflow's server does not answer at {self.uri}")
+                raise TimeoutError(f"MLflow's server does not respond at {self.uri}")
             time.sleep(0.2)
         return process.pid
 
     def close(self) -> None:
-        """End it for good."""
+        """Kill it and stop restarting it."""
         self._ends.set()
         with self._starting, contextlib.suppress(ProcessLookupError):
             if self._process is not None:
@@ -74,9 +74,9 @@ class Tracker:
         )
 
     def _watch(self) -> None:
-        """Start it again after a kill, in trials that want that."""
+        """Restart it after a kill, in trials with ``restarts`` set."""
         while not self._ends.wait(0.2):
-            if self.restarts_itself.is_set() and self._process is not None:
+            if self.restarts.is_set() and self._process is not None:
                 with self._starting:
                     if self._process.poll() is not None and not self._ends.is_set():
                         self._process = self._start()

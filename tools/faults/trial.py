@@ -1,4 +1,4 @@
-"""One run, taken through several faults to its end, and what is checked on the way."""
+"""One run with several faults until its end, and the checks on the way."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from faults import starting
-from faults.agents import agents
+from faults import launchers, starting
 from faults.deck import DAMAGES, Fault, Variant
 from faults.inside import BALLAST, events_in
 from faults.tracker import Tracker
@@ -26,7 +25,7 @@ from rank_testing.scripts import Script
 BEYOND_TIMEOUT_S = 10.0
 RUN = Path("room", "run")
 _CONTINUED_AFTER_S = 1.0
-# Starts that end badly without a fault of ours: the faults of others on a busy machine.
+# Starts that fail without a fault of ours, on a busy machine.
 _MOST_UNPLANNED = 2
 _LIMIT_S = 240.0
 
@@ -36,9 +35,9 @@ class Happened:
     """A fault that has happened.
 
     Attributes:
-        ended_s: seconds until all ranks that were not stopped had ended; None: the job went on.
-        late_s: of these, seconds for which the machine had no core for the campaign's clock.
-        recovered_s: seconds until the next start, or this one, did a step or finished.
+        ended_s: seconds until all ranks that were not stopped had ended. None if the job continued.
+        late_s: the part of ``ended_s`` without a core for the campaign's clock.
+        recovered_s: seconds until this start or the next did a step or finished.
     """
 
     fault: Fault
@@ -53,7 +52,7 @@ class Happened:
 
 @dataclass
 class Outcome:
-    """A trial: what has happened, what has not, and what is wrong afterwards."""
+    """The outcome of a trial: faults that happened, faults that did not, and problems."""
 
     happened: list[Happened] = field(default_factory=list)
     unused: list[Fault] = field(default_factory=list)
@@ -63,15 +62,15 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Place:
-    """Where trials are made, with what they share.
+    """The folder of a trial, and the things that trials share.
 
     Attributes:
-        folder: of this trial, new.
-        disk: the small file system that its run lies on, if any.
+        folder: the new folder of this trial.
         reference: the undisturbed run of the variant.
-        timeout_s: of collectives.
-        beyond_timeout_s: what ranks have beyond that to end after a fault.
-        late_s: what the machine has lost between two times.
+        timeout_s: the timeout of collectives.
+        disk: the small file system for the run, if any.
+        beyond_timeout_s: the time that ranks have to end, in addition to the timeout.
+        late_s: the seconds that the machine lost between two times.
     """
 
     folder: Path
@@ -89,13 +88,13 @@ class Place:
 
 
 def words_of(variant: Variant, timeout_s: float, seed: int) -> list[str]:
-    """The command line of a run, which goes on by itself."""
+    """The command line of a run, which resumes automatically."""
     more = f"--run-dir {RUN} --auto-resume --timeout-s {timeout_s} --seed {seed}"
     return [*variant.words, *more.split()]
 
 
 class Trial:
-    """A run under a launcher, with faults to come in their order."""
+    """A run under a launcher, with faults in their order."""
 
     def __init__(
         self, place: Place, variant: Variant, faults: Sequence[Fault], launcher: str, seed: int
@@ -107,7 +106,7 @@ class Trial:
         if variant.mlflow and place.tracker is not None:
             self.words += ["--mlflow-uri", place.tracker.uri]
         self.faults = list(faults)
-        self.plan = _by_start(self.faults)
+        self.plan = _assign_starts(self.faults)
         self.damaged: set[int] = set()
         self.only_kills: list[tuple[str, str]] = []
         self.outcome = Outcome()
@@ -115,21 +114,23 @@ class Trial:
         self.left: list[threading.Thread] = []
 
     def run(self) -> Outcome:
-        """Start the job until it has finished, and compare what it leaves."""
+        """Start the job until it has finished, and compare its files."""
         self._make_room()
         facts = [[dataclasses.asdict(fault) for fault in faults] for faults in self.plan]
         (self.place.folder / "plan.json").write_text(json.dumps(facts))
         unplanned = 0
         while True:
-            began, number = time.time(), self.outcome.starts
+            number = self.outcome.starts
             ended = self._start(number)
-            self._settle(began, number, ended)
+            self._settle(number, ended)
             if ended.is_success or self.outcome.problems:
                 break
-            if not self._faults_since(number):
+            if not self._list_faults(number):
                 unplanned += 1
                 if unplanned > _MOST_UNPLANNED:
-                    self._problem(f"start {number} ended without a fault: {ended.said[-1500:]}")
+                    self._add_problem(
+                        f"start {number} ended without a fault: {ended.output[-1500:]}"
+                    )
                     break
         for thread in self.left:
             thread.join()
@@ -146,69 +147,71 @@ class Trial:
             room.symlink_to(self.place.disk, target_is_directory=True)
 
     def _start(self, number: int) -> starting.Ended:
-        self._prepare_the_tracker(number)
+        self._prepare_tracker(number)
         folder = self.place.folder
         if self.launcher == "torchrun":
-            return starting.torchrun(self.words, folder, number, 4 * _LIMIT_S)
+            return launchers.torchrun(self.words, folder, number, 4 * _LIMIT_S)
         if self.launcher == "agents":
-            return agents(self.words, folder, number, 4 * _LIMIT_S)
+            return launchers.agents(self.words, folder, number, 4 * _LIMIT_S)
         if self.launcher == "command":
-            return starting.own_command(self.words, folder, number, _LIMIT_S)
-        kinds = {fault.kind for fault in self._planned(number)}
+            return launchers.own_command(self.words, folder, number, _LIMIT_S)
+        kinds = {fault.kind for fault in self._list_planned(number)}
         return self.forked.start(
             self.words,
             folder,
             number,
-            lambda: {e["rank"] for e in self._faults_since(number) if "stop" in e["kind"]},
+            lambda: {e["rank"] for e in self._list_faults(number) if "stop" in e["kind"]},
             leave_stopped="stop and continue" in kinds,
             limit_s=_LIMIT_S,
         )
 
-    def _settle(self, began: float, number: int, ended: starting.Ended) -> None:
-        """Take note of what one start has brought, and do what comes between starts."""
-        (self.place.folder / f"said-{number}").write_text(ended.said)
-        faults = self._faults_since(number)
-        self.outcome.starts = 1 + max([number, *(e["start"] for e in self._events())])
+    def _settle(self, number: int, ended: starting.Ended) -> None:
+        """Record the faults of one start, check its end, and do the damage between two starts."""
+        (self.place.folder / f"output-{number}").write_text(ended.output)
+        faults = self._list_faults(number)
+        self.outcome.starts = 1 + max([number, *(e["start"] for e in self._read_events())])
         for event in faults:
-            fault = self._fault_of(event)
+            fault = self._find_fault(event)
             one = Happened(fault, self.launcher, self.variant.name, event["at"], event["start"])
             self.outcome.happened.append(one)
-            self._check_the_end(one, ended)
+            self._check_end(one, ended)
         if ended.killed:
-            self._problem(f"start {number} hung: {[str(o.fault) for o in self.outcome.happened]}")
+            self._add_problem(
+                f"start {number} hung: {[str(o.fault) for o in self.outcome.happened]}"
+            )
         (self.place.folder / BALLAST).unlink(missing_ok=True)
         for rank, script in ended.left.items():
             self.left.append(self._continue(rank, script))
         for one in self.outcome.happened[-len(faults) :] if faults else ():
             if one.fault.kind in DAMAGES and not self._damage(one.fault.kind):
                 self.only_kills.append((one.fault.kind, one.fault.phase))
-                one.fault = dataclasses.replace(one.fault, kind="kill")  # which is all it was
+                # There was no checkpoint to damage, so the fault was only a kill.
+                one.fault = dataclasses.replace(one.fault, kind="kill")
         self._check_checkpoints()
 
-    def _check_the_end(self, one: Happened, ended: starting.Ended) -> None:
-        """Note when its ranks had ended, those that were stopped left out."""
+    def _check_end(self, one: Happened, ended: starting.Ended) -> None:
+        """Measure the time until its ranks had ended, except a stopped rank."""
         if not one.fault.is_fatal:
             return
         stops = one.fault.kind.startswith("stop")
-        joins = [e["at"] for e in self._events("join") if e["start"] == one.start]
-        began = max([one.at, *joins])  # a rank that has not joined yet notices nothing
+        joins = [e["at"] for e in self._read_events("join") if e["start"] == one.start]
+        began = max([one.at, *joins])  # a rank notices nothing before it joins
         if self.launcher == "forked":
             others = [at for rank, at in ended.at.items() if not (stops and rank == one.fault.rank)]
         else:
-            ranks = [e for e in self._events("start") if e["start"] == one.start]
+            ranks = [e for e in self._read_events("start") if e["start"] == one.start]
             others = [
                 ended.gone[e["pid"]] for e in ranks if not (stops and e["rank"] == one.fault.rank)
             ]
         end = max(others)
         one.ended_s = max(0.0, end - began)
         one.late_s = self.place.late_s(began, end)
-        bound_s = self.place.timeout_s + self.place.beyond_timeout_s
-        if one.ended_s - one.late_s > bound_s:
+        if one.ended_s - one.late_s > self.place.timeout_s + self.place.beyond_timeout_s:
             late = f", {one.late_s:.1f} s of them without a core" if one.late_s else ""
-            self._problem(f"{one.fault}: ranks went on for {one.ended_s:.1f} s{late}")
+            self._add_problem(f"{one.fault}: ranks continued for {one.ended_s:.1f} s{late}")
 
     def _continue(self, rank: int, script: Script) -> threading.Thread:
-        """Continue a stopped rank while the next start is under way; it has to end."""
+        """Continue a stopped rank during the next start. It must end."""
 
         def work() -> None:
             time.sleep(_CONTINUED_AFTER_S)
@@ -216,14 +219,14 @@ class Trial:
             try:
                 script.wait(self.place.timeout_s + self.place.beyond_timeout_s)
             except Exception as error:
-                self._problem(f"rank {rank}, continued, does not end: {error}")
+                self._add_problem(f"rank {rank}, continued, does not end: {error}")
 
         thread = threading.Thread(target=work)
         thread.start()
         return thread
 
     def _damage(self, kind: str) -> bool:
-        """Damage the newest checkpoint, unless the run then had none; return whether it did."""
+        """Damage the newest checkpoint if there are two. Returns whether it is damaged."""
         good = sorted(
             path for path in (self.place.run / "checkpoints").glob("step_????????") if is_good(path)
         )
@@ -234,13 +237,13 @@ class Trial:
         return not is_good(good[-1])
 
     def _check_checkpoints(self) -> None:
-        """Every checkpoint that was acknowledged and not damaged or deleted by the job is good."""
-        saved = {e["step"] for e in self._events("saved")} - self.damaged
+        """The newest acknowledged checkpoint is undamaged, unless a fault damaged it."""
+        saved = {e["step"] for e in self._read_events("saved")} - self.damaged
         if saved and newest_good(self.place.run) < max(saved):
-            self._problem(f"the acknowledged checkpoint of step {max(saved)} is lost")
+            self._add_problem(f"the acknowledged checkpoint of step {max(saved)} is lost")
 
     def _finish(self, ended: starting.Ended) -> None:
-        events = self._events()
+        events = self._read_events()
         for one in self.outcome.happened:
             later = [e["at"] for e in events if e["event"] == "step" and e["at"] > one.at]
             later += [max(ended.at.values())] if ended.is_success else []
@@ -254,59 +257,61 @@ class Trial:
                 self.outcome.unused.append(fault)
         self._check_loads(events)
         if not self.outcome.problems:
-            self.outcome.problems += self._wrong_at_the_end()
+            self.outcome.problems += self._find_differences()
 
     def _check_loads(self, events: list[dict[str, Any]]) -> None:
-        """Each start went on from the newest checkpoint that was acknowledged before."""
+        """Each start resumed from the newest checkpoint acknowledged before."""
         best = 0
         for event in events:
             if event["event"] == "saved":
                 best = max(best, event["step"])
             elif event["event"] == "loaded" and event["step"] < best and best not in self.damaged:
-                self._problem(f"start {event['start']} went back to {event['step']}, not {best}")
+                self._add_problem(
+                    f"start {event['start']} resumed from {event['step']}, not {best}"
+                )
 
-    def _wrong_at_the_end(self) -> list[str]:
+    def _find_differences(self) -> list[str]:
         tracker = self.place.tracker if self.variant.mlflow else None
         if tracker is None:
             return list(differences(self.place.run, self.place.reference, None))
-        tracker.restarts_itself.clear()
+        tracker.restarts.clear()
         tracker.ensure()
         wrong = list(differences(self.place.run, self.place.reference, tracker.uri))
         if not wrong:
             return []
-        # What the server has not taken is sent by the next start of the same command.
-        self._settle(time.time(), self.outcome.starts, self._start(self.outcome.starts))
+        # The next start of the same command sends the metrics that the server lacks.
+        self._settle(self.outcome.starts, self._start(self.outcome.starts))
         return list(differences(self.place.run, self.place.reference, tracker.uri))
 
-    def _prepare_the_tracker(self, number: int) -> None:
+    def _prepare_tracker(self, number: int) -> None:
         tracker = self.place.tracker
         if not self.variant.mlflow or tracker is None:
             return
-        tracker.restarts_itself.clear()
+        tracker.restarts.clear()
         (self.place.folder / "tracker.pid").write_text(str(tracker.ensure()))
-        if any(fault.kind == "tracker restarted" for fault in self._planned(number)):
-            tracker.restarts_itself.set()
+        if any(fault.kind == "tracker restarted" for fault in self._list_planned(number)):
+            tracker.restarts.set()
 
-    def _planned(self, number: int) -> list[Fault]:
+    def _list_planned(self, number: int) -> list[Fault]:
         return self.plan[number] if number < len(self.plan) else []
 
-    def _fault_of(self, event: dict[str, Any]) -> Fault:
-        planned = self._planned(event["start"])
+    def _find_fault(self, event: dict[str, Any]) -> Fault:
+        planned = self._list_planned(event["start"])
         return next(f for f in planned if (f.kind, f.phase) == (event["kind"], event["phase"]))
 
-    def _faults_since(self, number: int) -> list[dict[str, Any]]:
-        return [event for event in self._events("fault") if event["start"] >= number]
+    def _list_faults(self, number: int) -> list[dict[str, Any]]:
+        return [event for event in self._read_events("fault") if event["start"] >= number]
 
-    def _events(self, kind: str | None = None) -> list[dict[str, Any]]:
+    def _read_events(self, kind: str | None = None) -> list[dict[str, Any]]:
         found = events_in(self.place.folder)
         return [event for event in found if kind in (None, event["event"])]
 
-    def _problem(self, text: str) -> None:
+    def _add_problem(self, text: str) -> None:
         self.outcome.problems.append(text)
 
 
-def _by_start(faults: Sequence[Fault]) -> list[list[Fault]]:
-    """Of each start one fault that ends the job, and one that does not; the last has no more."""
+def _assign_starts(faults: Sequence[Fault]) -> list[list[Fault]]:
+    """At most one fatal and one harmless fault per start. The last has no fatal fault."""
     fatal = [[fault] for fault in faults if fault.is_fatal] + [[]]
     harmless = [[fault] for fault in faults if not fault.is_fatal]
     pairs = zip_longest(fatal, harmless[: len(fatal)], fillvalue=list[Fault]())
@@ -336,8 +341,8 @@ _DAMAGE: dict[str, Callable[[Path], None]] = {
 }
 
 
-def undisturbed(folder: Path, variant: Variant, timeout_s: float, seed: int) -> Path:
-    """Make the run without faults that others of its variant are compared with."""
+def run_undisturbed(folder: Path, variant: Variant, timeout_s: float, seed: int) -> Path:
+    """Make the reference: a run of the variant without faults."""
     place = Place(folder, folder / RUN, timeout_s)
     plain = dataclasses.replace(variant, mlflow=False)
     outcome = Trial(place, plain, [], "forked", seed).run()

@@ -1,25 +1,26 @@
-"""What a disturbed run has left, compared with the undisturbed run of the same seed."""
+"""The files of a disturbed run, compared with the undisturbed run of the same seed."""
 
 from __future__ import annotations
 
 import io
 import json
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from mcore.parallel.checkpoint.inspection.comparing import diff
 from mcore.parallel.checkpoint.inspection.output import Output
 from mcore.parallel.checkpoint.inspection.verifying import verify
+from results.journal import read_journal
 
-# What a clock, or the number of starts, decides.
+# Metrics that depend on a clock or on the number of starts.
 _OF_THE_MACHINE = ("time/", "throughput/", "memory/", "straggler/", "step-time")
 Point = tuple[str, int]
 
 
 def newest_good(run: Path) -> int:
-    """The step of the last checkpoint whose every byte is as it was saved; 0: none."""
+    """The step of the last undamaged checkpoint. 0 if there is none."""
     found = [path for path in (run / "checkpoints").glob("step_*") if path.suffix == ""]
     return max((step_of(path) for path in found if is_good(path)), default=0)
 
@@ -31,31 +32,36 @@ def step_of(checkpoint: Path) -> int:
 
 def is_good(checkpoint: Path) -> bool:
     """Whether every byte is as it was saved."""
-    return verify(checkpoint, None, _silent()) == 0
+    return verify(checkpoint, None, _make_silent_output()) == 0
 
 
-def _silent() -> Output:
+def _make_silent_output() -> Output:
     return Output(io.StringIO(), io.StringIO(), as_json=False)
 
 
 def differences(run: Path, reference: Path, mlflow_uri: str | None) -> Iterator[str]:
-    """What is wrong with the run."""
+    """The differences of a run from the reference, each as a sentence."""
     last = f"checkpoints/step_{newest_good(reference):08d}"
-    if not (run / last).is_dir() or diff(reference / last, run / last, [], None, _silent()):
+    if not (run / last).is_dir() or diff(
+        reference / last, run / last, [], None, _make_silent_output()
+    ):
         yield "the final weights differ from the undisturbed run"
-    points, wrong = points_of(run), list(_unreadable(run))
-    yield from wrong
-    expected = _comparable(points_of(reference))
-    yield from _compared("metrics.jsonl", points, expected)
+    broken: list[str] = []
+    points = points_of(run, on_broken=broken.append)
+    yield from broken
+    expected = _select_comparable(points_of(reference))
+    yield from _compare("metrics.jsonl", points, expected)
     if mlflow_uri is not None:
-        yield from _compared("MLflow", mlflow_points(run, mlflow_uri), expected)
+        yield from _compare("MLflow", mlflow_points(run, mlflow_uri), expected)
     if not (run / "loss.png").is_file():
         yield "there is no loss curve"
 
 
-def points_of(run: Path, since: float = 0.0) -> list[tuple[Point, Any]]:
-    """Each metric at each step, as often as the file has it, of those written since a time."""
-    records = [json.loads(line) for line in _lines(run) if _is_json(line)]
+def points_of(
+    run: Path, since: float = 0.0, on_broken: Callable[[str], object] = lambda line: None
+) -> list[tuple[Point, Any]]:
+    """Each metric at each step, as often as the file has it, written since a time."""
+    records = read_journal(run / "metrics.jsonl", lambda data: {**data}, on_broken)
     return [
         ((name, record["step"]), value)
         for record in records
@@ -63,23 +69,6 @@ def points_of(run: Path, since: float = 0.0) -> list[tuple[Point, Any]]:
         for name, value in record.items()
         if name not in ("step", "time")
     ]
-
-
-def _lines(run: Path) -> list[str]:
-    return (run / "metrics.jsonl").read_text().splitlines()
-
-
-def _unreadable(run: Path) -> Iterator[str]:
-    for number, line in enumerate(_lines(run), start=1):
-        if not _is_json(line):
-            yield f"metrics.jsonl:{number} is no JSON: {line[:80]!r}"
-
-
-def _is_json(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
 
 
 def mlflow_points(run: Path, uri: str) -> list[tuple[Point, Any]]:
@@ -99,22 +88,23 @@ def mlflow_points(run: Path, uri: str) -> list[tuple[Point, Any]]:
     ]
 
 
-def _comparable(points: list[tuple[Point, Any]]) -> dict[Point, Any]:
+def _select_comparable(points: list[tuple[Point, Any]]) -> dict[Point, Any]:
     return {point: value for point, value in points if not point[0].startswith(_OF_THE_MACHINE)}
 
 
-def _compared(
-    where: str, points: list[tuple[Point, Any]], expected: dict[Point, Any]
+def _compare(
+    place: str, points: list[tuple[Point, Any]], expected: dict[Point, Any]
 ) -> Iterator[str]:
-    doubled = [point for point, count in Counter(p for p, _ in points).items() if count > 1]
-    if doubled:
-        yield f"{where}: {len(doubled)} doubled points, such as {doubled[:3]}"
-    found = _comparable(points)
-    missing = sorted(set(expected) - set(found))
-    if missing:
-        yield f"{where}: {len(missing)} missing points, such as {missing[:3]}"
-    if unexpected := sorted(set(found) - set(expected)):
-        yield f"{where}: {len(unexpected)} points too many, such as {unexpected[:3]}"
-    differing = [p for p in sorted(set(found) & set(expected)) if found[p] != expected[p]]
-    if differing:
-        yield f"{where}: {len(differing)} other values, such as {differing[:3]}"
+    found = _select_comparable(points)
+    counts = Counter(point for point, _ in points)
+    for problem, wrong in (
+        ("doubled points", [point for point, count in counts.items() if count > 1]),
+        ("missing points", sorted(expected.keys() - found.keys())),
+        ("points too many", sorted(found.keys() - expected.keys())),
+        (
+            "other values",
+            [p for p in sorted(found.keys() & expected.keys()) if found[p] != expected[p]],
+        ),
+    ):
+        if wrong:
+            yield f"{place}: {len(wrong)} {problem}, such as {wrong[:3]}"

@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from layouts.combinations import AFTER, STEPS
-from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import ShardedTensor
 from mcore.tensor import to_local_if_dtensor
 from pretrain.optim.main_weights import MainWeightOptimizer
@@ -32,7 +31,7 @@ CPU = torch.device("cpu")
 
 @dataclasses.dataclass
 class Result:
-    """What the ranks of a combination found, from step ``first`` on."""
+    """The numbers of a combination, from step ``first`` on."""
 
     first: int
     losses: list[float] = dataclasses.field(default_factory=list)
@@ -44,22 +43,21 @@ class Result:
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """A combination to train from the start, or behind the checkpoint of another one."""
+    """A combination to train from the start, or from the checkpoint of another combination."""
 
     settings: Settings
     run_dir: str
-    goes_on: bool
+    resumes: bool
     result: str  # the file for it
 
 
 def do_tasks(tasks: list[Task], limit_s: int) -> None:
-    """Do tasks of one number of ranks, one after the other; the first rank writes each result.
+    """Do tasks of one number of ranks, one after the other. The first rank writes each result.
 
-    What fails on a rank ends it, and so the others: whoever started them sees which task it was.
-    So does one that takes longer than the limit.
+    A failure, or a task over the limit, ends all ranks: the first task without a result failed.
     """
     for task in tasks:
-        with within(limit_s):
+        with limit_time(limit_s):
             began = time.perf_counter()
             result = _train(task)
             result.seconds = time.perf_counter() - began
@@ -70,8 +68,11 @@ def do_tasks(tasks: list[Task], limit_s: int) -> None:
 
 
 @contextlib.contextmanager
-def within(limit_s: int) -> Iterator[None]:
-    """Kill this process where the block takes longer, with its stack written; in C alone."""
+def limit_time(limit_s: int) -> Iterator[None]:
+    """Kill this process if the block takes longer, after writing its stack.
+
+    Works also while Python code cannot run: the handler is written in C.
+    """
     faulthandler.register(signal.SIGALRM, all_threads=False, chain=True)
     signal.alarm(limit_s)
     yield
@@ -82,16 +83,16 @@ def _train(task: Task) -> Result:
     path = Path(task.run_dir)
     path.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    begun = path if task.goes_on else None
+    begun = path if task.resumes else None
     loop = build_loop(task.settings, RunFolder(path), CPU, begun, False, None, lambda: 0)
     result = Result(loop.progress.step + 1)
-    for step in range(result.first, result.first + (AFTER if task.goes_on else STEPS)):
-        found = _step(loop, step)
+    for step in range(result.first, result.first + (AFTER if task.resumes else STEPS)):
+        found = _run_step(loop, step)
         if step == 1:
             result.gradients = found.gradients
         result.losses += found.losses
         result.norms += found.norms
-    if not task.goes_on:
+    if not task.resumes:
         loop.progress.step = STEPS
         loop.saver.save(STEPS)
         loop.saver.wait()
@@ -100,14 +101,14 @@ def _train(task: Task) -> Result:
     return result
 
 
-def _step(loop: Loop, step: int) -> Result:
-    """One step; the gradients are those before they are clipped, as in the first step alone."""
+def _run_step(loop: Loop, step: int) -> Result:
+    """One step. The first step also returns the norms of the gradients before clipping."""
     gradients: dict[str, float] = {}
     optimizer: Any = loop.steps.optimizer
     clip = optimizer.clip_gradients
 
     def clip_gradients(limit: float) -> torch.Tensor:
-        gradients.update(_gradient_norms(loop))
+        gradients.update(_measure_gradients(loop))
         norm: torch.Tensor = clip(limit)
         return norm
 
@@ -120,30 +121,31 @@ def _step(loop: Loop, step: int) -> Result:
     return Result(step, [float(loss)], [float(norm)], gradients)
 
 
-def _gradient_norms(loop: Loop) -> dict[str, float]:
+def _measure_gradients(loop: Loop) -> dict[str, float]:
     """The norm of each parameter's whole gradient, by its name in checkpoints, on all ranks.
 
-    Each piece counts once, however many ranks have a copy.
+    Pieces are exchanged with their place in the whole: a copy replaces the piece it equals.
     """
     model, groups = loop.steps.model, loop.groups
     metadata = {"dp_cp_group": groups.dp_cp, "tp_group": groups.tp}
     state = model.sharded_state_dict(prefix="", metadata=metadata)
-    gradients = _gradients(loop)
-    own: dict[tuple[str, Any], float] = {}
+    gradients = _find_gradients(loop)
+    local: dict[tuple[str, Any], float] = {}
     for value in state.values():
         if isinstance(value, ShardedTensor) and id(value.data) in gradients:
-            place = (tuple(value.global_offset), _shard_of(value.data, groups))
+            place = (tuple(value.global_offset), _find_shard(value.data))
             square = gradients[id(value.data)].double().square().sum()
-            own[value.key, place] = float(square)
+            local[value.key, place] = float(square)
     of_ranks: list[dict[tuple[str, Any], float]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(of_ranks, own)
+    dist.all_gather_object(of_ranks, local)
     squares: dict[str, float] = {}
-    for (name, _), one in {key: one for found in of_ranks for key, one in found.items()}.items():
-        squares[name] = squares.get(name, 0.0) + one
+    pieces = {place: piece for found in of_ranks for place, piece in found.items()}
+    for (name, _), piece in pieces.items():
+        squares[name] = squares.get(name, 0.0) + piece
     return {name: square**0.5 for name, square in sorted(squares.items())}
 
 
-def _gradients(loop: Loop) -> dict[int, torch.Tensor]:
+def _find_gradients(loop: Loop) -> dict[int, torch.Tensor]:
     """This rank's reduced gradients by the identity of their parameters."""
     optimizer: Any = loop.steps.optimizer
     is_whole = isinstance(optimizer, MainWeightOptimizer)
@@ -155,8 +157,8 @@ def _gradients(loop: Loop) -> dict[int, torch.Tensor]:
     }
 
 
-def _shard_of(data: Any, groups: ProcessGroups) -> int:
-    """Which shard FSDP has left here; without it there is one."""
+def _find_shard(data: Any) -> int:
+    """The index of this rank's FSDP shard. 0 without FSDP."""
     if not isinstance(data, DTensor):
         return 0
     coordinate = data.device_mesh.get_coordinate()

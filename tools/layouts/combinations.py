@@ -1,4 +1,4 @@
-"""The dimensions of the main job, their valid combinations, and those of them that are run."""
+"""The dimensions of the main job, their valid combinations, and the combinations to run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pretrain.settings import Settings
 from pretrain.usage import UsageError
 
 STEPS = 20
-AFTER = 2  # steps of a run that goes on in another layout: the second one shows the moments
+AFTER = 2  # steps of a resumed run: the second step depends on the optimizer's moments
 RANKS = (1, 2, 4, 8)
 _CROSSED_UP_TO = 2  # ranks
 _MOST_STAGES = 8  # over all ranks
@@ -21,7 +21,7 @@ _EXPERTS = 8
 _BATCH = 8
 _SWITCHES = {"sequence_parallel": "sp", "recompute": "recompute", "packed": "packed",
              "bf16": "bf16"}  # fmt: skip
-# A checkpoint of one of these is none of the other.
+# A checkpoint resumes only with the same values of these.
 FIXED = ("packed", "bf16", "experts")
 _SHAPE: dict[str, Any] = {
     "hidden_size": 32, "num_attention_heads": 8, "seq_length": 32,
@@ -34,61 +34,59 @@ _SHAPE: dict[str, Any] = {
 def combinations(ranks: int, data: str) -> list[Settings]:
     """The settings of every valid combination on a number of ranks, over a text.
 
-    What a combination says is in force: sharding needs replicas, and dp fills up the ranks.
+    Every dimension of a combination has an effect: sharding needs replicas, and dp takes the
+    remaining ranks.
     """
-    return [one for sizes in _sizes(ranks) for one in _switched(sizes, ranks, data)]
+    return [one for sizes in _list_sizes(ranks) for one in _add_switches(sizes, ranks, data)]
 
 
-def chosen(ranks: int, data: str) -> list[Settings]:
-    """Those that are run: on up to two ranks all, on more each layout once.
+def choose_combinations(ranks: int, data: str) -> list[Settings]:
+    """The combinations to run: all on one and two ranks, each layout once on more ranks.
 
-    Its switches are those that bring the most values of three dimensions together that have not
-    been together yet, so that any two values have been.
+    The switches of a layout are chosen to cover as many new triples of values as possible. As a
+    result every pair of values is covered.
     """
     if ranks <= _CROSSED_UP_TO:
         return combinations(ranks, data)
     seen: set[tuple[Any, ...]] = set()
-    taken = []
-    for sizes in _sizes(ranks):
-        offered = _switched(sizes, ranks, data)
-        if not offered:
-            continue
-        best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
-        seen |= meetings(best, 3)
-        taken.append(best)
-    return taken
+    chosen = []
+    for sizes in _list_sizes(ranks):
+        offered = _add_switches(sizes, ranks, data)
+        if offered:
+            best = max(offered, key=lambda one: len(meetings(one, 3) - seen))
+            seen |= meetings(best, 3)
+            chosen.append(best)
+    return chosen
 
 
 def meetings(settings: Settings, count: int) -> set[tuple[Any, ...]]:
-    """All that so many dimensions of a combination have together."""
+    """The values that each ``count`` of a combination's dimensions have together."""
     names = ("tp", "cp", "pp", "vpp", "experts", "ep", "fsdp", "hsdp_outer", *_SWITCHES)
     values = [(name, getattr(settings, name)) for name in names]
     return set(itertools.combinations(values, count))
 
 
-def _sizes(ranks: int) -> Iterator[dict[str, Any]]:
-    """Every way to share out the ranks; with a layer for each stage, and two where all have all."""
+def _list_sizes(ranks: int) -> Iterator[dict[str, Any]]:
+    """Every way to divide the ranks, with a layer for each stage, and two without a pipeline."""
     for tp, cp, pp, vpp in itertools.product(RANKS, RANKS, RANKS, (1, 2)):
         if ranks % (tp * cp * pp) or pp * vpp > _MOST_STAGES or (vpp > 1 and pp == 1):
             continue
         dp = ranks // (tp * cp * pp)
         dense = {
             "tp": tp, "cp": cp, "pp": pp, "vpp": vpp, "dp": dp, "num_layers": max(2, pp * vpp),
-            # Twice as many micro-batches as stages, where there are so many sequences.
+            # Twice as many micro-batches as stages, if there are so many sequences.
             "micro_batch_size": max(1, _BATCH // (2 * dp * pp)) if pp > 1 else 0,
         }  # fmt: skip
         for ep, outer in itertools.product((0, *RANKS), (0, 1, 2, 4)):
             sharded = {"fsdp": True, "hsdp_outer": outer} if outer else {}
-            yield {**dense, **sharded, **_experts(ep)}
+            # Stages balance each micro-batch separately, so the whole batch would not be balanced
+            # as on one process. Sequences are.
+            experts = {"experts": _EXPERTS, "ep": ep, "balance": "sequence"} if ep else {}
+            yield {**dense, **sharded, **experts}
 
 
-def _experts(ep: int) -> dict[str, Any]:
-    # Stages balance each micro-batch by itself, so that no layout but one would be as one process.
-    return {"experts": _EXPERTS, "ep": ep, "balance": "sequence"} if ep else {}
-
-
-def _switched(sizes: dict[str, Any], ranks: int, data: str) -> list[Settings]:
-    """The combinations of some sizes that are valid."""
+def _add_switches(sizes: dict[str, Any], ranks: int, data: str) -> list[Settings]:
+    """The valid combinations of some sizes with all switches."""
     valid = []
     for values in itertools.product((False, True), repeat=len(_SWITCHES)):
         switches = dict(zip(_SWITCHES, values, strict=True))
@@ -109,7 +107,7 @@ def _is_valid(settings: Settings, ranks: int) -> bool:
 
 
 def name_of(settings: Settings) -> str:
-    """The combination in short, such as ``tp2-cp1-dp2 ep2 fsdp packed``."""
+    """A short name, such as ``tp2-cp1-dp2 ep2 fsdp packed``."""
     experts = [f"ep{settings.ep}"] if settings.experts else []
     outer = [f"hsdp{settings.hsdp_outer}"] if settings.hsdp_outer > 1 else []
     sharded = outer or ["fsdp"] * settings.fsdp
@@ -118,26 +116,24 @@ def name_of(settings: Settings) -> str:
 
 
 def others(settings: Settings, every: list[Settings]) -> list[Settings]:
-    """Four layouts to load a combination's checkpoint in: one of each number of ranks, as drawn.
+    """Up to four random layouts that can load a combination's checkpoint.
 
-    They have as many layers as the checkpoint.
+    First one on each number of ranks, then more on any number if some have none. They have as many
+    layers as the checkpoint.
     """
     draw = random.Random(name_of(settings))
-    wanted = _fixed(settings)
     taken: list[Settings] = []
-    fitting = [one for one in every if _fixed(one) == wanted]
+    fitting = [
+        one for one in every if all(getattr(one, name) == getattr(settings, name) for name in FIXED)
+    ]
     draw.shuffle(fitting)
     for ranks in (*RANKS, *RANKS):
-        own = (
+        candidates = (
             dataclasses.replace(one, num_layers=settings.num_layers)
             for one in fitting
             if one.world_size == ranks and settings.num_layers % (one.pp * one.vpp) == 0
         )
-        found = next((one for one in own if one != settings and one not in taken), None)
+        found = next((one for one in candidates if one != settings and one not in taken), None)
         if found is not None and len(taken) < len(RANKS):
             taken.append(found)
     return taken
-
-
-def _fixed(settings: Settings) -> list[Any]:
-    return [getattr(settings, name) for name in FIXED]

@@ -1,4 +1,4 @@
-"""The steps of all combinations: in worlds of forked ranks, which go on where one has failed."""
+"""The steps of all combinations, in worlds of forked ranks. A failure ends only its combination."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from pathlib import Path
 
 import torch
 
-from bench.machine import joined, machine, now
 from layouts.cell import Result, Task, do_tasks
 from layouts.combinations import AFTER, RANKS, STEPS, name_of, others
 from layouts.experts import PlainExperts
 from layouts.reference import PlainGPT, loss_in_parts, train_plain
-from layouts.table import Reference, Row, take_load, take_steps, tolerance_of
+from layouts.table import Reference, Row, compare_load, compare_steps, tolerance_of
 from pretrain.settings import Settings
 from rank_testing import RankFailure, preload, run_ranks
+from results.machine import describe_machine, join_facts, timestamp
 
 preload("layouts.cell")
 
-_AT_ONCE = 6  # cells whose checkpoints are kept until all of them have been loaded
+_AT_ONCE = 6  # combinations whose checkpoints are kept until all have been loaded
 _IN_A_WORLD = 12  # more would leave too many process groups behind
 _TASK_S = 90  # on eight ranks that share two busy cores it takes up to 20
 
 
 def write_text(folder: Path) -> str:
-    """Write records of many lengths, from one byte to several windows; return their file."""
+    """Write records of many lengths, from one byte to several windows. Returns their file."""
     draw = random.Random(7)
     lengths = [draw.choice((0, 6, 20, 45, 70, 130)) for _ in range(200)]
     texts = ["".join(draw.choices("abcdefgh \n", k=length)) for length in lengths]
@@ -45,29 +45,33 @@ def write_text(folder: Path) -> str:
 def compare(
     wanted: Sequence[Settings], every: list[Settings], folder: Path, deadline: float = math.inf
 ) -> Iterator[Row]:
-    """Yield the row of each wanted combination, whose checkpoints are loaded in some of all.
+    """Yield the row of each wanted combination. Some of ``every`` load its checkpoint.
 
-    Forks ranks; call it in a process that is no rank. Nothing begins after the deadline, of
+    Forks ranks: call it in a process that is no rank. Nothing begins after the deadline, of
     ``time.monotonic()``.
     """
     for first in range(0, len(wanted), _AT_ONCE):
         if time.monotonic() >= deadline:
             return
         runs = folder / f"runs-{first}"
-        yield from _compare(wanted[first : first + _AT_ONCE], every, runs)
+        yield from _compare_batch(wanted[first : first + _AT_ONCE], every, runs)
         shutil.rmtree(runs)
 
 
-def _compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> list[Row]:
+def _compare_batch(wanted: Sequence[Settings], every: list[Settings], folder: Path) -> list[Row]:
     folder.mkdir()
     rows, tasks, loads = [], [], []
     for number, settings in enumerate(wanted):
-        rows.append(_row(settings))
+        facts = (timestamp(), join_facts(describe_machine()))
+        tolerance = tolerance_of(settings)
+        rows.append(
+            Row(name_of(settings), settings.world_size, settings.num_layers, tolerance, *facts)
+        )
         run_dir = folder / f"{number}"
         tasks.append(Task(settings, str(run_dir), False, f"{run_dir}.json"))
-    for row, task, result in zip(rows, tasks, _results(tasks), strict=True):
+    for row, task, result in zip(rows, tasks, _run_tasks(tasks), strict=True):
         settings = task.settings
-        take_steps(row, result, reference_of(settings), experts_together=settings.bf16)
+        compare_steps(row, result, reference_of(settings), experts_together=settings.bf16)
         if result.error:
             continue
         for place, other in enumerate(others(task.settings, every)):
@@ -75,26 +79,15 @@ def _compare(wanted: Sequence[Settings], every: list[Settings], folder: Path) ->
             copied = f"{task.run_dir}-{place}"
             shutil.copytree(task.run_dir, copied)
             loads.append((row, task.settings, Task(other, copied, True, f"{copied}.json")))
-    found = _results([task for _, _, task in loads])
+    found = _run_tasks([task for _, _, task in loads])
     for (row, settings, task), result in zip(loads, found, strict=True):
-        take_load(row, result, reference_of(settings), name_of(task.settings))
+        compare_load(row, result, reference_of(settings), name_of(task.settings))
     return rows
 
 
-def _row(settings: Settings) -> Row:
-    return Row(
-        name_of(settings),
-        settings.world_size,
-        settings.num_layers,
-        tolerance_of(settings),
-        now(),
-        joined(machine()),
-    )
-
-
 def reference_of(settings: Settings) -> Reference:
-    """What one float64 process finds that a combination is compared with, computed once."""
-    return _reference(
+    """The float64 process that a combination is compared with, computed once."""
+    return _train_reference(
         dataclasses.replace(
             settings, tp=1, cp=1, pp=1, vpp=1, dp=1, ep=1, fsdp=False, hsdp_outer=1,
             micro_batch_size=0, sequence_parallel=False, recompute=False, bf16=False,
@@ -103,11 +96,12 @@ def reference_of(settings: Settings) -> Reference:
 
 
 @functools.cache
-def _reference(settings: Settings) -> Reference:
-    """Train the plain model in float64; the steps after the last are those behind a checkpoint."""
+def _train_reference(settings: Settings) -> Reference:
+    """Train the plain model in float64, and continue with the steps after a checkpoint."""
     lines = Path(settings.data).read_text().splitlines()
     documents = [(json.loads(line)["text"] + "\n").encode() for line in lines]
-    first, model = _plain(settings), _plain(settings)
+    kind = PlainExperts if settings.experts else PlainGPT
+    first, model = kind(settings).double(), kind(settings).double()
     torch.autograd.backward(loss_in_parts(first, settings, documents)(1))
     gradients = {
         name.replace("/", "."): float(weight.grad.norm())
@@ -120,21 +114,17 @@ def _reference(settings: Settings) -> Reference:
     return Reference(losses, norms, gradients)
 
 
-def _plain(settings: Settings) -> PlainGPT:
-    return (PlainExperts if settings.experts else PlainGPT)(settings).double()
-
-
-def _results(tasks: Sequence[Task]) -> list[Result]:
-    """What each task has found, one number of ranks after the other."""
+def _run_tasks(tasks: Sequence[Task]) -> list[Result]:
+    """Run the tasks, one number of ranks after the other."""
     for ranks in RANKS:
-        own = [task for task in tasks if task.settings.world_size == ranks]
-        for first in range(0, len(own), _IN_A_WORLD):
-            _run(own[first : first + _IN_A_WORLD], ranks)
+        group = [task for task in tasks if task.settings.world_size == ranks]
+        for first in range(0, len(group), _IN_A_WORLD):
+            _run_in_worlds(group[first : first + _IN_A_WORLD], ranks)
     return [Result(**json.loads(Path(task.result).read_text())) for task in tasks]
 
 
-def _run(tasks: list[Task], ranks: int) -> None:
-    """Run tasks in one world; where one of them fails, the others in a new one."""
+def _run_in_worlds(tasks: list[Task], ranks: int) -> None:
+    """Run tasks in one world. After a failure the rest runs in a new world."""
     while tasks:
         try:
             run_ranks(do_tasks, ranks, tasks, _TASK_S, timeout_s=2.0 * _TASK_S * len(tasks))
@@ -144,9 +134,9 @@ def _run(tasks: list[Task], ranks: int) -> None:
             if not left:
                 return
             print(f"{name_of(left[0].settings)}: {failure}", file=sys.stderr, flush=True)
-            told = (failure.ranks[0].message if failure.ranks else str(failure)).strip()
-            if signal.SIGALRM.name in told:
-                told = f"no end after {_TASK_S} s"
-            error = Result(1, error=told.splitlines()[-1])
+            message = (failure.ranks[0].message if failure.ranks else str(failure)).strip()
+            if signal.SIGALRM.name in message:
+                message = f"no end after {_TASK_S} s"
+            error = Result(1, error=message.splitlines()[-1])
             Path(left[0].result).write_text(json.dumps(dataclasses.asdict(error)))
             tasks = left[1:]

@@ -1,4 +1,4 @@
-"""The plain model with experts: every one sees every token, and most of what it says counts 0."""
+"""The plain model with experts: each expert sees every token, and most outputs have weight 0."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class PlainExperts(PlainGPT):
     def _feed_forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
         logits = x @ self.weights[f"{name}/router/weight"].T
         self._noted.setdefault(name, []).append(logits)
-        gates = _shares(logits) * self._chosen(logits)
+        gates = _softmax(logits) * self._mark_chosen(logits)
         if self.settings.topk > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
@@ -46,8 +46,8 @@ class PlainExperts(PlainGPT):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Load-balancing and z loss of each layer, of all rows seen since the last call.
 
-        ``windows`` has the window of each row of each pass: rows of one are balanced together.
-        Without it each row is a window of its own.
+        ``windows`` has the window of each row of each pass: rows of a window are balanced together.
+        Without it each row is a separate window.
         """
         balances, sizes = [], []
         for parts in self._noted.values():
@@ -61,32 +61,32 @@ class PlainExperts(PlainGPT):
             )
             if self.settings.balance == "batch":
                 window = torch.zeros_like(window)
-            load = _means(self._chosen(logits), window) / self.settings.topk
-            mean = _means(_shares(logits), window)
+            load = _average(self._mark_chosen(logits), window) / self.settings.topk
+            mean = _average(_softmax(logits), window)
             balances.append((self.settings.experts * load * mean).sum(-1).mean())
             sizes.append(logits.exp().sum(-1).log().square().mean())
         self._noted.clear()
         return torch.stack(balances), torch.stack(sizes)
 
     def routing_loss(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Both losses, summed over the layers and weighed as the settings say."""
+        """Both losses, summed over the layers with the weights of the settings."""
         balances, sizes = self.routing(windows)
         return self.settings.balance_loss * balances.sum() + self.settings.z_loss * sizes.sum()
 
-    def _chosen(self, logits: torch.Tensor) -> torch.Tensor:
-        """1 for each of the likeliest experts, of equal ones the lower number."""
+    def _mark_chosen(self, logits: torch.Tensor) -> torch.Tensor:
+        """1 for each of the likeliest experts. Of equal experts the lower number wins."""
         is_chosen = torch.zeros_like(logits)
         for _ in range(self.settings.topk):
-            best = (_shares(logits) - 2 * is_chosen).argmax(-1)
+            best = (_softmax(logits) - 2 * is_chosen).argmax(-1)
             is_chosen = is_chosen + F.one_hot(best, self.settings.experts)
         return is_chosen
 
 
-def _shares(logits: torch.Tensor) -> torch.Tensor:
+def _softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.exp() / logits.exp().sum(-1, keepdim=True)
 
 
-def _means(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
+def _average(values: torch.Tensor, groups: torch.Tensor) -> torch.Tensor:
     """The mean of the values ``[n, E]`` of each group: ``[groups, E]``."""
     counts = torch.bincount(groups)
     sums = torch.zeros(len(counts), values.shape[1], dtype=values.dtype)

@@ -1,4 +1,4 @@
-"""The main job's model in plain PyTorch on one process, which its layouts are compared with."""
+"""The main job's model in plain PyTorch on one process: the reference for its layouts."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class PlainGPT(torch.nn.Module):
     def _draw(
         self, name: str, *shape: int, is_added: bool = False, drawn_as: str | None = None
     ) -> None:
-        """Put a weight; what is added to the residual stream is smaller in a deeper model."""
+        """Draw a weight. Weights that add to the residual stream are smaller in a deeper model."""
         std = 0.02 / math.sqrt(2.0 * self.settings.num_layers) if is_added else 0.02
         values = ParameterInit(self.settings.seed, torch.device("cpu"), None).whole(
             drawn_as or name, shape, lambda tensor: torch.nn.init.normal_(tensor, 0.0, std)
@@ -119,7 +119,7 @@ class PlainGPT(torch.nn.Module):
         return x + self._feed_forward(f"{name}/feed_forward", normed)
 
     def routing_loss(self, windows: Sequence[torch.Tensor]) -> torch.Tensor:
-        """What routers add to the loss of the rows since the last call, which windows have."""
+        """The routers' loss of the rows since the last call. The windows have these rows."""
         return torch.zeros(())
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -146,15 +146,17 @@ def plain_losses(settings: Settings) -> list[float]:
 
 
 def plain_run(settings: Settings) -> tuple[list[float], float]:
-    """Train the plain model; return the loss of each step and the validation loss at the end."""
+    """Train the plain model. Returns the loss of each step and the validation loss at the end."""
     torch.manual_seed(0)
     text = load_corpus().train
     model = PlainGPT(settings)
-    losses, _ = train_plain(model, settings, lambda step: model.loss(_batch(settings, text, step)))
+    losses, _ = train_plain(
+        model, settings, lambda step: model.loss(_draw_batch(settings, text, step))
+    )
     unseen = dataclasses.replace(settings, seed=settings.seed + 1)
     with torch.no_grad():
         batches = [
-            _batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
+            _draw_batch(unseen, load_corpus().validation, n) for n in range(settings.eval_batches)
         ]
         validation = [model.loss(batch).item() for batch in batches]
     return losses, sum(validation) / len(validation)
@@ -167,7 +169,7 @@ def train_plain(
     *,
     steps: int | None = None,
 ) -> tuple[list[float], list[float]]:
-    """Train a plain model by its loss of each step; return the losses and the gradient norms."""
+    """Train a plain model by its loss of each step. Returns the losses and the gradient norms."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
@@ -194,21 +196,17 @@ def train_plain(
     return losses, norms
 
 
-def _batch(settings: Settings, text: Text, step: int) -> dict[str, torch.Tensor]:
+def _draw_batch(settings: Settings, text: Text, step: int) -> dict[str, torch.Tensor]:
     return draw_batch(
-        text,
-        rows=slice(None),
-        batch_size=settings.global_batch_size,
-        seq_length=settings.seq_length,
-        seed=settings.seed,
-        step=step,
-    )
+        text, rows=slice(None), batch_size=settings.global_batch_size,
+        seq_length=settings.seq_length, seed=settings.seed, step=step,
+    )  # fmt: skip
 
 
 def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
     """Run the first step of the plain model and return the gradient of each parameter."""
     model = PlainGPT(settings)
-    torch.autograd.backward(model.loss(_batch(settings, load_corpus().train, 1)))
+    torch.autograd.backward(model.loss(_draw_batch(settings, load_corpus().train, 1)))
     return {
         name.replace("/", "."): weight.grad
         for name, weight in model.weights.items()
@@ -219,15 +217,15 @@ def plain_gradients(settings: Settings) -> dict[str, torch.Tensor]:
 def parts_of(
     documents: Sequence[Sequence[int]], seq_length: int, multiple: int
 ) -> list[list[Part]]:
-    """The parts of documents in each window, tokens and labels, laid out one token at a time.
+    """The parts of documents in each window, tokens and labels, placed one token at a time.
 
-    A label of -1 is none: a document ends there.
+    A label of -1 marks the end of a document: there is no next token.
     """
     places: list[tuple[int, int, int] | None] = []
     for number, document in enumerate(documents):
         for at, token in enumerate(document):
-            behind = document[at + 1] if at + 1 < len(document) else -1
-            places.append((number, token, behind))
+            label = document[at + 1] if at + 1 < len(document) else -1
+            places.append((number, token, label))
         while len(places) % multiple:
             places.append(None)
     windows = []
@@ -245,10 +243,11 @@ def parts_of(
 def loss_in_parts(
     model: PlainGPT, settings: Settings, documents: Sequence[bytes]
 ) -> Callable[[int], torch.Tensor]:
-    """The loss of a step that sees each part of a document alone; without ``--packed`` all is one.
+    """The loss of a step that computes each part of a document alone.
 
-    ``documents`` are those of a ``.jsonl`` file that ``--data`` names. The gradient is that of the
-    routers' losses too, where each sequence is balanced by itself.
+    Without ``--packed`` the text is one document. ``documents`` are the records of a ``.jsonl``
+    file given as ``--data``. The gradient includes the routers' losses, with each sequence balanced
+    separately.
     """
     text = b"".join(documents)
     split = int(len(text) * (1 - settings.validation_share))

@@ -1,52 +1,59 @@
-"""The table of all combinations: how far each is from one float64 process, and what fails."""
+"""The deviation of each combination from one float64 process, and the page of all."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import product
 
-from bench.table import markdown_table
 from layouts.cell import Result
-from layouts.combinations import STEPS
+from layouts.combinations import RANKS, STEPS
 from pretrain.settings import Settings
+from results import RECORDS
+from results.page import markdown_table
 
 _EXPERT = re.compile(r"\.own\.\d+\.")
+_RECORD = "/".join((RECORDS / "layouts").parts[-3:])
 _HEAD = f"""# Every layout of the main job
 
 `hatch run parity` trains {STEPS} steps of a tiny model in every layout of tp, cp, pp, vpp, dp,
-fsdp, hsdp and ep, with eight experts or without, on 1, 2, 4 and 8 ranks. It compares each step's
-loss, each step's gradient norm and the norm of every parameter's first gradient with the same model
-in plain PyTorch, in float64 on one process. The checkpoint of each is then loaded in four other
-layouts, one on 1, 2, 4 and 8 ranks where there is one, and two more steps are compared.
+fsdp, hsdp and ep, with eight experts or without, on 1, 2, 4 and 8 ranks. The reference is the same
+model in plain PyTorch, in float64 on one process. Three numbers are compared: each step's loss,
+each step's gradient norm, and the norm of every parameter's first gradient. Then four other
+layouts, on 1, 2, 4 and 8 ranks if possible, load the checkpoint and train two more steps. These are
+compared too.
 
-On 1 and 2 ranks each layout comes with every set of sp, recompute, packed and bf16. On 4 and 8 it
-comes with one, chosen so that any two values of two dimensions meet (`--all` runs every set). There
-is a layer for each stage, and two without a pipeline.
+On 1 and 2 ranks each layout is run with every set of sp, recompute, packed and bf16. On 4 and 8
+ranks it is run with one set, chosen to bring together any two values of two dimensions (`--all`
+runs every set). There is a layer for each stage, and there are two without a pipeline.
 
-The columns give the largest relative differences and how much rounding explains: 1e-5 in fp32, in
-bf16 what `tools/layouts/table.py` derives. `seconds` is for the {STEPS} steps, the checkpoint and
-its loads. What is left of this table is run, and the table written again, by
+`loss` and `gradient` are the largest relative differences, and `bound` is the limit of rounding
+errors: 1e-5 in fp32. For bf16 `tools/layouts/table.py` derives it. `seconds` is for the {STEPS}
+steps, the checkpoint and its loads. [layouts.jsonl](layouts.jsonl) has all rows. This command runs
+the missing rows and writes the page:
 
-`hatch run parity --resume --results tools/docs/layouts.jsonl --output tools/docs/layouts.md`
+`hatch run parity --resume --results {_RECORD}.jsonl --output {_RECORD}.md`
 
-What it has found, both mended: with bf16, torch's layer norm adds up its gradients on a CPU in bf16
-(7.7e-2 off here without sp, 79 % of a bias gradient lost over 16,384 tokens), whatever the layout;
-and a layout named with `--resume` kept `--vpp`, `--ep` and `--hsdp-outer` of the stored one.
+It has found two errors, both corrected. On a CPU, torch's layer norm sums its gradients in bf16:
+they were off by 7.7e-2 here without sp, and 79 % of a bias gradient was lost over 16,384 tokens.
+A layout given with `--resume` kept the `--vpp`, `--ep` and `--hsdp-outer` of the stored layout.
 """
+_NUM_WORST = 10
 _NUMBERS = ("ranks", "layers", "loss", "gradient", "bound", "loads", "seconds")
-# An fp32 number is rounded by up to 2**-24; the sums of a step have some thousand terms whose
-# errors add up like a random walk, sqrt(10_000) * 2**-24 = 6e-6.
+_GROUP_NUMBERS = ("ranks", "green", "loss", "gradient", "of the bound", "loads", "seconds")
+# An fp32 number is rounded by up to 2**-24. The sums of a step have some thousand terms whose
+# errors add up like a random walk: sqrt(10_000) * 2**-24 = 6e-6.
 _FP32 = 1e-5
-# A bf16 number is rounded by up to 2**-9, 0.42 of that in the root mean square. On its way through
-# a layer a value is rounded some 12 times, its gradient and that of weights 24 times more, and each
-# once more in two sums over tp for each further rank.
+# A bf16 number is rounded by up to 2**-9, 0.42 of that in the root mean square. In a layer a value
+# is rounded some 12 times, its gradient and that of weights 24 times more, and each once more in
+# two sums over tp for each further rank.
 _BF16, _FORWARD, _ROUNDINGS, _TP_SUMS = 0.42 * 2.0**-9, 12, 36, 4
 # The logits of the second and the third of eight experts are 0.38 of their spread apart on average
-# (order statistics of the normal distribution), so that an error of so small a part ``e`` of each
-# swaps them for sqrt(2) * 0.8 * e / 0.38 = 3 e of the tokens. For these, one of two experts is
-# another one: half of the change is new, which has no direction in common with what it replaces.
+# (order statistics of the normal distribution). A relative error ``e`` of each swaps them for
+# sqrt(2) * 0.8 * e / 0.38 = 3 e of the tokens. For these tokens one of two experts is another
+# expert: half of the output is new, and orthogonal to the output that it replaces.
 _SWAPPED = 3.0
 
 
@@ -61,7 +68,7 @@ class Reference:
 
 @dataclasses.dataclass
 class Row:
-    """A combination, its largest relative differences, and how many layouts went on from it."""
+    """A combination, its largest relative differences, and the layouts that loaded it."""
 
     name: str
     ranks: int
@@ -78,21 +85,27 @@ class Row:
 
     @property
     def is_green(self) -> bool:
-        """Whether nothing failed and nothing differs by more than rounding explains."""
+        """Whether nothing failed and no difference exceeds the bound."""
         return not self.problems and self.loaded == self.to_load
 
+    @property
+    def share(self) -> float:
+        """The larger difference over the bound. Infinite if there is none to compare."""
+        differences = (self.loss, self.gradient)
+        return math.inf if any(map(math.isnan, differences)) else max(differences) / self.tolerance
+
     def cells(self) -> tuple[str, ...]:
-        """The texts of its line of the table."""
-        said = "ok" if self.is_green else "; ".join(self.problems) or "not all layouts load it"
+        """The texts of its line of a table."""
+        verdict = "ok" if self.is_green else "; ".join(self.problems) or "not all layouts load it"
         return (
             self.name, str(self.ranks), str(self.layers), f"{self.loss:.1e}",
             f"{self.gradient:.1e}", f"{self.tolerance:.0e}", f"{self.loaded}/{self.to_load}",
-            f"{self.seconds:.1f}", said,
+            f"{self.seconds:.1f}", verdict,
         )  # fmt: skip
 
 
 def tolerance_of(settings: Settings) -> float:
-    """How far numbers of a combination may be from those of float64, relatively."""
+    """The relative difference to float64 that rounding explains."""
     if not settings.bf16:
         return _FP32
     roundings = settings.num_layers * (_ROUNDINGS + _TP_SUMS * (settings.tp - 1))
@@ -103,64 +116,93 @@ def tolerance_of(settings: Settings) -> float:
     return rounded + math.sqrt(swapped / 2)
 
 
-def take_steps(
+def compare_steps(
     row: Row, result: Result, reference: Reference, *, experts_together: bool = False
 ) -> None:
     """Compare the steps of a combination with the reference.
 
-    In bf16 some tokens go to other experts, of which some have few tokens: the gradients of all
+    In bf16 some tokens reach other experts, some of which have few tokens: the gradients of all
     experts of a layer are compared together.
     """
     row.seconds += result.seconds
     if result.error:
         row.problems.append(result.error)
         return
-    row.loss = _largest(result.losses, reference.losses[:STEPS])
-    norms = _largest(result.norms, reference.norms[:STEPS])
+    row.loss = _find_largest(result.losses, reference.losses[:STEPS])
+    norms = _find_largest(result.norms, reference.norms[:STEPS])
     if result.gradients.keys() != reference.gradients.keys():
         row.problems.append(f"gradients of {sorted(result.gradients)}")
         return
     found, expected = result.gradients, reference.gradients
     if experts_together:
-        found, expected = _by_layer(found), _by_layer(expected)
-    each = _largest([found[name] for name in expected], list(expected.values()))
+        found, expected = _join_experts(found), _join_experts(expected)
+    each = _find_largest([found[name] for name in expected], list(expected.values()))
     row.gradient = max(norms, each)
     if not max(row.loss, row.gradient) <= row.tolerance:
         row.problems.append(f"differs by more than {row.tolerance:.2g}")
 
 
-def take_load(row: Row, result: Result, reference: Reference, layout: str) -> None:
-    """Compare the steps behind a checkpoint, in another layout, with the reference."""
+def compare_load(row: Row, result: Result, reference: Reference, layout: str) -> None:
+    """Compare the steps after a checkpoint, in another layout, with the reference."""
     row.seconds += result.seconds
     if result.error:
         row.problems.append(f"as {layout}: {result.error}")
         return
-    behind = slice(STEPS, STEPS + len(result.losses))
-    far = max(
-        _largest(result.losses, reference.losses[behind]),
-        _largest(result.norms, reference.norms[behind]),
+    later = slice(STEPS, STEPS + len(result.losses))
+    difference = max(
+        _find_largest(result.losses, reference.losses[later]),
+        _find_largest(result.norms, reference.norms[later]),
     )
-    if far <= row.tolerance:
+    if difference <= row.tolerance:
         row.loaded += 1
     else:
-        row.problems.append(f"as {layout}: goes on {far:.1e} off")
+        row.problems.append(f"as {layout}: continues {difference:.1e} off")
 
 
 def page(rows: Sequence[Row], count: int) -> str:
-    """The page of rows that have been run of a table of so many."""
-    red = sum(not row.is_green for row in rows)
-    told = f"{len(rows)} of {count} combinations have been run, {len(rows) - red} of them green"
-    machines = sorted({row.machine for row in rows})
-    dates = sorted(row.when for row in rows)
+    """The page of the rows that have been run, out of ``count``."""
+    red = [row for row in rows if not row.is_green]
+    status = f"{len(rows)} of {count} combinations have been run, {len(rows) - len(red)} are green."
     if rows:
-        told += f", from {dates[0]} to {dates[-1]} on {' and on '.join(machines)}"
-    lines = (row.cells() for row in rows)
-    table = markdown_table(("combination", *_NUMBERS, ""), lines, right=_NUMBERS)
-    return "\n".join([_HEAD, f"{told}.", "", table])
+        machines = " and on ".join(sorted({row.machine for row in rows}))
+        dates = sorted(row.when for row in rows)
+        status += f" They were run from {dates[0]} to {dates[-1]} on {machines}."
+    columns = ("ranks", "precision", "experts", *_GROUP_NUMBERS[1:])
+    parts = [_HEAD, f"{status}\n", markdown_table(columns, _summarize(rows), right=_GROUP_NUMBERS)]
+    worst = sorted(rows, key=lambda row: row.share, reverse=True)[:_NUM_WORST]
+    # Failures are all listed, however many there are.
+    for title, listed in (("Nearest to the bound", worst), ("Failures", red)):
+        if listed:
+            cells = (row.cells() for row in listed)
+            table = markdown_table(("combination", *_NUMBERS, ""), cells, right=_NUMBERS)
+            parts.append(f"\n## {title}\n\n{table}")
+    return "\n".join(parts) + "\n"
 
 
-def _by_layer(gradients: dict[str, float]) -> dict[str, float]:
-    """The norms of gradients, of all experts of a layer together."""
+def _summarize(rows: Sequence[Row]) -> Iterator[tuple[str, ...]]:
+    """One line for each number of ranks with and without bf16 and experts: the worst of each."""
+    for ranks, bf16, experts in product(RANKS, (False, True), (False, True)):
+        group = [
+            row
+            for row in rows
+            if (row.ranks, " bf16" in row.name, " ep" in row.name) == (ranks, bf16, experts)
+        ]
+        if group:
+            yield (
+                str(ranks),
+                "bf16" if bf16 else "fp32",
+                "8" if experts else "",
+                f"{sum(row.is_green for row in group)}/{len(group)}",
+                f"{max(row.loss for row in group):.1e}",
+                f"{max(row.gradient for row in group):.1e}",
+                f"{max(row.share for row in group):.0%}",
+                f"{sum(row.loaded for row in group)}/{sum(row.to_load for row in group)}",
+                f"{sum(row.seconds for row in group):.0f}",
+            )
+
+
+def _join_experts(gradients: dict[str, float]) -> dict[str, float]:
+    """The norms of gradients, with all experts of a layer as one."""
     squares: dict[str, float] = {}
     for name, norm in gradients.items():
         joined = _EXPERT.sub(".own.", name)
@@ -168,9 +210,11 @@ def _by_layer(gradients: dict[str, float]) -> dict[str, float]:
     return {name: math.sqrt(square) for name, square in squares.items()}
 
 
-def _largest(found: list[float], expected: list[float]) -> float:
-    """The largest relative difference; infinite where a number is missing or is none."""
+def _find_largest(found: list[float], expected: list[float]) -> float:
+    """The largest relative difference. Infinite if a number is missing or NaN."""
     if len(found) != len(expected):
         return math.inf
-    far = [abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)]
-    return math.inf if any(math.isnan(one) for one in far) else max(far)
+    differences = [
+        abs(one - other) / abs(other) for one, other in zip(found, expected, strict=True)
+    ]
+    return math.inf if any(map(math.isnan, differences)) else max(differences)

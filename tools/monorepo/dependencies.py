@@ -123,7 +123,7 @@ def _find_required_extras(file: Path) -> frozenset[str]:
 def find_providers(workspace: Workspace, package: Distribution, name: str) -> list[set[str]]:
     """One set of alternatives for each distribution to declare for an imported name."""
     for sibling in workspace.distributions.values():
-        if any(_is_within(name, module) for module in sibling.modules):
+        if _is_within(name, sibling.module):
             return [] if sibling.name == package.name else [{sibling.name}]
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names or top in _NEWER:

@@ -40,8 +40,7 @@ def import_roots(workspace: Workspace) -> dict[str, Root]:
     for package in workspace.distributions.values():
         table = read_toml(package.folder / "pyproject.toml")["tool"].get("mcore", {})
         public = {f"{package.module}.{name}" for name in table.get("public-modules", ())}
-        for module in package.modules:
-            found[module] = Root(package.source, public)
+        found[package.module] = Root(package.source, public)
     for folder in sorted((workspace.root / "tools").glob("*/__init__.py")):
         found[folder.parent.name] = Root(folder.parents[1], set())
     return found

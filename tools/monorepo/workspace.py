@@ -46,7 +46,6 @@ class Distribution:
         test_dependencies: Additional requirements of its tests (dependency group ``test``).
         lowest_constraints: Limits for indirect requirements at the lowest versions of the direct
             requirements, which do not work with newer ones (dependency group ``lowest``).
-        more_modules: Further importable names (``[tool.monorepo] more-modules``).
         not_on_an_index: Optional modules that no requirement can bring
             (``[tool.monorepo] not-on-an-index``).
         siblings: Names of the required packages of this repository, sorted.
@@ -62,7 +61,6 @@ class Distribution:
     extras: Mapping[str, tuple[Requirement, ...]]
     test_dependencies: tuple[Requirement, ...]
     lowest_constraints: tuple[Requirement, ...]
-    more_modules: tuple[str, ...]
     not_on_an_index: tuple[str, ...]
     siblings: tuple[str, ...]
 
@@ -70,11 +68,6 @@ class Distribution:
     def source(self) -> Path:
         """The folder from which the module is imported."""
         return self.folder / "src"
-
-    @property
-    def modules(self) -> tuple[str, ...]:
-        """Every importable name, the name of the package first."""
-        return (self.module, *self.more_modules)
 
     @property
     def requirements(self) -> tuple[Requirement, ...]:
@@ -178,7 +171,6 @@ def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
         extras={name: _parse(texts) for name, texts in extras.items()},
         test_dependencies=_parse(groups.get("test", ())),
         lowest_constraints=_parse(groups.get("lowest", ())),
-        more_modules=tuple(settings.get("more-modules", ())),
         not_on_an_index=tuple(settings.get("not-on-an-index", ())),
         siblings=tuple(sorted(required.intersection(names))),
     )

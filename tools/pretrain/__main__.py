@@ -1,4 +1,4 @@
-"""``python -m pretrain``: start the ranks, or be one of them where a launcher started us."""
+"""``python -m pretrain``: start the ranks, or run as one of a launcher's ranks."""
 
 import sys
 

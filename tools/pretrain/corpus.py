@@ -1,4 +1,4 @@
-"""The text: the running Python's standard library, or one's own, and the batches drawn from it."""
+"""The text (the standard library of Python or the user's) and the batches drawn from it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from mcore.parallel.agreement import reports_of_failures
 from pretrain.packing import PackedText
-from pretrain.settings import Settings
+from pretrain.settings import Settings, read_fact
 from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
 from pretrain.usage import UsageError
 from pretrain.windows import Batch, Text, batch_at, starts_in_order
@@ -33,9 +33,9 @@ _LEFT_OUT = {"site-packages", "dist-packages", "test", "tests", "idlelib", "lib2
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two parts of a text as unsigned integers, and a checksum of the whole.
+    """Two parts of a text as unsigned integers, and a checksum of the whole text.
 
-    Training batches have random windows, or with ``each_once`` every window once an epoch.
+    Training batches have random windows, or with ``each_once`` every window once per epoch.
     """
 
     train: Text
@@ -46,18 +46,17 @@ class Corpus:
 
     @property
     def description(self) -> str:
-        """How long the two parts are."""
-        return (
-            f"{self._length(self.train)} to train on, {self._length(self.validation)} to validate"
-        )
+        """The lengths of the two parts."""
+        train, validation = map(self._describe_length, (self.train, self.validation))
+        return f"{train} to train on, {validation} to validate"
 
     def training_batch(self, settings: Settings, rows: slice, step: int) -> Batch:
-        """The rows of a step (from 1): the same in every layout, even after a resume.
+        """The rows of a step (from 1), equal in every layout and after a resume.
 
-        With ``each_once`` they follow from the samples that the steps before have consumed.
+        With ``each_once`` they start after the samples of the earlier steps.
         """
         if not self.each_once:
-            return self._drawn(self.train, settings, rows, settings.seed, step)
+            return self._draw(self.train, settings, rows, settings.seed, step)
         starts = starts_in_order(
             len(self.train),
             seq_length=settings.seq_length,
@@ -68,33 +67,33 @@ class Corpus:
         return batch_at(self.train, starts, rows, settings.seq_length)
 
     def validation_batch(self, settings: Settings, rows: slice, number: int) -> Batch:
-        """Rows of one of the validation batches (from 0), which are random windows."""
-        return self._drawn(self.validation, settings, rows, settings.seed + 1, number)
+        """Rows of a validation batch (from 0) of random windows."""
+        return self._draw(self.validation, settings, rows, settings.seed + 1, number)
 
     def packed(self, borders: NDArray[Any], multiple: int) -> Corpus:
-        """The same text with its documents packed; UsageError where they have nothing to learn."""
+        """The text with packed documents. Raises UsageError if no document has a target."""
         split = len(self.train)
         parts = []
         for text, first in ((self.train, 0), (self.validation, split)):
             part = PackedText(np.asarray(text), (borders - first).clip(0, len(text)), multiple)
             if not part.num_labels:
-                raise UsageError("--packed: no document has two tokens, so none has one to predict")
+                raise UsageError("--packed: no document has two tokens, the fewest to learn from")
             parts.append(part)
         checksum = zlib.crc32(borders.astype("<i8").tobytes(), self.checksum)
         train, validation = parts
         return dataclasses.replace(self, train=train, validation=validation, checksum=checksum)
 
-    def _length(self, part: Text) -> str:
+    def _describe_length(self, part: Text) -> str:
         if isinstance(part, PackedText):
-            return f"{self._amount(len(part.tokens))} in {part.num_documents} documents"
-        return self._amount(len(part))
+            return f"{self._format_amount(len(part.tokens))} in {part.num_documents} documents"
+        return self._format_amount(len(part))
 
-    def _amount(self, count: int) -> str:
+    def _format_amount(self, count: int) -> str:
         if count < _LEAST_IN_MILLIONS:
             return f"{count:,} {self.unit}"
         return f"{count / 1e6:.1f} {'MB' if self.unit == 'bytes' else f'M {self.unit}'}"
 
-    def _drawn(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
+    def _draw(self, text: Text, settings: Settings, rows: slice, seed: int, step: int) -> Batch:
         return draw_batch(
             text,
             rows=rows,
@@ -106,50 +105,52 @@ class Corpus:
 
 
 def load_text(settings: Settings, run_dir: Path) -> Corpus:
-    """The text of a run; with ``--data`` collective on the world.
+    """The text of a run. With ``--data`` collective on the world.
 
-    The first rank of each node makes the cache of tokens where it is missing, while all wait. What
-    fails on a rank is a UsageError on all.
+    The first rank of each node writes a missing cache of tokens while the others wait. A failure
+    on one rank raises UsageError on all ranks.
     """
     multiple = settings.document_multiple if settings.packed else 0
     if not settings.data:
         return load_corpus(settings.validation_share, multiple)
-    # Making a cache may take longer than any collective of a run.
-    waiting = dist.new_group(timeout=_LONGEST_WAIT, backend="gloo")
+    # Tokenizing may take longer than the timeout of a run's collectives.
+    patient_group = dist.new_group(timeout=_LONGEST_WAIT, backend="gloo")
 
     def make() -> None:
         if os.environ.get("LOCAL_RANK", "0") == "0":
             make_cache(settings, find_cache(settings, run_dir))
 
-    _on_all(make, waiting)
-    corpus = _on_all(lambda: own_corpus(settings, find_cache(settings, run_dir)), waiting)
-    dist.destroy_process_group(waiting)
+    _run_on_all(make, patient_group)
+    corpus = _run_on_all(
+        lambda: load_cached_corpus(settings, find_cache(settings, run_dir)), patient_group
+    )
+    dist.destroy_process_group(patient_group)
     return corpus
 
 
-def _on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
-    """Do some work on all ranks of a group, and raise what fails on one of them on all."""
+def _run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
+    """Run ``work`` on all ranks of a group. An error on one rank is raised on all ranks."""
     results: list[Result] = []
     report = None
     try:
         results.append(work())
     except UsageError as error:
         report = str(error)
-    for told in reports_of_failures(report, group).values():
-        raise UsageError(told)
+    for failure in reports_of_failures(report, group).values():
+        raise UsageError(failure)
     return results[0]
 
 
-def own_corpus(settings: Settings, cache: TokenCache) -> Corpus:
-    """One's own text from a cache that is there; UsageError where it is too short."""
+def load_cached_corpus(settings: Settings, cache: TokenCache) -> Corpus:
+    """The text of ``--data`` from an existing cache. Raises UsageError if it is too short."""
     tokens, checksum = open_cache(cache)
     split = int(len(tokens) * (1 - settings.validation_share))
     shorter = min(split, len(tokens) - split)
     kind = "tokens" if settings.tokenizer_digest else "bytes"
     if shorter <= settings.seq_length:
         raise UsageError(
-            f"--data {settings.data}: of its {len(tokens)} {kind} {split} are to train on and "
-            f"{len(tokens) - split} to validate, but both must be above --seq-length "
+            f"--data {settings.data}: of its {len(tokens)} {kind}, {split} are for training and "
+            f"{len(tokens) - split} for validation, but both must be above --seq-length "
             f"{settings.seq_length}"
         )
     corpus = Corpus(tokens[:split], tokens[split:], checksum, kind, each_once=True)
@@ -158,33 +159,56 @@ def own_corpus(settings: Settings, cache: TokenCache) -> Corpus:
     return corpus
 
 
+def check_same_text(corpus: Corpus, device: torch.device, resumed: Path | None) -> None:
+    """Raise UsageError on all ranks if their texts differ, or differ from the resumed run's text.
+
+    One all-reduce over the world.
+    """
+    # The maxima of x and -x are equal in magnitude only if x is equal on all ranks.
+    facts = torch.tensor([corpus.checksum, -corpus.checksum], device=device)
+    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
+    if facts[0] != -facts[1]:
+        raise UsageError(
+            "the ranks read different texts: start them all with the same Python version, or the "
+            "same files of --data"
+        )
+    if resumed is None:
+        return
+    before = read_fact(resumed, "corpus_crc32")
+    if before != corpus.checksum:
+        raise UsageError(
+            f"--data: its text (checksum {corpus.checksum}) differs from the text of the run to "
+            f"resume ({before}), so its position has no meaning: start a new run"
+        )
+
+
 def standard_library_files() -> list[Path]:
     """Sources of the standard library in sorted order, without tests and installed packages."""
     root = Path(sysconfig.get_paths()["stdlib"])
     names: list[str] = []
     for folder, below, files in os.walk(root):
-        below[:] = [name for name in below if name not in _LEFT_OUT]  # these may be large
+        below[:] = [name for name in below if name not in _LEFT_OUT]  # these folders may be large
         inside = Path(folder).relative_to(root)
         names += [(inside / name).as_posix() for name in files if name.endswith(".py")]
     return [root / name for name in sorted(names)]
 
 
 def require_text(settings: Settings) -> None:
-    """Raise UsageError where the built-in text, known by its size alone, is too short."""
+    """Raise UsageError if the built-in text is too short. Reads only the sizes of the files."""
     total = sum(path.stat().st_size for path in standard_library_files())
     split = int(total * (1 - settings.validation_share))
     shorter = min(split, total - split)
     if shorter <= settings.seq_length:
         raise UsageError(
-            f"--seq-length {settings.seq_length} is not below the {total - split} bytes of "
-            f"validation text and the {split} to train on"
+            f"--seq-length {settings.seq_length} must be below the {total - split} bytes of "
+            f"validation text and the {split} bytes of training text"
         )
 
 
 def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int = 0) -> Corpus:
-    """Read and concatenate the files of the standard library; its end is for validation.
+    """Read and concatenate the files of the standard library. The end is for validation.
 
-    With a ``document_multiple`` they are packed documents.
+    With a ``document_multiple`` each file is a packed document.
     """
     files = [path.read_bytes() for path in standard_library_files()]
     data = b"".join(files)
@@ -200,7 +224,7 @@ def load_corpus(validation_share: float = _DEFAULT_SHARE, document_multiple: int
 def draw_batch(
     text: Text, *, rows: slice, batch_size: int, seq_length: int, seed: int, step: int
 ) -> Batch:
-    """Draw the batch of one step: the same sequences in every layout, even after a resume."""
+    """Draw the batch of one step, equal in every layout and after a resume."""
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)
     starts = torch.randint(len(text) - seq_length, (batch_size,), generator=generator)
     return batch_at(text, starts, rows, seq_length)

@@ -17,12 +17,12 @@ class RunFolder:
     path: Path
 
     def is_gone(self) -> bool:
-        """Whether a folder that had its settings has them no longer; one look at the disk."""
+        """Whether the folder has lost its ``config.json``. Costs one stat."""
         try:
             (self.path / "config.json").stat()
         except (FileNotFoundError, NotADirectoryError):
             return True
-        except OSError:  # a disk that does not answer now
+        except OSError:  # a passing error of the disk is no loss
             return False
         return False
 
@@ -38,22 +38,22 @@ class RunFolder:
 
     @property
     def mlflow_database(self) -> Path:
-        """The MLflow store of runs that log to no server."""
+        """The MLflow store of a run without a server."""
         return self.path / "mlflow.db"
 
     @property
     def mlflow_artifacts(self) -> Path:
-        """Where that store's files would go; created with the first one."""
+        """The folder of that store's files, created with the first file."""
         return self.path / "mlflow_artifacts"
 
     @property
     def mlflow_facts(self) -> Path:
-        """Which MLflow run this is, so that a later start continues it."""
+        """The id of the MLflow run, for later starts that continue it."""
         return self.path / "mlflow.json"
 
     @property
     def straggler_log(self) -> Path:
-        """What the straggler detector found, one report after the other."""
+        """The reports of the straggler detector."""
         return self.path / "straggler.log"
 
     @property
@@ -63,7 +63,7 @@ class RunFolder:
 
     @property
     def diverged(self) -> Path:
-        """Why a run has ended that goes on by hand only; gone as soon as it does."""
+        """The reason of a divergence. Exists until the user resumes the run."""
         return self.path / "diverged.txt"
 
     @property
@@ -73,7 +73,7 @@ class RunFolder:
 
     @property
     def page(self) -> Path:
-        """Everything that was logged as one page for a browser."""
+        """A web page with everything that was logged."""
         return self.path / "run.html"
 
     @property
@@ -82,18 +82,18 @@ class RunFolder:
         return f"hatch run pretrain --resume {shlex.quote(str(self.path))}"
 
     def checkpoint(self, step: int) -> Path:
-        """Where the checkpoint of a step lies."""
+        """The folder of the checkpoint of a step."""
         return self.checkpoints / f"step_{step:08d}"
 
 
 def name_run(runs_dir: Path, layout: str, started: int, number: int = 1) -> Path:
-    """``<timestamp>-<layout>`` below the folder of runs; ``-2`` if that is taken."""
+    """``<timestamp>-<layout>`` in the folder of runs, with ``-2`` if that name exists."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(started))
     return runs_dir / (f"{stamp}-{layout}" + (f"-{number}" if number > 1 else ""))
 
 
 def free_number(runs_dir: Path, layout: str, started: int) -> int:
-    """The first number whose name is not taken."""
+    """The first number for which :func:`name_run` returns a new name."""
     number = 1
     while name_run(runs_dir, layout, started, number).exists():
         number += 1
@@ -101,11 +101,11 @@ def free_number(runs_dir: Path, layout: str, started: int) -> int:
 
 
 def make_run_folder(path: Path) -> RunFolder:
-    """Make the folder of a new run; UsageError if it has content or cannot be made."""
+    """Create the folder of a new run. Raises UsageError if it is not empty or cannot be created."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         if any(path.iterdir()):
-            raise UsageError(f"--run-dir {path} is not empty: name a new folder, or --resume it")
+            raise UsageError(f"--run-dir {path} is not empty: pass a new folder, or --resume it")
         probe = path / ".writable"
         probe.touch()
         probe.unlink()

@@ -1,4 +1,4 @@
-"""Command line: ``python -m pretrain.sample``, which continues a text from a run's checkpoint."""
+"""``python -m pretrain.sample``: continues a text with a model from a run's checkpoint."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from mcore.modules import MegatronModule
 from mcore.parallel import ProcessGroups
 from mcore.parallel.checkpoint import CheckpointingException, load_sharded_state_dict
 from pretrain.cli.options import Parser
+from pretrain.model.building import build_model
 from pretrain.model.configuration import transformer_config
 from pretrain.run.checkpoints import step_to_load
-from pretrain.run.training import build_model
 from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings, read_settings
 from pretrain.text.tokenizer import Tokenizer, open_tokenizer
@@ -31,11 +31,13 @@ _ALONE = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the prompt and how the model goes on; return 0, or 2 where one line says why not."""
+    """Print the prompt and its continuation. Returns 0, or 2 after a one-line error."""
     try:
         given = _parse(argv)
-        settings = _read(given.run)
-        tokenizer = _tokenizer(settings, given.tokenizer)
+        settings = Settings(**{**read_settings(given.run, "--run"), **_ALONE})
+        if settings.value_head:
+            raise UsageError(f"--run {given.run} has a value head (--value-head), no text")
+        tokenizer = _open_run_tokenizer(settings, given.tokenizer)
         prompt = _encode(tokenizer, given.prompt)
         model = load_model(settings, RunFolder(given.run))
         more = continue_tokens(
@@ -50,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def load_model(settings: Settings, folder: RunFolder) -> MegatronModule:
-    """The model of a run's last complete checkpoint, of any layout, in this one process."""
+    """The model of a run's last complete checkpoint of any layout, in this process."""
     path = folder.checkpoint(step_to_load(folder, "--run"))
     groups = ProcessGroups.from_sizes()
     model = build_model(settings, transformer_config(settings), groups, _CPU)
@@ -74,9 +76,9 @@ def continue_tokens(
     top_k: int,
     seed: int,
 ) -> list[int]:
-    """The tokens behind a prompt, each from the ``seq_length`` before it at most.
+    """The tokens after a prompt, each from at most ``seq_length`` earlier tokens.
 
-    The likeliest one with temperature 0, else one drawn from the ``top_k`` likeliest (0: all).
+    Temperature 0 picks the likeliest token, others draw from the ``top_k`` likeliest (0: all).
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = list(prompt)
@@ -107,13 +109,19 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--run", type=Path, required=True, metavar="RUN_DIR", help="the run")
     parser.add_argument("--tokens", type=int, default=200, help="how many to add (default: 200)")
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0, the default: always the likeliest token"
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="default: 0, always the likeliest token",
     )
     parser.add_argument(
-        "--top-k", type=int, default=0, help="with --temperature: draw from so many; 0: from all"
+        "--top-k",
+        type=int,
+        default=0,
+        help="with --temperature: draw from the N likeliest (0: all)",
     )
     parser.add_argument("--seed", type=int, default=1234, help="seed of the draws (default: 1234)")
-    parser.add_argument("--tokenizer", metavar="FILE", help="where the run's tokenizer is now")
+    parser.add_argument("--tokenizer", metavar="FILE", help="new path of the run's tokenizer")
     given = parser.parse_args(argv)
     for flag in ("tokens", "temperature", "top_k", "seed"):
         if not 0 <= getattr(given, flag) < math.inf:
@@ -121,19 +129,12 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return given
 
 
-def _read(run_dir: Path) -> Settings:
-    settings = Settings(**{**read_settings(run_dir, "--run"), **_ALONE})
-    if settings.value_head:
-        raise UsageError(f"--run {run_dir} learned values (--value-head), not text")
-    return settings
-
-
-def _tokenizer(settings: Settings, moved_to: str | None) -> Tokenizer:
+def _open_run_tokenizer(settings: Settings, moved_to: str | None) -> Tokenizer:
     path = moved_to or settings.tokenizer
     tokenizer = open_tokenizer(path)
     if tokenizer.digest != settings.tokenizer_digest:
         raise UsageError(
-            f"--tokenizer {path} is not the one of the run"
+            f"--tokenizer {path} differs from the tokenizer of the run"
             + ("" if settings.tokenizer else ", which learned bytes")
         )
     return tokenizer
@@ -143,9 +144,9 @@ def _encode(tokenizer: Tokenizer, prompt: str) -> list[int]:
     try:
         [numbers] = tokenizer.encode([prompt.encode(errors="surrogateescape")])
     except UnicodeDecodeError:
-        raise UsageError("the prompt is not UTF-8, which the run's tokenizer needs") from None
+        raise UsageError("the prompt must be UTF-8 for the run's tokenizer") from None
     if not len(numbers):
-        raise UsageError("the prompt is empty: there is nothing to continue")
+        raise UsageError("the prompt is empty: pass at least one token")
     return [int(number) for number in numbers]
 
 

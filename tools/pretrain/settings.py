@@ -24,7 +24,7 @@ else:
     import tomli as tomllib
 
 DEFAULT_RANKS = 2
-# Whose versions config.json notes.
+# config.json records the versions of these.
 _DISTRIBUTIONS = ("torch", "numpy", "mlflow", "tensorboard")
 _PARTS = ("versioning", "tensor", "parallel", "modules", "observe")
 _SLOW_RANK = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
@@ -32,7 +32,7 @@ _SLOW_RANK = re.compile(r"(\d+):(\d+(?:\.\d+)?)")
 
 @dataclasses.dataclass(frozen=True)
 class Limit:
-    """What the value of one setting must be, in words and as a test."""
+    """The allowed values of one setting, in words and as a test."""
 
     words: str
     holds: Callable[[Any], bool]
@@ -45,7 +45,7 @@ def _at_least(minimum: int) -> Limit:
 _FINITE = Limit("finite and at least 0", lambda value: 0 <= value < math.inf)
 _SHARE = Limit("in [0, 1)", lambda value: 0.0 <= value < 1.0)
 _PART = Limit("between 0 and 1", lambda value: 0.0 < value < 1.0)
-_MOST_S = 1_000_000  # more than clocks count is no duration
+_MOST_S = 1_000_000  # timeouts of torch and the OS overflow above this
 _DURATION = Limit(f"above 0 and at most {_MOST_S}", lambda value: 0 < value <= _MOST_S)
 _PATIENCE = Limit(f"from 0 to {_MOST_S}", lambda value: 0 <= value <= _MOST_S)
 _SEED = Limit("from 0 to 1000000000000", lambda value: 0 <= value <= 10**12)  # times 1,000,003
@@ -65,8 +65,8 @@ def _option(
 ) -> Any:
     """A field of the settings.
 
-    When a run is resumed, ``fixed`` ones may not change, and those not ``kept`` return to their
-    defaults. ``derived`` ones follow from others and are no options.
+    A resumed run must not change ``fixed`` settings. It resets settings that are not ``kept`` to
+    their defaults. ``derived`` settings are computed from others and have no option.
     """
     metadata = {
         "help": help_text, "limit": limit, "fixed": fixed, "kept": kept and not derived,
@@ -77,58 +77,58 @@ def _option(
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Every setting of a run, after defaults and layout are resolved."""
+    """Every setting of a run, with defaults and layout resolved."""
 
     tp: int = _option(1, "tensor-parallel size: ranks that share each weight matrix", _at_least(1))
     cp: int = _option(1, "context-parallel size: ranks that share each sequence", _at_least(1))
     pp: int = _option(1, "pipeline stages: ranks that hold different layers", _at_least(1))
-    vpp: int = _option(
-        1, "with --pp: runs of layers on each rank, which take turns (interleaved)", _at_least(1)
-    )
+    vpp: int = _option(1, "with --pp: layer chunks per rank (interleaved schedule)", _at_least(1))
     defer_embedding_wgrad: bool = _option(
-        False, "with --pp: weight gradient of the head over bytes behind the last backward"
+        False, "with --pp: compute the output head's weight gradient after the last backward"
     )
     dp: int = _option(
         DEFAULT_RANKS, "data-parallel size: ranks that share the global batch", _at_least(1)
     )
-    fsdp: bool = _option(False, "cut parameters and optimizer over the dp x cp ranks")
-    hsdp_outer: int = _option(1, "with --fsdp: copies of the shards over parts of dp", _at_least(1))
+    fsdp: bool = _option(False, "shard parameters and optimizer over the dp x cp ranks")
+    hsdp_outer: int = _option(
+        1, "with --fsdp: replicas, each sharded over dp / N ranks", _at_least(1)
+    )
     ep: int = _option(1, "expert-parallel size: dp x cp ranks that share experts", _at_least(1))
     sequence_parallel: bool = _option(
-        False, "with --tp: cut what lies between the split matrices along the sequence"
+        False, "with --tp: split the activations between the matrices along the sequence"
     )
     recompute: bool = _option(
-        False, "keep no activations of layers: compute them again in backward"
+        False, "discard the activations of layers and recompute them in backward"
     )
     cuda_graph: Literal["none", "local"] = _option(
         "none",
-        "local: run each layer from a captured graph; on a CPU eagerly under the rules of graphs",
+        "local: replay each layer as a captured graph (on a CPU: eager, with its checks)",
         choices=("none", "local"),
     )
 
-    data: str = _option("", "file, folder or glob of one's own text (a .jsonl file has records)")
-    field: str = _option("text", "what holds the text in records of --data", fixed=True)
-    tokenizer: str = _option("", "Hugging Face tokenizer file for --data, else its bytes are used")
-    data_cache: str = _option("", "folder for the tokens of --data, else one beside the run")
+    data: str = _option("", "file, folder or glob of your text (.jsonl files have records)")
+    field: str = _option("text", "JSON key of the text in --data records", fixed=True)
+    tokenizer: str = _option("", "Hugging Face tokenizer file for --data (default: learn bytes)")
+    data_cache: str = _option("", "folder for the tokens of --data (default: next to the run)")
     validation_share: float = _option(
-        0.05, "part of the text, at its end, to validate on", _PART, fixed=True
+        0.05, "share of the text, at its end, for validation", _PART, fixed=True
     )
     packed: bool = _option(
         False,
-        "pack documents into sequences: none sees another (a file or record each)",
+        "pack several documents (files or records) into a sequence, with no attention between them",
         fixed=True,
     )
     document_multiple: int = _option(
-        8, "with --packed: fill documents up to a multiple of this", _at_least(1), fixed=True
+        8, "with --packed: pad documents to a multiple of this", _at_least(1), fixed=True
     )
-    vocabulary_size: int = _option(256, "numbers that the tokenizer gives", derived=True)
-    tokenizer_digest: str = _option("", "what tells the tokenizer from others", derived=True)
+    vocabulary_size: int = _option(256, "size of the tokenizer's vocabulary", derived=True)
+    tokenizer_digest: str = _option("", "checksum of the tokenizer", derived=True)
 
     num_layers: int = _option(4, "transformer layers", _at_least(1), fixed=True)
     hidden_size: int = _option(128, "width of the hidden states", _at_least(1), fixed=True)
     num_attention_heads: int = _option(4, "attention heads", _at_least(1), fixed=True)
     seq_length: int = _option(128, "bytes or tokens per sequence", _at_least(1), fixed=True)
-    untied: bool = _option(False, "give the output head a weight of its own", fixed=True)
+    untied: bool = _option(False, "separate weights for embedding and output head", fixed=True)
     bf16: bool = _option(False, "run the model in bfloat16 with fp32 main weights", fixed=True)
     dropout: float = _option(0.0, "dropout on attention weights and residuals", _SHARE, fixed=True)
     value_head: bool = _option(
@@ -136,75 +136,73 @@ class Settings:
     )
 
     experts: int = _option(
-        0, "experts in each layer instead of one feed-forward; 0: none", _at_least(0), fixed=True
+        0, "experts per layer instead of one feed-forward (0: none)", _at_least(0), fixed=True
     )
-    topk: int = _option(2, "experts that take each token", _at_least(1), fixed=True)
+    topk: int = _option(2, "experts per token", _at_least(1), fixed=True)
     balance: Literal["batch", "sequence"] = _option(
         "batch",
-        "what the loads of the experts are balanced over: the sequences of a forward pass or each",
+        "balance expert loads over all sequences of a forward pass or over each sequence",
         choices=("batch", "sequence"),
         fixed=True,
     )
     balance_loss: float = _option(0.01, "weight of the load-balancing loss", _FINITE, fixed=True)
     z_loss: float = _option(0.001, "weight of the routers' z loss", _FINITE, fixed=True)
-    freeze_router: bool = _option(False, "leave the routers as they are", fixed=True)
+    freeze_router: bool = _option(False, "keep the initial weights of the routers", fixed=True)
     mtp: int = _option(
-        0, "1: learn the token after the next too, with one more layer", _UP_TO_ONE, fixed=True
+        0, "1: also learn the token after the next, with one more layer", _UP_TO_ONE, fixed=True
     )
     mtp_loss: float = _option(0.3, "weight of that token's loss", _FINITE, fixed=True)
 
     train_iters: int = _option(200, "total number of optimizer steps", _at_least(1))
     global_batch_size: int = _option(16, "sequences per optimizer step", _at_least(1), fixed=True)
     micro_batch_size: int = _option(
-        0, "sequences per rank and forward pass; 0: all at once, with --pp one", _at_least(0)
+        0, "sequences per rank and forward pass (0: all of the rank, with --pp one)", _at_least(0)
     )
     lr: float = _option(3e-3, "peak learning rate", _FINITE, fixed=True)
     min_lr: float = _option(3e-4, "learning rate at the end", _FINITE, fixed=True)
     warmup_iters: int = _option(20, "steps of linear warm-up", _at_least(0), fixed=True)
     weight_decay: float = _option(0.1, "AdamW weight decay of the matrices", _FINITE, fixed=True)
     clip_grad: float = _option(
-        1.0, "global gradient norm limit; 0: no clipping", _FINITE, fixed=True
+        1.0, "global gradient norm limit (0: no clipping)", _FINITE, fixed=True
     )
     seed: int = _option(1234, "seed of weights, batches and dropout", _SEED, fixed=True)
 
     log_interval: int = _option(10, "steps between console lines", _at_least(1))
     eval_interval: int = _option(
-        50, "steps between validation losses; 0: only at the end", _at_least(0)
+        50, "steps between validation losses (0: only at the end)", _at_least(0)
     )
     eval_batches: int = _option(8, "validation batches of the global batch size", _at_least(1))
-    save_interval: int = _option(100, "steps between checkpoints; 0: only at the end", _at_least(0))
-    keep_last: int = _option(0, "newest checkpoints to keep; 0: all of them", _at_least(0))
-    async_save: bool = _option(False, "keep training while a checkpoint is written")
+    save_interval: int = _option(100, "steps between checkpoints (0: only the last)", _at_least(0))
+    keep_last: int = _option(0, "number of newest checkpoints to keep (0: all)", _at_least(0))
+    async_save: bool = _option(False, "write checkpoints while training continues")
     check_replicas_interval: int = _option(
-        0, "steps between comparisons of the copies over dp x cp, bit by bit; 0: none", _at_least(0)
+        0, "steps between bitwise comparisons of the dp x cp replicas (0: never)", _at_least(0)
     )
     exit_after: int = _option(
         0,
-        "stop with a checkpoint after this many steps of this start; 0: never",
+        "stop with a checkpoint after this many steps of this start (0: never)",
         _at_least(0),
         kept=False,
     )
     max_skipped: int = _option(
-        10, "stop after this many steps in a row without finite gradients; 0: never", _at_least(0)
+        10, "stop after this many steps in a row without finite gradients (0: never)", _at_least(0)
     )
     grace_s: float = _option(
-        20.0, "seconds to save a checkpoint in after SIGTERM, SIGHUP or Ctrl-C", _PATIENCE
+        20.0, "seconds for a checkpoint after SIGTERM, SIGHUP or Ctrl-C", _PATIENCE
     )
-    timeout_s: float = _option(
-        300.0, "seconds after which a stuck collective ends the run", _DURATION
-    )
+    timeout_s: float = _option(300.0, "seconds until a stuck collective ends the run", _DURATION)
 
-    quiet: bool = _option(False, "print warnings and the closing lines only", kept=False)
+    quiet: bool = _option(False, "print only warnings and the closing lines", kept=False)
     tensorboard: bool = _option(True, "write TensorBoard events")
     mlflow: bool = _option(True, "log to MLflow, in the background")
-    straggler: bool = _option(True, "compare the ranks' times and name those that are slow")
+    straggler: bool = _option(True, "compare the times of the ranks and report slow ranks")
     straggler_port: int = _option(
-        0, "port on rank 0 that reports slow ranks; 0: a free one", _PORT, kept=False
+        0, "port of the straggler page on rank 0 (0: any free port)", _PORT, kept=False
     )
     slow_rank: str = _option(
-        "", "RANK:FACTOR makes that rank's forward pass FACTOR times as long", kept=False
+        "", "RANK:FACTOR makes the forward pass of that rank FACTOR times as long", kept=False
     )
-    nvtx: bool = _option(False, "name the parts of a step for profilers", kept=False)
+    nvtx: bool = _option(False, "add NVTX ranges for profilers", kept=False)
 
     @property
     def world_size(self) -> int:
@@ -220,7 +218,7 @@ class Settings:
 
     @property
     def run_kind(self) -> str:
-        """What names run folders: the layout, and the objective where it is an unusual one."""
+        """The last part of a run folder's name: the layout and an unusual objective."""
         experts = f"-ep{self.ep}" if self.ep > 1 else ""
         return self.layout + experts + ("-value-head" if self.value_head else "")
 
@@ -237,7 +235,7 @@ class Settings:
 
 
 def write_settings(settings: Settings, run_dir: Path, facts: Iterable[tuple[str, Any]]) -> None:
-    """Write ``config.json``: the settings, and facts about the start that shaped the run."""
+    """Write ``config.json``: the settings, and facts about the start of the run."""
     text = json.dumps({"settings": dataclasses.asdict(settings), **dict(facts)}, indent=2)
     target = run_dir / "config.json"
     partial = target.with_suffix(".json.partial")
@@ -246,39 +244,40 @@ def write_settings(settings: Settings, run_dir: Path, facts: Iterable[tuple[str,
 
 
 def read_settings(run_dir: Path, option: str = "--resume") -> dict[str, Any]:
-    """Read the settings of a run; UsageError says why the folder is not one."""
+    """Read the settings of a run. Raises UsageError if the folder is not a run folder."""
     path = run_dir / "config.json"
     if not path.is_file():
         raise UsageError(f"{option} {run_dir}: not a run folder (it has no config.json)")
     fields = dataclasses.fields(Settings)
     try:
-        stored = _checked(_settings_in(path.read_text()))
+        stored = _check_stored(_parse_settings(path.read_text()))
     except (ValueError, TypeError) as error:
         raise UsageError(
             f"{option} {run_dir}: config.json is not from this job ({error})"
         ) from None
-    return {field.name: field.default for field in fields} | stored  # it may be of an older job
+    # A file of an older version may lack new settings.
+    return {field.name: field.default for field in fields} | stored
 
 
 def read_fact(run_dir: Path, name: str) -> Any:
-    """One of the facts that an earlier start noted in ``config.json``; None where it is missing."""
+    """A fact that an earlier start recorded in ``config.json``, or None."""
     return json.loads((run_dir / "config.json").read_text()).get(name)
 
 
 def read_config(path: Path) -> dict[str, Any]:
-    """Read settings from TOML or from a run's ``config.json``; UsageError says what is wrong."""
+    """Read settings from TOML or from a run's ``config.json``. Raises UsageError."""
     try:
-        if not stat.S_ISREG(path.stat().st_mode):  # a pipe that nobody writes to blocks for ever
-            raise UsageError(f"--config {path}: not a regular file; give the path of one")
+        if not stat.S_ISREG(path.stat().st_mode):  # reading a pipe without a writer would block
+            raise UsageError(f"--config {path}: not a regular file. Pass a regular file")
         text = path.read_text()
         if path.suffix == ".json":
-            return kept_settings(_checked(_settings_in(text)))
+            return kept_settings(_check_stored(_parse_settings(text)))
         given: dict[str, Any] = {}
         for name, value in tomllib.loads(text).items():
             if (option := name.replace("-", "_")) in given:
-                raise ValueError(f"{name} is there twice, with _ and with -: keep one")
+                raise ValueError(f"{name} is set twice, with _ and with -: remove one")
             given[option] = value
-        return _checked(given, may_be_derived=False)
+        return _check_stored(given, may_be_derived=False)
     except OSError as error:
         raise UsageError(f"--config {path}: {error.strerror}") from None
     except (ValueError, TypeError) as error:
@@ -286,22 +285,22 @@ def read_config(path: Path) -> dict[str, Any]:
 
 
 def kept_settings(stored: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that a run which goes on, or another one, takes over."""
+    """The settings that a resumed run, or a new run with ``--config``, inherits."""
     kept = {field.name for field in dataclasses.fields(Settings) if field.metadata["kept"]}
     return {name: value for name, value in stored.items() if name in kept}
 
 
-def _settings_in(text: str) -> dict[str, Any]:
+def _parse_settings(text: str) -> dict[str, Any]:
     """The settings in the text of a ``config.json``."""
     config = json.loads(text)
     settings = config.get("settings") if isinstance(config, dict) else None
     if not isinstance(settings, dict):
-        raise ValueError("it holds no table of settings")
+        raise ValueError("it has no table of settings")
     return settings
 
 
-def _checked(stored: Mapping[str, Any], *, may_be_derived: bool = True) -> dict[str, Any]:
-    """Settings of the right names and types, else ValueError."""
+def _check_stored(stored: Mapping[str, Any], *, may_be_derived: bool = True) -> dict[str, Any]:
+    """Return the settings. Raises ValueError for an unknown name or a wrong type."""
     fields = {
         field.name: field
         for field in dataclasses.fields(Settings)
@@ -317,25 +316,25 @@ def _checked(stored: Mapping[str, Any], *, may_be_derived: bool = True) -> dict[
 
 
 def surroundings() -> dict[str, str | None]:
-    """Versions of Python, torch and the packages, the host and the commit; None where unknown."""
+    """Versions of Python, torch and the packages, host and commit (or None)."""
     names = (*_DISTRIBUTIONS, *(f"mcore-{part}" for part in _PARTS))
     return {
         "python": platform.python_version(),
-        **{name: _version(name) for name in names},
+        **{name: _find_version(name) for name in names},
         "host": socket.gethostname(),
-        "commit": _commit(),
+        "commit": _find_commit(),
     }
 
 
-def _version(distribution: str) -> str | None:
+def _find_version(distribution: str) -> str | None:
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:
         return None
 
 
-def _commit() -> str | None:
-    """The commit of this code, with a plus where files differ from it."""
+def _find_commit() -> str | None:
+    """The commit of this code, with a plus sign if files were changed."""
     command = ["git", "describe", "--always", "--abbrev=40", "--exclude=*", "--dirty=+"]
     try:
         done = subprocess.run(
@@ -353,14 +352,14 @@ def _commit() -> str | None:
 
 @dataclasses.dataclass(frozen=True)
 class SlowRank:
-    """Which rank is made to take how many times as long as the others for a forward pass."""
+    """A rank that is slowed down, and the factor for its forward pass."""
 
     rank: int
     factor: float
 
     @classmethod
     def parse(cls, text: str, world_size: int) -> SlowRank | None:
-        """Read ``RANK:FACTOR``; empty is none."""
+        """Read ``RANK:FACTOR``. An empty text returns None."""
         if not text:
             return None
         match = _SLOW_RANK.fullmatch(text)

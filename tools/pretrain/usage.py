@@ -6,4 +6,4 @@ EXIT_FOLDER = 5
 
 
 class UsageError(Exception):
-    """What the user asked for cannot be done; the text says what to change."""
+    """The request cannot be fulfilled. The message names the option to change."""

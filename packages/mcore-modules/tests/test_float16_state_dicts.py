@@ -286,7 +286,7 @@ def test_names_of_parameters_and_buffers_are_those_of_the_state_dict():
 def test_a_tensor_of_the_wrapped_module_is_not_set_on_the_wrapper():
     model = Float16Module(BF16, torch.nn.Linear(2, 1, bias=False))
     weight = torch.full((1, 2), 2.0, dtype=torch.bfloat16)
-    with pytest.raises(AttributeError, match=r"set it on \.module"):
+    with pytest.raises(AttributeError, match=r"Set it on \.module"):
         model.weight = torch.nn.Parameter(weight)
     with pytest.raises(AttributeError, match=r"module\.weight"):
         torch.func.functional_call(model, {"weight": weight}, torch.ones(1, 2))

@@ -193,7 +193,7 @@ def test_freezing_after_wrapping_is_warned_about(log):
     model = Model(Sparse())
     freeze(torch.nn.DataParallel(model))
     assert frozen(model.decoder.layers[0]) == FROZEN
-    assert "freeze before wrapping" in log.text
+    assert "Freeze before wrapping" in log.text
 
 
 def test_no_model_is_an_error():

@@ -87,7 +87,7 @@ def test_dropout_is_a_module_whose_probability_may_be_changed():
 
 @pytest.mark.parametrize("dropout", [-0.1, 1.5, float("nan"), "0.5", None])
 def test_what_is_no_probability_is_refused_at_construction(dropout):
-    with pytest.raises(ValueError, match="pass a probability"):
+    with pytest.raises(ValueError, match="Pass a probability"):
         LinearForLastLayer(2, 1, False, dropout=dropout)
 
 
@@ -320,7 +320,7 @@ def test_a_missing_group_and_unequal_lengths_are_refused_on_all_ranks(two_ranks)
     for rank, found in enumerate(two_ranks):
         assert "tp_group" in found["no group"]
         assert f"length {2 + rank}" in found["unequal"]
-        assert "from 2 to 3" in found["unequal"]
+        assert "the group are 2 to 3" in found["unequal"]
 
 
 def test_without_sequence_parallelism_there_is_no_collective(two_ranks):

@@ -171,7 +171,7 @@ def test_tensors_that_are_no_longer_those_of_the_capture_are_refused(checked_run
         "'weight' of the layer was replaced or moved": lambda: setattr(
             layer.weight, "data", layer.weight.data.clone()
         ),
-        "'bias' of the layer requires grad now": lambda: layer.bias.requires_grad_(),
+        "'bias' of the layer requires grad, but did not": lambda: layer.bias.requires_grad_(),
         "'running_mean' of the layer was replaced": lambda: setattr(
             layer, "running_mean", torch.zeros(2)
         ),

@@ -61,7 +61,7 @@ def test_outer_attribute_comes_first_unless_it_is_none():
 
 
 def test_no_model_has_no_attribute():
-    with pytest.raises(AttributeNotFoundError, match="the model is None"):
+    with pytest.raises(AttributeNotFoundError, match="model is None"):
         get_attr_wrapped_model(None, "a")
     assert get_model_xattn(None) is False
 

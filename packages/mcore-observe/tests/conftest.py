@@ -29,9 +29,9 @@ from mcore.observe import (
     TrainState,
     training_log,
 )
-from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import GatheredRows, row_length
-from mcore.observe.straggler.outliers import OutlierRule
+from mcore.observe.straggler.outliers import OutlierRule, PastReports
+from mcore.observe.straggler.report import RankComparison
 from rank_testing import free_port
 from rank_testing.scripts import Script
 
@@ -266,7 +266,7 @@ class SimulatedJob:
     def __init__(self, world: int, sections: Sequence[str] = (), hosts: Sequence[str] = ()) -> None:
         self.world, self.names = world, ("compute", "data", *sections)
         self.hosts = tuple(hosts) or tuple(f"node{rank // 8:03}" for rank in range(world))
-        self.past = Past(self.names)
+        self.past = PastReports(self.names)
 
     def report(
         self, metrics: torch.Tensor, sums_ms: torch.Tensor | None = None, unix_time: float = 0.0

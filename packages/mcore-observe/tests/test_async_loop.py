@@ -10,7 +10,7 @@ from mcore.observe import async_tasks, get_asyncio_loop
 @pytest.fixture(autouse=True)
 def close_the_loop():
     yield
-    loop = async_tasks._cached_loop()
+    loop = getattr(async_tasks._cache, "loop", None)
     if loop is not None:
         loop.close()
     asyncio.set_event_loop(None)

@@ -5,13 +5,18 @@ from pathlib import Path
 
 import pytest
 
-from mcore.observe.settings.extras import is_extra_installed, require_extra
+from mcore.observe.extras import is_extra_installed, require_extra
+from mcore.observe.sinks.trackers import TRACKERS
 
 pytest_plugins = ["pytester"]
 
 
 def test_a_missing_library_is_named_with_its_extra(monkeypatch):
+    find = importlib.metadata.distribution
+
     def not_found(name):
+        if name == "mcore-observe":
+            return find(name)
         raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", not_found)
@@ -24,9 +29,12 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
 
 
 def test_any_distribution_with_the_library_will_do(monkeypatch):
+    find = importlib.metadata.distribution
+
     def only_skinny(name):
-        if name != "mlflow-skinny":
-            raise importlib.metadata.PackageNotFoundError(name)
+        if name in ("mcore-observe", "mlflow-skinny"):
+            return find("mcore-observe")
+        raise importlib.metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(importlib.metadata, "distribution", only_skinny)
     assert is_extra_installed("mlflow")
@@ -34,10 +42,10 @@ def test_any_distribution_with_the_library_will_do(monkeypatch):
 
 
 def test_every_extra_is_declared_by_the_distribution():
-    from mcore.observe.settings.extras import _DISTRIBUTIONS
-
     declared = importlib.metadata.metadata("mcore-observe").get_all("Provides-Extra")
-    assert set(declared) == set(_DISTRIBUTIONS)
+    assert {"charts", "lightning", "nvml", "nvtx", "watch"} < set(declared)
+    for extra in (*declared, *(spec.name for spec in TRACKERS)):
+        is_extra_installed(extra)  # a ValueError if it finds no library
 
 
 def test_unknown_extra():
@@ -46,11 +54,14 @@ def test_unknown_extra():
 
 
 def test_import_brings_no_optional_library_and_starts_nothing():
+    optional = {spec.module.partition(".")[0] for spec in TRACKERS} - {"torch"}
+    optional |= {"tensorboard", "pynvml", "nvtx"}
+    assert optional >= {"mlflow", "wandb", "comet_ml"}
     code = (
         "import sys, threading, torch, signal;"
         "torchs = set(sys.modules);"  # torch.cuda takes pynvml where there is one
         "import mcore.observe;"
-        "optional = {'tensorboard', 'mlflow', 'wandb', 'comet_ml', 'pynvml', 'nvtx'};"
+        f"optional = {optional};"
         "print(sorted(optional & set(sys.modules) - torchs), threading.active_count(),"
         " torch.distributed.is_initialized(), torch.cuda.is_initialized(),"
         " sys.excepthook is sys.__excepthook__, signal.getsignal(signal.SIGTERM) is signal.SIG_DFL)"

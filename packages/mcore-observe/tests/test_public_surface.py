@@ -1,5 +1,8 @@
 import ast
 import inspect
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,16 +14,100 @@ from mcore.tensor.param_flags import param_is_not_shared
 
 @pytest.mark.parametrize("package", [mcore.observe, mcore.observe.sinks])
 def test_all_is_what_is_imported(package):
-    tree = ast.parse(Path(package.__file__).read_text())
-    imported = {
-        alias.asname or alias.name
-        for node in tree.body
-        if isinstance(node, ast.ImportFrom)
-        for alias in node.names
-    }
-    assert set(package.__all__) == imported
+    imported = imported_names(package)
+    assert set(package.__all__) == set(imported)
     assert len(package.__all__) == len(imported)
     assert all(hasattr(package, name) for name in package.__all__)
+    assert set(package.__all__) <= set(dir(package))
+
+
+def imported_names(package):
+    """Each name that a package imports from the repository, with its module."""
+    body = ast.parse(Path(package.__file__).read_text()).body
+    typed = (node for node in body if isinstance(node, ast.If))
+    return {
+        alias.asname or alias.name: node.module
+        for node in (*body, *(inner for block in typed for inner in block.body))
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("mcore.")
+        for alias in node.names
+    }
+
+
+def test_names_are_loaded_from_the_modules_that_type_checkers_see():
+    package = mcore.observe
+    typed = imported_names(package)
+    assert typed.pop("__version__") == "mcore.observe._version"
+    assert typed == package._MODULE_OF
+    for name, module in typed.items():
+        assert getattr(package, name) is getattr(sys.modules[module], name), name
+
+
+def run_python(code):
+    """Run code in a new process and return the JSON that it prints."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_import_loads_no_torch_until_a_name_needs_it():
+    code = (
+        "import json, sys\n"
+        "import mcore.observe\n"
+        "names = dir(mcore.observe)\n"
+        "before = sorted({'torch', 'numpy'} & sys.modules.keys())\n"
+        "timers = mcore.observe.Timers\n"
+        "print(json.dumps([mcore.observe.__version__, before, 'torch' in sys.modules, names]))\n"
+    )
+    version, before, after, names = run_python(code)
+    assert (version, before, after) == (mcore.observe.__version__, [], True)
+    assert set(mcore.observe.__all__) <= set(names)
+
+
+def test_every_name_can_be_the_first():
+    code = (
+        "import json, os, sys\n"
+        "import mcore.observe, torch\n"
+        "failed = []\n"
+        "for name in mcore.observe.__all__:\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        os._exit(not hasattr(mcore.observe, name))\n"
+        "    if os.waitpid(child, 0)[1]:\n"
+        "        failed.append(name)\n"
+        "print(json.dumps(failed))\n"
+    )
+    assert run_python(code) == []
+
+
+def test_star_import_brings_all_names():
+    code = (
+        "import json\nfrom mcore.observe import *\nnames = set(globals())\n"
+        "import mcore.observe\nprint(json.dumps(sorted(set(mcore.observe.__all__) - names)))\n"
+    )
+    assert run_python(code) == []
+
+
+@pytest.mark.parametrize(
+    "first", ["import mcore.observe.training_log.log", "from mcore.observe.runs import Run"]
+)
+def test_training_log_is_the_function_whatever_is_imported_first(first):
+    code = (
+        f"import json\n{first}\nimport mcore.observe\nfrom mcore.observe import training_log\n"
+        "print(json.dumps([callable(training_log), mcore.observe.training_log is training_log]))\n"
+    )
+    assert run_python(code) == [True, True]
+
+
+def test_submodules_are_attributes_and_other_names_are_errors():
+    code = (
+        "import json\nimport mcore.observe\n"
+        "names = [mcore.observe.runs.show.__name__, hasattr(mcore.observe, 'nothing')]\n"
+        "print(json.dumps(names))\n"
+    )
+    assert run_python(code) == ["show", False]
+    with pytest.raises(AttributeError, match=r"'mcore.observe' has no attribute 'nothing'"):
+        _ = mcore.observe.nothing
+    with pytest.raises(ImportError, match="cannot import name 'nothing'"):
+        from mcore.observe import nothing  # noqa: F401
 
 
 def test_shared_flag_is_the_one_of_the_tensor_package():

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from mcore.observe import log_on_each_pipeline_stage, log_single_rank
-from mcore.observe.process.rank_logging import safe_get_rank, safe_get_world_size
+from mcore.observe.rank_logging import safe_get_rank, safe_get_world_size
 from mcore.parallel import ProcessGroups, use_process_groups
 from rank_testing import run_ranks
 
@@ -97,7 +97,7 @@ def test_ranks_outside_of_the_group_do_not_log():
 def stages(how):
     logger, records = make_logger()
     rank, kept = dist.get_rank(), Kept()
-    logging.getLogger("mcore.observe.process.rank_logging").addHandler(kept)
+    logging.getLogger("mcore.observe.rank_logging").addHandler(kept)
     log = functools.partial(log_on_each_pipeline_stage, logger, logging.INFO)
     if how == "groups":
         tp = [dist.new_group(ranks) for ranks in ([0, 1], [2, 3])][rank // 2]

@@ -314,6 +314,23 @@ def test_a_compiled_function_sees_a_buffer_that_grew():
     assert buffers.get_tensor((5,), torch.float32, "x", device="cpu").tolist() == [3, 3, 3, 5, 5]
 
 
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_function_returns_a_buffer_that_grows_again(backend):
+    torch.compiler.reset()
+    buffers = GlobalMemoryBuffer()
+
+    @torch.compile(backend=backend, fullgraph=True)
+    def get(length):
+        return buffers.get_tensor((length,), torch.float32, "x", device="cpu")
+
+    for length in (4, 4, 8, 16):
+        scratch = get(length)
+        now = buffers.get_tensor((length,), torch.float32, "x", device="cpu")
+        assert scratch.shape == (length,)
+        assert scratch.data_ptr() == now.data_ptr()
+    assert buffers.nbytes() == 64
+
+
 def test_nbytes_counts_by_name():
     buffers = GlobalMemoryBuffer()
     buffers.reserve((4,), torch.float32, "x")

@@ -303,7 +303,7 @@ def test_dataclass_above_says_how_to_do_it() -> None:
     class Point:
         x: int
 
-    with pytest.raises(TypeError, match="put @deprecated above @dataclass"):
+    with pytest.raises(TypeError, match="Put @deprecated above @dataclass"):
         _caught(lambda: Point(1))
 
 

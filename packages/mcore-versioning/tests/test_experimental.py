@@ -339,7 +339,7 @@ def test_bad_input_is_refused_at_decoration() -> None:
 
 
 def test_bare_use_is_refused() -> None:
-    with pytest.raises(TypeError, match=r'write @experimental_fn\("0\.1\.0"\)'):
+    with pytest.raises(TypeError, match=r'Write @experimental_fn\("0\.1\.0"\)'):
 
         @experimental_fn
         def bare() -> None: ...

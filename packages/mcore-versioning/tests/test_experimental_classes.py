@@ -582,7 +582,7 @@ def test_bad_input_is_refused_at_decoration() -> None:
         experimental_cls("soon")
     with pytest.raises(ValueError, match="max_lifetime"):
         experimental_cls("0.1.0")(type("Old", (), {}), max_lifetime=-1)
-    with pytest.raises(TypeError, match=r'write @experimental_cls\("0\.1\.0"\)'):
+    with pytest.raises(TypeError, match=r'Write @experimental_cls\("0\.1\.0"\)'):
 
         @experimental_cls
         class Bare: ...

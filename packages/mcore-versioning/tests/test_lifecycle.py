@@ -412,12 +412,12 @@ def test_removal_must_come_later(removal: str) -> None:
 
 
 def test_bare_use_is_refused() -> None:
-    with pytest.raises(TypeError, match="write the version in quotes"):
+    with pytest.raises(TypeError, match="Write the version in quotes"):
 
         @deprecated
         def bare() -> None: ...
 
-    with pytest.raises(TypeError, match="write the version in quotes"):
+    with pytest.raises(TypeError, match="Write the version in quotes"):
 
         @deprecated
         class Bare: ...
@@ -434,9 +434,9 @@ def test_other_bad_input_is_refused() -> None:
         deprecated("1.0.0", stacklevel=0)
     with pytest.raises(TypeError, match="can't be decorated"):
         deprecated("1.0.0")(5)
-    with pytest.raises(TypeError, match="takes no attributes"):
+    with pytest.raises(TypeError, match="accepts no attributes"):
         deprecated("1.0.0")(int)
-    with pytest.raises(TypeError, match="takes no attributes"):
+    with pytest.raises(TypeError, match="accepts no attributes"):
         deprecated("1.0.0", category=None)(len)
 
 
@@ -499,7 +499,7 @@ def test_marked_method_is_recognised_through_an_instance() -> None:
 @pytest.mark.parametrize("target", [len, int, 5, Outer().method])
 def test_markers_refuse_what_takes_no_attributes(target: Any) -> None:
     for mark in (internal_api, experimental_api):
-        with pytest.raises(TypeError, match="takes no attributes") as caught:
+        with pytest.raises(TypeError, match="accepts no attributes") as caught:
             mark(target)
         assert repr(target) in str(caught.value)
 

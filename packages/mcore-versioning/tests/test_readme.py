@@ -1,9 +1,13 @@
-"""Tests of what the README shows."""
+"""Tests of the statements and examples of the README."""
 
+import os
 import re
+import subprocess
+import sys
 import warnings
 from importlib.metadata import metadata
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +20,6 @@ from mcore.versioning import (
     is_internal_api,
     is_torch_min_version,
 )
-from mcore.versioning.environment import environment_report
 
 
 def _readme() -> str:
@@ -70,15 +73,52 @@ def test_recipe_for_type_checkers_has_equal_texts() -> None:
     assert read.__wrapped__.__deprecated__ == read.__deprecated__
 
 
-def test_every_public_name_is_mentioned() -> None:
-    names = [name for name in mcore.versioning.__all__ if name != "__version__"]
-    assert [name for name in names if f"`{name}`" not in README] == []
+def test_every_name_in_the_text_exists() -> None:
+    prose = re.sub(r"```.*?```", "", README, flags=re.DOTALL)
+    names = set(re.findall(r"`(\w+_\w+)[`(]", prose))
+    known = {*mcore.versioning.__all__, "MCORE_EXPERIMENTAL", "__version__"}
+    arguments = {"check_equality"}
+    assert names - arguments <= known
+    assert len(names) > 8
 
 
-def test_sample_of_the_report_has_the_lines_of_a_real_one() -> None:
-    section = README.split("## Environment report\n")[1].split("\n## ")[0]
-    sample = re.findall(r"```\n(.*?)```", section, re.DOTALL)[0]
-    real = environment_report().as_text()
-    assert [line.split()[0] for line in sample.splitlines()] == [
-        line.split()[0] for line in real.splitlines()
-    ]
+def test_precedence_of_the_switches_is_the_listed_one() -> None:
+    section = README.split("## Gate experimental code\n")[1].split("\n## ")[0]
+    assert "Each overrides those below it" in section
+    lines = re.findall(r"^\d\. (.*)", section, re.MULTILINE)
+    switches = ("experimental_enabled", "set_experimental_flag", "MCORE_EXPERIMENTAL")
+    assert [name in line for name, line in zip(switches, lines, strict=True)] == [True] * 3
+    code = (
+        "from mcore.versioning import *\n"
+        "seen = [is_experimental_enabled()]\n"  # the variable, which is on
+        "set_experimental_flag(False)\n"
+        "seen.append(is_experimental_enabled())\n"
+        "with experimental_enabled():\n"
+        "    seen.append(is_experimental_enabled())\n"
+        "    set_experimental_flag(False)\n"
+        "    seen.append(is_experimental_enabled())\n"
+        "print(seen)"
+    )
+    environment = {**os.environ, "MCORE_EXPERIMENTAL": "1"}
+    output = subprocess.check_output([sys.executable, "-c", code], env=environment, text=True)
+    assert output.strip() == "[True, False, True, True]"
+
+
+def test_table_of_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    section = README.split("## Check versions\n")[1].split("\n## ")[0]
+    rows = re.findall(r"^\| (\d\S*) \| (\S+) \| (yes|no)\b.*? \| (yes|no)\b", section, re.MULTILINE)
+    assert len(rows) == 3
+    for installed, requested, at_least, newer in rows:
+        monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(__version__=installed))
+        assert is_torch_min_version(requested) is (at_least == "yes")
+        assert is_torch_min_version(requested, check_equality=False) is (newer == "yes")
+    vendor = SimpleNamespace(__version__="2.9.0a0+50eac811a6.nv25.09")
+    monkeypatch.setitem(sys.modules, "torch", vendor)
+    assert is_torch_min_version("2.9.0a0")
+    assert is_torch_min_version("2.9.0", release_only=True)
+
+
+def test_supported_pythons_are_those_of_the_metadata() -> None:
+    classifiers = metadata("mcore-versioning").get_all("Classifier") or []
+    pythons = [each.rpartition(" ")[2] for each in classifiers if "Python :: 3." in each]
+    assert f"Supports Python {pythons[0]} to {pythons[-1]}." in README

@@ -1,14 +1,14 @@
-"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk; replicas; wgrad.
+"""Sharded checkpoints against ``torch.distributed.checkpoint`` and the disk, replicas and wgrad.
 
-- A save is synced to disk before it gets its name, and every byte of it has a checksum, which a
-  load compares while it copies, or with ``verify="before"`` in a pass of its own before it changes
-  a tensor. The stock loader checks no content: ``verify=False`` compares like with like.
+- A save is synced to disk before its rename, and every byte of it has a checksum. A load compares
+  the checksums while it copies, or with ``verify="before"`` in a separate pass before it changes a
+  tensor. The stock loader checks no content: ``verify=False`` compares like with like.
 - Files on disk: the page cache is emptied of them for all sides. The disk's speed varies from hour
-  to hour; a save was 0.75 to 1.4 times as fast as the stock one, synced, in many runs.
-- One rank reads a manifest, each parses it: to stay below 2 s.
-- megatron-core's hash check calls ``.cuda()``, which is made to do nothing here. What is gained
-  beyond the CPU time is gained by hashing on all idle cores.
-- megatron-core's drain needs a CUDA extension, so a plain loop takes its place.
+  to hour. A save was 0.75 to 1.4 times as fast as the stock save, synced, in many runs.
+- One rank reads a manifest, each parses it. The limit is 2 s.
+- megatron-core's hash check calls ``.cuda()``, which does nothing here. The gain beyond the CPU
+  time is due to hashing on all idle cores.
+- megatron-core's drain needs a CUDA extension, so a plain loop replaces it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,19 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 
-from bench.measure import Row
+from bench.measure import Row, compare
 from bench.replicas import replica_rows
+from mcore.parallel.checkpoint import (
+    ShardedTensor,
+    load_sharded_state_dict,
+    save_sharded_state_dict,
+)
 from mcore.parallel.checkpoint.files.index import Piece
 from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
@@ -49,7 +59,7 @@ Work = Callable[[int], object]
 
 
 def run() -> Iterable[Row]:
-    """Yield the rows; the checks of agreement come before each timing."""
+    """Yield the rows. Results are compared before each timing."""
     yield from _checkpoint_rows()
     yield from _small_rows()
     yield _manifest_row()
@@ -63,27 +73,23 @@ def _checkpoint_rows() -> Iterator[Row]:
         yield Row.disagreement(f"save and load {_SIZE}", _STOCK, "loaded values")
         return
     for case in first.seconds:
-        both = {name: max(r.seconds[case][name] for r in (first, second)) for name in _SIDES[case]}
-        yield from _rows(case, both)
+        sides = first.seconds[case]
+        slower = {name: max(sides[name], second.seconds[case][name]) for name in sides}
+        yield from _make_rows(case, slower)
 
 
-_SIDES = {
-    "save": ("ours", "stock, synced", "stock, not synced", "raw"),
-    "load, files in memory": ("ours", "ours, before", "ours, unchecked", "stock", "raw"),
-    "load, files on disk": ("ours", "ours, before", "ours, unchecked", "stock", "raw"),
-}
 _OTHERS = {"ours, before": 'verify="before"', "ours, unchecked": "verify=False"}
 _TARGETS = {"load, files in memory": 2.0, "load, files on disk": 1.25}
 
 
-def _rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
-    """One row for each side that ours is compared with, and for ours without checksums."""
+def _make_rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
+    """One row for each peer, and for our load with other checks."""
     name, agreement = f"{case}, {_SIZE}", "values, each reads the other's files"
     ours = seconds["ours"]
     for peer in [side for side in seconds if side.startswith("stock")]:
         target = 1.0 if peer == "stock, synced" else _TARGETS.get(case)
-        how = peer.removeprefix("stock")
-        yield Row(name, ours, _STOCK + how, seconds[peer], target, agreement)
+        named = _STOCK + peer.removeprefix("stock")
+        yield Row(name, ours, named, seconds[peer], target, agreement)
     for side, setting in _OTHERS.items():
         if side in seconds:
             named, stock = f"{name}, {setting}", seconds["stock"]
@@ -93,7 +99,7 @@ def _rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
 
 
 def _small_rows() -> Iterator[Row]:
-    """Many small tensors, on one rank: what a key costs."""
+    """Many small tensors on one rank: the cost of a key."""
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         [seconds] = run_ranks(_measure_small, 1, folder, timeout_s=600)
     size = f"{_NUM_SMALL} tensors of 1 KiB, files in memory"
@@ -103,12 +109,6 @@ def _small_rows() -> Iterator[Row]:
 
 
 def _measure_small(folder: str) -> dict[str, dict[str, float]]:
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    from mcore.parallel.checkpoint import load_sharded_state_dict, save_sharded_state_dict
-
     root = Path(folder)
     state = {f"layer.{i}.weight": torch.randn(1, _SMALL) for i in range(_NUM_SMALL)}
     saves: dict[str, Work] = {
@@ -126,7 +126,7 @@ def _measure_small(folder: str) -> dict[str, dict[str, float]]:
     }
     for work in loads.values():
         if not _restores(list(state.values()), lambda work=work: work(0)):  # type: ignore[misc]
-            raise RuntimeError("a load did not bring the values back")
+            raise RuntimeError("a load did not restore the values")
     return {**seconds, "load": _rounds(loads, lambda: None)}
 
 
@@ -135,18 +135,13 @@ def _manifest_row() -> Row:
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         root = Path(folder)
         _write_large_manifest(root)
-        ours, parsed = math.inf, math.inf
-        for _ in range(3):
-            started_s = time.perf_counter()
-            index = read_index(root)
-            ours = min(ours, time.perf_counter() - started_s)
-            started_s = time.perf_counter()
-            json.loads((root / MANIFEST_FILE).read_bytes())
-            parsed = min(parsed, time.perf_counter() - started_s)
-    case = f"read a manifest of {_NUM_PIECES} pieces"
-    if len(index.keys["layer.7"].pieces) != _PIECES_A_KEY:
-        return Row.disagreement(case, "json.loads of its text", "number of pieces")
-    return Row(case, ours, "json.loads of its text", parsed, None, "number of pieces")
+        num_pieces = len(read_index(root).keys["layer.7"].pieces)
+        return compare(
+            f"read a manifest of {_NUM_PIECES} pieces", lambda: read_index(root),
+            "json.loads of its text", lambda: json.loads((root / MANIFEST_FILE).read_bytes()),
+            agreement="number of pieces", repeats=3,
+            difference="" if num_pieces == _PIECES_A_KEY else f"{num_pieces} pieces of a key",
+        )  # fmt: skip
 
 
 def _write_large_manifest(root: Path) -> None:
@@ -169,10 +164,10 @@ def _rank_bytes() -> int:
 
 @dataclass(frozen=True)
 class _Measured:
-    """What one rank found.
+    """The findings of one rank.
 
     Attributes:
-        agrees: Whether what was loaded is what was saved.
+        agrees: Whether loads returned the saved values.
         seconds: The shortest time of each side, by case.
     """
 
@@ -182,18 +177,6 @@ class _Measured:
 
 def _measure(folder: str) -> _Measured:
     """Time all sides on one rank."""
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.state_dict_loader import load
-    from torch.distributed.checkpoint.state_dict_saver import save
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.tensor import DTensor, Shard
-
-    from mcore.parallel.checkpoint import (
-        ShardedTensor,
-        load_sharded_state_dict,
-        save_sharded_state_dict,
-    )
-
     rank, root, mesh = dist.get_rank(), Path(folder), init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(_ROWS // 2, _COLUMNS, generator=generator) for _ in range(_NUM_TENSORS)]
@@ -242,7 +225,7 @@ def _measure(folder: str) -> _Measured:
 
 
 def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
-    """Whether a load brings back the values, after which they are as before."""
+    """Whether a load restores the values, which it leaves in the tensors."""
     sums = [tensor.view(torch.int32).sum() for tensor in tensors]
     first = [tensor[:, ::97].clone() for tensor in tensors]
     for tensor in tensors:
@@ -272,7 +255,7 @@ def _rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[st
 
 
 def _clean_before(root: Path) -> Callable[[], None]:
-    """Delete earlier saves and wait until the disk has nothing more to do."""
+    """Delete earlier saves and wait until the disk is idle."""
 
     def clean() -> None:
         for path in root.iterdir():
@@ -283,7 +266,7 @@ def _clean_before(root: Path) -> Callable[[], None]:
 
 
 def _on_first_rank(work: Callable[[], object]) -> None:
-    """Do something once, while the other ranks wait."""
+    """Do something on the first rank, while the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:
         work()
@@ -294,18 +277,18 @@ _PIECE_BYTES = 1 << 24
 
 
 def forget(folder: Path) -> None:
-    """Have the next read of the files below a folder come from the disk."""
+    """Drop the files below a folder from the page cache: the next read uses the disk."""
     for path in _files(folder):
         descriptor = os.open(path, os.O_RDONLY)
         try:
-            os.fsync(descriptor)  # what is not written yet cannot be forgotten
+            os.fsync(descriptor)  # only written pages can be dropped
             os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(descriptor)
 
 
 def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Write the bytes of tensors, one after the other, and wait until the disk has them."""
+    """Write the bytes of tensors one after the other, and sync them to disk."""
     with path.open("xb", buffering=0) as stream:
         for tensor in tensors:
             content = memory_of(tensor)
@@ -315,7 +298,7 @@ def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
 
 
 def read_raw(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Read what ``write_raw`` wrote into the tensors."""
+    """Read a file of ``write_raw`` into the tensors."""
     with path.open("rb", buffering=0) as stream:
         for tensor in tensors:
             content = memory_of(tensor)

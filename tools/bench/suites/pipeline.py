@@ -1,11 +1,11 @@
 """Pipelines of the main job: the idle part of a step against the formula, and against torch.
 
-- A step is the fastest of six, the idle part what its passes leave of it, averaged over the ranks.
+- A step is the fastest of six. Its idle part is the step minus its passes, averaged over the ranks.
 - Tests of the main job compare the losses of these steps with those of one process.
-- Passes that sleep (100 ms and 200 ms a stage) need no core and show the order and the messages
-  alone; the aim is to be at most 15 % over the formula.
-- torch's schedule also keeps a buffer for each micro-batch to receive into, in both directions;
-  here there are two at most.
+- Passes that sleep (100 ms and 200 ms a stage) need no core and show only the order and the
+  messages. The aim is to be at most 15 % over the formula.
+- torch's schedule also keeps a buffer for each micro-batch to receive into, in both directions.
+  Here there are two at most.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from bench.measure import Row
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
+from pretrain.model.building import build_model, build_optimizer
 from pretrain.model.configuration import transformer_config
 from pretrain.model.randomness import seed_streams
 from pretrain.run.pipeline import Pipeline
 from pretrain.run.pipeline_steps import PipelineSteps
-from pretrain.run.training import build_model, build_optimizer
 from pretrain.settings import Settings
 from rank_testing import run_ranks
 
@@ -41,42 +41,37 @@ _MODEL = Settings(
 
 
 def run() -> Iterable[Row]:
-    """Yield the rows; a step is the fastest of some."""
+    """Yield the rows."""
     for ranks, chunks, batches in ((2, 1, 2), (2, 1, 8), (2, 2, 4), (4, 1, 8)):
-        took, busy = run_ranks(_napping, ranks, chunks, batches, timeout_s=300)[0]
-        yield _idle("passes that sleep", ranks, chunks, batches, took, busy, target=1 / 1.15)
+        step_s, busy_s = run_ranks(_napping, ranks, chunks, batches, timeout_s=300)[0]
+        yield _idle("passes that sleep", ranks, chunks, batches, step_s, busy_s, 1 / 1.15)
     for batches in (2, 4):
         settings = dataclasses.replace(_MODEL, global_batch_size=2 * batches)
-        took, busy = run_ranks(_training, 2, settings, timeout_s=600)[0]
-        yield _idle("a model of 3 M parameters", 2, 1, batches, took, busy)
-    yield _beside_torch(dataclasses.replace(_MODEL, global_batch_size=16))
+        step_s, busy_s = run_ranks(_training, 2, settings, timeout_s=600)[0]
+        yield _idle("a model of 3 M parameters", 2, 1, batches, step_s, busy_s)
+    yield _against_torch(dataclasses.replace(_MODEL, global_batch_size=16))
 
 
 def _idle(
-    what: str,
-    ranks: int,
-    chunks: int,
-    batches: int,
-    took: float,
-    busy: float,
+    passes: str, ranks: int, chunks: int, batches: int, step_s: float, busy_s: float,
     target: float | None = None,
-) -> Row:
-    """How long the ranks wait in a step, beside what the formula says of the same step."""
+) -> Row:  # fmt: skip
+    """The ranks' idle time in a step, against the formula for the same step."""
     share = (ranks - 1) / (chunks * batches + ranks - 1)
-    found = 1 - busy / took
+    found = 1 - busy_s / step_s
     return Row(
         f"idle time of a step of {ranks} stages{' of two parts' if chunks > 1 else ''}, "
-        f"{batches} micro-batches: {what}",
-        took - busy,
+        f"{batches} micro-batches: {passes}",
+        step_s - busy_s,
         f"(p - 1) / (v m + p - 1) = {share:.3f} of it",
-        took * share,
-        target=target,
+        step_s * share,
+        target,
         note=f"idle share {found:.3f}, {100 * (found / share - 1):+.0f} % of the formula's",
     )
 
 
 class _Naps:
-    """Passes that take time and no processor."""
+    """Passes that sleep."""
 
     def __init__(self, pipeline: Pipeline, message: torch.Tensor, busy: _Busy) -> None:
         self.pipeline = pipeline
@@ -84,7 +79,7 @@ class _Naps:
         self.busy = busy
 
     def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """One nap a stage, divided over its chunks."""
+        """One nap per stage, divided over its chunks."""
         with self.busy.forward():
             time.sleep(_NAP_S / self.pipeline.chunks)
         output = torch.zeros(self.message.shape) if hidden is None else hidden * 1.0
@@ -98,7 +93,7 @@ class _Naps:
 
 
 def _napping(chunks: int, batches: int) -> tuple[float, float]:
-    """One rank: seconds of the fastest step, and the mean of what the ranks' passes took in it."""
+    """One rank: seconds of the fastest step, and the mean seconds of the ranks' passes in it."""
     groups = ProcessGroups.from_sizes(pp=dist.get_world_size())
     pipeline = Pipeline(groups, chunks=chunks, device=_CPU, timeout_s=60)
     message = torch.empty(64, 2, 64, device="meta")
@@ -108,7 +103,7 @@ def _napping(chunks: int, batches: int) -> tuple[float, float]:
 
 
 class _Busy:
-    """The parts of a step, of which passes count as work."""
+    """The time of the passes in a step."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -143,7 +138,7 @@ class _Job:
 
 
 def _training(settings: Settings) -> tuple[float, float]:
-    """The same for the main job's own passes."""
+    """One rank, as above, with the main job's passes."""
     job = _Job(settings)
     return _fastest(job.passes, job.busy)
 
@@ -160,7 +155,7 @@ def _fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
 
 
 def _seconds(call: Callable[[], object]) -> float:
-    """Seconds from when all ranks start to when the last has ended."""
+    """Seconds from the common start to the end of the last rank."""
     dist.barrier()
     started_s = time.perf_counter()
     call()
@@ -178,7 +173,7 @@ class _Torch:
         settings = steps.settings
         self.model = job.model
         count, rank = settings.num_microbatches, steps.pipeline.rank
-        self.batches = [steps._training_part(1, number) for number in range(count)]
+        self.batches = [steps._read_training_batch(1, number) for number in range(count)]
         self.numbers = torch.arange(count)
         self.is_first, self.is_last = rank == 0, rank == settings.pp - 1
         hidden = torch.empty(
@@ -193,10 +188,10 @@ class _Torch:
         self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss, scale_grads=False)
 
     def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
-        return self.steps._loss_of(output, self.batches[int(number)])
+        return self.steps._average_loss(output, self.batches[int(number)])
 
     def passes(self) -> torch.Tensor:
-        """All passes of the first step; gradients are left on the parameters."""
+        """All passes of the first step. Gradients stay on the parameters."""
         for param in self.model.parameters():
             param.grad = None
         losses: list[torch.Tensor] = []
@@ -209,7 +204,7 @@ class _Torch:
 
 
 class _Numbered(torch.nn.Module):
-    """A stage that takes the number of a micro-batch in place of the batch."""
+    """A stage that is called with the number of a micro-batch instead of the batch."""
 
     def __init__(self, job: _Torch) -> None:
         super().__init__()
@@ -225,7 +220,7 @@ class _Numbered(torch.nn.Module):
         return output
 
 
-def _beside_torch(settings: Settings) -> Row:
+def _against_torch(settings: Settings) -> Row:
     case = f"passes of a step of 2 stages, {settings.num_microbatches} micro-batches"
     peer = f"torch {torch.__version__.partition('+')[0]} Schedule1F1B"
     losses, ours_s, peer_s = run_ranks(_both, 2, settings, timeout_s=600)[-1]

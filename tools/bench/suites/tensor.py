@@ -1,39 +1,34 @@
-"""``mcore.tensor`` against megatron-core and against what one would build from torch itself.
+"""``mcore.tensor`` against megatron-core and against alternatives written with torch alone.
 
 - megatron-core's norm needs a CUDA device. "Megatron-LM's loop retyped" is its arithmetic on the
   CPU: ``torch.norm`` per tensor in the dtype of the tensor, then the norm of the list of norms. Its
-  buffer allocates on CUDA only, so the memory that it reuses was put there by hand.
-- Long float32 norms are bound by the memory, which delivers more when they are read from four
-  places in turns. One float32 sum of 32 Mi squares is off by 0.2 %.
-- For bfloat16 the retyped loop rounds each norm to 8 bits. A copy widened in the cache would cost
-  0.75 of its speed before anything is summed, so the rows are read by a kernel that widens in
-  registers: the gradient of a group norm's weight. A loop over ``t.float()`` is as exact as one
-  float32 sum and needs a float32 copy of each tensor, which gets expensive where the system has to
-  map fresh memory for it, as for the tensor of 32 Mi.
-- The scaled copies here check every source element, the others none. In place the check is free.
-  Into other tensors it costs a sum of each block while that is in the cache.
-- A view's leaf costs ``detach()``, which takes three quarters of the time. ``.data`` would be
-  quicker and would give wrong gradients silently after an in-place edit.
+  buffer allocates on CUDA only, so the benchmark provides the memory that it reuses.
+- Long float32 norms are bound by the memory, which is faster if four places are read in turns. One
+  float32 sum of 32 Mi squares is off by 0.2 %.
+- For bfloat16 the retyped loop rounds each norm to 8 bits. A widened copy in the cache would cost
+  0.75 of its speed before anything is summed. A kernel that widens in registers reads the rows
+  instead: the gradient of a group norm's weight. A loop over ``t.float()`` is as exact as one
+  float32 sum. It needs a float32 copy of each tensor, which is expensive if the system has to map
+  fresh memory for it, as for the tensor of 32 Mi.
+- The scaled copies here check every source element, the peers' do not. In place the check is free.
+  Into other tensors it costs a sum of each block while the block is in the cache.
+- A view's leaf costs ``detach()``, which is three quarters of the time. ``.data`` would be quicker,
+  but would silently give wrong gradients after an in-place edit.
 """
 
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import time
-import warnings
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from importlib import import_module
-from importlib.metadata import version
-from timeit import Timer
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from bench.measure import Row, paired, single
+from bench.measure import Row, compare, compare_imports, loop, single
+from bench.peers import megatron, name_of
 from mcore.tensor import (
     GlobalMemoryBuffer,
     local_multi_tensor_applier,
@@ -53,41 +48,44 @@ _LENGTHS = {
     _MODEL: [768, 768, 3 * 768 * 768, 768 * 768, 4 * 768 * 768, 4 * 768 * 768, 3072, 768] * 12,
 }
 _LOOP = "Megatron-LM's loop retyped"
-_WITHIN_A_TENTH = 1 / 1.1
-_IMPORT_TIMER = (
-    "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
-)
+_NEARLY_EQUAL = 1 / 1.1
 
 
 def run() -> Iterable[Row]:
-    """Yield the rows; results are checked for agreement before each timing."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        peer: Any = import_module("megatron.core.utils")
-    name = f"megatron-core {version('megatron-core')}"
+    """Yield the rows. Results are compared before each timing."""
+    peer, name = megatron("utils"), name_of()
     torch.manual_seed(0)
     yield _buffer_reuse(peer, name)
     yield from _viewless(peer, name)
     read, moved = _bandwidth_limits()
-    yield from _norms_of_float32(read)
-    yield from _norms_of_bfloat16(read)
-    yield from _scaling_in_place(peer, name, moved)
-    yield from _scaling_into_others(peer, name, moved)
-    yield _import_cost()
+    yield from _norms(read)
+    yield from _scalings(peer, name, moved)
+    yield compare_imports(
+        "mcore.tensor", "torch", f"import torch {torch.__version__}", 1 / 1.15, repeats=12
+    )
 
 
 def _buffer_reuse(peer: Any, name: str) -> Row:
-    case, shape = "GlobalMemoryBuffer.get_tensor, reuse", (128, 64)
+    shape = (128, 64)
     ours, theirs = GlobalMemoryBuffer(), peer.GlobalMemoryBuffer()
-    # Its first request asks for a CUDA device, so the memory is put where it would keep it.
+    # Its first request needs a CUDA device, so the memory is put into its store here.
     theirs.buffer["mpu", torch.float32] = torch.empty(shape).flatten()
     requests = [partial(side.get_tensor, shape, torch.float32, "mpu") for side in (ours, theirs)]
-    for request in requests:
-        tensor = request().fill_(3)
-        if tensor.shape != shape or request().sum() != 3 * tensor.numel():
-            return Row.disagreement(case, name, "a request does not see the memory of another")
-    ours_s, peer_s = paired(*requests, number=5000, repeats=15)
-    return Row(case, ours_s, name, peer_s, 1.4, "shape, shared memory")
+    is_shared = all(
+        request().fill_(3).shape == shape and request().sum() == 3 * 128 * 64
+        for request in requests
+    )
+    return compare(
+        "GlobalMemoryBuffer.get_tensor, reuse",
+        requests[0],
+        name,
+        requests[1],
+        1.4,
+        agreement="shape, shared memory",
+        difference="" if is_shared else "a request does not see the memory of another",
+        number=5000,
+        repeats=15,
+    )
 
 
 def _viewless(peer: Any, name: str) -> Iterator[Row]:
@@ -99,22 +97,17 @@ def _viewless(peer: Any, name: str) -> Iterator[Row]:
     ):
         makers = (make_viewless_tensor, peer.make_viewless_tensor)
         results = [make(view, False, keep_graph) for make in makers]
-        if any(out._base is not None or out.data_ptr() != view.data_ptr() for out in results):
-            yield Row.disagreement(case, name, "not the same memory, or a view")
-            continue
-        calls = [_calls(make, view, keep_graph) for make in makers]
-        ours_s, peer_s = (seconds / _CALLS for seconds in paired(*calls, number=1, repeats=61))
-        yield Row(case, ours_s, name, peer_s, target, "same memory, no base")
-
-
-def _calls(make: Any, view: Tensor, keep_graph: bool) -> Callable[[], Any]:
-    names = {"make": make, "view": view, "keep_graph": keep_graph}
-    timer = Timer("make(view, False, keep_graph)", globals=names)
-    return lambda: timer.timeit(_CALLS)
+        is_same = all(out._base is None and out.data_ptr() == view.data_ptr() for out in results)
+        ours, theirs = (loop(make, view, False, keep_graph, calls=_CALLS) for make in makers)
+        yield compare(
+            case, ours, name, theirs, target, agreement="same memory, no base",
+            difference="" if is_same else "not the same memory, or a view",
+            repeats=61, calls=_CALLS,
+        )  # fmt: skip
 
 
 def _bandwidth_limits() -> tuple[str, str]:
-    """What the memory gives on this machine, in this run: no pass over long data is faster."""
+    """The memory's speed in this run, which no pass over long data exceeds."""
     source, destination = torch.zeros(_LARGE), torch.zeros(_LARGE)
     read_s = single(source.sum, number=1, repeats=15)
     copy_s = single(partial(destination.copy_, source), number=1, repeats=15)
@@ -122,7 +115,7 @@ def _bandwidth_limits() -> tuple[str, str]:
     return f"a sum {gigabytes / read_s:.0f}", f"a copy {2 * gigabytes / copy_s:.0f}"
 
 
-def _made(kind: str, dtype: torch.dtype) -> list[Tensor]:
+def _make_tensors(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(length).to(dtype) for length in _LENGTHS[kind]]
 
 
@@ -132,7 +125,7 @@ def _our_norm(tensors: list[Tensor]) -> Tensor:
 
 
 def _loop_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """One norm per tensor, in its own dtype; megatron-core puts the list on a CUDA device."""
+    """One norm per tensor, in its dtype. megatron-core puts the list on a CUDA device."""
     norms = [[torch.norm(tensor) for tensor in tensors]]
     total: Tensor = torch.tensor(norms, dtype=torch.float32).norm()
     return total
@@ -156,29 +149,30 @@ def _float64_norm(tensors: list[Tensor]) -> Tensor:
     return total
 
 
-def _norms_of_float32(limit: str) -> Iterator[Row]:
-    """Against a loop over long tensors all sides wait for the memory: the target is to keep up."""
+def _norms(limit: str) -> Iterator[Row]:
+    """For long float32 tensors all sides wait for the memory, so the aim against a loop is 1."""
     fused, exact = "torch._foreach_norm", "float64 sum, as exact"
-    for kind, peer, peer_norm, target in (
-        (_MANY, _LOOP, _loop_norm, 3.0),
-        (_MANY, fused, _fused_norm, 1.2),
-        (_MODEL, _LOOP, _loop_norm, 1.0),
-        (_MODEL, fused, _fused_norm, None),
-        (_MODEL, exact, _float64_norm, 1.2),
-        (_ONE, _LOOP, _loop_norm, 1.0),
-        (_ONE, exact, _float64_norm, 1.2),
+    copied, widened = "fp32 copy of all, one fused norm", "loop over t.float()"
+    fp32, bf16 = torch.float32, torch.bfloat16
+    for dtype, kind, peer, peer_norm, target in (
+        (fp32, _MANY, _LOOP, _loop_norm, 3.0),
+        (fp32, _MANY, fused, _fused_norm, 1.2),
+        (fp32, _MODEL, _LOOP, _loop_norm, 1.0),
+        (fp32, _MODEL, fused, _fused_norm, None),
+        (fp32, _MODEL, exact, _float64_norm, 1.2),
+        (fp32, _ONE, _LOOP, _loop_norm, 1.0),
+        (fp32, _ONE, exact, _float64_norm, 1.2),
+        (bf16, _MANY, copied, _copied_norm, 1.8),
+        (bf16, _MANY, widened, _widened_norm, None),
+        (bf16, _MANY, _LOOP, _loop_norm, 0.75),
+        (bf16, _MODEL, copied, _copied_norm, 5.0),
+        (bf16, _MODEL, widened, _widened_norm, None),
+        (bf16, _MODEL, _LOOP, _loop_norm, 0.75),
+        (bf16, _ONE, copied, _copied_norm, 5.0),
+        (bf16, _ONE, widened, _widened_norm, None),
+        (bf16, _ONE, _LOOP, _loop_norm, 0.75),
     ):
-        yield _norm_row(kind, torch.float32, peer, peer_norm, target, limit, 1e-6)
-
-
-def _norms_of_bfloat16(limit: str) -> Iterator[Row]:
-    for kind in (_MANY, _MODEL, _ONE):
-        for peer, peer_norm, target in (
-            ("fp32 copy of all, one fused norm", _copied_norm, 1.8 if kind == _MANY else 5.0),
-            ("loop over t.float()", _widened_norm, None),
-            (_LOOP, _loop_norm, 0.75),
-        ):
-            yield _norm_row(kind, torch.bfloat16, peer, peer_norm, target, limit, 1e-5)
+        yield _norm_row(kind, dtype, peer, peer_norm, target, limit)
 
 
 def _norm_row(
@@ -188,20 +182,21 @@ def _norm_row(
     peer_norm: Callable[[list[Tensor]], Tensor],
     target: float | None,
     limit: str,
-    allowed_error: float,
 ) -> Row:
-    case = f"norm {str(dtype)[6:]}, {kind}"
-    tensors = _made(kind, dtype)
+    tensors = _make_tensors(kind, dtype)
     exact = math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
-    errors = [abs(norm(tensors).item() - exact) / exact for norm in (_our_norm, peer_norm)]
-    if errors[0] > allowed_error or errors[1] > 1e-2:
-        return Row.disagreement(case, peer, f"off by {errors[0]:.1e} against {errors[1]:.1e}")
-    calls = [partial(norm, tensors) for norm in (_our_norm, peer_norm)]
-    ours_s, peer_s = paired(*calls, number=1, repeats=15)
-    moved = sum(tensor.nbytes for tensor in tensors) / ours_s / 1e9
-    agreement = f"off by {errors[0]:.0e}, peer by {errors[1]:.0e}"
-    note = f"reads {moved:.0f} GB/s, {limit}; CPU time {_cpu_time_ratio(*calls):.1f}"
-    return Row(case, ours_s, peer, peer_s, target, agreement, note)
+    ours, theirs = (partial(norm, tensors) for norm in (_our_norm, peer_norm))
+    errors = [abs(norm().item() - exact) / exact for norm in (ours, theirs)]
+    is_wrong = errors[0] > (1e-6 if dtype is torch.float32 else 1e-5) or errors[1] > 1e-2
+    moved = sum(tensor.nbytes for tensor in tensors) / 1e9
+    return compare(
+        f"norm {str(dtype)[6:]}, {kind}", ours, peer, theirs, target,
+        agreement=f"off by {errors[0]:.0e}, peer by {errors[1]:.0e}",
+        difference=f"off by {errors[0]:.1e} against {errors[1]:.1e}" if is_wrong else "",
+        repeats=15,
+        note=lambda ours_s, peer_s: f"reads {moved / ours_s:.0f} GB/s, {limit}, "
+        f"CPU time {_cpu_time_ratio(ours, theirs):.1f}",
+    )  # fmt: skip
 
 
 def _cpu_time_ratio(ours: Callable[[], Any], peer: Callable[[], Any]) -> float:
@@ -240,39 +235,32 @@ def _peer_scale(peer: Any) -> Scale:
     return scale
 
 
-def _scaling_in_place(peer: Any, name: str, limit: str) -> Iterator[Row]:
-    for kind, dtype, peer_name, scale, target in (
-        (_MANY, torch.float32, name, _peer_scale(peer), 3.0),
-        (_ONE, torch.float32, name, _peer_scale(peer), 1.8),
-        (_ONE, torch.float32, "mul(out=), unchecked", _unchecked_scale, _WITHIN_A_TENTH),
-        (_MODEL, torch.float32, name, _peer_scale(peer), 1.8),
-        (_MODEL, torch.float32, "mul(out=), unchecked", _unchecked_scale, _WITHIN_A_TENTH),
-        (_MODEL, torch.bfloat16, name, _peer_scale(peer), None),
-    ):
-        case = f"scale {str(dtype)[6:]} in place, {kind}"
-        yield _scale_row(case, kind, (dtype, None), 1.0001, peer_name, scale, target, limit)
-
-
-def _scaling_into_others(peer: Any, name: str, limit: str) -> Iterator[Row]:
+def _scalings(peer: Any, name: str, limit: str) -> Iterator[Row]:
+    """In place, then into other tensors."""
     fp32, bf16 = torch.float32, torch.bfloat16
-    for kind, dtypes, factor, peer_name, scale, target in (
-        (_MANY, (fp32, fp32), 0.5, name, _peer_scale(peer), None),
-        (_ONE, (fp32, fp32), 0.5, name, _peer_scale(peer), 1.8),
-        (_ONE, (fp32, fp32), 0.5, "mul(out=), unchecked", _unchecked_scale, None),
-        (_MODEL, (fp32, fp32), 0.5, name, _peer_scale(peer), 1.05),
-        (_MANY, (fp32, bf16), 1.0, name, _peer_scale(peer), None),
-        (_ONE, (fp32, bf16), 1.0, name, _peer_scale(peer), 1.8),
-        (_MODEL, (fp32, bf16), 1.0, name, _peer_scale(peer), 1.0),
-        (_MODEL, (fp32, bf16), 0.5, name, _peer_scale(peer), 1.0),
-        (_MODEL, (bf16, fp32), 1.0, name, _peer_scale(peer), 1.2),
+    unchecked, peer_scale = "mul(out=), unchecked", _peer_scale(peer)
+    for kind, dtypes, factor, peer_name, target in (
+        (_MANY, (fp32, None), 1.0001, name, 3.0),
+        (_ONE, (fp32, None), 1.0001, name, 1.8),
+        (_ONE, (fp32, None), 1.0001, unchecked, _NEARLY_EQUAL),
+        (_MODEL, (fp32, None), 1.0001, name, 1.8),
+        (_MODEL, (fp32, None), 1.0001, unchecked, _NEARLY_EQUAL),
+        (_MODEL, (bf16, None), 1.0001, name, None),
+        (_MANY, (fp32, fp32), 0.5, name, None),
+        (_ONE, (fp32, fp32), 0.5, name, 1.8),
+        (_ONE, (fp32, fp32), 0.5, unchecked, None),
+        (_MODEL, (fp32, fp32), 0.5, name, 1.05),
+        (_MANY, (fp32, bf16), 1.0, name, None),
+        (_ONE, (fp32, bf16), 1.0, name, 1.8),
+        (_MODEL, (fp32, bf16), 1.0, name, 1.0),
+        (_MODEL, (fp32, bf16), 0.5, name, 1.0),
+        (_MODEL, (bf16, fp32), 1.0, name, 1.2),
     ):
-        what = "checked copy" if factor == 1 else "scale"
-        case = f"{what} {str(dtypes[0])[6:]} to {str(dtypes[1])[6:]}, {kind}"
-        yield _scale_row(case, kind, dtypes, factor, peer_name, scale, target, limit)
+        scale = _unchecked_scale if peer_name == unchecked else peer_scale
+        yield _scale_row(kind, dtypes, factor, peer_name, scale, target, limit)
 
 
 def _scale_row(
-    case: str,
     kind: str,
     dtypes: tuple[torch.dtype, torch.dtype | None],
     factor: float,
@@ -281,31 +269,20 @@ def _scale_row(
     target: float | None,
     limit: str,
 ) -> Row:
-    sources = _made(kind, dtypes[0])
+    verb = "checked copy" if factor == 1 else "scale"
+    into_text = "in place" if dtypes[1] is None else f"to {str(dtypes[1])[6:]}"
+    sources = _make_tensors(kind, dtypes[0])
     results = []
     for scale in (_our_scale, peer_scale):
         into = [tensor.to(dtypes[1] or tensor.dtype, copy=True) for tensor in sources]
         scale(into if dtypes[1] is None else sources, into, factor)
         results.append(into)
-    if not all(map(torch.equal, *results)):
-        return Row.disagreement(case, peer, "different products")
+    is_equal = all(map(torch.equal, *results))
     into = sources if dtypes[1] is None else results[0]
-    calls = [partial(scale, sources, into, factor) for scale in (_our_scale, peer_scale)]
-    ours_s, peer_s = paired(*calls, number=1, repeats=15)
-    moved = sum(tensor.nbytes for tensor in [*sources, *into]) / ours_s / 1e9
-    note = f"moves {moved:.0f} GB/s, {limit}"
-    return Row(case, ours_s, peer, peer_s, target, "bitwise equal", note)
-
-
-def _import_cost() -> Row:
-    """The minimum over fresh interpreters, which take turns; the first of each warms up."""
-    best = {"mcore.tensor": math.inf, "torch": math.inf}
-    for repeat in range(13):
-        for module in best:
-            command = [sys.executable, "-W", "ignore", "-c", _IMPORT_TIMER.format(module=module)]
-            finished = subprocess.run(command, check=True, capture_output=True, text=True)
-            if repeat:
-                best[module] = min(best[module], float(finished.stdout.splitlines()[-1]))
-    ours_s, peer_s = best.values()
-    case, peer = "import mcore.tensor", f"import torch {torch.__version__}"
-    return Row(case, ours_s, peer, peer_s, 1 / 1.15, note="fresh processes, the import statement")
+    moved = sum(tensor.nbytes for tensor in [*sources, *into]) / 1e9
+    ours, theirs = (partial(scale, sources, into, factor) for scale in (_our_scale, peer_scale))
+    return compare(
+        f"{verb} {str(dtypes[0])[6:]} {into_text}, {kind}", ours, peer, theirs, target,
+        agreement="bitwise equal", difference="" if is_equal else "different products",
+        repeats=15, note=lambda ours_s, peer_s: f"moves {moved / ours_s:.0f} GB/s, {limit}",
+    )  # fmt: skip

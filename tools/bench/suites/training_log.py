@@ -1,9 +1,9 @@
 """The training log against loops that make one call for each metric, as those of peers do.
 
-- Both write to MLflow on SQLite. Total work is that of the training thread and of the background
-  thread, which sends between steps of 20 ms; the other two rows are medians.
-- A step on which nothing is logged costs more than bare sums if there is one loss, and less if
-  there are many. The sums also read the learning rate twice; on a GPU each read waits.
+- Both write to MLflow on SQLite. Total work is the sum over the training thread and the background
+  thread, which sends between steps of 20 ms. The other two rows are medians.
+- A step without output costs more than bare sums if there is one loss, and less if there are many.
+  The sums also read the learning rate twice, and on a GPU each read waits.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bench.measure import Row, paired
+from bench.measure import Row, compare
 from mcore.observe import (
     ConfigContainer,
     GlobalState,
@@ -34,21 +34,21 @@ from mcore.observe import (
 
 _CALL_A_METRIC = "one MLflow call for each metric"
 _SUM_A_LOSS = "a zero and a sum for each loss"
-_STEP_S = 0.02  # of a training step between two calls, in which the background thread works
+_STEP_S = 0.02  # the step between two calls, while the background thread works
 _LIMIT_S = 100e-6
 _HALF = type("Half", (), {"bf16": True, "fp16": False})()
 
 
 def run() -> Iterable[Row]:
-    """Yield the rows; what arrived is compared before any figure is given."""
+    """Yield the rows. The values that arrived are compared before any figure."""
     with tempfile.TemporaryDirectory(prefix="bench-training-log-") as folder:
         yield from _mlflow(Path(folder), num_losses=4, steps=100, peer_steps=10)
         for num_losses in (16, 64):
             yield from _mlflow(Path(folder), num_losses, steps=50, peer_steps=2)
     yield from _steps_without_output()
-    yield from _norm("85 M parameters of 12 layers in bf16", _layers(12), target=1.8)
+    yield from _norm("85 M parameters of 12 layers in bf16", _make_layers(12), target=1.8)
     for num in (100, 1000, 10_000):
-        yield from _norm(f"{num} tensors of 1000 in bf16", _tensors(num), target=None)
+        yield from _norm(f"{num} tensors of 1000 in bf16", _make_tensors(num), target=None)
 
 
 # --- MLflow -------------------------------------------------------------------------------------
@@ -56,8 +56,8 @@ def run() -> Iterable[Row]:
 
 def _mlflow(folder: Path, num_losses: int, steps: int, peer_steps: int) -> Iterator[Row]:
     """Total work and the training thread's share of it, for one number of metrics."""
-    losses = {f"loss {index}": torch.tensor(index + 0.5) for index in range(num_losses)}
-    state = _state(folder, f"ours {num_losses}")
+    losses = _make_losses(num_losses)
+    state = _make_state(folder, f"ours {num_losses}")
     run = state.mlflow_logger
     run.open()
     (sink,) = state.sinks()
@@ -73,34 +73,23 @@ def _mlflow(folder: Path, num_losses: int, steps: int, peer_steps: int) -> Itera
     if sorted(m.step for m in history) != list(range(1, steps + 1)):
         yield Row.disagreement(case, _CALL_A_METRIC, f"{len(history)} of {steps} steps arrived")
         return
-    yield Row(
-        f"{case}: total work a step",
-        work_s,
-        _CALL_A_METRIC,
-        peer_s,
-        target=10.0,
-        agreement=f"{steps} steps read back, values of the last",
-        note=f"the background thread's part {sum(sent) / steps * 1e3:.2g} ms, in {len(sent)} calls",
-    )
-    yield Row(
-        f"{case}: its share of the training thread",
-        statistics.median(handed),
-        "limit",
-        _LIMIT_S,
-        target=1.0,
-        agreement="as above",
-    )
-    yield Row(
-        f"{case}: the whole call of training_log",
-        statistics.median(caller_s),
-        _CALL_A_METRIC,
-        peer_s,
-        agreement="as above",
-    )
+    checked = f"{steps} steps read back, values of the last"
+    background = f"{sum(sent) / steps * 1e3:.2g} ms, in {len(sent)} calls"
+    note = f"the background thread's part {background}"
+    total = f"{case}: total work a step"
+    yield Row(total, work_s, _CALL_A_METRIC, peer_s, 10.0, checked, note)
+    share = f"{case}: its share of the training thread"
+    yield Row(share, statistics.median(handed), "limit", _LIMIT_S, 1.0, "as above")
+    call = f"{case}: the whole call of training_log"
+    yield Row(call, statistics.median(caller_s), _CALL_A_METRIC, peer_s, agreement="as above")
+
+
+def _make_losses(num: int) -> dict[str, Tensor]:
+    return {f"loss {index}": torch.tensor(index + 0.5) for index in range(num)}
 
 
 def _log_one_by_one(folder: Path, ours: Any, losses: dict[str, Tensor], steps: int) -> float:
-    """Send the metrics of the last step as one call each; return the seconds of a step."""
+    """Send each metric of the last step in a separate call. Returns the seconds of a step."""
     import mlflow
     from mlflow.tracking import MlflowClient
 
@@ -119,7 +108,7 @@ def _log_one_by_one(folder: Path, ours: Any, losses: dict[str, Tensor], steps: i
     return elapsed_s / steps
 
 
-def _state(folder: Path, name: str) -> GlobalState:
+def _make_state(folder: Path, name: str) -> GlobalState:
     logger = LoggerConfig(
         log_interval=1_000_000,
         tensorboard_log_interval=1,
@@ -133,7 +122,7 @@ def _state(folder: Path, name: str) -> GlobalState:
 
 
 def _log_and_train(state: GlobalState, losses: dict[str, Tensor], step: int) -> float:
-    """Log a step, then compute for the time of one; return the seconds of the call."""
+    """Log a step, then compute for the time of a step. Returns the seconds of the call."""
     state.train_state.step = step
     state.train_state.consumed_train_samples = step
     started_s = time.perf_counter()
@@ -149,7 +138,7 @@ def _log_and_train(state: GlobalState, losses: dict[str, Tensor], step: int) -> 
 
 @contextlib.contextmanager
 def _timed_calls(owner: Any, method: str) -> Iterator[list[float]]:
-    """Collect the seconds that each call of a method takes, whichever thread makes it."""
+    """Collect the seconds of each call of a method, on any thread."""
     seconds: list[float] = []
     original = getattr(owner, method)
 
@@ -171,26 +160,20 @@ def _timed_calls(owner: Any, method: str) -> Iterator[list[float]]:
 def _steps_without_output() -> Iterator[Row]:
     """A step at which no interval ends, with few and many losses."""
     for num_losses in (1, 12, 100):
-        losses = {f"loss {index}": torch.tensor(index + 0.5) for index in range(num_losses)}
-        ours, ours_totals = _quiet_step(losses)
-        theirs, their_totals = _step_of_sums(losses)
-        case = f"step off the intervals, {num_losses} losses"
-        for step in (ours, theirs):
-            step()
-        if any(ours_totals[name].item() != their_totals[name].item() for name in losses):
-            yield Row.disagreement(case, _SUM_A_LOSS, "other sums")
-            continue
-        ours_s, peer_s = paired(ours, theirs, number=200)
-        yield Row(
-            case,
-            ours_s,
-            _SUM_A_LOSS,
-            peer_s,
-            agreement="sums of the losses",
-        )
+        losses = _make_losses(num_losses)
+        ours, ours_totals = _make_quiet_step(losses)
+        theirs, their_totals = _make_step_of_sums(losses)
+        ours()
+        theirs()
+        is_same = all(ours_totals[name].item() == their_totals[name].item() for name in losses)
+        yield compare(
+            f"step off the intervals, {num_losses} losses", ours, _SUM_A_LOSS, theirs,
+            agreement="sums of the losses", difference="" if is_same else "other sums",
+            number=200,
+        )  # fmt: skip
 
 
-def _quiet_step(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Any]]:
+def _make_quiet_step(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Any]]:
     logger = LoggerConfig(log_interval=1000, tensorboard_log_interval=1000)
     config = ConfigContainer(logger=logger, train=TrainingConfig(micro_batch_size=1))
     state = GlobalState(config, train_state=TrainState(step=1))
@@ -203,7 +186,7 @@ def _quiet_step(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str,
     return step, totals
 
 
-def _step_of_sums(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Any]]:
+def _make_step_of_sums(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[str, Any]]:
     totals: dict[str, Any] = {}
     rate = torch.tensor(1e-4)
 
@@ -222,32 +205,23 @@ def _step_of_sums(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], dict[st
 def _norm(case: str, model: nn.Module, target: float | None) -> Iterator[Row]:
     """The norm against float32 copies of all parameters, and against one copy at a time."""
     parameters = [parameter.detach() for parameter in model.parameters()]
-
-    def ours() -> float:
-        return calc_params_l2_norm(model, _HALF)
-
+    ours = functools.partial(calc_params_l2_norm, model, _HALF)
     exact = math.sqrt(sum(p.double().square().sum().item() for p in parameters))
-    number = 1 if len(parameters) > 500 else 3
-    for peer, copies, wanted in (
+    for peer, copies, aim in (
         ("fp32 copies, then their norms", lambda: [p.float() for p in parameters], target),
         ("one fp32 copy at a time", lambda: (p.float() for p in parameters), None),
     ):
-        copied = functools.partial(_norm_of_copies, copies)
-        errors = [abs(norm / exact - 1) for norm in (ours(), copied())]
-        # Sums of a million squares in float32 are what the wider tolerance is for.
-        if errors[0] > 1e-6 or errors[1] > 1e-3:
-            yield Row.disagreement(case, peer, f"off by {errors[0]:.0e} and {errors[1]:.0e}")
-            continue
-        ours_s, peer_s = paired(ours, copied, number=number)
-        yield Row(
-            f"calc_params_l2_norm, {case}",
-            ours_s,
-            peer,
-            peer_s,
-            target=wanted,
+        theirs = functools.partial(_norm_of_copies, copies)
+        errors = [abs(norm / exact - 1) for norm in (ours(), theirs())]
+        # The wider tolerance is for sums of a million squares in float32.
+        is_wrong = errors[0] > 1e-6 or errors[1] > 1e-3
+        yield compare(
+            f"calc_params_l2_norm, {case}", ours, peer, theirs, aim,
             agreement=f"off by {errors[0]:.0e}, the peer by {errors[1]:.0e}",
-            note=f"{ours_s / len(parameters) * 1e6:.3g} us a tensor",
-        )
+            difference=f"off by {errors[0]:.0e} and {errors[1]:.0e}" if is_wrong else "",
+            number=1 if len(parameters) > 500 else 3,
+            note=lambda ours_s, peer_s: f"{ours_s / len(parameters) * 1e6:.3g} us a tensor",
+        )  # fmt: skip
 
 
 def _norm_of_copies(copies: Callable[[], Iterable[Tensor]]) -> float:
@@ -255,15 +229,15 @@ def _norm_of_copies(copies: Callable[[], Iterable[Tensor]]) -> float:
     return torch.stack(squares).sum().sqrt().item()
 
 
-def _layers(num: int) -> nn.Module:
+def _make_layers(num: int) -> nn.Module:
     shapes = [(768,), (3 * 768, 768), (768, 768), (768,), (4 * 768, 768), (768, 4 * 768)] * num
-    return _module([torch.randn(shape) for shape in shapes])
+    return _make_module([torch.randn(shape) for shape in shapes])
 
 
-def _tensors(num: int) -> nn.Module:
-    return _module([torch.randn(1000) for _ in range(num)])
+def _make_tensors(num: int) -> nn.Module:
+    return _make_module([torch.randn(1000) for _ in range(num)])
 
 
-def _module(values: list[Tensor]) -> nn.Module:
+def _make_module(values: list[Tensor]) -> nn.Module:
     torch.manual_seed(0)
     return nn.ParameterList(nn.Parameter(v.bfloat16(), requires_grad=False) for v in values)

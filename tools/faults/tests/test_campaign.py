@@ -1,4 +1,4 @@
-"""A few faults of a campaign, and that it would notice what they must not do."""
+"""A few faults of a campaign, and the damage that its checks would find."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from faults.dealing import Dealer
-from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffled
+from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffle_faults
 from faults.journal import Journal, Result
 from faults.report import page
-from faults.trial import Happened, Outcome, Place, Trial, undisturbed
+from faults.trial import Happened, Outcome, Place, Trial, run_undisturbed
 from faults.verdict import differences, newest_good
 
 SEED, TIMEOUT_S = 11, 15.0
@@ -32,19 +32,19 @@ pytestmark = pytest.mark.xdist_group("faults")
 
 @pytest.fixture(scope="module")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Place:
-    """Where a run has been without faults."""
+    """A place with a run without faults."""
     folder = tmp_path_factory.mktemp("faults")
-    reference = undisturbed(folder / "undisturbed", VARIANTS["async"], TIMEOUT_S, SEED)
+    reference = run_undisturbed(folder / "undisturbed", VARIANTS["async"], TIMEOUT_S, SEED)
     return Place(folder / "trial", reference, TIMEOUT_S, beyond_timeout_s=120.0)
 
 
 @pytest.fixture(scope="module")
 def outcome(place: Place) -> Outcome:
-    """What came of a run with faults."""
+    """The outcome of a run with faults."""
     return Trial(place, VARIANTS["async"], FAULTS, "forked", SEED).run()
 
 
-def test_a_run_comes_back_from_seven_faults_and_ends_like_an_undisturbed_one(
+def test_a_run_recovers_from_seven_faults_and_ends_like_an_undisturbed_one(
     place: Place, outcome: Outcome
 ) -> None:
     assert outcome.problems == []
@@ -58,10 +58,10 @@ def test_a_run_comes_back_from_seven_faults_and_ends_like_an_undisturbed_one(
     )
     assert "| recovered | 7 |" in text
     assert "| phase | kill | stop | exit | memory | slow | flipped bit |" in text
-    assert "| backward |  |  | 1 |  |  |  |" in text
+    assert "| backward | | | 1 | | | |" in text
 
 
-def test_what_must_not_happen_is_noticed(place: Place, outcome: Outcome, tmp_path: Path) -> None:
+def test_every_kind_of_lost_data_is_found(place: Place, outcome: Outcome, tmp_path: Path) -> None:
     def wrong(name: str) -> str:
         return "; ".join(differences(tmp_path / name, place.reference, None))
 
@@ -77,7 +77,7 @@ def test_what_must_not_happen_is_noticed(place: Place, outcome: Outcome, tmp_pat
 
     (tmp_path / "missing" / "metrics.jsonl").write_text("".join(lines[:-2]) + lines[-1][:9] + "\n")
     assert "missing points" in wrong("missing")
-    assert "is no JSON" in wrong("missing")
+    assert "is no result" in wrong("missing")
 
     changed = [json.loads(line) for line in lines]
     changed[0]["lm loss"] += 1e-9
@@ -93,22 +93,22 @@ def test_what_must_not_happen_is_noticed(place: Place, outcome: Outcome, tmp_pat
 
 
 def test_the_deck_has_every_fault_in_every_phase_of_every_rank() -> None:
-    deck = shuffled(7)
+    deck = shuffle_faults(7)
     first = [next(deck) for _ in range(1000)]
     found = {(fault.kind, fault.phase, fault.rank) for fault in first}
     for phase in PHASES:
         for kind in (kind for kind in FATAL if phase.name != "leave"):
             assert {(kind, phase.name, rank) for rank in phase.ranks} <= found
     assert {kind for kind, _, _ in found} >= set(DAMAGES)
-    again = shuffled(7)
+    again = shuffle_faults(7)
     assert [next(again) for _ in range(1000)] == first
-    other = shuffled(8)
+    other = shuffle_faults(8)
     assert [next(other) for _ in range(10)] != first[:10]
 
 
-def test_an_interrupted_campaign_goes_on_with_what_has_not_happened(tmp_path: Path) -> None:
+def test_an_interrupted_campaign_continues_with_the_other_faults(tmp_path: Path) -> None:
     def dealer() -> Dealer:
-        return Dealer(7, ["forked"], with_disk=True, chosen=lambda fault: True)
+        return Dealer(7, ["forked"], with_disk=True, is_chosen=lambda fault: True)
 
     first, journal = dealer(), Journal(tmp_path, 7, 8.0)
     done: list[Fault] = []
@@ -117,13 +117,13 @@ def test_an_interrupted_campaign_goes_on_with_what_has_not_happened(tmp_path: Pa
         assert variant != "disk"
         assert all(variant in fault.variants for fault in dealt)
         happened, unused = dealt[:4], dealt[4:]
-        first.give_back("forked", unused)
+        first.put_back("forked", unused)
         outcome = Outcome(
             [Happened(fault, "forked", variant, 1.0, 0) for fault in happened], unused, [], 5
         )
         # The last trial was under way when the campaign was interrupted.
         if turn < 39:
-            drawn = first.drawn("forked")
+            drawn = first.count_drawn("forked")
             journal.add(f"trial-{turn:03d}", "forked", outcome, drawn=drawn, seconds=2.0)
             done += happened
 
@@ -131,11 +131,11 @@ def test_an_interrupted_campaign_goes_on_with_what_has_not_happened(tmp_path: Pa
     assert (again.result.trials, again.result.sessions) == (39, 2)
     assert again.result.happened == journal.result.happened
     assert again.happened_under("forked") == done
-    second.go_on_behind("forked", again.drawn["forked"], done)
+    second.replay("forked", again.drawn["forked"], done)
     for turn in range(300):
         done += second.deal("forked", 6, turn, frozenset())[1]
-    order = shuffled(7)
-    every = Counter(next(order) for _ in range(second.drawn("forked")))
+    order = shuffle_faults(7)
+    every = Counter(next(order) for _ in range(second.count_drawn("forked")))
     assert Counter(done) <= every
     assert (every - Counter(done)).total() < 100  # those that fit in none of the last trials
     with pytest.raises(ValueError, match="has seed 7 and"):

@@ -1,4 +1,4 @@
-"""A few combinations of the main job's dimensions against float64, and what makes a row red."""
+"""A few combinations of the main job against float64, and the reasons for a red row."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import pytest
 
 from layouts import __main__ as command
 from layouts import comparison
-from layouts.cell import Result, within
-from layouts.combinations import chosen, combinations, meetings, name_of, others
+from layouts.cell import Result, limit_time
+from layouts.combinations import choose_combinations, combinations, meetings, name_of, others
 from layouts.comparison import compare, write_text
-from layouts.table import Reference, Row, take_load, take_steps
+from layouts.table import Reference, Row, compare_load, compare_steps
 from pretrain.cli.checks import check
 from pretrain.settings import Settings
 
@@ -47,7 +47,7 @@ def test_a_sample_of_the_table_is_green(tmp_path: Path) -> None:
 def test_every_layout_is_run_and_any_two_values_meet() -> None:
     for ranks, at_least in ((1, 16), (2, 150), (8, 2000)):
         every = combinations(ranks, "text")
-        run = chosen(ranks, "text")
+        run = choose_combinations(ranks, "text")
         for of in (every, run):
             names = [name_of(one) for one in of]
             assert len(names) == len(set(names))
@@ -64,7 +64,9 @@ def test_every_layout_is_run_and_any_two_values_meet() -> None:
 
 def test_the_parts_of_all_nights_are_everything_once(capsys: pytest.CaptureFixture[str]) -> None:
     every = [f"tp{number}" for number in range(40)]
-    nights = [command.part_of(every, *command.part(f"{night}/17")) for night in range(100, 117)]
+    nights = [
+        command.select_part(every, *command.parse_part(f"{night}/17")) for night in range(100, 117)
+    ]
     assert sorted(name for night in nights for name in night) == sorted(every)
     for wrong in ("3", "3/0", "-1/17", "a/b"):
         with pytest.raises(SystemExit):
@@ -73,7 +75,7 @@ def test_the_parts_of_all_nights_are_everything_once(capsys: pytest.CaptureFixtu
 
 
 def layout_of(settings: Settings) -> tuple[object, ...]:
-    """What a layout is, without its switches."""
+    """The layout without its switches."""
     return settings.layout, settings.experts, settings.ep, settings.fsdp, settings.hsdp_outer
 
 
@@ -113,7 +115,7 @@ def test_what_makes_a_row_red(
     change: dict[str, object], said: str, judged: tuple[Row, Reference, Result]
 ) -> None:
     row, reference, result = judged
-    take_steps(row, dataclasses.replace(result, **change), reference)
+    compare_steps(row, dataclasses.replace(result, **change), reference)
     assert row.is_green == (said == "ok")
     assert said in row.cells()[-1]
 
@@ -123,16 +125,16 @@ def test_a_load_that_goes_on_elsewhere_makes_a_row_red(
 ) -> None:
     row, reference, _ = judged
     row.to_load = 2
-    take_load(row, Result(21, [5.0, 5.0], [1.0, 1.0]), reference, "tp2")
-    take_load(row, Result(21, [5.0, 5.1], [1.0, 1.0]), reference, "cp2")
+    compare_load(row, Result(21, [5.0, 5.0], [1.0, 1.0]), reference, "tp2")
+    compare_load(row, Result(21, [5.0, 5.1], [1.0, 1.0]), reference, "cp2")
     assert (row.loaded, row.is_green) == (1, False)
-    assert "as cp2: goes on 2.0e-02 off" in row.cells()[-1]
+    assert "as cp2: continues 2.0e-02 off" in row.cells()[-1]
 
 
 def fail_in_some(tasks: list[comparison.Task], limit_s: int) -> None:
     """Write a result for each task but one, which fails, and one, which hangs."""
     for task in tasks:
-        with within(1 if task.run_dir == "third" else limit_s):
+        with limit_time(1 if task.run_dir == "third" else limit_s):
             if task.run_dir == "second":
                 raise ValueError("broken")
             if task.run_dir == "third":
@@ -148,11 +150,11 @@ def test_a_combination_that_fails_leaves_the_others(
         comparison.Task(Settings(dp=1), name, False, str(tmp_path / name))
         for name in ("first", "second", "third", "fourth")
     ]
-    errors = [result.error for result in comparison._results(tasks)]
+    errors = [result.error for result in comparison._run_tasks(tasks)]
     assert errors == ["", "broken", f"no end after {comparison._TASK_S} s", ""]
-    told = capsys.readouterr().err
-    assert "ValueError: broken" in told
-    assert "in fail_in_some" in told  # where it hung
+    printed = capsys.readouterr().err
+    assert "ValueError: broken" in printed
+    assert "in fail_in_some" in printed  # where it hung
 
 
 def test_results_are_kept_and_what_is_green_is_not_run_again(
@@ -173,14 +175,19 @@ def test_results_are_kept_and_what_is_green_is_not_run_again(
     results.write_text("\n".join(lines) + '\n{"name": "tp2')
     options = ["--results", str(results), "--output", str(written), "--only", "tp1-cp1-dp1"]
     assert command.main(options) == 2
-    assert "has 2 results: --resume goes on" in capsys.readouterr().err
+    assert "has 2 results. Continue them with --resume" in capsys.readouterr().err
     assert command.main([*options, "tp9", "--resume"]) == 2
     assert "there is no tp9" in capsys.readouterr().err
     assert command.main([*options, "--resume"]) == 0
     assert command.main([*options, "tp1-cp1-dp1 bf16", "--resume"]) == 1
     assert ran == ["tp1-cp1-dp1 bf16"]
-    assert "2 of 472 combinations have been run, 1 of them green, from later" in written.read_text()
-    assert written.read_text().count("\n| tp1-cp1-dp1") == 2
+    assert (
+        "2 of 472 combinations have been run, 1 are green. They were run from later"
+        in written.read_text()
+    )
+    page = written.read_text()
+    assert "| 1 | fp32 | | 1/1 |" in page
+    assert page.partition("## Failures")[2].count("\n| tp1-cp1-dp1") == 1
     assert json.loads(results.read_text().splitlines()[-1])["problems"] == ["broken"]
 
 

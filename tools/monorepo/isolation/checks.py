@@ -33,7 +33,7 @@ def check_contents(workspace: Workspace, target: Distribution, venv: CleanVenv) 
     check_siblings(workspace, target, venv.installed())
     expected = {target.name, *workspace.closure(target.name)}
     others = [workspace[name] for name in workspace.names if name not in expected]
-    check_imports(target, venv, [module for other in others for module in other.modules])
+    check_imports(target, venv, [other.module for other in others])
 
 
 def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] = ()) -> None:
@@ -42,8 +42,7 @@ def check_imports(target: Distribution, venv: CleanVenv, absent: Iterable[str] =
     A module may refuse if its message names the extra to install.
     """
     try:
-        for module in target.modules:
-            venv.run_code(_IMPORT_ALL, module, target.name, *absent)
+        venv.run_code(_IMPORT_ALL, target.module, target.name, *absent)
     except IsolationError as error:
         raise IsolationError(f"{target.name} cannot be imported:\n{error}") from error
 

@@ -60,12 +60,12 @@ def _check_wheel(package: Distribution, file: Path) -> Iterator[str]:
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
     info = f"{file.name.removesuffix('-py3-none-any.whl')}.dist-info"
-    folders = [f"{module.replace('.', '/')}/" for module in package.modules]
-    for wanted in (*(f"{folder}py.typed" for folder in folders), f"{info}/licenses/LICENSE"):
+    folder = f"{package.module.replace('.', '/')}/"
+    for wanted in (f"{folder}py.typed", f"{info}/licenses/LICENSE"):
         if wanted not in names:
             yield f"{file.name} lacks {wanted}"
     for other in names:
-        if not other.startswith((*folders, f"{info}/")):
+        if not other.startswith((folder, f"{info}/")):
             yield f"{file.name} has {other}, which is not part of {package.module}"
 
 

@@ -30,17 +30,6 @@ def declare(repository: SampleRepository, text: str) -> None:
     repository.write({file: repository.read(file) + text})
 
 
-def test_a_further_module_of_a_package_is_its_own(repository: SampleRepository) -> None:
-    repository.write({"packages/mcore-top/src/mcore/more/__init__.py": "import mcore.middle\n"})
-    repository.set_code("mcore-top", "import mcore.more\n")
-    assert find(repository, "mcore-top")
-    declare(repository, '\n[tool.monorepo]\nmore-modules = ["mcore.more"]\n')
-    assert find(repository, "mcore-top") == []
-    repository.set_code("mcore-middle", "import mcore.base, mcore.more\n")
-    [line] = find(repository, "mcore-middle")
-    assert "mcore.more needs mcore-top, which is not declared" in line
-
-
 @pytest.mark.parametrize(
     "code",
     [

@@ -10,7 +10,7 @@ from monorepo.workspace import PACKAGES_FOLDER, load_workspace, read_toml
 
 ROOT = Path(__file__).parents[3]
 WORKSPACE = load_workspace(ROOT)
-MODULES = {module for one in WORKSPACE.distributions.values() for module in one.modules}
+MODULES = {one.module for one in WORKSPACE.distributions.values()}
 
 
 @pytest.fixture(scope="module")

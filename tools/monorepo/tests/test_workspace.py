@@ -40,7 +40,7 @@ def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:
     file = "packages/mcore-base/pyproject.toml"
     added = (
         '[project.optional-dependencies]\nfast = ["numba>=0.60"]\n'
-        '[tool.monorepo]\nnot-on-an-index = ["own_kernels"]\nmore-modules = ["mcore.more"]\n'
+        '[tool.monorepo]\nnot-on-an-index = ["own_kernels"]\n'
         '[dependency-groups]\nlowest = ["numpy<2"]\n'
     )
     repository.write({file: repository.read(file).replace("[dependency-groups]\n", added)})
@@ -54,7 +54,6 @@ def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:
     assert base.test_dependencies == (Requirement("pytest>=8.3"),)
     assert base.lowest_constraints == (Requirement("numpy<2"),)
     assert base.not_on_an_index == ("own_kernels",)
-    assert base.modules == ("mcore.base", "mcore.more")
 
 
 def test_order_closure_and_dependants(repository: SampleRepository) -> None:

@@ -1,9 +1,9 @@
 """The command line, and the processes that it starts."""
 
-# What a launcher and its ranks import in seconds, for those who fork them with it imported.
+# Modules that take seconds to import, for test servers that fork launchers and ranks.
 SLOW_IMPORTS = (
     "pretrain.cli.launch",
-    "pretrain.cli.rank",
+    "pretrain.rank",
     "matplotlib.figure",
     "matplotlib.backends.backend_agg",
     "torch.utils.tensorboard",

@@ -1,4 +1,4 @@
-"""Checks of the settings of a run, each by itself and together."""
+"""Checks of the settings of a run, one by one and in combination."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pretrain.usage import UsageError
 
 
 def check(settings: Settings, available: int | None) -> None:
-    """Raise UsageError with what to change where the settings cannot work."""
+    """Raise UsageError with the option to change if the settings cannot work."""
     _check_limits(settings)
     if available is not None and available != settings.world_size:
         raise UsageError(
@@ -32,30 +32,30 @@ def check(settings: Settings, available: int | None) -> None:
     _check_experts(settings)
     if settings.value_head and settings.mtp:
         raise UsageError(
-            "--mtp learns tokens, but with --value-head there is no head over them: leave one of "
-            "them out"
+            "--mtp learns tokens, but --value-head has no output head over tokens: remove one of "
+            "the two"
         )
     if settings.mtp and settings.packed:
         raise UsageError(
-            "--mtp learns tokens beyond the next, which with --packed may be another document's: "
-            "leave one of them out"
+            "--mtp learns the token after the next, which with --packed may belong to another "
+            "document: remove one of the two"
         )
     if settings.mtp and settings.pp > 1:
         raise UsageError(
-            "--mtp needs the embedding beside the last layer, from which --pp parts it: leave one "
-            "of them out"
+            "--mtp needs the embedding on the rank of the last layer, and --pp separates them: "
+            "remove one of the two"
         )
     if settings.value_head and settings.untied:
         raise UsageError(
-            "--untied gives the head over bytes a weight of its own, but with --value-head there "
-            "is no such head: leave one of them out"
+            "--untied is for the output head over tokens, but --value-head replaces that head: "
+            "remove one of the two"
         )
     if settings.tokenizer and not settings.data:
-        raise UsageError("--tokenizer is for a text of your own: name it with --data")
+        raise UsageError("--tokenizer is for your text: pass the text with --data")
     if settings.tokenizer and settings.value_head:
         raise UsageError(
-            "--value-head learns the column of each byte, but --tokenizer leaves no bytes: leave "
-            "one of them out"
+            "--value-head learns the column of each byte, but with --tokenizer there are no "
+            "bytes: remove one of the two"
         )
     if not settings.straggler and settings.straggler_port:
         raise UsageError(f"--straggler-port {settings.straggler_port} needs --straggler")
@@ -65,7 +65,7 @@ def check(settings: Settings, available: int | None) -> None:
 def _check_limits(settings: Settings) -> None:
     for field in dataclasses.fields(settings):
         value, limit = getattr(settings, field.name), field.metadata["limit"]
-        if choices := field.metadata["choices"]:  # a file may name another one
+        if choices := field.metadata["choices"]:  # a file may have any text
             limit = Limit(f"one of {', '.join(choices)}", choices.__contains__)
         if limit is not None and not limit.holds(value):
             flag = field.name.replace("_", "-")
@@ -117,27 +117,27 @@ def _check_pipeline(settings: Settings) -> None:
             ),
         ):
             if is_given:
-                raise UsageError(f"{flag} is for a pipeline: it needs --pp above 1, else {off}")
+                raise UsageError(f"{flag} is for a pipeline: set --pp above 1, or {off}")
         return
     _check_divisible("--num-layers", settings.num_layers, "--pp * --vpp", stages * settings.vpp)
-    said = (
+    layout = (
         f"--global-batch-size {settings.global_batch_size} over --dp {settings.dp} and "
         f"--micro-batch-size {settings.rows_per_forward} makes {batches} micro-batches"
     )
     if batches < stages:
         raise UsageError(
-            f"{said}, but --pp {stages} needs {stages} to have work for every stage: lower "
-            "--micro-batch-size or raise --global-batch-size"
+            f"{layout}, but --pp {stages} needs {stages} or more: lower --micro-batch-size or "
+            "raise --global-batch-size"
         )
     if settings.vpp > 1 and batches % stages:
         raise UsageError(
-            f"{said}, but --vpp takes turns after --pp {stages} of them: make their number "
+            f"{layout}, but --vpp needs a multiple of --pp {stages}: make their number "
             f"divisible by {stages}"
         )
     if settings.cuda_graph != "none":
         raise UsageError(
-            f"--cuda-graph {settings.cuda_graph} has one set of activations for a layer, and --pp "
-            "several micro-batches under way: leave one of them out"
+            f"--cuda-graph {settings.cuda_graph} has one set of activations per layer, but --pp "
+            "needs one per micro-batch in flight: remove one of the two"
         )
     if settings.defer_embedding_wgrad:
         _check_deferral(settings)
@@ -145,19 +145,19 @@ def _check_pipeline(settings: Settings) -> None:
 
 def _check_deferral(settings: Settings) -> None:
     for flag, is_given, why in (
-        ("--fsdp", settings.fsdp, "which reduces gradients as soon as they are there"),
+        ("--fsdp", settings.fsdp, "which reduces gradients as soon as they exist"),
         ("--value-head", settings.value_head, "which has no head over bytes"),
     ):
         if is_given:
             raise UsageError(
-                f"--defer-embedding-wgrad cannot work with {flag}, {why}: leave one of them out"
+                f"--defer-embedding-wgrad cannot work with {flag}, {why}: remove one of the two"
             )
 
 
 def _check_sequence_parallel(settings: Settings) -> None:
     if settings.tp == 1:
         raise UsageError(
-            "--sequence-parallel cuts the sequence over the tp ranks: it needs --tp above 1"
+            "--sequence-parallel splits the sequence over the tp ranks: it needs --tp above 1"
         )
     if settings.seq_length // settings.cp % settings.tp:
         raise UsageError(
@@ -179,18 +179,17 @@ def _check_experts(settings: Settings) -> None:
     if ranks % settings.ep:
         raise UsageError(
             f"--ep {settings.ep} does not divide cp * dp = {settings.cp} * {settings.dp} = "
-            f"{ranks}, the ranks whose tokens the experts share (tp cuts the experts themselves): "
-            "change one of them"
+            f"{ranks}, the ranks that share the experts (tp splits each expert): change one of them"
         )
     if ranks // settings.ep % settings.hsdp_outer:
         raise UsageError(
             f"--hsdp-outer {settings.hsdp_outer} does not divide cp * dp / ep = "
-            f"{ranks // settings.ep}, the copies of an expert"
+            f"{ranks // settings.ep}, the number of replicas of an expert"
         )
     if settings.cuda_graph != "none":
         raise UsageError(
-            f"--cuda-graph {settings.cuda_graph} needs equal shapes in every step, which --experts "
-            "have not: leave one of them out"
+            f"--cuda-graph {settings.cuda_graph} needs equal shapes in every step, but --experts "
+            "change them: remove one of the two"
         )
 
 
@@ -198,12 +197,12 @@ def _check_graphs(settings: Settings) -> None:
     if settings.fsdp:
         raise UsageError(
             f"--cuda-graph {settings.cuda_graph} cannot work with --fsdp, which gathers a layer's "
-            "weights in hooks that a graph leaves out: leave one of them out"
+            "weights in hooks, which a graph does not replay: remove one of the two"
         )
     if settings.recompute:
         raise UsageError(
-            f"--cuda-graph {settings.cuda_graph} keeps the activations of its layers, which "
-            "--recompute does not: leave one of them out"
+            f"--cuda-graph {settings.cuda_graph} keeps the activations of its layers, but "
+            "--recompute discards them: remove one of the two"
         )
 
 

@@ -1,4 +1,4 @@
-"""One job at a time in a run folder, which every rank must see."""
+"""The lock that gives a run folder to one job."""
 
 from __future__ import annotations
 
@@ -11,28 +11,24 @@ import socket
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from pretrain.usage import UsageError
 
-if TYPE_CHECKING:
-    import torch
-
-# What a job that goes on by itself leaves one that is ending: its ranks outlive their launcher.
+# A restarted job waits this long for the previous one: ranks outlive their launcher.
 PATIENCE_S = 30.0
-_LOCK = "job.lock"
+LOCK_NAME = "job.lock"
 _LOOK_EVERY_S = 0.1
-_SEEN_WITHIN_S = 10.0  # network file systems show a new file late
 _NO_LOCKS = {errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS}
 
 
 def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
-    """Lock a run folder for as long as the returned file is open, or this process lives.
+    """Lock a run folder until the returned file is closed or this process ends.
 
-    A job that has it is given ``patience_s`` seconds to end; then UsageError names its host and
-    process. Where the file system has no locks, nothing is locked.
+    Waits ``patience_s`` seconds for another job's lock, then raises UsageError with the host and
+    process of that job. On a file system without locks nothing is locked.
     """
-    path = folder / _LOCK
+    path = folder / LOCK_NAME
     try:
         file = path.open("a+")
     except OSError as error:
@@ -45,8 +41,8 @@ def claim(folder: Path, patience_s: float = 0.0) -> IO[str]:
 
 
 def check_unclaimed(folder: Path, patience_s: float = 0.0) -> None:
-    """Raise UsageError where a job has the folder and does not end in time; leaves nothing."""
-    path = folder / _LOCK
+    """Raise UsageError if a job holds the folder for longer than ``patience_s``. Locks nothing."""
+    path = folder / LOCK_NAME
     if path.exists():
         with path.open() as file:
             _lock(file, fcntl.LOCK_SH, folder, patience_s)
@@ -67,63 +63,40 @@ def _lock(file: IO[str], kind: int, folder: Path, patience_s: float) -> None:
     file.seek(0)
     owner = file.read()
     file.close()
-    raise UsageError(f"{folder} belongs to a job that runs ({_shown(owner)})")
+    raise UsageError(f"{folder} is in use by another job ({_describe_owner(owner)})")
 
 
 def still_ours(folder: Path) -> Callable[[], bool]:
-    """Return what tells whether no later job has claimed the folder, as one does after a freeze."""
-    before = _claimed(folder)
-    return lambda: _claimed(folder) == before
+    """Return a function: whether no later job has claimed the folder, as after a frozen process."""
+    before = _read_claim(folder)
+    return lambda: _read_claim(folder) == before
 
 
-def _claimed(folder: Path) -> tuple[str, float] | None:
+def _read_claim(folder: Path) -> tuple[str, float] | None:
     try:
-        with (folder / _LOCK).open() as file:
+        with (folder / LOCK_NAME).open() as file:
             return file.read(), os.fstat(file.fileno()).st_mtime
     except FileNotFoundError:
         return None
 
 
 def is_of_this_launcher(folder: Path) -> bool:
-    """Whether a job has claimed the folder since this rank's launcher was started.
+    """Whether a job has claimed the folder since this rank's launcher started.
 
-    False where there is no /proc to tell.
+    False on systems without /proc.
     """
     try:
         ticks = Path(f"/proc/{os.getppid()}/stat").read_text().rpartition(")")[2].split()[19]
         [booted] = re.findall(r"^btime (\d+)$", Path("/proc/stat").read_text(), re.MULTILINE)
-        claimed = (folder / _LOCK).stat().st_mtime
+        claimed = (folder / LOCK_NAME).stat().st_mtime
     except (OSError, ValueError):
         return False
     return claimed > int(booted) + int(ticks) / os.sysconf("SC_CLK_TCK")
 
 
-def check_seen_by_all(folder: Path, device: torch.device) -> None:
-    """Raise UsageError on all ranks where some do not see the folder that rank 0 has claimed."""
-    import torch  # here: the command checks claims without it
-    import torch.distributed as dist
-
-    path = folder / _LOCK
-    deadline = time.monotonic() + _SEEN_WITHIN_S
-    while not path.exists() and time.monotonic() < deadline:
-        time.sleep(0.1)
-    rank = dist.get_rank()
-    lowest = torch.tensor(dist.get_world_size() if path.exists() else rank, device=device)
-    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
-    blind = int(lowest.item())
-    if blind == dist.get_world_size():
-        return
-    place = [socket.gethostname(), str(folder.absolute())]
-    dist.broadcast_object_list(place, src=blind, device=device)
-    raise UsageError(
-        f"rank {blind} on {place[0]} does not see the run folder {place[1]}: name a folder that "
-        "all nodes share with --run-dir or --runs-dir"
-    )
-
-
-def _shown(owner: str) -> str:
+def _describe_owner(owner: str) -> str:
     try:
         facts = json.loads(owner)
         return f"host {facts['host']}, process {facts['pid']}"
     except (ValueError, KeyError, TypeError):
-        return "it has not said which"
+        return "unknown host"

@@ -19,57 +19,64 @@ _URI_FOR_RANKS = "PRETRAIN_MLFLOW_URI"
 
 
 def main(argv: list[str]) -> int:
-    """Run the job; return the exit code (2: nothing was started, one line says what to change)."""
+    """Run the job and return the exit code (2: nothing was started, stderr has the reason)."""
     open_console()
     try:
         if "RANK" in os.environ and "WORLD_SIZE" in os.environ:
-            return _be_a_rank(argv)
+            return _run_rank_process(argv)
         return _start_ranks(argv)
     except UsageError as error:
-        if os.environ.get("LOCAL_RANK", "0") == "0":  # each node may see other folders
-            print(f"pretrain: error: {_shown(str(error))}", file=sys.stderr, flush=True)
+        if os.environ.get("LOCAL_RANK", "0") == "0":  # each node may see different folders
+            print(f"pretrain: error: {_mask_text(str(error))}", file=sys.stderr, flush=True)
         return EXIT_USAGE
 
 
 def _start_ranks(argv: list[str]) -> int:
     given = parse(argv)
-    _resume_by_itself(given)
+    _resume_automatically(given)
     request = resolve(given, None)
     if request.resume is not None:
         check_unclaimed(request.resume, PATIENCE_S if request.by_itself else 0.0)
     _check_tracking(request)
-    _start_step(request)
-    _require_own_text(request)
-    folder = _folder(request)
+    _find_start_step(request)
+    _prepare_text(request)
+    if request.resume is not None:
+        folder = RunFolder(request.resume)
+    elif request.run_dir is not None:
+        folder = make_run_folder(request.run_dir)
+    else:
+        layout, started = request.settings.run_kind, int(time.time())
+        number = free_number(request.runs_dir, layout, started)
+        folder = make_run_folder(name_run(request.runs_dir, layout, started, number))
     from pretrain.cli.launch import launch
 
     return launch(_hand_over(argv, request.mlflow_uri), request, folder)
 
 
-def _be_a_rank(argv: list[str]) -> int:
+def _run_rank_process(argv: list[str]) -> int:
     given = parse(argv)
-    _resume_by_itself(given)
+    _resume_automatically(given)
     request = resolve(given, int(os.environ["WORLD_SIZE"]))
-    handed = os.environ.pop(_URI_FOR_RANKS, None)  # processes that this one starts lack it
+    handed = os.environ.pop(_URI_FOR_RANKS, None)  # not inherited by child processes
     if handed is not None:
         request = dataclasses.replace(request, mlflow_uri=handed)
     _check_tracking(request)
-    step = _start_step(request)
+    step = _find_start_step(request)
     if request.resume is not None and os.environ["RANK"] == "0":
         patience_s = min(PATIENCE_S, request.settings.timeout_s) if request.by_itself else 0.0
         request.claims.append(claim(request.resume, patience_s))
         RunFolder(request.resume).diverged.unlink(missing_ok=True)
         _set_damaged_aside(RunFolder(request.resume), step)
-    from pretrain.cli.rank import run_rank
+    from pretrain.rank import run_rank
 
     return run_rank(request)
 
 
-def _resume_by_itself(given: argparse.Namespace) -> None:
-    """Resume a started ``--run-dir`` where that was asked for or torchrun starts the ranks again.
+def _resume_automatically(given: argparse.Namespace) -> None:
+    """Resume ``--run-dir`` with ``--auto-resume`` or after torchrun has restarted the ranks.
 
-    If it has saved nothing, the folder is set aside and the run begins again. A node whose ranks
-    torchrun starts again because those of another one failed does not count that as a restart.
+    A folder without a checkpoint is renamed, and the run starts from step 0. If ranks of another
+    node failed, torchrun restarts the ranks of this node without counting a restart.
     """
     wanted = vars(given).pop("auto_resume", False)
     if "run_dir" not in given:
@@ -91,7 +98,7 @@ def _resume_by_itself(given: argparse.Namespace) -> None:
 
 
 def _hand_over(argv: list[str], uri: str | None) -> list[str]:
-    """Move the URI from the command line, which all may see, to the ranks' environment."""
+    """Move the URI from the command line, which every user can see, to the ranks' environment."""
     os.environ.pop(_URI_FOR_RANKS, None)
     if uri is not None:
         os.environ[_URI_FOR_RANKS] = uri
@@ -105,18 +112,8 @@ def _hand_over(argv: list[str], uri: str | None) -> list[str]:
     return kept
 
 
-def _folder(request: Request) -> RunFolder:
-    if request.resume is not None:
-        return RunFolder(request.resume)
-    if request.run_dir is not None:
-        return make_run_folder(request.run_dir)
-    layout, started = request.settings.run_kind, int(time.time())
-    number = free_number(request.runs_dir, layout, started)
-    return make_run_folder(name_run(request.runs_dir, layout, started, number))
-
-
 def _check_tracking(request: Request) -> None:
-    """Raise UsageError where MLflow's address cannot be one."""
+    """Raise UsageError if MLflow's address is invalid."""
     if not request.settings.mlflow:
         return
     from pretrain.watch.mlflow_target import choose_target
@@ -126,8 +123,8 @@ def _check_tracking(request: Request) -> None:
     )
 
 
-def _start_step(request: Request) -> int:
-    """The step to continue from, 0 for a new run; UsageError where there is none."""
+def _find_start_step(request: Request) -> int:
+    """The step to continue from, 0 for a new run. Raises UsageError if there is no checkpoint."""
     from pretrain.corpus import require_text
     from pretrain.text.sources import find_sources
 
@@ -143,39 +140,39 @@ def _start_step(request: Request) -> int:
     if step >= request.settings.train_iters and not request.by_itself:
         raise UsageError(
             f"--resume {request.resume}: its checkpoint is at step {step} of "
-            f"{request.settings.train_iters}: give a larger --train-iters"
+            f"{request.settings.train_iters}: pass a larger --train-iters"
         )
     return step
 
 
-def _require_own_text(request: Request) -> None:
-    """Make the tokens of one's own text before there is a run folder; UsageError where it fails."""
+def _prepare_text(request: Request) -> None:
+    """Tokenize ``--data`` before the run folder is created. Raises UsageError if it fails."""
     if not request.settings.data:
         return
-    from pretrain.corpus import own_corpus
+    from pretrain.corpus import load_cached_corpus
     from pretrain.text.cache import find_cache, make_cache
 
     run_dir = request.resume or request.run_dir or request.runs_dir / "run"
     cache = find_cache(request.settings, run_dir)
     make_cache(request.settings, cache)
-    own_corpus(request.settings, cache)
+    load_cached_corpus(request.settings, cache)
 
 
 def _set_damaged_aside(folder: RunFolder, step: int) -> None:
-    """Set damaged checkpoints of later steps aside and report it: their steps come again."""
+    """Rename damaged checkpoints of later steps and report them: their steps are repeated."""
     from pretrain.run.checkpoints import damaged_after, set_aside
 
-    told = [
+    skipped = [
         f"{path} ({problem}), now {set_aside(path, 'damaged').name}"
         for path, problem in damaged_after(folder, step).items()
     ]
-    if told:
-        line = f"pretrain: warning: continuing from step {step}, skipped {', '.join(told)}"
+    if skipped:
+        line = f"pretrain: warning: continuing from step {step}, skipped {', '.join(skipped)}"
         print(line, file=sys.stderr, flush=True)
 
 
-def _shown(text: str) -> str:
-    """The text without the password of a URI that was typed in the wrong place."""
+def _mask_text(text: str) -> str:
+    """The text without passwords: a URI may have been passed to a wrong option."""
     if "://" not in text:
         return text
     from mcore.observe import mask_secrets

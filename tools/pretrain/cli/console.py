@@ -1,4 +1,4 @@
-"""Standard output and errors, which a job outlives: what they do not take is left out."""
+"""Standard output and error that never fail: unwritable text is dropped."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _NUMBERS = {"stdin": 0, "stdout": 1, "stderr": 2}
 
 
 def open_console() -> None:
-    """Let nothing that is printed in this process fail; one warning says that output is lost.
+    """Make every print of this process succeed. One warning reports lost output.
 
-    Everything printed goes through here, tqdm's bar and what libraries log too. Lines are written
-    whole. Files that are closed become the null device, or the next file would take their number.
+    This covers tqdm's bar and the logs of libraries too. Lines are written whole. A closed standard
+    file is replaced by the null device, since the next opened file would get its number.
     """
     for name, number in _NUMBERS.items():
         try:
@@ -25,22 +25,22 @@ def open_console() -> None:
             os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)
         stream = getattr(sys, name)
         if stream is None:
-            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115  # for as long as we live
+            setattr(sys, name, open(os.devnull, "r+"))  # noqa: SIM115  # open until the process ends
         elif number and type(stream) is io.TextIOWrapper and _is_on(stream, number):
-            setattr(sys, name, _unfailing(stream, number))
+            setattr(sys, name, _wrap_stream(stream, number))
 
 
 def _is_on(stream: io.TextIOWrapper, number: int) -> bool:
-    """Whether it writes to that file, and not through this module."""
+    """Whether the stream writes to that file directly, not through this module."""
     try:
-        raw = getattr(stream.buffer, "raw", None)  # unbuffered ones have none
+        raw = getattr(stream.buffer, "raw", None)  # an unbuffered stream has none
         return stream.fileno() == number and not isinstance(raw, _UnfailingFile)
     except OSError:
         return False
 
 
-def _unfailing(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
-    file = _UnfailingFile(number, _warn if number == 1 else _say_nothing)
+def _wrap_stream(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
+    file = _UnfailingFile(number, _warn if number == 1 else _ignore)
     errors = "backslashreplace" if stream.errors == "strict" else stream.errors
     return io.TextIOWrapper(
         io.BufferedWriter(file), encoding=stream.encoding, errors=errors, line_buffering=True
@@ -48,31 +48,31 @@ def _unfailing(stream: io.TextIOWrapper, number: int) -> io.TextIOWrapper:
 
 
 class _UnfailingFile(io.FileIO):
-    """A file that takes everything: what cannot be written is told once and dropped."""
+    """A file that accepts everything. The first failed write is reported, its text is dropped."""
 
-    def __init__(self, number: int, tell: Callable[[OSError], None]) -> None:
+    def __init__(self, number: int, report: Callable[[OSError], None]) -> None:
         super().__init__(number, "w", closefd=False)
-        self._tell: Callable[[OSError], None] = tell
+        self._report: Callable[[OSError], None] = report
 
     def write(self, data: Any) -> int:
-        """Write some, and wait as for any file where another process made it non-blocking."""
+        """Write some bytes. Waits if another process made the file non-blocking."""
         try:
             while (written := super().write(data)) is None:
                 select.select([], [self], [])
         except OSError as error:
-            tell, self._tell = self._tell, _say_nothing
-            tell(error)
+            report, self._report = self._report, _ignore
+            report(error)
             return len(data)
         return written
 
 
 def _warn(error: OSError) -> None:
     print(
-        f"pretrain: warning: standard output takes no more ({error.strerror}); training goes on "
-        "without it",
+        f"pretrain: warning: cannot write to standard output ({error.strerror}); training "
+        "continues without it",
         file=sys.stderr,
     )
 
 
-def _say_nothing(error: OSError) -> None:
-    """Leave it: there is nowhere to say it."""
+def _ignore(error: OSError) -> None:
+    """Ignore the error: there is no place left to report it."""

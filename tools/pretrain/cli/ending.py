@@ -1,42 +1,58 @@
-"""What ends a rank from outside: a signal, or a launcher that is gone."""
+"""The end of a rank: a signal, the death of its launcher, or an error and its exit code."""
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
 import signal
+import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from types import FrameType
+from typing import NoReturn
+
+import torch.distributed as dist
+
+from mcore.parallel.checkpoint import CheckpointingException
+from pretrain.run.checkpoints import describe_latest
+from pretrain.run.loop import DivergedError, RunFolderError, StoppedBySignal
+from pretrain.run.saving import ReplicasDifferError
+from pretrain.run_folder import RunFolder
+from pretrain.usage import EXIT_DIVERGED, EXIT_FOLDER, EXIT_USAGE, UsageError
 
 LAST_CALL_S = 2.5
 _LOOK_EVERY_S = 0.5
-_AGAIN_S = 1.0  # a signal that follows sooner is the launcher's copy of the same one
+_AGAIN_S = 1.0  # a signal that follows sooner is the launcher's copy of the first
 _LAUNCHER_GONE = signal.SIGHUP
+_EXIT_FAILED = 1
+_WAIT_FOR_CULPRIT_S = 2.0
+_CONNECTION_WORDS = ("connection closed by peer", "connection reset by peer", "broken pipe")
 _SIGNALS = tuple(
     getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)
 )
 
 
 def is_under_nohup() -> bool:
-    """Whether who started this process wants it to outlive its terminal."""
+    """Whether SIGHUP is ignored: the process is meant to outlive its terminal."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 class Ending:
-    """Watches for the end of this rank in a thread, since the main one may be in a collective.
+    """Waits for a request to end in a thread, because the main thread may be in a collective.
 
-    A signal is first only noted in ``requested``, for a loop that can still save. After
-    ``grace_s`` seconds, at a second signal, or when the launcher has died, the process calls
-    ``last_call`` and ends with 128 + the signal.
+    The first signal is stored in ``requested`` for the training loop, which can still save. After
+    ``grace_s`` seconds, at a second signal, or after the launcher has died, the process calls
+    ``last_call`` and exits with 128 + the signal.
     """
 
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
         self.requested = 0
-        self.last_call: Callable[[], None] = _nothing
+        self.last_call: Callable[[], None] = lambda: None
         self._launcher = os.getppid()
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -64,16 +80,61 @@ class Ending:
                     self._end(self.requested)
 
     def _end(self, number: int) -> None:
-        logging.disable()  # what fails from here on fails because the process ends
+        logging.disable()  # later errors are only consequences of the exit
         worker = threading.Thread(target=self.last_call, daemon=True)
         worker.start()
         worker.join(LAST_CALL_S)
         os._exit(128 + number)
 
 
-def _nothing() -> None:
-    """Do nothing at the end."""
-
-
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:
-    """Do nothing: because there is a handler, Python writes the number to the pipe."""
+    """Do nothing: with a handler installed, Python writes the number to the pipe."""
+
+
+def end_after(error: BaseException, folder: RunFolder | None) -> int:
+    """Report an error and return the exit code.
+
+    Errors that all ranks raise together are reported once, and the others wait for the report. An
+    unexpected error ends this process at once, because other ranks may be dead.
+    """
+    if isinstance(error, StoppedBySignal):
+        return int(str(error.code))
+    if isinstance(error, DivergedError) and folder is not None:
+        if dist.get_rank() == 0:
+            with contextlib.suppress(OSError):
+                folder.diverged.write_text(f"{error}\n")
+        return _refuse(DivergedError(f"{error}. {describe_latest(folder)}"), EXIT_DIVERGED)
+    if isinstance(error, RunFolderError) and folder is not None:
+        more = "" if folder.is_gone() else f". {describe_latest(folder)}"
+        return _refuse(RunFolderError(f"{error}{more}"), EXIT_FOLDER)
+    if isinstance(error, UsageError):
+        return _refuse(error, EXIT_USAGE)
+    if isinstance(error, (CheckpointingException, ReplicasDifferError)):
+        return _refuse(error, _EXIT_FAILED)
+    return _leave_after(error)
+
+
+def _refuse(error: Exception, exit_code: int) -> int:
+    """Report once the error that all ranks have raised. The other ranks wait for the report."""
+    try:
+        dist.barrier()  # print earlier logs of all ranks first
+        if dist.get_rank() == 0:
+            print(f"pretrain: error: {error}", file=sys.stderr, flush=True)
+        dist.barrier()
+    except RuntimeError:
+        _leave_after(error)  # a rank has died
+    return exit_code
+
+
+def _leave_after(error: BaseException) -> NoReturn:
+    """Print the error and end the process, without waiting for ranks that may be dead."""
+    words = "" if isinstance(error, OSError) else str(error).lower()  # an OSError is local
+    lost_peer = any(sign in words for sign in _CONNECTION_WORDS)
+    if lost_peer:
+        # Gives the launcher time to see the peer that failed first.
+        time.sleep(_WAIT_FOR_CULPRIT_S)
+        print(f"pretrain: rank {dist.get_rank()} lost its peer", file=sys.stderr, flush=True)
+    else:
+        text = "".join(traceback.format_exception(error))
+        print(f"pretrain: rank {dist.get_rank()} failed:\n{text}", file=sys.stderr, flush=True)
+    os._exit(_EXIT_FAILED)

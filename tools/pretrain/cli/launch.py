@@ -1,4 +1,4 @@
-"""The start of the ranks on this machine, and the line that says which of them failed."""
+"""Starts the ranks on this machine and reports the rank that failed."""
 
 from __future__ import annotations
 
@@ -24,36 +24,40 @@ _GRACE_AFTER_S = 5.0  # for the last call of a rank that could not save in time
 
 
 def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
-    """Run this program once per rank through ``torch.distributed.run`` and wait for all of them.
+    """Run this program once per rank through ``torch.distributed.run`` and wait for all ranks.
 
-    Returns the exit code: 0, 2 for a refused request, 4 for a run that diverges, 5 for a run
-    folder that is lost, 128 + a signal that stopped it, else 1.
+    Returns the exit code: 0, 2 for a refused request, 4 after a divergence, 5 for a lost run
+    folder, 128 + the signal that stopped the run, else 1.
     """
-    for name in ("", ".agent.server.api"):  # which has a level of its own
+    for name in ("", ".agent.server.api"):  # this logger has a separate level
         logging.getLogger(f"torch.distributed.elastic{name}").setLevel(logging.CRITICAL)
     arguments = list(argv)
     if request.resume is None and request.run_dir is None:
         arguments += ["--run-dir", str(folder.path)]
-    ranks = elastic_launch(_launch_config(request.settings), sys.executable)
+    ranks = elastic_launch(_make_launch_config(request.settings), sys.executable)
     try:
         ranks("-m", "pretrain", *arguments)
     except ChildFailedError as failed:
-        # Once a rank has ended, the launcher may kill the others before they end by themselves.
+        # After the first rank has ended, the launcher may kill the others before they exit.
         codes = {failure.exitcode for failure in failed.failures.values()}
-        for told in (EXIT_USAGE, EXIT_DIVERGED, EXIT_FOLDER):
-            if told in codes:
-                return told
-        rank, failure = _culprit(failed)
-        _say(f"rank {rank} {_how(_exit_code(failure))}; all ranks ended.", folder)
+        for agreed in (EXIT_USAGE, EXIT_DIVERGED, EXIT_FOLDER):
+            if agreed in codes:
+                return agreed
+        rank, failure = _find_culprit(failed)
+        code = _read_exit_code(failure)
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        _report(
+            f"rank {rank} {killed or f'failed with exit code {code}'}; all ranks ended.", folder
+        )
         return 1
     except (SignalException, KeyboardInterrupt) as stopped:
         number: signal.Signals = getattr(stopped, "sigval", signal.SIGINT)
-        _say(f"interrupted by {number.name}; all ranks ended.", folder)
+        _report(f"interrupted by {number.name}; all ranks ended.", folder)
         return 128 + number
     return 0
 
 
-def _launch_config(settings: Settings) -> LaunchConfig:
+def _make_launch_config(settings: Settings) -> LaunchConfig:
     wait_s = math.ceil(settings.grace_s + _GRACE_AFTER_S)
     config = LaunchConfig(
         min_nodes=1,
@@ -70,36 +74,30 @@ def _launch_config(settings: Settings) -> LaunchConfig:
         config.signals_to_handle = "SIGTERM,SIGINT,SIGQUIT"
     if hasattr(config, "shutdown_timeout"):
         config.shutdown_timeout = wait_s
-    else:  # torch 2.11 waits as long as this default says
+    else:  # torch 2.11 has no option: this default is its waiting time
         PContext.close.__defaults__ = (None, wait_s)
     return config
 
 
-def _culprit(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
-    """The rank that failed by itself: killed ones first, those the launcher has ended last."""
+def _find_culprit(failed: ChildFailedError) -> tuple[int, ProcessFailure]:
+    """The rank that failed first: killed ranks before others, ranks ended by the launcher last."""
 
     def order(item: tuple[int, ProcessFailure]) -> tuple[bool, bool, float]:
         _, failure = item
-        code = _exit_code(failure)
+        code = _read_exit_code(failure)
         return (code == -signal.SIGTERM, code >= 0, failure.timestamp)
 
     return min(failed.failures.items(), key=order)
 
 
-def _exit_code(failure: ProcessFailure) -> int:
-    """As if SIGTERM had ended a rank that ended itself because of it, after its last call."""
+def _read_exit_code(failure: ProcessFailure) -> int:
+    """The exit code, with 128 + SIGTERM read as SIGTERM: the rank ended after its last call."""
     code: int = failure.exitcode
     return -signal.SIGTERM if code == 128 + signal.SIGTERM else code
 
 
-def _how(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"failed with exit code {exitcode}"
-
-
-def _say(what: str, folder: RunFolder) -> None:
-    print(f"pretrain: {what} {describe_latest(folder)}", file=sys.stderr, flush=True)
-    # Ranks that were stopped while drawing a progress bar leave the cursor in its line.
+def _report(event: str, folder: RunFolder) -> None:
+    print(f"pretrain: {event} {describe_latest(folder)}", file=sys.stderr, flush=True)
+    # A rank that was stopped while drawing a progress bar leaves the cursor in its line.
     if os.isatty(2):
         sys.stderr.write("\n")

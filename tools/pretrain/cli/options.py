@@ -31,16 +31,16 @@ _GROUPS = {
     "experts": "experts and a second token",
     "train_iters": "training",
     "log_interval": "reports and checkpoints",
-    "timeout_s": "trackers and what is watched",
+    "timeout_s": "trackers and monitoring",
 }
 _EXAMPLES = """examples:
   pretrain --tp 2 --cp 2                     four ranks share matrices and sequences
-  pretrain --pp 2 --vpp 2                    a pipeline of two ranks with two runs of layers each
-  pretrain --fsdp --bf16 --train-iters 600   parameters cut over the ranks
+  pretrain --pp 2 --vpp 2                    a pipeline of two ranks with two layer chunks each
+  pretrain --fsdp --bf16 --train-iters 600   parameters sharded over the ranks
   pretrain --dp 4 --experts 8 --ep 4         experts spread over four ranks
-  pretrain --data "books/*.txt"              one's own text
-  pretrain --resume runs/RUN                 go on from the last complete checkpoint
-  pretrain --config runs/RUN/config.json     a new run with the settings of another
+  pretrain --data "books/*.txt"              train on your text
+  pretrain --resume runs/RUN                 continue from the last complete checkpoint
+  pretrain --config runs/RUN/config.json     a new run with the settings of another run
 """
 
 
@@ -52,21 +52,21 @@ class Request:
     run_dir: Path | None
     resume: Path | None
     runs_dir: Path
-    stored_layout: str = ""  # of the run to resume, where this start has another one
-    by_itself: bool = False  # it resumes because the folder was begun, not because it was told to
+    stored_layout: str = ""  # of the run to resume, if it differs from the layout of this start
+    by_itself: bool = False  # resumed automatically, without --resume
     mlflow_uri: str | None = dataclasses.field(default=None, repr=False)
     claims: list[IO[str]] = dataclasses.field(default_factory=list)  # kept open by rank 0
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser that refuses in one line, as everything else here does."""
+    """A parser with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message} (--help lists the options)")
 
 
 def parse(argv: list[str]) -> argparse.Namespace:
-    """Parse the command line; options that were not given are absent from the result."""
+    """Parse the command line. The result contains only the options that were given."""
     parser = Parser(
         prog="pretrain",
         usage="pretrain [options]",
@@ -89,7 +89,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
         MLFLOW_URI,
         metavar="URI",
         help="MLflow server or database (default: MLFLOW_TRACKING_URI, else a file in the run "
-        "folder); a password is safer in MLFLOW_TRACKING_PASSWORD",
+        "folder). A password is safer in MLFLOW_TRACKING_PASSWORD",
     )
     parser.add_argument(
         "--config",
@@ -107,7 +107,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
 
 
 def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) -> None:
-    flag = _flag(field.name)
+    flag = _format_flag(field.name)
     default = "" if field.default == "" else f" (default: {field.default})"
     text = f"{field.metadata['help']}{default}"
     if isinstance(field.default, bool):
@@ -117,14 +117,14 @@ def _add_option(parser: argparse._ArgumentGroup, field: dataclasses.Field[Any]) 
         parser.add_argument(flag, type=type(field.default), choices=choices, help=text)
 
 
-def _flag(name: str) -> str:
+def _format_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
-    """Make settings from what was given, a resumed run's settings and the defaults.
+    """Combine the given options, a resumed run's settings and the defaults.
 
-    ``world_size`` is None where this process, and no launcher, starts the ranks.
+    ``world_size`` is None if this process starts the ranks, without another launcher.
     """
     options = dict(vars(given))
     ranks = options.pop("ranks", None)
@@ -137,7 +137,7 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     runs_dir = options.pop("runs_dir", Path("runs"))
     mlflow_uri = options.pop("mlflow_uri", None)
     if resume is not None and run_dir is not None:
-        raise UsageError("--resume continues in its own folder: leave --run-dir out")
+        raise UsageError("--resume continues in the folder of the run: remove --run-dir")
     if (config := options.pop("config", None)) is not None:
         options = {**read_config(config), **options}
         given = argparse.Namespace(**options)
@@ -145,15 +145,15 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     _refuse_changes(base, options)
     kept = kept_settings(base)
     if base and any(name in options for name in _SIZES):
-        kept |= dict.fromkeys(_WITHIN_SIZES, 1)  # a layout that is named is another one as a whole
-    options = {**kept, **options, **_layout(vars(given), base, ranks, world_size)}
-    settings = Settings(**_with_tokenizer(options, base))
+        kept |= dict.fromkeys(_WITHIN_SIZES, 1)  # a new layout replaces the stored one
+    options = {**kept, **options, **_choose_layout(vars(given), base, ranks, world_size)}
+    settings = Settings(**_add_tokenizer(options, base))
     if not base:
         _refuse_unused(options, settings)
     check(settings, world_size if world_size is not None else ranks)
     if mlflow_uri is not None and not settings.mlflow:
         raise UsageError("--mlflow-uri needs --mlflow, which is off")
-    before: dict[str, Any] = {**_stored_layout(base), **({"vpp": base["vpp"]} if base else {})}
+    before: dict[str, Any] = {**_read_layout(base), **({"vpp": base["vpp"]} if base else {})}
     stored = dataclasses.replace(settings, **before).layout
     return Request(
         settings=settings,
@@ -166,8 +166,8 @@ def resolve(given: argparse.Namespace, world_size: int | None) -> Request:
     )
 
 
-def _with_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
-    """The options with whole paths, and with what follows from the tokenizer's file."""
+def _add_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
+    """The options with absolute paths, and with vocabulary and checksum of the tokenizer."""
     paths = {name: str(Path(options[name]).absolute()) for name in _PATHS if options.get(name)}
     options = {**options, **paths}
     digest, path = "", paths.get("tokenizer", "")
@@ -179,28 +179,28 @@ def _with_tokenizer(options: dict[str, Any], base: Mapping[str, Any]) -> dict[st
         options |= {"vocabulary_size": tokenizer.vocabulary_size, "tokenizer_digest": digest}
     if base and base["tokenizer_digest"] != digest:
         raise UsageError(
-            f"--tokenizer {path or '(none)'} is another tokenizer than that of the run to resume, "
-            f"{base['tokenizer'] or 'which has none'}: give the same one or start a new run"
+            f"--tokenizer {path or '(none)'} differs from the tokenizer of the run to resume, "
+            f"{base['tokenizer'] or '(none)'}: pass the same file or start a new run"
         )
     return options
 
 
-def _layout(
+def _choose_layout(
     given: Mapping[str, Any], base: Mapping[str, Any], ranks: int | None, world_size: int | None
 ) -> dict[str, int]:
-    """The sizes: those given, else those of a resumed run; a missing dp fills up the ranks."""
+    """The given sizes, else those of a resumed run. A missing dp uses the remaining ranks."""
     available = world_size if world_size is not None else ranks
     named = [name for name in _SIZES if name in given]
     sizes = {name: given.get(name, 1) for name in _SIZES}
     if base and not named:
-        sizes = _stored_layout(base)
+        sizes = _read_layout(base)
         needed = math.prod(sizes.values())
         if available in (None, needed):
             return sizes
         if ranks is None:
             raise UsageError(
                 f"the run to resume has {needed} ranks and {available} were started: start "
-                f"{needed}, or name another layout with --tp, --cp, --pp and --dp"
+                f"{needed}, or set another layout with --tp, --cp, --pp and --dp"
             )
     if "dp" in given or min(sizes.values()) < 1:
         return sizes
@@ -212,18 +212,19 @@ def _layout(
     return sizes
 
 
-def _stored_layout(base: Mapping[str, Any]) -> dict[str, int]:
+def _read_layout(base: Mapping[str, Any]) -> dict[str, int]:
     return {name: base[name] for name in _SIZES if name in base}
 
 
 def _refuse_unused(options: Mapping[str, Any], settings: Settings) -> None:
-    """Raise where an option other than its default says something about what is not there."""
+    """Raise UsageError for a non-default option of a feature that is off."""
     defaults = Settings()
     for owner, names in _ONLY_WITH.items():
         for name in names:
             value = options.get(name, getattr(defaults, name))
             if not getattr(settings, owner) and value != getattr(defaults, name):
-                raise UsageError(f"{_flag(name)} {value} does nothing without {_flag(owner)}")
+                flag = _format_flag(name)
+                raise UsageError(f"{flag} {value} has no effect without {_format_flag(owner)}")
 
 
 def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None:
@@ -234,6 +235,6 @@ def _refuse_changes(base: Mapping[str, Any], options: Mapping[str, Any]) -> None
             continue
         if options[field.name] != base[field.name]:
             raise UsageError(
-                f"{_flag(field.name)} {options[field.name]} differs from the run to "
-                f"resume, which has {base[field.name]}: leave it out or start a new run"
+                f"{_format_flag(field.name)} {options[field.name]} differs from the run to "
+                f"resume, which has {base[field.name]}: remove it or start a new run"
             )

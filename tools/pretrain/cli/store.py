@@ -1,6 +1,7 @@
-"""A store where torchrun's agents meet and that none of them owns: ``... HOST PORT``.
+"""A rendezvous store outside torchrun's agents: ``python -m pretrain.cli.store HOST PORT``.
 
-Whoever has it, of the agents, cannot be lost: ``--rdzv-conf is_host=0`` has none of them make one.
+The loss of the agent that owns the store ends all agents. With ``--rdzv-conf is_host=0`` no agent
+creates a store.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 
 def main(arguments: list[str]) -> None:
-    """Serve until the process is ended; prints the port, which 0 leaves to the system."""
+    """Serve until the process ends and print the port. Port 0 means any free port."""
     host, port = arguments
     store = TCPStore(host, int(port), is_master=True, wait_for_workers=False)
     print(store.port, flush=True)

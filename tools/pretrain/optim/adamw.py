@@ -1,4 +1,4 @@
-"""AdamW whose moments exist from the start, to read a checkpoint into, and gradient clipping."""
+"""AdamW with moments from the start, so a checkpoint can be loaded, and gradient clipping."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class TrainingOptimizer(Protocol):
-    """What the training loop needs from an optimizer; all ranks call each method together."""
+    """The optimizer interface of the training loop. All ranks call each method together."""
 
     @property
     def updates(self) -> int:
-        """Updates so far, which AdamW's bias correction counts."""
+        """Number of updates, used by AdamW's bias correction."""
         ...
 
     def set_updates(self, updates: int) -> None:
-        """Set how many updates the moments have seen, as after loading them."""
+        """Set the number of updates, for example after loading the moments."""
         ...
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
-        """Take the gradients of one micro-batch; call after each backward.
+        """Add the gradients of one micro-batch. Call after each backward.
 
-        ``is_whole`` is False for all but one of a micro-batch's backwards, where there are several.
+        If a micro-batch has several backwards, ``is_whole`` is False for all but one of them.
         """
         ...
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Average gradients and loss over micro-batches and replicas; return the mean loss."""
+        """Average gradients and loss over micro-batches and replicas. Returns the mean loss."""
         ...
 
     def clip_gradients(self, limit: float) -> torch.Tensor:
-        """Scale the gradients to a global norm of at most ``limit``; return the norm before."""
+        """Scale the gradients to a global norm of at most ``limit``. Returns the norm before."""
         ...
 
     def step(self, learning_rate: float) -> None:
@@ -54,16 +54,16 @@ class TrainingOptimizer(Protocol):
         ...
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of this step, as after an update or instead of one."""
+        """Discard the gradients of this step."""
         ...
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """What a checkpoint needs, sharded like the parameters of ``model_state``."""
+        """The state for a checkpoint, sharded like the parameters of ``model_state``."""
         ...
 
 
 class AdamW:
-    """``torch.optim.AdamW`` over given weights, with decay for those of two and more dimensions."""
+    """``torch.optim.AdamW`` over given weights. Decays weights of two or more dimensions."""
 
     def __init__(self, weights: Sequence[torch.nn.Parameter], *, weight_decay: float) -> None:
         self.weights = weights
@@ -82,11 +82,11 @@ class AdamW:
 
     @property
     def updates(self) -> int:
-        """Updates so far."""
+        """Number of updates."""
         return int(self._adamw.state[self.weights[0]]["step"].item())
 
     def set_updates(self, updates: int) -> None:
-        """Set how many updates the moments have seen."""
+        """Set the number of updates."""
         for weight in self.weights:
             self._adamw.state[weight]["step"].fill_(updates)
 
@@ -102,14 +102,14 @@ class AdamW:
             yield name, self._adamw.state[weight][name]
 
 
-def sharded_beside(
+def shard_like_parameters(
     model_state: dict[str, Any],
     params: Iterable[torch.nn.Parameter],
     tensors_of: Callable[[int], Iterable[tuple[str, torch.Tensor]]],
 ) -> dict[str, Any]:
-    """Describe as ``optimizer.<name>.<key>`` what is shaped and sharded like parameters.
+    """Describe optimizer tensors as ``optimizer.<name>.<key>``, sharded like their parameters.
 
-    ``tensors_of`` yields name and tensor of all that belongs to the parameter at a place.
+    ``tensors_of`` yields name and tensor of all states of the parameter at a place.
     """
     places = {id(param): place for place, param in enumerate(params)}
     state: dict[str, Any] = {}
@@ -134,9 +134,9 @@ def clip_to_norm(
 ) -> torch.Tensor:
     """Scale gradients in place to a global norm of at most ``limit`` (0 only measures).
 
-    One all-reduce over each of ``shard_groups`` and one over tp, whose copies count once, as does
-    an embedding that two stages share; where there are experts, another over each of
-    ``expert_groups`` for theirs. Returns the norm before, 0-d, equal on all ranks of the groups.
+    One all-reduce over each of ``shard_groups`` and one over tp. Duplicates over tp and a shared
+    embedding count once. If there are experts, one more over each of ``expert_groups``. Returns the
+    norm before scaling, 0-d, equal on all ranks of the groups.
     """
     every = [gradient for _, gradient in gradients]
     counted = [
@@ -147,10 +147,10 @@ def clip_to_norm(
         and param_is_not_tensor_parallel_duplicate(parameter, tp_group=tp_group)
     ]
     flag = torch.zeros(1, dtype=torch.int, device=every[0].device)
-    square = _square_over(counted, flag, (*shard_groups, tp_group))
+    square = _reduce_square(counted, flag, (*shard_groups, tp_group))
     of_experts = [gradient for parameter, gradient in gradients if is_expert(parameter)]
     if of_experts:
-        square += _square_over(of_experts, flag, expert_groups)
+        square += _reduce_square(of_experts, flag, expert_groups)
     norm = square.sqrt()
     if limit > 0:
         scale = (limit / (norm + 1e-6)).clamp(max=1.0)
@@ -159,12 +159,12 @@ def clip_to_norm(
     return total
 
 
-def _square_over(
+def _reduce_square(
     gradients: list[torch.Tensor],
     flag: torch.Tensor,
     groups: Iterable[dist.ProcessGroup | None],
 ) -> torch.Tensor:
-    """The squared norm ``[1]`` of gradients of which the ranks of the groups have parts."""
+    """The squared norm ``[1]`` of gradients that are sharded over the groups."""
     norm, _ = local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [gradients], False)
     square: torch.Tensor = norm.square()
     for group in groups:

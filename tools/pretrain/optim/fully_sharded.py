@@ -1,4 +1,4 @@
-"""Fully sharded data parallelism: parameters, gradients and moments cut over the dp x cp ranks."""
+"""Fully sharded data parallelism: parameters, gradients and moments over the dp x cp ranks."""
 
 from __future__ import annotations
 
@@ -29,22 +29,22 @@ from pretrain.model.tensor_parallel import (
     mark_partial_gradients,
     sum_partial_gradients,
 )
-from pretrain.optim.adamw import AdamW, clip_to_norm, sharded_beside
+from pretrain.optim.adamw import AdamW, clip_to_norm, shard_like_parameters
 
 _SHARD, _OUTER, _TP = "dp_shard", "dp_outer", "tp"
 
 
 def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
-    """The index over the job's mesh: shards over dp x cp / outer ranks, ``outer`` copies of them.
+    """The index over the job's mesh: ``outer`` replicas, each sharded over dp x cp / outer ranks.
 
-    That of experts shards over the rest of dp x cp / ep. Collective on the world group.
+    Experts are sharded over dp x cp / ep / outer ranks. Collective on the world group.
     ``groups.dp_cp`` and ``groups.expt_dp`` already have their ranks in outer-major order.
     """
     if groups.dense_mesh is None or groups.expert_mesh is None:
         raise ValueError("the process groups have no mesh: make them with from_sizes")
-    mesh = _divided(groups.dense_mesh, "dp", outer, "dp_inner")
+    mesh = _split_dimension(groups.dense_mesh, "dp", outer, "dp_inner")
     resolve_submesh(mesh, ("dp_inner", "cp"))._flatten(_SHARD)
-    experts = _divided(groups.expert_mesh, "expt_dp", outer, _SHARD)
+    experts = _split_dimension(groups.expert_mesh, "expt_dp", outer, _SHARD)
     if outer == 1:
         return FSDPDistributedIndex(mesh, _SHARD, tp_dim=_TP, expt_device_mesh=experts)
     return FSDPDistributedIndex(
@@ -58,8 +58,8 @@ def sharding_index(groups: ProcessGroups, outer: int) -> FSDPDistributedIndex:
     )
 
 
-def _divided(mesh: DeviceMesh, dim: str, outer: int, inner: str) -> DeviceMesh:
-    """The mesh with one dimension cut into ``outer`` parts; torch 2.11 takes only its number."""
+def _split_dimension(mesh: DeviceMesh, dim: str, outer: int, inner: str) -> DeviceMesh:
+    """The mesh with one dimension split in two. torch 2.11 accepts only the dimension's number."""
     place = (mesh.mesh_dim_names or ()).index(dim)
     return mesh._unflatten(place, (outer, mesh.size(place) // outer), (_OUTER, inner))
 
@@ -81,7 +81,7 @@ def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: boo
             fully_shard(module, mesh=mesh, mp_policy=policy)
     for chunk in chunks_of(model):
         fully_shard(chunk, mesh=mesh, mp_policy=at_the_end if chunk.stage.is_last else policy)
-    for name, param in model.named_parameters():  # fully_shard has made new ones
+    for name, param in model.named_parameters():  # fully_shard has replaced the parameters
         copy_tensor_model_parallel_attributes(param, whole[name])
         copy_shared_mark(param, whole[name])
         if has_partial_gradient(whole[name]):
@@ -91,10 +91,10 @@ def shard_model(model: MegatronModule, index: FSDPDistributedIndex, *, bf16: boo
 
 
 class FullyShardedOptimizer:
-    """Updates the fp32 shards that FSDP leaves on a rank; FSDP reduces their gradients.
+    """Updates the fp32 shards of a rank. FSDP reduces their gradients.
 
     All ranks build it over their shards of the same model, after ``shard_model``, and call its
-    methods together: ``dp_cp`` ranks average the loss, ``tp`` ranks share the gradient norm.
+    methods together. ``dp_cp`` ranks average the loss, ``tp`` ranks share the gradient norm.
     """
 
     def __init__(
@@ -115,25 +115,26 @@ class FullyShardedOptimizer:
 
     @property
     def updates(self) -> int:
-        """Updates so far."""
+        """Number of updates."""
         return self.adamw.updates
 
     def set_updates(self, updates: int) -> None:
-        """Set how many updates the moments have seen."""
+        """Set the number of updates."""
         self.adamw.set_updates(updates)
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
-        """Count a micro-batch: FSDP adds its reduced gradients to those of the ones before."""
+        """Count a micro-batch: FSDP adds its reduced gradients to the earlier ones."""
         self._accumulated += is_whole
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
-        """Average over the micro-batches; FSDP has averaged the gradients over ``dp_cp``.
+        """Average over the micro-batches. FSDP has averaged the gradients over ``dp_cp``.
 
-        Those of experts over ``expt_dp`` only, of what they have got from all ``ep`` ranks.
-        One all-reduce of the loss over ``dp_cp``; with sequence parallelism one over ``tp`` of the
-        partial gradients; one over ``embd`` of the embedding's where two stages share it.
+        FSDP has averaged the gradients of experts, which include the tokens of all ``ep`` ranks,
+        over ``expt_dp`` only. One all-reduce of the loss over ``dp_cp``. With sequence parallelism
+        one of the partial gradients over ``tp``. If two stages share the embedding, one of its
+        gradient over ``embd``.
         """
-        gradients = list(self._local_gradients())
+        gradients = list(self._list_gradients())
         torch._foreach_div_([grad for _, grad in gradients], self._accumulated)
         for param, grad in gradients:
             if is_expert(param):
@@ -154,11 +155,11 @@ class FullyShardedOptimizer:
     def clip_gradients(self, limit: float) -> torch.Tensor:
         """Scale the gradients to a global norm of at most ``limit``.
 
-        One all-reduce over the shards' group, one over ``pp`` and one over ``tp``; outer copies are
-        equal.
+        One all-reduce over the shards' group, one over ``pp`` and one over ``tp``. Outer replicas
+        are equal.
         """
         return clip_to_norm(
-            list(self._local_gradients()),
+            list(self._list_gradients()),
             limit,
             tp_group=self.groups.tp,
             shard_groups=[self.index.get_fsdp_group(), self.groups.pp],
@@ -174,17 +175,17 @@ class FullyShardedOptimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of this step."""
+        """Discard the gradients of this step."""
         for param in self.params:
             param.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Moments, sharded like the parameters they belong to.
+        """Moments, sharded like their parameters.
 
-        In bf16 also what layouts without FSDP have: the fp32 weights as main ones, and in place of
-        the model's parameters copies in bf16.
+        With bf16 the entries equal those of layouts without FSDP: the fp32 weights are main
+        weights, and the model's parameters are bf16 copies.
         """
-        state = sharded_beside(model_state, self.params, self._tensors)
+        state = shard_like_parameters(model_state, self.params, self._list_states)
         if self.bf16:
             mine = {id(param): param for param in self.params}
             for key, value in model_state.items():
@@ -193,12 +194,12 @@ class FullyShardedOptimizer:
                     state[key] = dataclasses.replace(value, data=low, dtype=low.dtype)
         return state
 
-    def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         if self.bf16:
             yield "main", self.params[place].detach()
         yield from self.adamw.moments(self.params[place])
 
-    def _local_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
+    def _list_gradients(self) -> Iterator[tuple[torch.nn.Parameter, torch.Tensor]]:
         for param in self.params:
             if param.grad is not None:
                 yield param, to_local_if_dtensor(param.grad)

@@ -13,15 +13,15 @@ from mcore.tensor import get_global_memory_buffer
 from pretrain.model.experts import is_expert, mark_expert
 from pretrain.model.stages import copy_shared_mark, is_shared_embedding
 from pretrain.model.tensor_parallel import has_partial_gradient, sum_partial_gradients
-from pretrain.optim.adamw import AdamW, clip_to_norm, sharded_beside
+from pretrain.optim.adamw import AdamW, clip_to_norm, shard_like_parameters
 
 
 class MainWeightOptimizer:
-    """Keeps fp32 weights beside a model of any precision and updates both.
+    """Keeps fp32 weights for a model of any precision and updates both.
 
-    All ranks build it over their own slices of the same model and call its methods together:
-    ``dp_cp`` replicas average gradients, ``expt_dp`` replicas those of experts; ``tp`` ranks share
-    the gradient norm, ``tp_ep_pp`` ranks that of experts.
+    All ranks build it over their slices of the same model and call its methods together. ``dp_cp``
+    replicas average gradients, ``expt_dp`` replicas average gradients of experts. ``tp`` ranks
+    share the gradient norm, ``tp_ep_pp`` ranks share the norm of experts.
     """
 
     def __init__(
@@ -29,10 +29,10 @@ class MainWeightOptimizer:
     ) -> None:
         self.groups = groups
         trained = [param for param in model.parameters() if param.requires_grad]
-        # Those of experts and those to sum over tp come first: each form a piece of the bucket.
+        # Experts first, then gradients to sum over tp: each kind is one piece of the bucket.
         order = sorted(trained, key=has_partial_gradient, reverse=True)
         self.params = sorted(order, key=is_expert, reverse=True)
-        self.main = [_main_weight(param) for param in self.params]
+        self.main = [_make_main_weight(param) for param in self.params]
         self.adamw = AdamW(self.main, weight_decay=weight_decay)
         pairs = zip(self.params, self.main, strict=True)
         several = (groups.dp_cp, groups.expt_dp, groups.tp, groups.pp)
@@ -44,7 +44,7 @@ class MainWeightOptimizer:
         self._bucket = get_global_memory_buffer().get_tensor(
             (numel,), torch.float32, "pretrain_gradients", device=self.main[0].device
         )
-        self._views = [] if self._is_alone else _views(self._bucket, self.params)
+        self._views = [] if self._is_alone else _split_bucket(self._bucket, self.params)
         num_expert = sum(p.numel() for p in self.params if is_expert(p))
         self._of_experts, self._dense = self._bucket[:num_expert], self._bucket[num_expert:]
         self._accumulated = 0
@@ -52,17 +52,17 @@ class MainWeightOptimizer:
 
     @property
     def updates(self) -> int:
-        """Updates so far."""
+        """Number of updates."""
         return self.adamw.updates
 
     def set_updates(self, updates: int) -> None:
-        """Set how many updates the moments have seen."""
+        """Set the number of updates."""
         self.adamw.set_updates(updates)
 
     def accumulate_gradients(self, *, is_whole: bool = True) -> None:
-        """Add the model's gradients to the fp32 bucket and drop them; call after each backward.
+        """Add the model's gradients to the fp32 bucket and delete them. Call after each backward.
 
-        With nothing to convert and nobody to share with, they stay where autograd adds them up.
+        On one rank in fp32 there is no bucket: gradients stay in ``param.grad``.
         """
         self._accumulated += is_whole
         if self._is_alone:
@@ -71,29 +71,29 @@ class MainWeightOptimizer:
             ready = [place for place, param in enumerate(self.params) if param.grad is not None]
             if ready:
                 views = [self._views[place] for place in ready]
-                torch._foreach_add_(views, [_gradient(self.params[place]) for place in ready])
+                torch._foreach_add_(views, [_get_gradient(self.params[place]) for place in ready])
         else:
-            torch._foreach_copy_(self._views, [_gradient(param) for param in self.params])
+            torch._foreach_copy_(self._views, [_get_gradient(param) for param in self.params])
         self._is_filled = True
         for param in self.params:
             param.grad = None
 
     def sum_of(self, param: torch.nn.Parameter) -> torch.Tensor:
-        """Where the gradients of a parameter are accumulated, in fp32."""
+        """The fp32 tensor in which the gradients of a parameter are accumulated."""
         return next(
-            view for own, view in zip(self.params, self._views, strict=True) if own is param
+            view for other, view in zip(self.params, self._views, strict=True) if other is param
         )
 
     def reduce_gradients(self, loss_sum: torch.Tensor) -> torch.Tensor:
         """Average gradients and loss over the accumulated micro-batches and over ``dp_cp``.
 
-        One all-reduce over ``dp_cp`` of the bucket, whose last element carries the loss; with
-        sequence parallelism, one over ``tp`` of the partial gradients precedes it. What experts
-        have got from all ``ep`` ranks is summed over ``expt_dp``. One over ``embd`` of the
-        embedding's follows where two stages share it.
+        One all-reduce over ``dp_cp`` of the bucket, with the loss as its last element. With
+        sequence parallelism, one over ``tp`` of the partial gradients precedes it. Gradients of
+        experts, which include the tokens of all ``ep`` ranks, are summed over ``expt_dp``. If two
+        stages share the embedding, one over ``embd`` of its gradient follows.
         """
         if self._is_alone:
-            return self._mean_alone(loss_sum)
+            return self._average_alone(loss_sum)
         self._bucket[-1] = loss_sum.detach()
         if self._num_partial:
             sum_partial_gradients([self._dense[: self._num_partial]], self.groups.tp)
@@ -109,12 +109,12 @@ class MainWeightOptimizer:
         self._accumulated, self._is_filled = 0, False
         return self._bucket[-1].clone()
 
-    def _mean_alone(self, loss_sum: torch.Tensor) -> torch.Tensor:
+    def _average_alone(self, loss_sum: torch.Tensor) -> torch.Tensor:
         for param in self.params:
-            param.grad = _gradient(param)
+            param.grad = _get_gradient(param)
         count, self._accumulated = self._accumulated, 0
         if count > 1:
-            torch._foreach_div_([_gradient(param) for param in self.params], count)
+            torch._foreach_div_([_get_gradient(param) for param in self.params], count)
         return loss_sum.detach() / count
 
     def clip_gradients(self, limit: float) -> torch.Tensor:
@@ -141,22 +141,22 @@ class MainWeightOptimizer:
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of this step."""
+        """Discard the gradients of this step."""
         for main in self.main:
             main.grad = None
 
     def sharded_state_dict(self, model_state: dict[str, Any]) -> dict[str, Any]:
-        """Main weights and moments, sharded like the parameters they belong to."""
-        return sharded_beside(model_state, self.params, self._tensors)
+        """Main weights and moments, sharded like their parameters."""
+        return shard_like_parameters(model_state, self.params, self._list_states)
 
-    def _tensors(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
+    def _list_states(self, place: int) -> Iterator[tuple[str, torch.Tensor]]:
         main = self.main[place]
         if main is not self.params[place]:
             yield "main", main.detach()
         yield from self.adamw.moments(main)
 
 
-def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
+def _make_main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
     if param.dtype == torch.float32:
         return param
     main = torch.nn.Parameter(param.detach().float())
@@ -167,11 +167,11 @@ def _main_weight(param: torch.nn.Parameter) -> torch.nn.Parameter:
     return main
 
 
-def _gradient(param: torch.nn.Parameter) -> torch.Tensor:
+def _get_gradient(param: torch.nn.Parameter) -> torch.Tensor:
     return torch.zeros_like(param) if param.grad is None else param.grad
 
 
-def _views(bucket: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
+def _split_bucket(bucket: torch.Tensor, params: Iterable[torch.nn.Parameter]) -> list[torch.Tensor]:
     views, start = [], 0
     for param in params:
         views.append(bucket[start : start + param.numel()].view(param.shape))

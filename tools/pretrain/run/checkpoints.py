@@ -1,4 +1,4 @@
-"""The contents of a checkpoint, the one that a run continues from, and the damaged ones."""
+"""The content of a checkpoint, the choice of the checkpoint to load, and damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -35,41 +35,41 @@ _NAME = re.compile(r"step_(\d+)")
 
 
 def latest_step(folder: RunFolder, option: str = "--resume") -> int:
-    """The step of the last complete checkpoint; UsageError where there is none."""
-    return _existing(_newest(folder), folder, option)
+    """The step of the last complete checkpoint. Raises UsageError if there is none."""
+    return _require_step(_find_newest(folder), folder, option)
 
 
 def step_to_load(folder: RunFolder, option: str = "--resume") -> int:
-    """As :func:`latest_step`, but the error names damaged ones; before there is a process group."""
+    """As :func:`latest_step`, but the error lists damaged checkpoints. Needs no process group."""
     try:
         return latest_step(folder, option)
     except UsageError as error:
         damaged = damaged_after(folder, -1)
         if not damaged:
             raise
-        told = ", ".join(f"{path} ({problem})" for path, problem in damaged.items())
-        raise UsageError(f"{error}, but damaged ones: {told}") from None
+        listed = ", ".join(f"{path} ({problem})" for path, problem in damaged.items())
+        raise UsageError(f"{error}. Damaged checkpoints: {listed}") from None
 
 
 def has_checkpoint(folder: RunFolder) -> bool:
     """Whether a run has saved a complete checkpoint."""
-    return _newest(folder) >= 0
+    return _find_newest(folder) >= 0
 
 
-def _newest(folder: RunFolder) -> int:
-    """The step of the last complete checkpoint; -1 where there is none."""
+def _find_newest(folder: RunFolder) -> int:
+    """The step of the last complete checkpoint, or -1."""
     path = latest_checkpoint(folder.checkpoints) if folder.checkpoints.is_dir() else None
-    return -1 if path is None else _step_of(path)
+    return -1 if path is None else _read_step(path)
 
 
-def _existing(step: int, folder: RunFolder, option: str = "--resume") -> int:
+def _require_step(step: int, folder: RunFolder, option: str = "--resume") -> int:
     if step < 0:
         raise UsageError(f"{option} {folder.path}: no complete checkpoint in {folder.checkpoints}")
     return step
 
 
-def _step_of(checkpoint: Path) -> int:
-    """The step in a checkpoint's name; -1 where it is not named as this job names them."""
+def _read_step(checkpoint: Path) -> int:
+    """The step in a checkpoint's name, or -1 for a foreign name."""
     match = _NAME.fullmatch(checkpoint.name)
     return -1 if match is None else int(match[1])
 
@@ -81,13 +81,13 @@ def describe_latest(folder: RunFolder) -> str:
     except UsageError:
         return "There is no complete checkpoint yet."
     return (
-        f"The last complete checkpoint is {folder.checkpoint(step)}; continue with: "
+        f"The last complete checkpoint is {folder.checkpoint(step)}. Continue with: "
         f"{folder.resume_command}"
     )
 
 
-def _first_problem(error: CheckpointingException) -> str:
-    """The first of the problems that loading lists, without advice for callers of the library."""
+def _find_first_problem(error: CheckpointingException) -> str:
+    """The first problem in a loading error, without advice for callers of the library."""
     lines = str(error).splitlines()
     listed = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
     return (listed or lines)[0].split("; ")[0]
@@ -116,87 +116,88 @@ class CheckpointedState:
         self.device = device
 
     def save(self, path: Path, *, async_: bool = False) -> SaveHandle | None:
-        """Write a checkpoint, which appears under its name when all ranks have written it.
+        """Write a checkpoint. It becomes visible after all ranks have written their parts.
 
-        With ``async_`` the save continues behind the returned handle; the state may change.
+        With ``async_`` the save continues in the background and returns a handle. The state may
+        change as soon as the call returns.
         """
-        state = {**self._tensors(), **self._facts(), **self._streams()}
+        state = {**self._describe_tensors(), **self._describe_facts(), **self._describe_streams()}
         return save_sharded_state_dict(state, path, async_=async_)
 
     def load_latest(self, folder: RunFolder, *, past_damage: bool) -> None:
-        """Read the last complete checkpoint that rank 0 sees, as :meth:`load` does.
+        """Load the last complete checkpoint that rank 0 sees, as :meth:`load` does.
 
-        With ``past_damage`` one whose content has changed is set aside by rank 0, and the one
-        before is read.
+        With ``past_damage``, rank 0 renames a damaged checkpoint, and the previous one is loaded.
         """
         while True:
-            path = folder.checkpoint(self._agreed_step(folder))
+            path = folder.checkpoint(self._agree_on_step(folder))
             try:
                 self.load(path)
                 return
             except UsageError as error:
                 if not (past_damage and isinstance(error.__cause__, DamagedCheckpointError)):
                     raise
-                problem = _first_problem(error.__cause__)
-            dist.barrier()  # a rank that is still reading would find nothing
+                problem = _find_first_problem(error.__cause__)
+            dist.barrier()  # other ranks may still be reading the folder
             if dist.get_rank() == 0:
                 aside = set_aside(path, "damaged").name
                 line = f"pretrain: warning: skipped a checkpoint ({problem}), now {aside}"
                 print(line, file=sys.stderr, flush=True)
             dist.barrier()
 
-    def _agreed_step(self, folder: RunFolder) -> int:
-        """What :func:`latest_step` is on rank 0; network file systems show others older folders."""
-        found = _newest(folder) if dist.get_rank() == 0 else -1
+    def _agree_on_step(self, folder: RunFolder) -> int:
+        """Rank 0's :func:`latest_step`. Network file systems may show others old folders."""
+        found = _find_newest(folder) if dist.get_rank() == 0 else -1
         step = torch.tensor(found, device=self.device)
         dist.broadcast(step, src=0)
-        return _existing(int(step.item()), folder)
+        return _require_step(int(step.item()), folder)
 
     def load(self, path: Path) -> None:
-        """Read a checkpoint of any layout; random streams only where the layout is the same."""
+        """Load a checkpoint of any layout. Random streams are loaded only for the same layout."""
         try:
             self._load(path)
         except CheckpointingException as error:
             raise UsageError(
-                f"--resume cannot read {path} ({_first_problem(error)}): it is damaged or from "
-                "another job; remove it to continue from the one before, or start a new run"
+                f"--resume cannot read {path} ({_find_first_problem(error)}): it is damaged or "
+                "from another job. Remove it to continue from the previous checkpoint, or start "
+                "a new run"
             ) from error
 
     def _load(self, path: Path) -> None:
-        facts = load_sharded_state_dict(self._facts(), path, unexpected="ignore")
-        state = self._tensors()
-        if facts["layout"] == self._layout():
-            state.update(self._streams())
+        facts = load_sharded_state_dict(self._describe_facts(), path, unexpected="ignore")
+        state = self._describe_tensors()
+        if facts["layout"] == self._describe_layout():
+            state.update(self._describe_streams())
         loaded = load_sharded_state_dict(state, path, unexpected="ignore")
         if "random_streams" in loaded:
             restore_streams(loaded["random_streams"], self.device)
         self.train_state.load_state_dict(facts["train_state"])
         self.optimizer.set_updates(facts["updates"])
 
-    def _tensors(self) -> dict[str, Any]:
+    def _describe_tensors(self) -> dict[str, Any]:
         metadata = {"dp_cp_group": self.groups.dp_cp, "tp_group": self.groups.tp}
         model = self.model.sharded_state_dict(prefix="model.", metadata=metadata)
-        beside = self.optimizer.sharded_state_dict(model)
-        if self.settings.fsdp:  # whose parameters are the main weights, so that any layout fits
+        optimizer = self.optimizer.sharded_state_dict(model)
+        if self.settings.fsdp:  # its parameters are the fp32 main weights: save them rounded too
             model = {
-                name: _rounded(entry) if f"optimizer.main.{name}" in beside else entry
+                name: _round_entry(entry) if f"optimizer.main.{name}" in optimizer else entry
                 for name, entry in model.items()
             }
-        return {**model, **beside}
+        return {**model, **optimizer}
 
-    def _facts(self) -> dict[str, Any]:
+    def _describe_facts(self) -> dict[str, Any]:
         return {
-            "layout": self._layout(),
+            "layout": self._describe_layout(),
             "updates": self.optimizer.updates,
             "train_state": self.train_state.state_dict(),
         }
 
-    def _layout(self) -> list[int]:
+    def _describe_layout(self) -> list[int]:
         settings = self.settings
         pipeline = [settings.pp, settings.vpp] if settings.pp > 1 else []
         return [settings.tp, settings.cp, settings.dp, *pipeline]
 
-    def _streams(self) -> dict[str, Any]:
+    def _describe_streams(self) -> dict[str, Any]:
         axes = ("tp", "dp_cp", "pp") if self.settings.pp > 1 else ("tp", "dp_cp")
         offsets = tuple(
             (axis, self.groups.rank(name), self.groups.size(name)) for axis, name in enumerate(axes)
@@ -207,27 +208,27 @@ class CheckpointedState:
         return {"random_streams": streams}
 
 
-def _rounded(entry: ShardedTensor) -> ShardedTensor:
-    """A parameter as the model computes with it, in bfloat16."""
+def _round_entry(entry: ShardedTensor) -> ShardedTensor:
+    """A parameter in bfloat16, the dtype in which the model computes."""
     data = None if entry.data is None else entry.data.detach().bfloat16()
     return dataclasses.replace(entry, data=data, dtype=torch.bfloat16)
 
 
 def damaged_after(folder: RunFolder, step: int) -> dict[Path, str]:
-    """What is wrong with each damaged checkpoint after a step (-1: with all), oldest first.
+    """The problem of each damaged checkpoint after a step (-1: of all), oldest first.
 
-    Call it before there is a process group: it reads checkpoints as one process.
+    Call it before a process group exists: it reads checkpoints as one process.
     """
     entries = sorted(folder.checkpoints.iterdir()) if folder.checkpoints.is_dir() else []
     return {
-        entry: _damage(entry)
+        entry: _describe_damage(entry)
         for entry in entries
-        if entry.is_dir() and _step_of(entry) > step and not is_complete_checkpoint(entry)
+        if entry.is_dir() and _read_step(entry) > step and not is_complete_checkpoint(entry)
     }
 
 
 def set_aside(folder: Path, why: str) -> Path:
-    """Rename the folder of a checkpoint or run, so that a new one can take its name."""
+    """Rename the folder of a checkpoint or run, to free its name."""
     number, aside = 1, folder.with_name(f"{folder.name}.{why}")
     while aside.exists():
         number += 1
@@ -238,11 +239,11 @@ def set_aside(folder: Path, why: str) -> Path:
         raise UsageError(f"cannot rename the {why} {folder}: {error.strerror}") from None
 
 
-def _damage(checkpoint: Path) -> str:
+def _describe_damage(checkpoint: Path) -> str:
     path = checkpoint.absolute()
     try:
         load_sharded_state_dict({}, path, unexpected="ignore")
     except CheckpointingException as error:
-        said = _first_problem(error).removeprefix(f"cannot load {path}: ")
-        return said.replace(f"{path}/", "").removeprefix(f"{path} ")
+        problem = _find_first_problem(error).removeprefix(f"cannot load {path}: ")
+        return problem.replace(f"{path}/", "").removeprefix(f"{path} ")
     return "it is not complete"

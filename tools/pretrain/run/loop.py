@@ -1,4 +1,4 @@
-"""The steps of a run and what happens between them: logs, validation, checkpoints, its end."""
+"""The training loop: steps, logs, validation, checkpoints and the end of a run."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ from pretrain.watch.summary import Summary, describe_graphs, draw_run
 
 _CHECK_EVERY_S = 0.25
 _MOST_STEPS = 1000
-_TROUBLE = 1000  # plus an error's number: more than any signal
+_TROUBLE = 1000  # added to an errno, so it is larger than any signal
 
 
 class StoppedBySignal(SystemExit):
-    """The ranks stopped together after a step and have saved it; its code is 128 + the signal."""
+    """The ranks stopped together after a saved step. The code is 128 + the signal."""
 
 
 class DivergedError(Exception):
@@ -42,14 +42,14 @@ class DivergedError(Exception):
 
 
 class RunFolderError(Exception):
-    """The run folder is gone, or takes no more metrics; nothing is saved that would lack them."""
+    """The run folder is gone or cannot store metrics. A checkpoint without them is not saved."""
 
 
 class StopAgreement:
-    """Finds out whether any rank was asked to stop; all ranks call :meth:`agreed` after each step.
+    """Agrees on a signal that any rank received. All ranks call :meth:`agreed` after each step.
 
-    One all-reduce of two numbers about four times a second, and of one at each save, since a rank
-    that stopped by itself would leave the others in a collective.
+    Costs an all-reduce of two numbers about four times a second, and of one number at each save. A
+    rank that stopped without this agreement would leave the others in a collective.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -58,21 +58,21 @@ class StopAgreement:
         self._began = time.perf_counter()
 
     def agreed(self, asked: Callable[[], int]) -> int:
-        """Return the signal that some rank was sent, 0 for none or where it is not yet asked."""
+        """Return the signal that a rank received, or 0 (also between two exchanges)."""
         self._left -= 1
         if self._left:
             return 0
         passed = time.perf_counter() - self._began
         steps = int(_CHECK_EVERY_S * self._interval / max(passed, 1e-9))
-        found, self._interval = self._most(asked(), max(1, min(steps, _MOST_STEPS)))
+        found, self._interval = self._reduce_max(asked(), max(1, min(steps, _MOST_STEPS)))
         self._left, self._began = self._interval, time.perf_counter()
         return found
 
     def agreed_now(self, asked: Callable[[], int]) -> int:
-        """The same at once, which leaves alone when it is asked next."""
-        return self._most(asked())[0]
+        """Exchange now, without changing the time of the next exchange of :meth:`agreed`."""
+        return self._reduce_max(asked())[0]
 
-    def _most(self, *facts: int) -> list[int]:
+    def _reduce_max(self, *facts: int) -> list[int]:
         largest = torch.tensor(facts, device=self._device)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX)
         return [int(fact) for fact in largest.tolist()]
@@ -122,7 +122,7 @@ class Loop:
         try:
             self._train()
         except (StoppedBySignal, DivergedError, RunFolderError) as ended:
-            # What a background save says of a folder that is lost would hide that it is.
+            # An error of a background save would hide the loss of the folder, its cause.
             lost = isinstance(ended, RunFolderError)
             with suppress(CheckpointingException) if lost else nullcontext():
                 self.saver.wait()
@@ -135,57 +135,57 @@ class Loop:
         self.watch.close()
 
     def print_summary(self) -> None:
-        """Print what was reached and where everything is, on the rank that writes logs."""
+        """Print the results and the paths of all files, on the rank that writes logs."""
         if self.settings.cuda_graph != "none":
             self.summary.graphs = describe_graphs(self.steps.model)
         if is_writer():
             print("\n" + "\n".join(self.summary.lines(self.mlflow, self.watch)), flush=True)
 
     def _train(self) -> None:
-        last = self._last_step()
+        last = self._find_last_step()
         self.observed.timers("interval-time", log_level=0).start()
         with progress_bar(self.settings, self.first_step) as bar:
             while self.progress.step < last:
-                self._step()
+                self._run_step()
                 bar.update()
                 step = self.progress.step
                 self.saver.poll()
-                if _due(step, self.settings.check_replicas_interval):
+                if _is_due(step, self.settings.check_replicas_interval):
                     check_replicas(self.steps.model, self.groups, step)
-                if step == last or _due(step, self.settings.eval_interval):
+                if step == last or _is_due(step, self.settings.eval_interval):
                     self._validate()
-                signal = self.stop.agreed(self._asked) if step < last else 0
+                signal = self.stop.agreed(self._read_signal) if step < last else 0
                 self._raise_trouble(signal)
-                if signal or step == last or _due(step, self.settings.save_interval):
+                if signal or step == last or _is_due(step, self.settings.save_interval):
                     self._save(step)
                 if signal:
                     raise StoppedBySignal(128 + signal)
         self.saver.wait()
 
     def _save(self, step: int) -> None:
-        """Save a checkpoint, unless the weights of the last steps gave no finite gradients."""
+        """Save a checkpoint, unless the last step had no finite gradients."""
         if not self.skipped_in_a_row:
             self._raise_trouble(self.stop.agreed_now(self._flush))
             self.saver.save(step)
 
     def _raise_trouble(self, found: int) -> None:
-        """On all ranks, where what they agreed on is the trouble that one is in."""
+        """Raise RunFolderError on all ranks if the agreed number is an error of a rank."""
         if found < _TROUBLE:
             return
         path, number = self.folder.path, found - _TROUBLE
         if number == errno.ENOENT:
             raise RunFolderError(
                 f"the run folder {path} is gone: after step {self.progress.step} it has no "
-                "config.json (deleted, moved or unmounted?), so nothing can be saved there. Where "
-                "it was moved, --resume it there; else start a new run"
+                "config.json (deleted, moved or unmounted?), so nothing can be saved there. If it "
+                "was moved, --resume it from its new place, else start a new run"
             )
         raise RunFolderError(
             f"cannot write {self.folder.metrics} ({os.strerror(number)}), so the checkpoint of "
             f"step {self.progress.step} is not saved: free some space, then continue"
         )
 
-    def _asked(self) -> int:
-        """The signal that this rank was sent; rank 0 looks whether the run folder is there."""
+    def _read_signal(self) -> int:
+        """The signal that this rank received. Rank 0 also checks that the run folder exists."""
         if dist.get_rank() == 0 and self.folder.is_gone():
             return _TROUBLE + errno.ENOENT
         return self.signal()
@@ -199,23 +199,23 @@ class Loop:
             )
 
     def _flush(self) -> int:
-        """Write out the logs up to a checkpoint, so that no later start lacks them.
+        """Write the logs up to a checkpoint to disk, for a later start from it.
 
-        Trouble where the metrics cannot be written: such a checkpoint would lose them for good.
+        Returns an error number if the metrics cannot be written: the checkpoint would lose them.
         """
         try:
             for sink in self.observed.sinks():
                 (sink.sink if isinstance(sink.sink, JsonlSink) else sink).flush()
         except OSError as error:
             return _TROUBLE + (error.errno or errno.EIO)
-        return self._asked()
+        return self._read_signal()
 
-    def _last_step(self) -> int:
+    def _find_last_step(self) -> int:
         if not self.settings.exit_after:
             return self.settings.train_iters
         return min(self.settings.train_iters, self.first_step + self.settings.exit_after)
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         progress = self.progress
         self.summary.start_step()
         loss, norm, rate, skipped = self.steps.train_step(progress.step + 1)
@@ -236,7 +236,7 @@ class Loop:
                 1.0,
                 self.report_memory,
                 int(skipped),
-                norm,  # type: ignore[arg-type]  # any number will do, even a 0-d tensor
+                norm,  # type: ignore[arg-type]  # any number, even a 0-d tensor
                 None,
                 None,
                 self.observed.cfg,
@@ -247,21 +247,21 @@ class Loop:
                 loaded_iteration=self.first_step,
                 seq_length=self.settings.seq_length,
             )
-        self._log_own(loss, norm)
+        self._log_job_metrics(loss, norm)
         self._count_skipped(skipped)
 
-    def _log_own(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        """Log this job's own metrics, and show some on the detector's page."""
-        own = step_time(self.finished)
+    def _log_job_metrics(self, loss: torch.Tensor, norm: torch.Tensor) -> None:
+        """Log metrics of this job, and show some on the detector's page."""
+        metrics = step_time(self.finished)
         self.watch.end_step()
         step = self.progress.step
-        if step == self._last_step() or _due(step, self.settings.log_interval):
+        if step == self._find_last_step() or _is_due(step, self.settings.log_interval):
             config = self.observed.cfg.model
-            own |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
-            self.watch.show(self.steps.objective.loss_name, loss, norm, own["step-time"])
+            metrics |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
+            self.watch.show(self.steps.objective.loss_name, loss, norm, metrics["step-time"])
             with above_the_bar():
-                own |= self.watch.report(step)
-        self.observed.log_metrics(own, versus_samples=False)
+                metrics |= self.watch.report(step)
+        self.observed.log_metrics(metrics, versus_samples=False)
 
     def _validate(self) -> None:
         loss = self.steps.validation_loss()
@@ -278,5 +278,5 @@ class Loop:
             print(line, flush=True)
 
 
-def _due(step: int, interval: int) -> bool:
+def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0

@@ -1,4 +1,4 @@
-"""The order in which a pipeline's stages run their micro-batches, and what passes between them."""
+"""The order of micro-batches in a pipeline's stages, and the messages between stages."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pass:
 
 
 def forward_order(ranks: int, chunks: int, batches: int) -> list[Pass]:
-    """All forward passes of a rank: ``ranks`` micro-batches through each chunk, then the next."""
+    """All forward passes of a rank: ``ranks`` micro-batches per chunk, chunk after chunk."""
     return [
         Pass(chunk, batch)
         for first in range(0, batches, ranks)
@@ -33,15 +33,16 @@ def forward_order(ranks: int, chunks: int, batches: int) -> list[Pass]:
 
 
 def training_order(rank: int, ranks: int, chunks: int, batches: int) -> list[Pass]:
-    """One forward, one backward, once a rank is as far ahead as the stages behind it need.
+    """1F1B: after enough forward passes for the later stages, forward and backward alternate.
 
-    Interleaved where a rank has several chunks; then ``batches`` is a multiple of ``ranks``
-    (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU Clusters").
+    With several chunks per rank the order is interleaved, and ``batches`` is a multiple of
+    ``ranks`` (Narayanan et al. 2021, "Efficient Large-Scale Language Model Training on GPU
+    Clusters").
     """
     forward = forward_order(ranks, chunks, batches)
     backward = [Pass(chunks - 1 - one.chunk, one.batch, is_forward=False) for one in forward]
-    behind = ranks - rank - 1
-    ahead = min(behind if chunks == 1 else 2 * behind + (chunks - 1) * ranks, len(forward))
+    later = ranks - rank - 1
+    ahead = min(later if chunks == 1 else 2 * later + (chunks - 1) * ranks, len(forward))
     order = forward[:ahead]
     for pair in zip(forward[ahead:], backward, strict=False):
         order += pair
@@ -49,20 +50,20 @@ def training_order(rank: int, ranks: int, chunks: int, batches: int) -> list[Pas
 
 
 class StageWork(Protocol):
-    """What a rank does with its chunks of the model."""
+    """The computation of a rank on its chunks of the model."""
 
     def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """The chunk's output, or the loss where it is the last; no ``hidden`` at the first."""
+        """Return the chunk's output, or the loss of the last chunk. The first has no ``hidden``."""
         ...
 
     def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Leave gradients on what made the output; no ``gradient`` at the loss."""
+        """Backpropagate from ``output``. The loss has no ``gradient``."""
         ...
 
 
 @dataclass
 class _Arriving:
-    """What is on its way from a neighbour."""
+    """A tensor on its way from a neighbour stage."""
 
     buffer: torch.Tensor
     work: dist.Work
@@ -73,12 +74,12 @@ class _Arriving:
 
 
 class Pipeline:
-    """One rank's place among the stages; all ranks make one, collective on the world.
+    """One rank's place among the stages. Construction is collective on the world.
 
-    Activations go to the next rank and gradients to the one before, each kind, and with several
-    chunks each way around the end of the ring, over a group of its own: so the messages of a pair
-    of ranks in a group go one way, in one order, and no backend can make them wait for each other.
-    A message is received while the pass before the one that needs it runs.
+    Activations are sent to the next rank and gradients to the previous rank, over separate groups.
+    With several chunks, messages around the end of the ring use two more groups. So all messages
+    of a pair of ranks in a group have one direction and one order, and cannot block each other. A
+    message is received during the pass before the pass that needs it.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class Pipeline:
     ) -> None:
         self.rank, self.ranks, self.chunks = groups.rank("pp"), groups.size("pp"), chunks
         self.device = device
-        self._groups = [_group_like(groups.pp, timeout_s) for _ in range(2 if chunks == 1 else 4)]
+        self._groups = [_copy_group(groups.pp, timeout_s) for _ in range(2 if chunks == 1 else 4)]
         self._sending: list[tuple[dist.Work, torch.Tensor]] = []
 
     def is_first(self, chunk: int) -> bool:
@@ -98,7 +99,7 @@ class Pipeline:
         return self.rank == self.ranks - 1 and chunk == self.chunks - 1
 
     def train(self, work: StageWork, batches: int, message: torch.Tensor) -> None:
-        """Run all micro-batches forward and backward; ``message`` is like what stages send."""
+        """Run all micro-batches forward and backward. ``message`` is a meta tensor of a message."""
         self._run(work, training_order(self.rank, self.ranks, self.chunks, batches), message)
 
     def evaluate(self, work: StageWork, batches: int, message: torch.Tensor) -> None:
@@ -108,7 +109,7 @@ class Pipeline:
     def _run(self, work: StageWork, order: Sequence[Pass], message: torch.Tensor) -> None:
         kept: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
         with_backward = any(not one.is_forward for one in order)
-        for one, arriving in self._with_next_on_its_way(order, message):
+        for one, arriving in self._prefetch(order, message):
             received = None if arriving is None else arriving.wait()
             place = (one.chunk, one.batch)
             if one.is_forward:
@@ -128,7 +129,7 @@ class Pipeline:
             sending.wait()
         self._sending.clear()
 
-    def _with_next_on_its_way(
+    def _prefetch(
         self, order: Sequence[Pass], message: torch.Tensor
     ) -> Iterator[tuple[Pass, _Arriving | None]]:
         arriving = self._receive(order[0], message)
@@ -139,34 +140,34 @@ class Pipeline:
             yield one, now
 
     def _receive(self, one: Pass, message: torch.Tensor) -> _Arriving | None:
-        """Start to receive what a pass needs from another rank, if anything."""
+        """Start to receive the input of a pass from another rank, if it has one."""
         if self.is_first(one.chunk) if one.is_forward else self.is_last(one.chunk):
             return None
         peer = self.rank - 1 if one.is_forward else self.rank + 1
         buffer = torch.empty_like(message, device=self.device)
-        work = dist.irecv(buffer, group=self._channel(one, peer), group_src=peer % self.ranks)
-        return _Arriving(buffer, _begun(work))
+        work = dist.irecv(buffer, group=self._choose_group(one, peer), group_src=peer % self.ranks)
+        return _Arriving(buffer, _require_work(work))
 
     def _send(self, one: Pass, tensor: torch.Tensor) -> None:
         peer = self.rank + 1 if one.is_forward else self.rank - 1
         tensor = tensor.contiguous()
-        work = dist.isend(tensor, group=self._channel(one, peer), group_dst=peer % self.ranks)
+        work = dist.isend(tensor, group=self._choose_group(one, peer), group_dst=peer % self.ranks)
         self._sending = [(done, kept) for done, kept in self._sending if not done.is_completed()]
-        self._sending.append((_begun(work), tensor))
+        self._sending.append((_require_work(work), tensor))
 
-    def _channel(self, one: Pass, peer: int) -> dist.ProcessGroup:
+    def _choose_group(self, one: Pass, peer: int) -> dist.ProcessGroup:
         goes_around = peer not in range(self.ranks)
         return self._groups[2 * goes_around + one.is_forward]
 
 
-def _begun(work: dist.Work | None) -> dist.Work:
+def _require_work(work: dist.Work | None) -> dist.Work:
     if work is None:
         raise RuntimeError("this rank is not in the group of its pipeline")
     return work
 
 
-def _group_like(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
-    """Another group of the same ranks, on each of the world."""
+def _copy_group(group: dist.ProcessGroup | None, timeout_s: float) -> dist.ProcessGroup:
+    """Create another group of the same ranks. Collective on the world."""
     count = dist.get_world_size() // (1 if group is None else group.size())
     pipelines = [list(range(first, dist.get_world_size(), count)) for first in range(count)]
     timeout = datetime.timedelta(seconds=timeout_s)

@@ -1,4 +1,4 @@
-"""The steps of a run whose layers are on the stages of a pipeline."""
+"""Training steps over the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pretrain.windows import Batch
 
 
 class PipelineSteps(Steps):
-    """Micro-batches go from stage to stage; all ranks draw them alike, and the last has the loss.
+    """Passes micro-batches from stage to stage. All ranks read all batches, the last has the loss.
 
     With ``--defer-embedding-wgrad`` the last stage computes the weight gradient of its head after
-    its last backward, while the stages before it are still busy.
+    its last backward, while the other stages are still busy.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -43,10 +43,10 @@ class PipelineSteps(Steps):
     def _forward_and_backward(self, step: int) -> torch.Tensor:
         def batch_of(number: int) -> Batch:
             with self.ranges.data():
-                return self._training_part(step, number)
+                return self._read_training_batch(step, number)
 
         work = _Work(self, batch_of)
-        message = self._message(self.settings.rows_per_forward)
+        message = self._make_message(self.settings.rows_per_forward)
         self.pipeline.train(work, self.settings.num_microbatches, message)
         if self.head is not None and self.head.deferred is not None:
             weight: Any = self.head.logit_weight
@@ -55,14 +55,14 @@ class PipelineSteps(Steps):
             self.head.deferred.drain(weight)
         return work.loss_sum
 
-    def _validation_losses(self) -> torch.Tensor:
-        work = _Work(self, self._validation_part)
-        message = self._message(self.rows_per_rank)
+    def _sum_validation_losses(self) -> torch.Tensor:
+        work = _Work(self, self._read_validation_batch)
+        message = self._make_message(self.rows_per_rank)
         self.pipeline.evaluate(work, self.settings.eval_batches, message)
         return work.loss_sum
 
-    def _message(self, rows: int) -> torch.Tensor:
-        """A tensor like the hidden states between two stages, without memory."""
+    def _make_message(self, rows: int) -> torch.Tensor:
+        """A meta tensor with shape and dtype of the hidden states between two stages."""
         settings = self.settings
         length = divide(settings.seq_length, settings.cp)
         if settings.sequence_parallel:
@@ -77,11 +77,11 @@ class _Work:
     def __init__(self, steps: PipelineSteps, batch_of: Callable[[int], Batch]) -> None:
         self.steps = steps
         self.batch_of = batch_of
-        self.batches: dict[int, Batch] = {}  # those that have a chunk of this rank before them
+        self.batches: dict[int, Batch] = {}  # batches that this rank still needs for a later chunk
         self.loss_sum = torch.zeros((), device=steps.device)
 
     def forward(self, chunk: int, batch: int, hidden: torch.Tensor | None) -> torch.Tensor:
-        """The hidden states for the next stage, or the loss."""
+        """Return the hidden states for the next stage, or the loss."""
         steps = self.steps
         drawn = self.batches.pop(batch, None) or self.batch_of(batch)
         if chunk + 1 < len(steps.chunks):
@@ -95,12 +95,12 @@ class _Work:
                 cu_seqlens=drawn.get("cu_seqlens"),
             )
             if steps.pipeline.is_last(chunk):
-                output = steps._loss_of(output, drawn)
+                output = steps._average_loss(output, drawn)
                 self.loss_sum += output.detach()
         return output
 
     def backward(self, chunk: int, output: torch.Tensor, gradient: torch.Tensor | None) -> None:
-        """Gradients of one chunk, added to those of the micro-batches before."""
+        """Add the gradients of one chunk to those of earlier micro-batches."""
         with self.steps.ranges.backward():
             torch.autograd.backward(output, gradient)
         self.steps.optimizer.accumulate_gradients(is_whole=chunk == 0)

@@ -1,10 +1,13 @@
-"""When a run writes its checkpoints, how many it keeps, and what happens when one fails."""
+"""Writing to the run folder: its settings and its checkpoints, of which old ones are deleted."""
 
 from __future__ import annotations
 
+import errno
+import os
 import sys
 from collections.abc import Callable
 
+import torch
 import torch.distributed as dist
 
 from mcore.modules import MegatronModule
@@ -17,13 +20,15 @@ from mcore.parallel.checkpoint import SaveHandle, keep_last, remove_incomplete
 from pretrain.model.stages import chunks_of
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run_folder import RunFolder
+from pretrain.settings import Settings, surroundings, write_settings
+from pretrain.usage import UsageError
 
 
 class Saver:
-    """Saves the state of a run, in the background if asked to, and deletes surplus ones.
+    """Saves the state of a run, optionally in the background, and deletes old checkpoints.
 
-    All ranks make one and call its methods together, at the same steps. Rank 0 first deletes what
-    saves of an earlier start left unfinished.
+    All ranks create one and call its methods together, at the same steps. Rank 0 first deletes
+    unfinished checkpoints of an earlier start.
     """
 
     def __init__(
@@ -38,16 +43,16 @@ class Saver:
             attempt(lambda: remove_incomplete(folder.checkpoints), "delete unfinished checkpoints")
 
     def save(self, step: int) -> None:
-        """Write the checkpoint of a step, or start to; waits for the one before."""
+        """Write the checkpoint of a step, or start to. Waits for the previous save."""
         self.wait()
         self._pending = self.state.save(self.folder.checkpoint(step), async_=self.in_background)
         if self._pending is None:
             self._delete_surplus()
 
     def poll(self) -> None:
-        """Take note of a background save that has ended on all ranks; call it after each step.
+        """Finish a background save that has ended on all ranks. Call it after each step.
 
-        One all-reduce over all ranks while a save is under way.
+        Costs one all-reduce over all ranks while a save is running.
         """
         if self._pending is None:
             return
@@ -55,7 +60,7 @@ class Saver:
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the background save that is under way, if any."""
+        """Wait for the running background save, if any."""
         if self._pending is None:
             return
         pending, self._pending = self._pending, None
@@ -67,24 +72,23 @@ class Saver:
             attempt(lambda: keep_last(self.folder.checkpoints, self.keep), "delete old checkpoints")
 
 
-def attempt(action: Callable[[], object], what: str) -> None:
-    """Do what a run can do without: where the disk refuses, warn."""
+def attempt(action: Callable[[], object], name: str) -> None:
+    """Run an optional action. An error of the disk is only a warning."""
     try:
         action()
     except OSError as error:
-        print(f"pretrain: warning: cannot {what}: {error}", file=sys.stderr, flush=True)
+        print(f"pretrain: warning: cannot {name}: {error}", file=sys.stderr, flush=True)
 
 
 class ReplicasDifferError(Exception):
-    """Copies of a parameter are not equal; lines before name the parameter and the rank."""
+    """Replicas of a parameter differ. Earlier lines name the parameter and the rank."""
 
 
 def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> None:
-    """Compare the parameters of all ranks of ``dp_cp``, bit by bit; all ranks call it together.
+    """Compare the parameters bit by bit over ``dp_cp``, and those of experts over ``expt_dp``.
 
-    Those of experts are compared over ``expt_dp``.
-
-    A rank logs each parameter of its own that differs from the copy on its group's first rank.
+    All ranks call it together. A rank logs each of its parameters that differs from the replica on
+    the first rank of its group.
     """
     equal = check_param_hashes_across_dp_replicas(
         chunks_of(model), cross_check=True, dp_group=groups.dp_cp, expert_dp_group=groups.expt_dp
@@ -93,6 +97,23 @@ def check_replicas(model: MegatronModule, groups: ProcessGroups, step: int) -> N
         return
     raise ReplicasDifferError(
         f"copies of the parameters differ between ranks after step {step}, as the lines "
-        "'Hash not matching' show: a bit has flipped or the ranks have diverged; the checkpoint of "
+        "'Hash not matching' show: a bit has flipped or the ranks have diverged. The checkpoint of "
         "this step is not written"
     )
+
+
+def write_config(
+    settings: Settings, folder: RunFolder, text_checksum: int, device: torch.device
+) -> None:
+    """Write ``config.json`` on rank 0. Raises UsageError on all ranks if the disk refuses it."""
+    refused = torch.zeros((), dtype=torch.int64, device=device)
+    if dist.get_rank() == 0:
+        facts = [("corpus_crc32", text_checksum), ("started_with", surroundings())]
+        try:
+            write_settings(settings, folder.path, facts)
+        except OSError as error:
+            refused.fill_(error.errno or errno.EIO)
+    dist.broadcast(refused, src=0)
+    if refused:
+        why = os.strerror(int(refused.item()))
+        raise UsageError(f"cannot write config.json in {folder.path}: {why}")

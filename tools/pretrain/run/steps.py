@@ -20,7 +20,7 @@ from pretrain.windows import Batch
 
 
 class Steps:
-    """Draws batches, runs the model over them and updates it; all ranks call it together."""
+    """Reads batches, runs the model on them and updates it. All ranks call it together."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class Steps:
         self.rows_per_rank = settings.global_batch_size // settings.dp
 
     def train_step(self, step: int) -> tuple[torch.Tensor, torch.Tensor, float, bool]:
-        """Forward, backward and update of one step; what it returns is equal on all ranks.
+        """Forward, backward and update of one step. The results are equal on all ranks.
 
-        Mean loss of the global batch before the update, gradient norm (both 0-d), learning rate,
-        and whether the update was left out because a gradient was not finite.
+        Returns the mean loss of the global batch before the update, the gradient norm (both 0-d),
+        the learning rate, and whether the update was skipped because of non-finite gradients.
         """
         settings = self.settings
         self.model.train()
@@ -69,13 +69,13 @@ class Steps:
         return mean_loss, norm, rate, skipped
 
     def _forward_and_backward(self, step: int) -> torch.Tensor:
-        """Accumulate the gradients of all micro-batches of this rank; the sum of their losses."""
+        """Accumulate the gradients of all micro-batches of this rank. Returns the sum of losses."""
         loss_sum = torch.zeros((), device=self.device)
         for number in range(self.settings.num_microbatches):
             with self.ranges.data():
-                batch = self._training_part(step, number)
+                batch = self._read_training_batch(step, number)
             with self.ranges.forward():
-                loss = self._loss(batch)
+                loss = self._compute_loss(batch)
             with self.ranges.backward():
                 torch.autograd.backward(loss)
             self.optimizer.accumulate_gradients()
@@ -84,42 +84,43 @@ class Steps:
 
     @torch.no_grad()
     def validation_loss(self) -> float:
-        """Mean loss over the same validation batches each time; equal on all ranks.
+        """Mean loss over the validation batches, equal on all ranks.
 
         One all-reduce over ``pp`` and one over ``dp_cp``.
         """
         self.model.eval()
-        total = self._validation_losses()
+        total = self._sum_validation_losses()
         self._share_over_stages(total)
         if get_pg_size(self.groups.dp_cp) > 1:
             dist.all_reduce(total, group=self.groups.dp_cp)
         return float(total.item()) / (self.settings.eval_batches * get_pg_size(self.groups.dp_cp))
 
-    def _validation_losses(self) -> torch.Tensor:
+    def _sum_validation_losses(self) -> torch.Tensor:
         """The sum of this rank's losses of the validation batches."""
         total = torch.zeros((), device=self.device)
         for number in range(self.settings.eval_batches):
-            total += self._loss(self._validation_part(number))
+            total += self._compute_loss(self._read_validation_batch(number))
         return total
 
     def _share_over_stages(self, loss: torch.Tensor) -> None:
-        """Give all stages the loss of the last one, in place; the others have zero."""
+        """Copy the loss of the last stage to all stages, in place. The others pass zero."""
         if get_pg_size(self.groups.pp) > 1:
             dist.all_reduce(loss, group=self.groups.pp)
 
-    def _training_part(self, step: int, number: int) -> Batch:
-        rows = self._rows(number * self.settings.rows_per_forward, self.settings.rows_per_forward)
-        return self._part(self.corpus.training_batch(self.settings, rows, step))
+    def _read_training_batch(self, step: int, number: int) -> Batch:
+        count = self.settings.rows_per_forward
+        rows = self._select_rows(number * count, count)
+        return self._prepare_batch(self.corpus.training_batch(self.settings, rows, step))
 
-    def _validation_part(self, number: int) -> Batch:
-        rows = self._rows(0, self.rows_per_rank)
-        return self._part(self.corpus.validation_batch(self.settings, rows, number))
+    def _read_validation_batch(self, number: int) -> Batch:
+        rows = self._select_rows(0, self.rows_per_rank)
+        return self._prepare_batch(self.corpus.validation_batch(self.settings, rows, number))
 
-    def _rows(self, first: int, count: int) -> slice:
+    def _select_rows(self, first: int, count: int) -> slice:
         start = self.groups.rank("dp") * self.rows_per_rank + first
         return slice(start, start + count)
 
-    def _part(self, batch: Batch) -> Batch:
+    def _prepare_batch(self, batch: Batch) -> Batch:
         """This rank's part of the sequences, on its device."""
         batch = self.objective.with_labels(batch)
         if self.settings.mtp:
@@ -127,7 +128,7 @@ class Steps:
         local = part_of_batch(batch, self.groups.cp)
         return {name: tensor.to(self.device) for name, tensor in local.items()}
 
-    def _loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    def _compute_loss(self, batch: dict[str, torch.Tensor]) -> torch.Tensor:
         looks_ahead = self.settings.mtp > 0 and self.model.training
         output = self.model(
             batch["tokens"],
@@ -135,17 +136,17 @@ class Steps:
             next_tokens=batch["labels"] if looks_ahead else None,
             cu_seqlens=batch.get("cu_seqlens"),
         )
-        return self._loss_of(output, batch)
+        return self._average_loss(output, batch)
 
-    def _loss_of(
+    def _average_loss(
         self, output: torch.Tensor | tuple[torch.Tensor, torch.Tensor], batch: Batch
     ) -> torch.Tensor:
-        """Mean over this rank's tokens; ranks hold equally many, so means may be averaged.
+        """Mean over this rank's tokens. All ranks have equally many, so means may be averaged.
 
-        Of two outputs it has the gradient of both losses and the value of the first.
+        With two outputs the result has the gradient of both losses and the value of the first.
         """
-        own = output[0] if isinstance(output, tuple) else output
-        losses = self.objective.losses(own, batch["labels"].transpose(0, 1), self.groups.tp)
+        logits = output[0] if isinstance(output, tuple) else output
+        losses = self.objective.losses(logits, batch["labels"].transpose(0, 1), self.groups.tp)
         loss = (losses * batch["loss_mask"].transpose(0, 1)).mean()
         if not isinstance(output, tuple):
             return loss
@@ -158,7 +159,7 @@ class Steps:
 def learning_rate_at(
     step: int, *, peak: float, final: float, warmup_iters: int, train_iters: int
 ) -> float:
-    """Linear warm-up, then a half cosine to ``final``; ``step`` counts from 1."""
+    """Linear warm-up, then a half cosine to ``final``. ``step`` counts from 1."""
     if step <= warmup_iters:
         return peak * step / warmup_iters
     progress = (step - warmup_iters) / max(1, train_iters - warmup_iters)

@@ -1,17 +1,14 @@
-"""One rank's part of a run: everything that the loop needs, built and loaded in order."""
+"""One rank's part of a run: builds and loads everything that the loop needs."""
 
 from __future__ import annotations
 
-import errno
 import os
 from collections.abc import Callable
 from contextlib import nullcontext, redirect_stdout
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 
-from mcore.modules import Float16Module, MegatronModule, freeze_moe_router
 from mcore.observe import (
     TrainState,
     configure_nvtx_profiling,
@@ -19,21 +16,18 @@ from mcore.observe import (
     get_mtp_metrics_tracker,
 )
 from mcore.parallel import ProcessGroups
-from pretrain.corpus import Corpus, load_text
-from pretrain.model.configuration import ModelConfig, transformer_config
-from pretrain.model.gpt import GPT, put_value_head
-from pretrain.model.randomness import ParameterInit, seed_streams
-from pretrain.model.stages import ModelChunks, count_parameters, log_stages, stages_of_rank
-from pretrain.optim.adamw import TrainingOptimizer
-from pretrain.optim.fully_sharded import FullyShardedOptimizer, shard_model, sharding_index
-from pretrain.optim.main_weights import MainWeightOptimizer
+from pretrain.corpus import check_same_text, load_text
+from pretrain.model.building import build_model, build_optimizer
+from pretrain.model.configuration import transformer_config
+from pretrain.model.randomness import seed_streams
+from pretrain.model.stages import count_parameters, log_stages
 from pretrain.run.checkpoints import CheckpointedState
 from pretrain.run.loop import Loop
 from pretrain.run.pipeline_steps import PipelineSteps
+from pretrain.run.saving import write_config
 from pretrain.run.steps import Steps
 from pretrain.run_folder import RunFolder
-from pretrain.settings import Settings, SlowRank, read_fact, surroundings, write_settings
-from pretrain.usage import UsageError
+from pretrain.settings import Settings, SlowRank
 from pretrain.watch.logs import is_writer, observe_run
 from pretrain.watch.mlflow_run import JobRun
 from pretrain.watch.step_metrics import training_flops
@@ -51,13 +45,13 @@ def train(
     mlflow: JobRun | None = None,
     signal: Callable[[], int] = lambda: 0,
 ) -> None:
-    """Train as one rank of a process group that exists; all ranks call it together.
+    """Train as one rank of an existing process group. All ranks call it together.
 
-    ``folder`` exists; ``resume`` is the folder to continue or None for a new run, with
-    ``past_damage`` from an older checkpoint where the last one's content has changed; ``mlflow`` is
-    given on the rank that writes logs; ``signal`` returns the one that asked this rank to stop.
+    ``folder`` exists. ``resume`` is the folder to continue, or None for a new run. ``past_damage``
+    allows an older checkpoint if the last one is damaged. ``mlflow`` is set on the rank that
+    writes logs. ``signal`` returns the signal that this rank has received, or 0.
 
-    Raises StoppedBySignal or DivergedError where a run ends before its last step.
+    Raises StoppedBySignal or DivergedError if the run ends before its last step.
     """
     with open(os.devnull, "w") as nowhere:
         quiet = redirect_stdout(nowhere) if settings.quiet else nullcontext()
@@ -76,14 +70,12 @@ def build_loop(
     mlflow: JobRun | None,
     signal: Callable[[], int],
 ) -> Loop:
-    """What ``train`` runs, loaded and ready."""
+    """The loop of ``train``, loaded and ready to run."""
     groups = ProcessGroups.from_sizes(
         tp=settings.tp, cp=settings.cp, pp=settings.pp, ep=settings.ep
     )
     corpus = load_text(settings, folder.path)
-    _check_corpus(corpus, device)
-    if resume is not None and settings.data:
-        _check_same_text(corpus, folder)
+    check_same_text(corpus, device, folder.path if resume is not None and settings.data else None)
     seed_streams(settings.seed, groups, device, for_graphs=settings.cuda_graph != "none")
     config = transformer_config(settings)
     model = build_model(settings, config, groups, device)
@@ -94,7 +86,7 @@ def build_loop(
     state = CheckpointedState(settings, model, optimizer, progress, groups, device)
     if resume is not None:
         state.load_latest(folder, past_damage=past_damage)
-    _note_settings(settings, folder, corpus, device)
+    write_config(settings, folder, corpus.checksum, device)
     flops = training_flops(settings)
     watch = StragglerWatch(
         settings, folder, device, flops, lambda: mlflow is not None and mlflow.is_starting
@@ -111,91 +103,3 @@ def build_loop(
     if settings.pp > 1:
         log_stages(model, groups)
     return Loop(settings, folder, groups, steps, state, observed, watch, mlflow, signal)
-
-
-def build_model(
-    settings: Settings, config: ModelConfig, groups: ProcessGroups, device: torch.device
-) -> MegatronModule:
-    """The GPT, or this rank's stages of it, on ``device``, in bfloat16 if requested.
-
-    Collective on the tp group.
-    """
-    init = ParameterInit(settings.seed, device, groups.tp)
-    stages = stages_of_rank(
-        settings.num_layers, rank=groups.rank("pp"), ranks=settings.pp, chunks=settings.vpp
-    )
-    models = [
-        GPT(
-            config,
-            init,
-            groups,
-            vocabulary_size=settings.vocabulary_size,
-            untied=settings.untied or settings.value_head,
-            dropout=settings.dropout,
-            recompute=settings.recompute,
-            stage=stage,
-        )
-        for stage in stages
-    ]
-    if settings.value_head:
-        put_value_head(models, config, init)
-    chunks: list[MegatronModule] = list(models)
-    if settings.freeze_router:
-        freeze_moe_router(chunks)
-    if settings.bf16 and not settings.fsdp:  # which casts by itself, from fp32 shards
-        chunks = [
-            Float16Module(config, model, vp_stage=number if settings.vpp > 1 else None)
-            for number, model in enumerate(models)
-        ]
-    return chunks[0] if len(chunks) == 1 else ModelChunks(config, chunks)
-
-
-def build_optimizer(
-    settings: Settings, model: MegatronModule, groups: ProcessGroups
-) -> TrainingOptimizer:
-    """The optimizer of the model, which ``--fsdp`` shards on the way; collective on the world."""
-    if not settings.fsdp:
-        return MainWeightOptimizer(model, groups, weight_decay=settings.weight_decay)
-    index = sharding_index(groups, settings.hsdp_outer)
-    shard_model(model, index, bf16=settings.bf16)
-    return FullyShardedOptimizer(
-        model, groups, index, weight_decay=settings.weight_decay, bf16=settings.bf16
-    )
-
-
-def _note_settings(
-    settings: Settings, folder: RunFolder, corpus: Corpus, device: torch.device
-) -> None:
-    """Write ``config.json`` on rank 0; UsageError on all ranks where the disk refuses."""
-    refused = torch.zeros((), dtype=torch.int64, device=device)
-    if dist.get_rank() == 0:
-        facts = [("corpus_crc32", corpus.checksum), ("started_with", surroundings())]
-        try:
-            write_settings(settings, folder.path, facts)
-        except OSError as error:
-            refused.fill_(error.errno or errno.EIO)
-    dist.broadcast(refused, src=0)
-    if refused:
-        why = os.strerror(int(refused.item()))
-        raise UsageError(f"cannot write config.json in {folder.path}: {why}")
-
-
-def _check_corpus(corpus: Corpus, device: torch.device) -> None:
-    """Raise UsageError on all ranks where their texts differ."""
-    facts = torch.tensor([corpus.checksum, -corpus.checksum], device=device)
-    dist.all_reduce(facts, op=dist.ReduceOp.MAX)
-    if facts[0] != -facts[1]:
-        raise UsageError(
-            "the ranks read different texts: start them all with the same Python version, or the "
-            "same files of --data"
-        )
-
-
-def _check_same_text(corpus: Corpus, folder: RunFolder) -> None:
-    """Raise UsageError where the text is not that of the run to resume, whose order it has."""
-    before = read_fact(folder.path, "corpus_crc32")
-    if before != corpus.checksum:
-        raise UsageError(
-            f"--data: its text (checksum {corpus.checksum}) is not that of the run to resume "
-            f"({before}), in which the position would mean nothing: start a new run"
-        )

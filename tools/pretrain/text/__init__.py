@@ -1,1 +1,1 @@
-"""One's own text: the files, their tokens, and the cache that holds them."""
+"""The text of ``--data``: its files, tokens and token cache."""

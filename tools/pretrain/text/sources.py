@@ -1,4 +1,4 @@
-"""The files of one's own text, and what they say, piece by piece."""
+"""The files of ``--data``, and their text piece by piece."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ _PIECE_BYTES = 1 << 20
 
 
 def find_sources(data: str) -> list[Path]:
-    """The files that ``--data`` names, in sorted order; of a folder all that are not hidden."""
+    """The files of ``--data`` in sorted order. Hidden files of a folder are skipped."""
     path = Path(data)
     if path.is_dir():
-        found = [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
+        inside = {one: one.relative_to(path).parts for one in path.rglob("*")}
+        found = [one for one in inside if not any(part[0] == "." for part in inside[one])]
     elif path.exists():
         if not path.is_file():
             raise UsageError(f"--data {data}: {path} is not a regular file")
@@ -31,20 +32,16 @@ def find_sources(data: str) -> list[Path]:
 
 
 def read_pieces(path: Path, field: str) -> Iterator[tuple[bytes, int]]:
-    """Pieces of a file and how many of its bytes each took; UsageError where it cannot be read.
+    """Pieces of a file, each with the number of bytes it covers. Raises UsageError.
 
-    A piece is about 1 MiB and ends with a line break. Of a ``.jsonl`` file it is the text of one
-    line's field, with a line break behind it.
+    A piece is about 1 MiB and ends with a line break. In a ``.jsonl`` file a piece is the text of
+    one record and a line break.
     """
     try:
         with path.open("rb") as file:
             yield from _read_records(file, path, field) if is_jsonl(path) else _read_lines(file)
     except OSError as error:
         raise UsageError(f"--data: cannot read {path}: {error.strerror}") from None
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def is_jsonl(path: Path) -> bool:
@@ -61,17 +58,17 @@ def _read_lines(file: IO[bytes]) -> Iterator[tuple[bytes, int]]:
 def _read_records(file: IO[bytes], path: Path, field: str) -> Iterator[tuple[bytes, int]]:
     for number, line in enumerate(file, 1):
         if line.strip():
-            yield _text_of(line, f"--data: {path}, line {number}", field) + b"\n", len(line)
+            yield _extract_text(line, f"--data: {path}, line {number}", field) + b"\n", len(line)
 
 
-def _text_of(line: bytes, place: str, field: str) -> bytes:
+def _extract_text(line: bytes, place: str, field: str) -> bytes:
     try:
         record = json.loads(line)
     except ValueError as error:
         raise UsageError(f"{place} is not JSON ({error})") from None
     text = record.get(field) if isinstance(record, dict) else None
     if not isinstance(text, str):
-        raise UsageError(f"{place} has no text in a field {field!r}: name its field with --field")
+        raise UsageError(f"{place} has no text in a field {field!r}: pass its key with --field")
     try:
         return text.encode()
     except UnicodeEncodeError as error:

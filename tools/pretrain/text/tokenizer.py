@@ -1,4 +1,4 @@
-"""How text becomes numbers: each byte one, or the tokens of a Hugging Face tokenizer file."""
+"""Tokenizers: bytes, or a Hugging Face tokenizer file."""
 
 from __future__ import annotations
 
@@ -14,25 +14,25 @@ from pretrain.usage import UsageError
 
 
 class Tokenizer(Protocol):
-    """Numbers below ``vocabulary_size`` for text, and text for numbers.
+    """Converts text to numbers below ``vocabulary_size`` and back.
 
-    ``digest`` tells tokenizers apart; it is empty for bytes.
+    ``digest`` identifies the tokenizer. It is empty for bytes.
     """
 
     vocabulary_size: int
     digest: str
 
     def encode(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:
-        """The numbers of each piece; ValueError where one is not UTF-8 but has to be."""
+        """The numbers of each piece. Raises ValueError for invalid UTF-8, except with bytes."""
         ...
 
     def decode(self, numbers: Sequence[int]) -> str:
-        """The text of numbers; what is not UTF-8 is replaced."""
+        """The text of numbers. Invalid UTF-8 is replaced."""
         ...
 
 
 def open_tokenizer(path: str) -> Tokenizer:
-    """The tokenizer of a file, or of bytes where no file is named; UsageError for a bad file."""
+    """The tokenizer of a file, or of bytes for an empty path. Raises UsageError."""
     return _FromFile(Path(path)) if path else _Bytes()
 
 
@@ -53,19 +53,19 @@ class _FromFile:
             from tokenizers import Tokenizer as HuggingFaceTokenizer
         except ImportError:
             raise UsageError("--tokenizer needs the library tokenizers: install it") from None
-        if path.exists() and not path.is_file():  # a pipe would be waited for
+        if path.exists() and not path.is_file():  # reading a pipe would block
             raise UsageError(f"--tokenizer: {path} is not a regular file")
         try:
             content = path.read_bytes()
             self._tokenizer = HuggingFaceTokenizer.from_buffer(content)
         except OSError as error:
             raise UsageError(f"--tokenizer: cannot read {path}: {error.strerror}") from None
-        except Exception as error:  # the library has no narrower kind
-            raise UsageError(f"--tokenizer {path} is no tokenizer file ({error})") from None
+        except Exception as error:  # the library raises no narrower type
+            raise UsageError(f"--tokenizer {path} is not a tokenizer file ({error})") from None
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         numbers = self._tokenizer.get_vocab(with_added_tokens=True).values()
-        self.vocabulary_size = 1 + max(numbers, default=0)  # they may have gaps
+        self.vocabulary_size = 1 + max(numbers, default=0)  # the numbers may have gaps
         self.digest = hashlib.sha256(content).hexdigest()
 
     def encode(self, pieces: Sequence[bytes]) -> list[NDArray[Any]]:

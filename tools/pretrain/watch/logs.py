@@ -1,4 +1,4 @@
-"""What the run shows while it trains: console lines, TensorBoard, MLflow, JSONL, a bar."""
+"""The output of a run: console lines, TensorBoard, MLflow, JSONL, a progress bar."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from pretrain.run_folder import RunFolder
 from pretrain.settings import Settings
 from pretrain.watch.mlflow_run import JobRun
 
-# Of threads, which is enough: from Python 3.14 on tqdm's own, which is also one of processes,
-# brings a process that complains when a rank ends at a signal.
+# A lock of threads is enough. tqdm's default lock of processes starts, from Python 3.14 on, a
+# process that prints an error when a signal ends a rank.
 tqdm.set_lock(threading.RLock())
 
 
@@ -34,14 +34,14 @@ def observe_run(
     model_config: Any,
     mlflow: JobRun | None = None,
 ) -> GlobalState:
-    """The state that ``training_log`` reads; the last rank writes, the others have no sinks."""
+    """The state for ``training_log``. The last rank writes, the others have no sinks."""
     container = ConfigContainer(
         logger=LoggerConfig(
             log_interval=settings.log_interval,
             log_throughput=True,
             log_throughput_to_tensorboard=True,
             throughput_window_size=max(2, settings.log_interval),
-            log_memory_to_tensorboard=settings.pp > 1,  # the most of all stages
+            log_memory_to_tensorboard=settings.pp > 1,  # the maximum of all stages
             log_runtime_to_tensorboard=True,
             runtime_time_unit="seconds",
             tensorboard_dir=str(folder.tensorboard) if settings.tensorboard else None,
@@ -66,12 +66,12 @@ def observe_run(
 
 
 def is_writer() -> bool:
-    """Whether this rank writes logs: the last one, which has the loss in every layout."""
+    """Whether this rank writes logs. The last rank does: it has the loss in every layout."""
     return dist.get_rank() == dist.get_world_size() - 1
 
 
 def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
-    """A bar on the last rank where standard error is a terminal, else one that shows nothing."""
+    """A progress bar on the last rank. Hidden unless standard error is a terminal."""
     return tqdm(
         total=settings.train_iters,
         initial=done,
@@ -82,6 +82,6 @@ def progress_bar(settings: Settings, done: int) -> tqdm[Any]:
 
 
 def above_the_bar() -> AbstractContextManager[None]:
-    """While it lasts, console lines go above the progress bar instead of into it."""
+    """A context in which console lines are printed above the progress bar."""
     mode: AbstractContextManager[None] = tqdm.external_write_mode(file=sys.stdout)
     return mode

@@ -35,20 +35,20 @@ _WAIT_WHEN_IT_FAILED_S = 2.0
 
 
 class JobRun:
-    """The run that the logging rank writes to; a ``with`` block that fails marks it as failed.
+    """The MLflow run of the logging rank. An exception in its ``with`` block marks it as failed.
 
-    A logging rank that is killed leaves it shown as running until the next start continues it.
+    After the logging rank was killed, MLflow shows the run as running until the next start.
 
     Args:
         settings: shown with the run.
-        folder: the job's folder, which notes the run.
-        target: where it logs to.
-        first_step: steps that earlier starts have done, whose missing metrics are sent.
-        is_ours: whether the job still has the folder; else nothing more is sent.
+        folder: the job's folder, which stores the id of the run.
+        target: the server, database or file.
+        first_step: number of steps of earlier starts. Their missing metrics are sent.
+        is_ours: whether the job still holds the folder. If not, nothing more is sent.
 
     Attributes:
-        logger: the state's MLflow logger, which takes metrics at once.
-        is_starting: whether it opens and sends what has waited, which takes from this rank's steps.
+        logger: the MLflow logger of the state. Queues metrics from the start.
+        is_starting: whether it is opening or sending queued metrics, which slows this rank's steps.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class JobRun:
         try:
             connection = opening(is_ours)
         except Exception:
-            self.is_starting = False  # it is away, and what is tried again takes little
+            self.is_starting = False  # the server is unreachable, and retries cost little
             raise
         return dataclasses.replace(
             connection, server=_Writer(connection.writer, is_ours, self._note_sent)
@@ -99,18 +99,18 @@ class JobRun:
             self.end(status_of(error))
 
     def end(self, status: str) -> None:
-        """Send what is left and mark the run, within seconds; does nothing if it has ended."""
+        """Send the remaining metrics and set the status, within seconds."""
         self.logger.closing_s = _WAIT_WHEN_IT_FAILED_S
-        with contextlib.suppress(Exception):  # the error that made the job fail must stay visible
+        with contextlib.suppress(Exception):  # an error here must not hide the error of the job
             self.logger.close(status)
 
     def summary(self) -> str:
-        """What to type, or where to look, to see the run; the run has ended."""
+        """The command or address that shows the ended run."""
         run, shown = self.logger, self.target.shown
         if run.num_missing or not run.is_open:
             return (
-                f"{shown} has not taken {run.num_missing} of {run.num_logged} values; "
-                f"they are in {self.folder.metrics}"
+                f"{shown} did not receive {run.num_missing} of {run.num_logged} values. "
+                f"They are in {self.folder.metrics}"
             )
         if self.target.is_server:
             facts = read_facts(self.folder)
@@ -120,11 +120,11 @@ class JobRun:
 
 
 def warn_like_the_job() -> None:
-    """Start the library's warnings, in this whole process, like lines of the job."""
+    """Prefix the library's warnings, in the whole process, as lines of the job."""
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("pretrain: %(message)s"))
     logging.getLogger("mcore.observe.sinks").addHandler(handler)
-    sender = logging.getLogger("mcore.observe.sinks.sender")
+    sender = logging.getLogger("mcore.observe.sinks.delivery.sender")
     sender.addFilter(lambda record: record.levelno < logging.ERROR)
 
 
@@ -136,8 +136,8 @@ def _open(
     started_s: float,
     is_ours: Callable[[], bool],
 ) -> MlflowConnection:
-    """Continue the run that the folder names, where it still exists, or open a new one."""
-    # Its thread changes the environment, which another thread that copies it may not survive.
+    """Continue the run whose id is in the folder if it still exists, else open a new run."""
+    # MLflow's telemetry thread changes the environment, which can crash a thread that copies it.
     os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
     from mlflow.tracking import MlflowClient
 
@@ -146,7 +146,7 @@ def _open(
     if target.is_own_file:
         _make_database(folder, MlflowClient)
     client = MlflowClient(target.uri)
-    run_id = _earlier_run(client, folder, target)
+    run_id = _find_earlier_run(client, folder, target)
     if client.get_experiment_by_name(_EXPERIMENT) is None:
         place = folder.mlflow_artifacts.absolute().as_uri() if target.is_own_file else None
         client.create_experiment(_EXPERIMENT, artifact_location=place)
@@ -161,13 +161,13 @@ def _open(
     _check_ours(is_ours)
     if run_id is not None:
         client.update_run(run_id, status="RUNNING")
-    _note(folder, target, client.get_run(run.run_id).info)
+    _write_facts(folder, target, client.get_run(run.run_id).info)
     _send_earlier(run, folder, first_step, started_s)
     return run.open()
 
 
 class _Writer:
-    """Writes while the job has its folder: one that was frozen may wake beside the next one."""
+    """Writes only while the job holds its folder: a frozen job may wake after a successor."""
 
     def __init__(
         self, writer: Any, is_ours: Callable[[], bool], note_sent: Callable[[], None]
@@ -190,26 +190,26 @@ class _Writer:
 
 def _check_ours(is_ours: Callable[[], bool]) -> None:
     if not is_ours():
-        raise RuntimeError("a later start of the job has the run folder, and the MLflow run")
+        raise RuntimeError("a later start of the job uses the run folder and the MLflow run")
 
 
 def _make_database(folder: RunFolder, client: Any) -> None:
-    """Make the store under another name: one that is half made would never be completed."""
+    """Create the store under another name: MLflow never completes a half-created store."""
     target = folder.mlflow_database
     if target.exists():
         return
-    logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs that it makes it
+    logging.getLogger("mlflow.store.db").setLevel(logging.WARNING)  # it logs each table
     partial = target.with_suffix(".db.partial")
     partial.unlink(missing_ok=True)
     client(f"sqlite:///{partial}").search_experiments(max_results=1)
     partial.replace(target)
 
 
-def _earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> str | None:
+def _find_earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> str | None:
     from mlflow.exceptions import MlflowException
 
     facts = read_facts(folder)
-    if "run_id" not in facts or facts.get("tracking_uri") != _noted_uri(target):
+    if "run_id" not in facts or facts.get("tracking_uri") != _choose_stored_uri(target):
         return None
     run_id: str = facts["run_id"]
     try:
@@ -222,22 +222,22 @@ def _earlier_run(client: Any, folder: RunFolder, target: MlflowTarget) -> str | 
 
 
 def _send_earlier(run: MlflowRun, folder: RunFolder, step: int, at_s: float) -> None:
-    """Send what earlier starts logged up to a step and MLflow has not taken; ends the object."""
-    taken = min(run.open().last_steps.values(), default=0)
+    """Send metrics of earlier starts up to a step that MLflow lacks. Closes ``run``."""
+    received = min(run.open().last_steps.values(), default=0)
     for record in records_of(folder.metrics) if folder.metrics.exists() else ():
-        if not taken < record["step"] <= step:
+        if not received < record["step"] <= step:
             continue
         values = {mlflow_metric_name(n): math.nan if v is None else v for n, v in record.items()}
         del values["step"]
         run.log_metrics(values, record["step"], time_s=at_s)
     run.release()
     if run.num_missing:
-        raise ConnectionError(f"{run.num_missing} values of earlier steps did not arrive")
+        raise ConnectionError(f"{run.num_missing} values of earlier steps were not received")
 
 
-def _note(folder: RunFolder, target: MlflowTarget, info: Any) -> None:
+def _write_facts(folder: RunFolder, target: MlflowTarget, info: Any) -> None:
     facts = {
-        "tracking_uri": _noted_uri(target),
+        "tracking_uri": _choose_stored_uri(target),
         "experiment_id": info.experiment_id,
         "run_id": info.run_id,
     }
@@ -246,5 +246,5 @@ def _note(folder: RunFolder, target: MlflowTarget, info: Any) -> None:
     partial.replace(folder.mlflow_facts)
 
 
-def _noted_uri(target: MlflowTarget) -> str | None:
+def _choose_stored_uri(target: MlflowTarget) -> str | None:
     return None if target.is_own_file else target.shown

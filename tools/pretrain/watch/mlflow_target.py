@@ -1,4 +1,4 @@
-"""Which MLflow a run logs to: a file of its own, or a server or database that was named."""
+"""The MLflow store of a run: a file in its folder, or a given server or database."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ENVIRONMENT = "MLFLOW_TRACKING_URI"
 
 @dataclass(frozen=True)
 class MlflowTarget:
-    """A tracking URI, which may hold a password, and the form of it that may be shown."""
+    """A tracking URI, which may contain a password, and its masked form."""
 
     uri: str = field(repr=False)
     shown: str
@@ -27,32 +27,34 @@ class MlflowTarget:
 
     @property
     def is_server(self) -> bool:
-        """Whether it has a page of its own."""
+        """Whether the target is a server with web pages."""
         return self.shown.split(":")[0] in _SERVERS
 
 
 def choose_target(folder: RunFolder, given: str | None) -> MlflowTarget:
     """The target of a start: the given one, an earlier start's, the environment's, or a file."""
     if given is not None:
-        return _named(given, "--mlflow-uri")
+        return _parse_target(given, "--mlflow-uri")
     surrounding = os.environ.get(_ENVIRONMENT)
     earlier = read_facts(folder).get("tracking_uri") if folder.mlflow_facts.exists() else None
     if folder.mlflow_facts.exists():
         if earlier is None:
-            return _own_file(folder)
+            return _make_file_target(folder)
         if surrounding is not None and mask_uri(surrounding) == earlier:
-            return _named(surrounding, _ENVIRONMENT)
+            return _parse_target(surrounding, _ENVIRONMENT)
         if "***" in earlier:
             raise UsageError(
-                f"--resume {folder.path}: it logs to {earlier}, whose password is not kept: give "
-                "--mlflow-uri again, or --no-mlflow"
+                f"--resume {folder.path}: it logs to {earlier}, and the password is not stored: "
+                "pass --mlflow-uri or --no-mlflow"
             )
-        return _named(earlier, "--resume")
-    return _own_file(folder) if surrounding is None else _named(surrounding, _ENVIRONMENT)
+        return _parse_target(earlier, "--resume")
+    if surrounding is None:
+        return _make_file_target(folder)
+    return _parse_target(surrounding, _ENVIRONMENT)
 
 
 def read_facts(folder: RunFolder) -> dict[str, Any]:
-    """What earlier starts noted about the MLflow run; empty where there was none."""
+    """The stored facts about the MLflow run of earlier starts, or an empty dict."""
     try:
         facts = json.loads(folder.mlflow_facts.read_text())
     except (OSError, ValueError):
@@ -69,17 +71,17 @@ def mask_uri(uri: str) -> str:
     return mask_secrets(uri)
 
 
-def _own_file(folder: RunFolder) -> MlflowTarget:
+def _make_file_target(folder: RunFolder) -> MlflowTarget:
     uri = f"sqlite:///{folder.mlflow_database}"
     if any(character in uri for character in "?#%"):
         raise UsageError(
-            f"a database in the folder {folder.path} cannot be named by a URI: choose a path "
-            "without ?, # and %, or give --no-mlflow"
+            f"a URI cannot name a database in the folder {folder.path}: choose a path without "
+            "?, # and %, or pass --no-mlflow"
         )
     return MlflowTarget(uri, uri, is_own_file=True)
 
 
-def _named(uri: str, source: str) -> MlflowTarget:
+def _parse_target(uri: str, source: str) -> MlflowTarget:
     target = MlflowTarget(uri, mask_uri(uri))
     try:
         parts = urlsplit(uri)
@@ -95,7 +97,7 @@ def _named(uri: str, source: str) -> MlflowTarget:
     if scheme == "sqlite":
         _check_database(Path(uri.partition(":///")[2]), source)
     elif not host:
-        raise UsageError(f"{source} {target.shown} names no host")
+        raise UsageError(f"{source} {target.shown} has no host")
     return target
 
 
@@ -103,4 +105,4 @@ def _check_database(path: Path, source: str) -> None:
     if not path.name or path.is_dir():
         raise UsageError(f"{source} must name a file after sqlite:///, got {path}")
     if not path.parent.is_dir():
-        raise UsageError(f"{source}: there is no folder {path.parent} for the database")
+        raise UsageError(f"{source}: the folder {path.parent} of the database does not exist")

@@ -1,4 +1,4 @@
-"""The job's own metrics besides the training log: step time, norms, memory; its FLOPs."""
+"""Metrics of the job beyond the training log: step time, norms, memory, FLOPs."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ _ON_THE_HOST = ("mem-host-rss-gigabytes", "mem-max-host-rss-gigabytes")
 
 
 def step_time(finished: Sequence[float]) -> dict[str, float]:
-    """Seconds from the end of the step before to the end of this one, logs and all."""
+    """Seconds between the ends of the last two steps, including logs."""
     return {"step-time": finished[-1] - finished[-2]}
 
 
 def interval_metrics(
     model: torch.nn.Module, model_config: Any, groups: ProcessGroups, device: torch.device
 ) -> dict[str, float]:
-    """The norm of all parameters and the memory of every rank; all ranks call it."""
+    """The norm of all parameters and the memory of every rank. All ranks call it."""
     norm = calc_params_l2_norm(chunks_of(model), model_config, pg_collection=groups)
-    return {"params-norm": norm, **_memory_of_ranks(device)}
+    return {"params-norm": norm, **_gather_memory(device)}
 
 
-def _memory_of_ranks(device: torch.device) -> dict[str, float]:
-    """``memory/rank<r>/<name>`` in gigabytes for every rank; one all-gather over the world.
+def _gather_memory(device: torch.device) -> dict[str, float]:
+    """``memory/rank<r>/<name>`` in gigabytes for every rank. One all-gather over the world.
 
-    Of the device's allocator; on the CPU of the process.
+    Memory of the device's allocator, or on a CPU of the process.
     """
     names = _ON_THE_HOST if device.type == "cpu" else _ON_AN_ACCELERATOR
     report = report_memory(None)
-    own = torch.tensor(
+    values = torch.tensor(
         [report.get(name, math.nan) for name in names], dtype=torch.float64, device=device
     )
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.all_gather(rows, own)
+    rows = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(rows, values)
     return {
         f"memory/rank{rank}/{name}": value
         for rank, row in enumerate(torch.stack(rows).tolist())
@@ -57,10 +57,10 @@ def _memory_of_ranks(device: torch.device) -> dict[str, float]:
 def training_flops(settings: Settings) -> int:
     """Floating point operations of one step's matrix products, forward and backward, of all ranks.
 
-    Forward, per token and layer ``24 h^2`` in the linears and ``4 s h`` in attention, causal or
-    not; per token ``2 h v`` for the logits or ``2 h`` for a value. With experts ``16 h^2`` of a
-    layer count for each that a token goes to, and ``2 h e`` for the router. A second token costs
-    a layer, ``4 h^2`` and the logits. Backward costs twice that.
+    Forward, per token and layer: ``24 h^2`` in the linears and ``4 s h`` in attention, causal or
+    not. Per token: ``2 h v`` for the logits or ``2 h`` for a value. With experts ``16 h^2`` of a
+    layer count once per expert of a token, plus ``2 h e`` for the router. A second token costs a
+    layer, ``4 h^2`` and the logits. Backward costs twice as much as forward.
     """
     hidden, length = settings.hidden_size, settings.seq_length
     layer = 24 * hidden * hidden + 4 * length * hidden

@@ -1,4 +1,4 @@
-"""Straggler detection: the parts of a step, who is slow in them, and who is told."""
+"""Straggler detection: the sections of a step, the slow ranks in them, and their reports."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ logger = logging.getLogger("mcore.observe.straggler")
 
 
 class _LinesOnDisk(logging.FileHandler):
-    """The detector's lines in a file; one warning where the disk takes no more."""
+    """Writes the detector's lines to a file. The first failed write is a warning."""
 
     _has_warned = False
 
@@ -34,7 +34,7 @@ class _LinesOnDisk(logging.FileHandler):
         if not self._has_warned:
             self._has_warned = True
             text = f"cannot write {self.baseFilename} ({sys.exc_info()[1]})"
-            print(f"pretrain: warning: {text}; training goes on", file=sys.stderr, flush=True)
+            print(f"pretrain: warning: {text}. Training continues", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -42,10 +42,10 @@ class _LinesOnDisk(logging.FileHandler):
 
 
 class CpuWaits:
-    """Milliseconds that this thread was ready to run and had no CPU, section by section.
+    """Milliseconds per section during which this thread was ready to run and had no CPU.
 
-    On a shared machine other processes take them, now from one rank and now from another. Read
-    where Linux counts them; elsewhere, and where an accelerator does the work, always 0.
+    On a shared machine other processes use the CPU and slow different ranks at different times.
+    The values are Linux's. On other systems and with an accelerator they are 0.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -57,36 +57,35 @@ class CpuWaits:
 
     @contextmanager
     def during(self, section: str) -> Iterator[None]:
-        """Count what is waited inside."""
-        before = self._so_far()
+        """Add the waiting time of the block to a section."""
+        before = self._read_wait()
         yield
-        self._waited[section] += self._so_far() - before
+        self._waited[section] += self._read_wait() - before
 
     def take(self) -> list[float]:
-        """What was waited since the last call, in the order of ``SECTIONS``."""
+        """Return the waiting times since the last call, in the order of ``SECTIONS``."""
         taken = list(self._waited.values())
         self._waited = dict.fromkeys(SECTIONS, 0.0)
         return taken
 
     def close(self) -> None:
-        """Count no longer."""
+        """Stop counting."""
         if self._file >= 0:
             os.close(self._file)
         self._file = -1
 
-    def _so_far(self) -> float:
+    def _read_wait(self) -> float:
         return int(os.pread(self._file, 100, 0).split()[1]) / 1e6 if self._file >= 0 else 0.0
 
 
 class StepRanges:
     """Context managers around the parts of a step.
 
-    Nothing in a part waits for another rank, except what tensor- and context-parallel layers,
-    experts and FSDP wait for inside it.
+    A part waits for other ranks only inside tensor- and context-parallel layers, experts and FSDP.
 
-    The forward of a slow rank takes ``factor`` times as long as the longest of all ranks, pass by
-    pass, so that it stands out on a busy machine too; in a pipeline, whose ranks are not in the
-    same pass, as long as its own.
+    The forward pass of a slow rank lasts ``factor`` times the longest pass of all ranks, to be
+    visible on a busy machine too. In a pipeline the ranks run different passes, so ``factor``
+    multiplies the rank's pass.
     """
 
     def __init__(
@@ -106,57 +105,57 @@ class StepRanges:
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Making the batch."""
+        """Preparing the batch."""
         with nvtx_range("data"), self._detector(bdata=True):
             yield
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """The model and its loss: what the detector calls compute, and a section of its own."""
+        """The model and its loss: the detector's ``compute`` time and the section ``forward``."""
         if self._slow is None:
-            with self._detector, self._section("forward"):
+            with self._detector, self._time_section("forward"):
                 yield
             return
         is_slow = dist.get_rank() == self._slow.rank
-        with self._detector, self._section("forward"):
-            began = self._now()
+        with self._detector, self._time_section("forward"):
+            began = self._read_clock()
             yield
-            took = self._now() - began
+            took = self._read_clock() - began
             if is_slow and not self._in_step:
                 time.sleep((self._slow.factor - 1.0) * took)
             elif is_slow:
-                end = began + self._slow.factor * self._longest(took)
-                time.sleep(max(0.0, end - self._now()))
+                end = began + self._slow.factor * self._find_longest(took)
+                time.sleep(max(0.0, end - self._read_clock()))
         if not self._in_step:
             return
         if not is_slow:
-            self._longest(took)
-        dist.barrier()  # or the others would wait for the slow rank inside their next part
+            self._find_longest(took)
+        dist.barrier()  # else the others would wait for the slow rank inside their next section
 
     @contextmanager
     def backward(self) -> Iterator[None]:
         """Gradients of this rank."""
-        with self._section("backward"):
+        with self._time_section("backward"):
             yield
 
     @contextmanager
     def optimizer(self) -> Iterator[None]:
         """The update of the weights."""
-        with self._section("optimizer"):
+        with self._time_section("optimizer"):
             yield
 
     @contextmanager
-    def _section(self, name: str) -> Iterator[None]:
+    def _time_section(self, name: str) -> Iterator[None]:
         with nvtx_range(name), self._waits.during(name), self._detector.section(name):
             yield
 
-    def _longest(self, seconds: float) -> float:
-        """The longest time of all ranks; one all-reduce over the world."""
+    def _find_longest(self, seconds: float) -> float:
+        """The longest time of all ranks. One all-reduce over the world."""
         longest = torch.tensor(seconds, dtype=torch.float64, device=self._device)
         dist.all_reduce(longest, op=dist.ReduceOp.MAX)
         return longest.item()
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         if self._device.type != "cpu":
             torch.accelerator.synchronize(self._device)
         return time.perf_counter()
@@ -165,9 +164,9 @@ class StepRanges:
 def times_the_fastest(
     found: StragglerReport, one: Outlier, *, stages: int = 1, waited_ms: float = 0.0
 ) -> float:
-    """A rank's time in its section, less what waits for a CPU took, over that of the fastest rank.
+    """A rank's time in its section without waits for a CPU, divided by the fastest rank's time.
 
-    Both are of one pipeline stage.
+    Compares ranks of one pipeline stage.
     """
     per_stage = found.world_size // stages
     times = {
@@ -180,9 +179,9 @@ def times_the_fastest(
 
 
 class StragglerWatch:
-    """The detector of a run; all ranks make it and call ``report`` together.
+    """The detector of a run. All ranks create it and call ``report`` together.
 
-    While ``is_starting`` on any rank, which then has other work than its steps, none is named.
+    While ``is_starting`` is true on any rank, that rank has other work, and no rank is reported.
     """
 
     def __init__(
@@ -209,7 +208,7 @@ class StragglerWatch:
         self.waits = CpuWaits(device)
         self._device = device
         self._is_starting = is_starting
-        self._all_started = False  # all ranks alike
+        self._all_started = False  # equal on all ranks
         self._has_reported = False
         self._handler: logging.Handler | None = None
         if settings.straggler:
@@ -231,7 +230,7 @@ class StragglerWatch:
         if self.detector.controller_error is not None:
             print(
                 f"straggler detector: port {settings.straggler_port} cannot be used "
-                f"({self.detector.controller_error.strerror}); the detector works without it",
+                f"({self.detector.controller_error.strerror}). The detector works without it",
                 flush=True,
             )
         elif self.detector.controller_address is not None:
@@ -239,27 +238,27 @@ class StragglerWatch:
             print(f"straggler detector: http://{host}:{port}/ui", flush=True)
 
     def _write_lines(self) -> None:
-        """Send every line of the detector to the file; the console gets the slow ranks."""
+        """Write every line of the detector to the file. The console shows only slow ranks."""
         self._handler = _LinesOnDisk(self._folder.straggler_log)
         logger.addHandler(self._handler)
         logger.setLevel(logging.INFO)
 
     def end_step(self) -> None:
-        """Call after every step; no communication."""
+        """Call after every step. No communication."""
         self._steps += 1
 
     def show(self, loss_name: str, loss: torch.Tensor, norm: torch.Tensor, seconds: float) -> None:
-        """Put what a step reached on the detector's page; reads the device on rank 0."""
+        """Show the results of a step on the detector's page. Rank 0 waits for the device."""
         if self.detector.configured and dist.get_rank() == 0:
             numbers = {loss_name: loss.item(), "grad norm": norm.item()}
             self.detector.show(**numbers, **{"tokens/s": self._tokens_per_step / seconds})
 
     def report(self, step: int) -> dict[str, float]:
-        """Compare the ranks since the last report; an all-gather and an all-reduce over the world.
+        """Compare the ranks since the last report. An all-gather and an all-reduce over the world.
 
-        Slow ranks are named on the console and noted for the run page. Returned for the trackers,
-        equal on all ranks: each rank's speed relative to the fastest one, the time of its forward
-        passes in a step, and its longest wait for data.
+        Prints slow ranks and records them for the run page. Returns metrics for the trackers, equal
+        on all ranks: each rank's speed relative to the fastest rank, its forward time per step in
+        ms, and its longest wait for data in ms.
         """
         steps, self._steps = self._steps, 0
         waited = self.waits.take()
@@ -267,55 +266,55 @@ class StragglerWatch:
             return {}
         before = self.detector.last_report
         self.detector.report(float(self._flops_per_step * steps), steps)
-        found = self.detector.last_report
-        if found is None or found is before:  # it is switched off
+        report = self.detector.last_report
+        if report is None or report is before:  # the detector is switched off
             return {}
         self._has_reported = True
         rows = self._gather(*waited)
         if self._all_started:
-            self._name_slow_ranks(found, step, self._felt(rows[:, 1:]))
+            self._report_slow_ranks(report, step, self._sum_waits(rows[:, 1:]))
         self._all_started = not rows[:, 0].any()
         columns = {
-            "relative-score": found.relative_scores["compute"],
-            "forward-ms": found.metrics["elapsed_ms"],
-            "data-ms": found.metrics["data_ms"],
+            "relative-score": report.relative_scores["compute"],
+            "forward-ms": report.metrics["elapsed_ms"],
+            "data-ms": report.metrics["data_ms"],
         }
         return {
             f"straggler/rank{rank}/{name}": values[rank]
-            for rank in range(found.world_size)
+            for rank in range(report.world_size)
             for name, values in columns.items()
         }
 
     def _gather(self, *waited: float) -> torch.Tensor:
-        """Of each rank a row: whether it is starting, then ``waited``; one all-reduce."""
+        """A row per rank: whether it is starting, then its ``waited``. One all-reduce."""
         rows = torch.zeros(dist.get_world_size(), 1 + len(waited), device=self._device)
         rows[dist.get_rank()] = torch.tensor([float(self._is_starting()), *waited])
         dist.all_reduce(rows)
         return rows.cpu()
 
-    def _felt(self, waited: torch.Tensor) -> list[list[float]]:
-        """What each rank may have lost by its own waits and those of whom it waits for inside."""
+    def _sum_waits(self, waited: torch.Tensor) -> list[list[float]]:
+        """The waits that may have slowed each rank: its waits and those of its coupled ranks."""
         size = self._coupled
-        felt = waited.view(-1, size, len(SECTIONS)).sum(1).repeat_interleave(size, 0)
-        kept: list[list[float]] = felt.tolist()
-        return kept
+        sums = waited.view(-1, size, len(SECTIONS)).sum(1).repeat_interleave(size, 0)
+        rows: list[list[float]] = sums.tolist()
+        return rows
 
-    def _name_slow_ranks(
-        self, found: StragglerReport, step: int, waited: list[list[float]]
+    def _report_slow_ranks(
+        self, report: StragglerReport, step: int, waited: list[list[float]]
     ) -> None:
         self.reports += 1
         slow = {}
-        for one in found.stragglers:
+        for one in report.stragglers:
             if one.metric in SECTIONS:
                 waited_ms = waited[one.rank][SECTIONS.index(one.metric)]
-                times = times_the_fastest(found, one, stages=self._stages, waited_ms=waited_ms)
+                times = times_the_fastest(report, one, stages=self._stages, waited_ms=waited_ms)
                 if times >= _WORTH_A_LINE:
                     slow[one.rank, one.metric] = times
         self.named.update({rank for rank, _ in slow})
-        if is_writer() and self._folder.path.is_dir():  # which this would make again
+        if is_writer() and self._folder.path.is_dir():  # writing would create a deleted folder
             named = [
                 replace(one, score=1 / slow[one.rank, one.metric])
-                for one in found.stragglers
+                for one in report.stragglers
                 if (one.rank, one.metric) in slow
             ]
             log_slow_ranks(self._folder.path, step, named)
@@ -328,7 +327,7 @@ class StragglerWatch:
                 )
 
     def summary(self) -> str | None:
-        """Which ranks were named how often, or None without a report."""
+        """How often each rank was reported, or None without a report."""
         if not self._has_reported:
             return None
         reports = f"{self.reports} report{'s' * (self.reports != 1)} ({self._folder.straggler_log})"
@@ -338,7 +337,7 @@ class StragglerWatch:
         return f"{named} of {reports}"
 
     def close(self) -> None:
-        """Stop listening and writing; all ranks call it."""
+        """Stop listening and writing. All ranks call it."""
         StragglerDetector.reset_singleton()
         self.waits.close()
         if self._handler is not None:

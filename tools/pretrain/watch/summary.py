@@ -1,4 +1,4 @@
-"""The end of a run: its loss curve, what it reached, and what to type next."""
+"""The end of a run: its loss curve, its results, and the next commands."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import math
 import shlex
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 
@@ -31,30 +30,30 @@ def opening_lines(
     device: torch.device,
     folder: RunFolder,
 ) -> list[str]:
-    """What is trained, in which layout, on what, and where."""
+    """The opening lines: model, layout, data, device and folder."""
     ep = experts = ""
     if settings.experts:
         ep = f"-ep{settings.ep}"
-        experts = f", {_counted(settings.experts, 'expert')}, {settings.topk} for each token"
+        experts = f", {_format_count(settings.experts, 'expert')}, {settings.topk} for each token"
     kind = "bf16" if settings.bf16 else "fp32"
     return [
         f"model            about {num_parameters / 1e6:.2f} M parameters, {kind}: "
-        f"{_counted(settings.num_layers, 'layer')} of {settings.hidden_size}, "
-        f"{_counted(settings.num_attention_heads, 'head')}{experts}",
-        f"layout           {settings.layout}{ep} on {_counted(settings.world_size, 'rank')}, "
+        f"{_format_count(settings.num_layers, 'layer')} of {settings.hidden_size}, "
+        f"{_format_count(settings.num_attention_heads, 'head')}{experts}",
+        f"layout           {settings.layout}{ep} on {_format_count(settings.world_size, 'rank')}, "
         f"a global batch of {settings.global_batch_size} x {settings.seq_length}, "
-        f"{_counted(settings.rows_per_forward, 'sequence')} a rank at once",
+        f"{_format_count(settings.rows_per_forward, 'sequence')} a rank at once",
         f"data             {corpus.description}",
         f"device           {device.type} on {socket.gethostname()}; run folder {folder.path}",
     ]
 
 
-def _counted(number: int, what: str) -> str:
-    return f"{number} {what}" + ("" if number == 1 else "s")
+def _format_count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 class Summary:
-    """Counts the steps of this start and words the result."""
+    """Measures the steps of this start and formats the result."""
 
     def __init__(self, folder: RunFolder, settings: Settings, *, first_step: int) -> None:
         self.folder = folder
@@ -70,7 +69,7 @@ class Summary:
         self._step_began = time.perf_counter()
 
     def end_step(self) -> None:
-        """Call after each optimizer step; logs, validation and checkpoints do not count."""
+        """Call after each optimizer step, before logs, validation and checkpoints."""
         self.seconds.append(time.perf_counter() - self._step_began)
 
     def lines(self, mlflow: JobRun | None, watch: StragglerWatch) -> list[str]:
@@ -83,49 +82,44 @@ class Summary:
         more = ""
         if self.first_step + len(self.seconds) >= self.settings.train_iters:
             more = f" --train-iters {2 * self.settings.train_iters}"
+        special, results, pages = [], [], []
+        if self.settings.value_head:
+            special.append(f"objective        {objective.description}")
+        if self.graphs is not None:
+            special.append(f"graphs           {self.graphs}")
+        # A start that finds the run finished has no results.
+        if self.validation is not None:
+            results.append(f"validation loss  {self.validation:.{digits}f} {unit}")
+        if self.seconds:
+            results.append(f"speed            {self._format_speed()}")
+        if self.settings.tensorboard:
+            folder = shlex.quote(str(self.folder.tensorboard))
+            pages.append(f"TensorBoard      hatch run tensorboard --logdir {folder}")
+        if mlflow is not None:
+            pages.append(f"MLflow           {mlflow.summary()}")
         return [
             f"run folder       {path}",
-            *self._special(),
+            *special,
             f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
-            f"{fmean(last):.{digits}f} over the last {_counted(len(last), 'step')} ({unit})",
-            *self._reached(digits, unit),
+            f"{fmean(last):.{digits}f} over the last {_format_count(len(last), 'step')} ({unit})",
+            *results,
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
             f"run page         {self.folder.page}",
-            *self._pages(mlflow),
+            *pages,
             f"continue         {self.folder.resume_command}{more}",
         ]
 
-    def _reached(self, digits: int, unit: str) -> Iterator[str]:
-        """What this start has measured; one that found the run finished has not."""
-        if self.validation is not None:
-            yield f"validation loss  {self.validation:.{digits}f} {unit}"
-        if self.seconds:
-            yield f"speed            {self._speed()}"
-
-    def _speed(self) -> str:
-        """Of the step in the middle, which leaves out how the run started."""
+    def _format_speed(self) -> str:
+        """The speed of the median step, which ignores the start of the run."""
         second = median(self.seconds[1:] or self.seconds)
-        also = "" if len(self.seconds) > 1 else ", how the run started included"
+        also = "" if len(self.seconds) > 1 else ", including the start of the run"
         tokens = self.settings.global_batch_size * self.settings.seq_length
         return f"{tokens / second:,.0f} tokens per second ({1e3 * second:.1f} ms a step{also})"
 
-    def _special(self) -> Iterator[str]:
-        if self.settings.value_head:
-            yield f"objective        {objective_of(self.settings).description}"
-        if self.graphs is not None:
-            yield f"graphs           {self.graphs}"
-
-    def _pages(self, mlflow: JobRun | None) -> Iterator[str]:
-        if self.settings.tensorboard:
-            folder = shlex.quote(str(self.folder.tensorboard))
-            yield f"TensorBoard      hatch run tensorboard --logdir {folder}"
-        if mlflow is not None:
-            yield f"MLflow           {mlflow.summary()}"
-
 
 def describe_graphs(model: torch.nn.Module) -> str:
-    """How many graphs the layers of a model run from, and which runner captured them."""
+    """The number of graphs of a model's layers, and the runner that captured them."""
     managers = [
         module.cudagraph_manager
         for module in model.modules()
@@ -136,9 +130,8 @@ def describe_graphs(model: torch.nn.Module) -> str:
     if not names:
         return "none captured: too few steps"
     captured = sum(manager.num_graphs for manager in local)
-    return (
-        f"{captured} for {_counted(len(local), 'layer')}, by the {', '.join(sorted(names))} runner"
-    )
+    layers = _format_count(len(local), "layer")
+    return f"{captured} for {layers}, by the {', '.join(sorted(names))} runner"
 
 
 def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
@@ -148,7 +141,7 @@ def read_curve(metrics: Path, name: str) -> list[tuple[int, float]]:
 
 
 def draw_run(folder: RunFolder, objective: Objective) -> None:
-    """Draw the losses as a picture, and everything as a page; no display is needed."""
+    """Draw the losses as a picture, and everything as a page. Needs no display."""
     run = Run.read(folder.path)
     _draw_losses(run, folder.loss_picture, objective)
     draw_page([run], folder.page)

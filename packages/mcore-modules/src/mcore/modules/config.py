@@ -1,4 +1,4 @@
-"""The configuration of a transformer, and access to the fields of any other."""
+"""The configuration of a transformer, and access to fields of any configuration object."""
 
 from __future__ import annotations
 
@@ -39,41 +39,50 @@ MISSING = _Missing()
 class TransformerConfig:
     """Sizes, precision, parallelism and graph settings of a transformer.
 
-    Construction validates and fills in what depends on other fields. Fields may change later:
-    that does not validate or fill in again, and readers read at the time of use. Two
-    configurations compare equal when all fields but the two init methods do.
+    The constructor validates the fields and sets those that depend on others. Later changes of a
+    field are not validated and do not update other fields. Modules read a field when they use it.
+    Two configurations are equal if all fields except the two init methods are.
 
     Args:
         num_layers: Number of transformer layers.
         hidden_size: Width of the residual stream, a multiple of ``num_attention_heads``.
         num_attention_heads: Number of attention heads.
-        ffn_hidden_size: Inner width of the feed-forward; None means ``4 * hidden_size``.
+        ffn_hidden_size: Inner width of the feed-forward. None means ``4 * hidden_size``.
         tensor_model_parallel_size: Ranks that share each layer.
         pipeline_model_parallel_size: Ranks that hold different layers.
-        virtual_pipeline_model_parallel_size: Model chunks per pipeline rank; None for one.
+        virtual_pipeline_model_parallel_size: Model chunks per pipeline rank, None for one.
         context_parallel_size: Ranks that share each sequence.
         sequence_parallel: Split activations outside of tensor-parallel regions along the sequence.
         fp16: Run in float16.
         bf16: Run in bfloat16.
-        params_dtype: Dtype of the parameters where neither fp16 nor bf16 decides.
-        fp8: Recipe of 8-bit floating-point matrix products; None for none.
-        fp4: Recipe of 4-bit floating-point matrix products; None for none.
+        params_dtype: Dtype of the parameters if both fp16 and bf16 are off.
+        fp8: Recipe of 8-bit floating-point matrix products, None for none.
+        fp4: Recipe of 4-bit floating-point matrix products, None for none.
         use_kitchen: Let the kitchen library control quantisation.
-        quant_recipe: A quantisation recipe object; None for none.
-        symmetric_ar_type: Algorithm of symmetric-memory all-reduces; None for the usual ones.
-        cuda_graph_impl: Who captures graphs: nobody, each layer on its own, the capture helpers in
-            the way of TransformerEngine, or the trainer for the whole iteration.
+        quant_recipe: A quantisation recipe object, None for none.
+        symmetric_ar_type: Accepted for layers of Megatron-LM. No module of this package reads it:
+            see :meth:`MegatronModule.set_symmetric_ar`.
+        cuda_graph_impl: ``"none"``, ``"local"`` (each layer captures its graphs),
+            ``"transformer_engine"`` (:func:`~mcore.modules.graphs.capture_graphs` captures all
+            layers) or ``"full_iteration"`` (the trainer captures the whole iteration).
         cuda_graph_warmup_steps: Eager runs before a capture.
         cuda_graph_retain_backward_graph: Keep the autograd graph during backward capture.
-        fine_grained_activation_offloading: Offload activations module by module.
+        fine_grained_activation_offloading: Accepted for layers of Megatron-LM. No module of this
+            package offloads activations.
         init_method_std: Standard deviation of initial weights.
-        init_method: Fills weights in place; None means ``init_method_normal(init_method_std)``.
-        output_layer_init_method: Fills weights that write to the residual stream; None means
+        init_method: Fills weights in place. None means ``init_method_normal(init_method_std)``.
+        output_layer_init_method: Fills weights that write to the residual stream. None means
             ``scaled_init_method_normal(init_method_std, num_layers)``.
-        perform_initialization: Fill weights at all.
-        use_cpu_initialization: Fill weights on the CPU.
-        enable_cuda_graph: Deprecated; means ``cuda_graph_impl="local"``.
-        external_cuda_graph: Deprecated; means ``cuda_graph_impl="transformer_engine"``.
+        perform_initialization: Accepted for layers of Megatron-LM. Layers of this package fill
+            weights by the argument of the same name of their constructors.
+        use_cpu_initialization: Accepted for layers of Megatron-LM. Layers of this package fill
+            weights on the device of the weights.
+        enable_cuda_graph: Deprecated. Means ``cuda_graph_impl="local"``.
+        external_cuda_graph: Deprecated. Means ``cuda_graph_impl="transformer_engine"``.
+
+    Warns:
+        UserWarning: Once per process and field, if one of the fields that no module of this
+            package reads has a value other than its default.
 
     Raises:
         ValueError: A field is invalid, see :meth:`validate`.
@@ -105,7 +114,7 @@ class TransformerConfig:
     cuda_graph_retain_backward_graph: bool = False
     fine_grained_activation_offloading: bool = False
     init_method_std: float = 0.02
-    # Functions made alike never compare equal, which would make every two configurations differ.
+    # Not compared: functions from the same factory are never equal.
     init_method: InitMethod | None = field(default=None, compare=False)
     output_layer_init_method: InitMethod | None = field(default=None, compare=False)
     perform_initialization: bool = True
@@ -132,18 +141,18 @@ class TransformerConfig:
             return
         if len(names) == 2 or self.cuda_graph_impl != "none":
             raise ValueError(
-                f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}; "
-                "pass cuda_graph_impl alone"
+                f"{' and '.join(names)} given with cuda_graph_impl={self.cuda_graph_impl!r}. "
+                "Pass cuda_graph_impl alone"
             )
         self.cuda_graph_impl = "local" if enable else "transformer_engine"
         warnings.warn(
-            f"{names[0]} is deprecated; use cuda_graph_impl={self.cuda_graph_impl!r}",
+            f"{names[0]} is deprecated. Use cuda_graph_impl={self.cuda_graph_impl!r}",
             DeprecationWarning,
             stacklevel=4,  # this method, __post_init__, the generated __init__, the caller
         )
 
     def validate(self) -> None:
-        """Check all fields as they are now.
+        """Check the current values of all fields.
 
         Raises:
             ValueError: Names the field and its value: a size below 1 or not an int, fp16 with
@@ -175,7 +184,7 @@ class TransformerConfig:
         for name, choices in _CHOICES.items():
             value = getattr(self, name)
             if value not in choices:
-                raise ValueError(f"{name}={value!r} is unknown; choose from {list(choices)}")
+                raise ValueError(f"{name}={value!r} is unknown. Choose from {list(choices)}")
         dtype = self.params_dtype
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise ValueError(f"params_dtype={dtype!r} is not a floating torch.dtype")
@@ -185,7 +194,7 @@ class TransformerConfig:
             if is_switched_on(getattr(self, first)) and is_switched_on(getattr(self, second)):
                 raise ValueError(
                     f"{first}={getattr(self, first)!r} excludes "
-                    f"{second}={getattr(self, second)!r}; choose one"
+                    f"{second}={getattr(self, second)!r}. Choose one"
                 )
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ValueError(
@@ -217,7 +226,7 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
     Args:
         config: The configuration.
         name: The field, an attribute of ``config``.
-        default: What to return when the field is missing.
+        default: The result if the field is missing.
 
     Returns:
         The value as stored.
@@ -238,14 +247,14 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
         return value
     if default is MISSING:
         raise ConfigFieldError(
-            f"{type(config).__name__} has no field {name!r}, and there is no default for it; set it"
+            f"{type(config).__name__} has no field {name!r}, and there is no default for it. Set it"
         )
     return default
 
 
 @runtime_checkable
 class ModuleConfigLike(Protocol):
-    """What Float16Module reads from a configuration, for type checkers.
+    """The fields of a configuration that Float16Module reads, for type checkers.
 
     Example:
         >>> from types import SimpleNamespace
@@ -259,7 +268,7 @@ class ModuleConfigLike(Protocol):
 
 @runtime_checkable
 class GraphConfigLike(Protocol):
-    """What GraphableMegatronModule reads from a configuration, for type checkers.
+    """The fields of a configuration that GraphableMegatronModule reads, for type checkers.
 
     Example:
         >>> from types import SimpleNamespace
@@ -298,10 +307,10 @@ def is_switched_on(value: object) -> bool:
     """Return whether the value of a field such as ``fp8`` means "on".
 
     Args:
-        value: Any value; a field that is absent is read as None.
+        value: Any value. Pass None for a missing field.
 
     Returns:
-        False for what equals None, False, the empty string or zero (numpy's too), else True.
+        False for None, False, the empty string and zero (numpy's too), else True.
 
     Example:
         >>> is_switched_on("hybrid"), is_switched_on(False), is_switched_on(object())
@@ -310,4 +319,4 @@ def is_switched_on(value: object) -> bool:
     try:
         return value not in (None, False, "", 0)
     except (RuntimeError, TypeError, ValueError):
-        return True  # comparing it gives no truth value, as with a tensor
+        return True  # a comparison without a truth value, as for a tensor

@@ -1,4 +1,4 @@
-"""Embeddings that share their weight with the output layer, and ways to part them."""
+"""Embeddings that share their weight with the output layer, and how to untie them."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from mcore.modules.wrappers import (
 
 
 def untie_embeddings(model: Any) -> ModelList:
-    """Give output layers weights of their own where they share those of the embedding.
+    """Give output layers separate weights if they share the weight of the embedding.
 
-    Clears ``share_embeddings_and_output_weights`` on every module that has it, so that the output
-    weight is saved under its own key and its gradient is no longer added to the embedding's; and
-    ``tie_word_embeddings`` in the configurations of models that have ``get_output_embeddings()``,
-    as those of transformers. An output layer without a weight of its own (embedding and output on
-    one stage) gets a copy of the embedding's. Call it on all pipeline stages, before the model is
-    wrapped for data parallelism. No communication.
+    Clears ``share_embeddings_and_output_weights`` on every module that has it: the output weight
+    is then saved under a separate key, and its gradient is no longer added to that of the
+    embedding. Also clears ``tie_word_embeddings`` in the configurations of models with
+    ``get_output_embeddings()``, as in transformers. If embedding and output are on one stage, the
+    output layer gets a copy of the embedding's weight. Call it on all pipeline stages, before the
+    model is wrapped for data parallelism. No communication.
 
     Args:
         model: A model or a list of chunks.

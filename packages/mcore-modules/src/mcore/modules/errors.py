@@ -1,4 +1,4 @@
-"""The errors of this package that are worth catching by name."""
+"""The errors of this package that callers may catch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class ConfigFieldError(AttributeError, ValueError):
         ...     read_field(SimpleNamespace(), "hidden_size")
         ... except ConfigFieldError as error:
         ...     print(error)
-        SimpleNamespace has no field 'hidden_size', and there is no default for it; set it
+        SimpleNamespace has no field 'hidden_size', and there is no default for it. Set it
     """
 
 
@@ -46,8 +46,8 @@ class ModelListError(RuntimeError, TypeError):
 
 
 class GraphStateError(RuntimeError):
-    """The state of a graph does not allow a request, such as a replay that comes too early."""
+    """The state of a graph does not allow a request, for example a replay before its capture."""
 
 
 class GraphInputMismatch(ValueError):  # noqa: N818 - a documented name
-    """A graph is called with inputs that differ from those it was captured with."""
+    """A graph is called with inputs that differ from the captured inputs."""

@@ -32,7 +32,7 @@ from mcore.parallel.process_groups import ProcessGroups, get_default_process_gro
 from mcore.versioning.signatures import signature_of
 
 
-# Functions, since torch.compile of torch 2.11 cannot trace a method of Tensor that a module holds.
+# Functions: torch.compile of torch 2.11 cannot trace a method of Tensor in an attribute.
 def _half(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half()
 
@@ -42,33 +42,33 @@ def _bfloat16(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Float16Module(MegatronModule):
-    """A model in 16-bit floats that takes float32 inputs and gives float32 outputs.
+    """A model in 16-bit floats with float32 inputs and float32 outputs.
 
-    Construction casts the wrapped module in place: parameters keep their identity and ties. Tensors
-    marked with :func:`keep_in_fp32` or :func:`mark_keep_in_fp32` stay in float32, also when the
-    wrapper is moved, cast, copied, pickled or loaded later; float8 storage is left alone. A later
+    The constructor casts the wrapped module in place: parameters keep their identity and ties.
+    Tensors marked with :func:`keep_in_fp32` or :func:`mark_keep_in_fp32` stay in float32, also when
+    the wrapper is moved, cast, copied, pickled or loaded later. Float8 storage is not cast. A later
     cast does change the other tensors: ``.float()`` makes them float32.
 
-    Inputs are cast on the first pipeline stage only, outputs on the last only, so that what passes
-    between stages has the model's dtype. State dicts, ``named_parameters()`` and
-    ``named_buffers()`` have the names of the wrapped module. ``get_state_dict`` of
-    torch.distributed.checkpoint takes the wrapper itself with an optimizer, not a model around it,
-    such as DistributedDataParallel, whose names differ.
+    Inputs are cast only on the first pipeline stage, outputs only on the last: tensors between
+    stages have the model's dtype. State dicts, ``named_parameters()`` and ``named_buffers()`` have
+    the names of the wrapped module. With an optimizer, pass the wrapper itself to
+    ``get_state_dict`` of torch.distributed.checkpoint, not a model around it such as
+    DistributedDataParallel, which has other names.
 
     Args:
-        config: A configuration with ``fp16`` or ``bf16`` true; the other may be missing.
+        config: A configuration with ``fp16`` or ``bf16`` true. The other field may be missing.
         module: The model.
         pp_group: The pipeline group. Default: that of ``pg_collection``, of the module's
             ``pg_collection``, of the default ProcessGroups, else no pipeline.
         vp_stage: Number of this chunk of the model. Default: the module's ``vp_stage``.
         vp_size: Chunks per pipeline rank. Default: that of the configuration.
         pg_collection: The process groups of this rank.
-        no_cast_kwargs: Keyword arguments that reach the module as they are, see
-            :meth:`keep_arguments_in_fp32` too. A loss mask is one by default: bfloat16 sums it
-            wrongly beyond 256.
+        no_cast_kwargs: Keyword arguments that are not cast, see also
+            :meth:`keep_arguments_in_fp32`. The loss mask is one by default: its sum beyond 256
+            would be wrong in bfloat16.
 
     Raises:
-        ValueError: Not exactly one of fp16 and bf16 is on, the stage does not fit, there is no
+        ValueError: Not exactly one of fp16 and bf16 is on, the stage is out of range, there is no
             pipeline group for a configuration with a pipeline, or this rank is not in it.
         ConfigFieldError: The configuration has neither ``fp16`` nor ``bf16``.
         TypeError: ``module`` is not a module, or ``no_cast_kwargs`` is a string.
@@ -95,19 +95,19 @@ class Float16Module(MegatronModule):
         no_cast_kwargs: Collection[str] = ("loss_mask",),
     ) -> None:
         if not isinstance(module, torch.nn.Module):
-            raise TypeError(f"module is a {type(module).__name__}; pass a torch.nn.Module")
+            raise TypeError(f"module is a {type(module).__name__}. Pass a torch.nn.Module")
         if isinstance(no_cast_kwargs, str):
             raise TypeError(
-                f"no_cast_kwargs is the string {no_cast_kwargs!r}; pass a tuple of names"
+                f"no_cast_kwargs is the string {no_cast_kwargs!r}. Pass a tuple of names"
             )
         super().__init__(config)
         self.fp16, self.bf16 = _chosen_precision(config)
         self.no_cast_kwargs = frozenset(no_cast_kwargs)
         self._kept_positions: tuple[int, ...] = ()
-        own_collection = find_in_wrapped_models(module, "pg_collection")
-        self.pg_collection = own_collection if pg_collection is None else pg_collection
+        of_module = find_in_wrapped_models(module, "pg_collection")
+        self.pg_collection = of_module if pg_collection is None else pg_collection
         self._pp_rank, self._pp_size = _pipeline_place(
-            config, pp_group, pg_collection, own_collection, get_default_process_groups()
+            config, pp_group, pg_collection, of_module, get_default_process_groups()
         )
         if vp_stage is None:
             vp_stage = find_in_wrapped_models(module, "vp_stage")
@@ -131,7 +131,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_stage(self) -> int | None:
-        """Number of this chunk of the model; setting it updates which inputs are cast."""
+        """Number of this chunk of the model. Setting it decides whether inputs are cast."""
         return self._vp_stage
 
     @vp_stage.setter
@@ -140,7 +140,7 @@ class Float16Module(MegatronModule):
 
     @property
     def vp_size(self) -> int | None:
-        """Chunks per pipeline rank; setting it updates which outputs are cast."""
+        """Chunks per pipeline rank. Setting it decides whether outputs are cast."""
         return self._vp_size
 
     @vp_size.setter
@@ -153,21 +153,21 @@ class Float16Module(MegatronModule):
         self._casts_inputs, self._casts_outputs = flags
 
     def set_input_tensor(self, input_tensor: Any) -> Any:
-        """Hand the previous pipeline stage's output to the wrapped module.
+        """Pass the previous pipeline stage's output to the wrapped module.
 
         Args:
-            input_tensor: What the wrapped module's ``set_input_tensor`` takes.
+            input_tensor: The argument of the wrapped module's ``set_input_tensor``.
 
         Returns:
-            What that method returns.
+            The result of that method.
         """
         return self.module.set_input_tensor(input_tensor)  # type: ignore[operator]
 
     def keep_arguments_in_fp32(self, *names: str) -> None:
-        """Let further arguments of the wrapped module reach it as they are.
+        """Exempt further arguments of the wrapped module from the cast.
 
-        Such as advantages, returns and log-probabilities in reinforcement learning, whose sums and
-        differences need float32. They may be given by name or by position.
+        For example advantages, returns and log-probabilities in reinforcement learning: their sums
+        and differences need float32. They may be passed by name or by position.
 
         Args:
             *names: Names of arguments of the wrapped module's ``forward``, added to
@@ -186,7 +186,7 @@ class Float16Module(MegatronModule):
         """
         for name in names:
             if not isinstance(name, str):
-                raise TypeError(f"a name is a {type(name).__name__}; pass names of arguments")
+                raise TypeError(f"a name is a {type(name).__name__}. Pass names of arguments")
         self.no_cast_kwargs |= set(names)
         arguments = _positional_arguments(self.module)
         self._kept_positions = tuple(
@@ -198,9 +198,9 @@ class Float16Module(MegatronModule):
 
         Args:
             *inputs: Its positional inputs. On the first stage float32 tensors in them, also in
-                nested containers, are cast. A container of which something is cast arrives as a
-                copy, any other as the caller's own object.
-            fp32_output: Cast 16-bit outputs to float32 on the last stage; not passed on.
+                nested containers, are cast. Containers with a cast tensor are copied, others are
+                passed unchanged.
+            fp32_output: Cast 16-bit outputs to float32 on the last stage. Not passed to the module.
             **kwargs: Its keyword inputs, cast too except ``no_cast_kwargs``.
 
         Returns:
@@ -229,7 +229,7 @@ class Float16Module(MegatronModule):
         """Return the wrapped module's state dict, without ``module.`` in the keys.
 
         Args:
-            destination: Filled and returned when given.
+            destination: A dict to fill and return.
             prefix: Put before each key.
             keep_vars: Return the parameters themselves instead of detached tensors.
 
@@ -247,7 +247,7 @@ class Float16Module(MegatronModule):
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return what the wrapped module saves; its ``state_dict`` if it has no such method.
+        """Return the result of the wrapped module's method, or of its ``state_dict``.
 
         Args:
             prefix: Put before each key.
@@ -270,7 +270,7 @@ class Float16Module(MegatronModule):
             **kwargs: The same by name.
 
         Returns:
-            What the wrapped module's method returns; a module without one is replicated.
+            The result of the wrapped module's method. A module without the method is replicated.
         """
         method = getattr(self.module, "sharded_state_dict", None)
         if callable(method):
@@ -281,12 +281,12 @@ class Float16Module(MegatronModule):
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
-        """Load the wrapped module; keys may have ``module.`` before them or not.
+        """Load the wrapped module, from keys with or without ``module.`` before them.
 
         Args:
             state_dict: The state dict.
             strict: Raise if keys are missing or unexpected.
-            assign: Put the given tensors in place of those of the module, then cast them.
+            assign: Replace the module's tensors by the given tensors, then cast them.
 
         Returns:
             A named tuple with ``missing_keys`` and ``unexpected_keys``.
@@ -304,14 +304,14 @@ class Float16Module(MegatronModule):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield names and parameters; the names are those of the wrapped module.
+        """Yield parameters with their names in the wrapped module.
 
-        They are those of the state dict, by which torch.distributed.checkpoint stores the state of
-        an optimizer. ``torch.func.functional_call`` needs ``module.`` before them.
+        These are the keys of the state dict, which torch.distributed.checkpoint uses for the state
+        of an optimizer. ``torch.func.functional_call`` needs ``module.`` before them.
 
         Args:
             prefix: Put before each name.
-            recurse: Yield those of the wrapped module at all.
+            recurse: If False, yield none of the wrapped module.
             remove_duplicate: Yield a shared parameter once.
         """
         named = self._inside(recurse).named_parameters
@@ -320,30 +320,30 @@ class Float16Module(MegatronModule):
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield names and buffers; the names are those of the wrapped module.
+        """Yield buffers with their names in the wrapped module.
 
         Args:
             prefix: Put before each name.
-            recurse: Yield those of the wrapped module at all.
+            recurse: If False, yield none of the wrapped module.
             remove_duplicate: Yield a shared buffer once.
         """
         yield from self._inside(recurse).named_buffers(prefix, recurse, remove_duplicate)
 
     def _inside(self, recurse: bool) -> Any:
-        """Return whose names count: this module's own where those inside would be ambiguous."""
+        """Return the module that names tensors: this one if the names inside are ambiguous."""
         return self.module if recurse and "module" not in self.module._modules else super()
 
     def __setattr__(self, name: str, value: Any) -> None:
         inside = self.__dict__.get("_modules", {}).get("module")
         if inside is not None and (name in inside._parameters or name in inside._buffers):
             raise AttributeError(
-                f"{name!r} is a parameter or buffer of the wrapped module; set it on .module "
+                f"{name!r} is a parameter or buffer of the wrapped module. Set it on .module "
                 f"(as 'module.{name}' in torch.func.functional_call)"
             )
         super().__setattr__(name, value)
 
     def _fqn_modifiers(self) -> dict[str, str]:
-        """Tell torch.distributed.checkpoint.state_dict that keys leave out ``module``."""
+        """Declare to torch.distributed.checkpoint.state_dict that keys omit ``module``."""
         return wrapped_names(self.module)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Float16Module:
@@ -359,7 +359,7 @@ class Float16Module(MegatronModule):
 
 
 def _positional_arguments(module: torch.nn.Module) -> list[str]:
-    """Return the names of forward's arguments that may be given by position."""
+    """Return the names of forward's arguments that may be passed by position."""
     try:
         parameters = signature_of(module.forward).parameters.values()
     except (TypeError, ValueError):
@@ -372,11 +372,11 @@ def _chosen_precision(config: object) -> tuple[bool, bool]:
     fp16, bf16 = read_field(config, "fp16", None), read_field(config, "bf16", None)
     if fp16 is None and bf16 is None:
         raise ConfigFieldError(
-            f"{type(config).__name__} has neither fp16 nor bf16; set one of them to True"
+            f"{type(config).__name__} has neither fp16 nor bf16. Set one of them to True"
         )
     chosen = is_switched_on(fp16), is_switched_on(bf16)
     if chosen[0] == chosen[1]:
-        raise ValueError(f"fp16={fp16!r} and bf16={bf16!r}; exactly one of them must be true")
+        raise ValueError(f"fp16={fp16!r} and bf16={bf16!r}: exactly one of them must be true")
     return chosen
 
 
@@ -389,8 +389,8 @@ def _pipeline_place(
     wanted = read_field(config, "pipeline_model_parallel_size", 1)
     if pp_group is None and wanted is not None and wanted > 1:
         raise ValueError(
-            f"pipeline_model_parallel_size is {wanted} and no pipeline group is given, so that the "
-            "first and the last stage are unknown; pass pp_group or a pg_collection with pp"
+            f"pipeline_model_parallel_size is {wanted} and no pipeline group is given, so the "
+            "first and the last stage are unknown. Pass pp_group or a pg_collection with pp"
         )
     return get_pg_rank(pp_group), get_pg_size(pp_group)
 
@@ -415,7 +415,7 @@ def _restore_assigned(module: Float16Module, _: Any) -> None:
 
 
 class StageFlags(NamedTuple):
-    """Whether a model chunk gets the model's inputs, and whether it gives the model's outputs."""
+    """Whether a model chunk has the model's inputs, and whether it has the model's outputs."""
 
     is_first: bool
     is_last: bool
@@ -424,21 +424,22 @@ class StageFlags(NamedTuple):
 def stage_flags(
     pp_rank: int, pp_size: int, vp_stage: int | None, vp_size: int | None
 ) -> StageFlags:
-    """Return whether a model chunk is the pipeline's first and its last; ValueError if unfit.
+    """Return whether a model chunk is the first and the last. ValueError if out of range.
 
-    Interleaved, the very first chunk is on the first pipeline rank, the very last on the last.
+    In an interleaved schedule the first pipeline rank has the model's first chunk, and the last
+    rank its last chunk.
     """
     chunks = 1 if vp_size is None else vp_size
     if chunks > 1 and vp_stage is None:
         raise ValueError(
-            f"vp_stage is None with {vp_size} virtual stages; pass 0 to {chunks - 1}, the number "
+            f"vp_stage is None with {vp_size} virtual stages. Pass 0 to {chunks - 1}, the number "
             "of this model chunk"
         )
     chunk = vp_stage or 0
     if not 0 <= chunk < max(chunks, 1):
         raise ValueError(
-            f"vp_stage is {vp_stage} with vp_size {vp_size}; "
-            + (f"pass 0 to {chunks - 1}" if chunks > 1 else "pass None or 0, or a vp_size")
+            f"vp_stage is {vp_stage} with vp_size {vp_size}. "
+            + (f"Pass 0 to {chunks - 1}" if chunks > 1 else "Pass None or 0, or a vp_size")
         )
     is_last = pp_rank == pp_size - 1 and chunk == max(chunks, 1) - 1
     return StageFlags(is_first=pp_rank == 0 and chunk == 0, is_last=is_last)

@@ -1,6 +1,7 @@
 """Tensors that stay in float32 when their module is cast to another floating dtype.
 
-Their names are stored on the owning module, which marks tensors again after torch replaces them.
+Their names are stored on the owning module. If torch replaces the tensors, the new ones get marks
+by these names.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
 def mark_keep_in_fp32(tensor: _TensorT) -> _TensorT:
-    """Mark a tensor to stay in float32 when what holds it is cast to 16 bits.
+    """Mark a tensor to stay in float32 when its module or container is cast to 16 bits.
 
-    The mark is an attribute of this tensor object; a parameter's or buffer's mark becomes permanent
-    once a Float16Module wraps its module. Use :func:`keep_in_fp32` to make it permanent at once.
+    The mark is an attribute of this tensor object. For a parameter or buffer it becomes permanent
+    when a Float16Module wraps its module. Use :func:`keep_in_fp32` to make it permanent at once.
 
     Args:
-        tensor: A parameter, buffer or input; its dtype is not changed.
+        tensor: A parameter, buffer or input. Its dtype is not changed.
 
     Returns:
         The same tensor, with ``keep_in_fp32`` true.
@@ -43,20 +44,20 @@ def mark_keep_in_fp32(tensor: _TensorT) -> _TensorT:
 
 
 def keep_in_fp32(module: _ModuleT, *names: str) -> _ModuleT:
-    """Mark parameters and buffers of a module to stay in float32 for good.
+    """Mark parameters and buffers of a module to stay in float32 permanently.
 
-    The names are stored on the modules that own the tensors; they survive moves, copies, pickling
+    The names are stored on the modules that own the tensors. They survive moves, copies, pickling
     and loading, all of which may replace the tensors.
 
     Args:
         module: The module.
-        names: Names of parameters or buffers; dotted names reach into submodules.
+        names: Names of parameters or buffers. Names with dots are in submodules.
 
     Returns:
         ``module``.
 
     Raises:
-        ValueError: There is no such parameter or buffer; no name is stored then.
+        ValueError: There is no such parameter or buffer. No name is stored then.
 
     Example:
         >>> import torch
@@ -69,29 +70,28 @@ def keep_in_fp32(module: _ModuleT, *names: str) -> _ModuleT:
     for name, owner, _ in found:
         if owner is None:
             raise ValueError(f"{type(module).__name__} has no parameter or buffer {name!r}")
-    for _, owner, own_name in found:
+    for _, owner, last_name in found:
         if owner is not None:
-            _add_names(owner, own_name)
+            _add_names(owner, last_name)
     stamp_fp32_marks(module)
     return module
 
 
 def _owner_of(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module | None, str]:
-    path, _, own_name = name.rpartition(".")
+    path, _, last_name = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
     except AttributeError:
-        return None, own_name
-    has = own_name in owner._parameters or own_name in owner._buffers
-    return (owner if has else None), own_name
+        return None, last_name
+    has = last_name in owner._parameters or last_name in owner._buffers
+    return (owner if has else None), last_name
 
 
 def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dtype) -> _ModuleT:
     """Cast a module's parameters and buffers in place, except those marked to stay in float32.
 
-    Parameters keep their identity and ties. Only float16, bfloat16, float32 and float64 are cast;
-    float8 storage, integers and complex tensors are left alone. Gradients are cast with their
-    parameters.
+    Parameters keep their identity and ties. Only float16, bfloat16, float32 and float64 are cast,
+    not float8 storage, integers and complex tensors. Gradients are cast with their parameters.
 
     Args:
         module: The module.
@@ -109,7 +109,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
         torch.float16
     """
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
-        raise ValueError(f"dtype is {dtype!r}; pass a floating torch.dtype")
+        raise ValueError(f"dtype is {dtype!r}. Pass a floating torch.dtype")
     record_fp32_marks(module)
     kept = _kept_ids(module)
 
@@ -123,7 +123,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
 
 
 def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Cast tensors that something replaced: kept ones to float32, other floating ones to dtype."""
+    """Cast replaced tensors: marked tensors to float32, other floating tensors to ``dtype``."""
     stamp_fp32_marks(module)
     kept = _kept_ids(module)
 
@@ -136,7 +136,7 @@ def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 
 def keeping_dtype_of_marked(module: torch.nn.Module, fn: Cast) -> Cast:
-    """Wrap a function for ``_apply``: marked and float8 tensors follow its device only."""
+    """Wrap a function for ``_apply``: marked and float8 tensors change the device only."""
     kept = _kept_ids(module)
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
@@ -150,7 +150,7 @@ def keeping_dtype_of_marked(module: torch.nn.Module, fn: Cast) -> Cast:
 
 
 def record_fp32_marks(module: torch.nn.Module) -> None:
-    """Store the names of marked tensors on the modules that own them, below ``module`` too."""
+    """Store the names of marked tensors on their modules, also below ``module``."""
     for owner in iter_modules(module):
         for tensors in (owner._parameters, owner._buffers):
             for name, tensor in tensors.items():
@@ -159,7 +159,7 @@ def record_fp32_marks(module: torch.nn.Module) -> None:
 
 
 def stamp_fp32_marks(module: torch.nn.Module) -> None:
-    """Mark the tensors whose names are stored, after something replaced them."""
+    """Mark tensors by the stored names, after they may have been replaced."""
     for tensor in _kept_tensors(module):
         mark_keep_in_fp32(tensor)
 

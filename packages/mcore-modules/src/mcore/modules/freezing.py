@@ -1,4 +1,4 @@
-"""Freezing parameters: by name, and those of the routers of mixture-of-experts layers."""
+"""Freezing parameters: by name, and in the routers of mixture-of-experts layers."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ from mcore.versioning import internal_api
 
 logger = logging.getLogger(__name__)
 
-# What torch puts into the names of parameters below its wrappers.
+# The parts of parameter names that wrappers of torch insert.
 _WRAPPER_NAMES = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 
 
 def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
-    """Stop the training of the parameters whose names match, in place.
+    """Stop the training of parameters with matching names, in place.
 
     Names are those of ``named_parameters()`` of a chunk or of a model inside its wrappers. Logs the
-    number of frozen parameters, and warns about a chunk that is wrapped for data parallelism
-    already, whose gradient reduction may wait for them. May be called again. No communication.
+    number of frozen parameters. Logs a warning if a chunk is already wrapped for data parallelism,
+    since the wrapper may wait for their gradients. May be called repeatedly. No communication.
 
     Args:
         model: A model or a list of chunks, wrapped or not.
@@ -41,8 +41,8 @@ def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
         The list of the given chunks.
 
     Raises:
-        ValueError: A pattern matches no parameter of any chunk; nothing is frozen then. Where the
-            model has more pipeline stages, which may have such a parameter, it is only logged.
+        ValueError: A pattern matches no parameter of any chunk. Nothing is frozen then. With
+            several pipeline stages it is only logged, since another stage may have the parameter.
         TypeError: ``model`` is None, or a pattern is not a string.
 
     Example:
@@ -56,7 +56,7 @@ def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
     wanted = [patterns] if isinstance(patterns, str) else list(patterns)
     for pattern in wanted:
         if not isinstance(pattern, str):
-            raise TypeError(f"a pattern is a {type(pattern).__name__}; pass strings")
+            raise TypeError(f"a pattern is a {type(pattern).__name__}. Pass strings")
     named = [pair for chunk in chunks for pair in _named_parameters(chunk)]
     for pattern in wanted or ["(no pattern)"]:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
@@ -69,13 +69,12 @@ def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
 def freeze_moe_router(model: Any) -> ModelList:
     """Stop the training of routers and of shared experts' gates, in place.
 
-    Covers every module below a chunk that has a ``router``, all of whose parameters are frozen but
-    ``expert_bias``; that has a ``gate_weight``, with its ``gate_bias``; or that has ``experts``,
-    with its ``gate`` and ``shared_expert_gate``, as models of transformers: in decoders, hybrid
-    stacks, layers for multi-token prediction, and inside all wrappers. Layers without a router are
-    left alone. Logs the number of frozen parameters, and warns about a chunk that is wrapped for
-    data parallelism already, whose gradient reduction may wait for them. May be called again. No
-    communication.
+    Freezes, in every module below a chunk and inside all wrappers: all parameters of ``router``
+    except ``expert_bias``, the parameters ``gate_weight`` and ``gate_bias``, and in modules with
+    ``experts``, as in transformers, the parameters of ``gate`` and ``shared_expert_gate``. These
+    may be in decoders, hybrid stacks and layers for multi-token prediction. Logs the number of
+    frozen parameters. Logs a warning if a chunk is already wrapped for data parallelism, since the
+    wrapper may wait for their gradients. May be called repeatedly. No communication.
 
     Args:
         model: A model or a list of chunks, wrapped or not.
@@ -84,8 +83,8 @@ def freeze_moe_router(model: Any) -> ModelList:
         The list of the given chunks.
 
     Raises:
-        ValueError: There is no such parameter in any chunk. Where the model has more pipeline
-            stages, which may have one, it is only logged.
+        ValueError: There is no such parameter in any chunk. With several pipeline stages it is
+            only logged, since another stage may have one.
         TypeError: ``model`` is None, or one of those names is not a tensor.
 
     Example:
@@ -108,7 +107,7 @@ def freeze_moe_router(model: Any) -> ModelList:
 
 @internal_api
 def _freeze_parameter_if_present(module: object, name: str) -> None:
-    """Stop the training of a module's parameter, if present; TypeError if it is not a tensor."""
+    """Stop the training of a module's parameter, if present. TypeError if it is not a tensor."""
     for parameter in _parameter_if_present(module, name):
         parameter.requires_grad_(False)
 
@@ -118,8 +117,8 @@ def _freeze(chunks: ModelList, parameters: Iterable[torch.Tensor], kind: str) ->
     for index, chunk in enumerate(chunks):
         if any(is_data_parallel_wrapper(one) for one in iter_wrapped_models(chunk)):
             logger.warning(
-                "chunk %d is wrapped for data parallelism already, whose reduction may wait for "
-                "the gradients of frozen parameters; freeze before wrapping",
+                "chunk %d is already wrapped for data parallelism, and the wrapper may wait for "
+                "the gradients of frozen parameters. Freeze before wrapping",
                 index,
             )
     for parameter in distinct.values():
@@ -128,13 +127,13 @@ def _freeze(chunks: ModelList, parameters: Iterable[torch.Tensor], kind: str) ->
 
 
 def _nothing_found(chunks: ModelList, reason: str) -> None:
-    """Raise ValueError, unless another pipeline stage may have what is missing here."""
+    """Raise ValueError, unless another pipeline stage may have the missing parameters."""
     if any(pipeline_size(chunk) > 1 for chunk in chunks):
         logger.warning("%s of this pipeline stage", reason)
         return
     names = ", ".join(type(chunk).__name__ for chunk in chunks)
     raise ValueError(
-        f"{reason} of {names or 'an empty list'}, so that nothing would be frozen; look at the "
+        f"{reason} of {names or 'an empty list'}, so nothing would be frozen. Look at the "
         "names of named_parameters()"
     )
 

@@ -17,9 +17,9 @@ def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
         sigma: The standard deviation, >= 0.
 
     Returns:
-        A picklable ``f(tensor)`` that writes in place and returns the tensor. Any shape (empty
-        ones too), floating dtype and device, meta included; it draws from the default generator of
-        the tensor's device. ``f.keywords["std"]`` is the standard deviation.
+        A picklable ``f(tensor)`` that writes in place and returns the tensor. Any shape (also
+        empty), floating dtype and device (also meta). It draws from the default generator of the
+        tensor's device. ``f.keywords["std"]`` is the standard deviation.
 
     Raises:
         ValueError: ``sigma`` is negative, not finite or not a number.
@@ -38,9 +38,9 @@ def scaled_init_method_normal(
 ) -> Callable[[torch.Tensor], torch.Tensor]:
     """Return a function that fills a tensor from N(0, sigma / sqrt(multiplier * num_layers)).
 
-    For the layers that write to the residual stream; with two of them a layer, the default
-    multiplier keeps the stream's variance independent of the depth (Radford et al., "Language
-    Models are Unsupervised Multitask Learners", section 2.3).
+    For the layers that write to the residual stream. The default multiplier is for two of them in
+    a transformer layer and keeps the stream's variance independent of the depth (Radford et al.,
+    "Language Models are Unsupervised Multitask Learners", section 2.3).
 
     Args:
         sigma: The standard deviation before scaling, >= 0.
@@ -94,19 +94,19 @@ def _normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
 
 def _scaled(sigma: float, num_layers: int, multiplier: float) -> float:
     if not isinstance(num_layers, Integral) or isinstance(num_layers, bool) or num_layers < 1:
-        raise ValueError(f"num_layers is {num_layers!r}; pass a whole number >= 1")
+        raise ValueError(f"num_layers is {num_layers!r}. Pass a whole number >= 1")
     return _standard_deviation(sigma) / math.sqrt(_positive("multiplier", multiplier) * num_layers)
 
 
 def _standard_deviation(sigma: float) -> float:
     if not _is_finite_number(sigma) or sigma < 0:
-        raise ValueError(f"sigma is {sigma!r}; pass a finite standard deviation >= 0")
+        raise ValueError(f"sigma is {sigma!r}. Pass a finite standard deviation >= 0")
     return float(sigma)
 
 
 def _positive(name: str, value: float) -> float:
     if not _is_finite_number(value) or value <= 0:
-        raise ValueError(f"{name} is {value!r}; pass a finite number > 0")
+        raise ValueError(f"{name} is {value!r}. Pass a finite number > 0")
     return float(value)
 
 

@@ -1,4 +1,4 @@
-"""LinearForLastLayer, a replicated projection in place of an output layer, and its registration."""
+"""LinearForLastLayer, a replicated projection instead of an output layer, and its registration."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from mcore.versioning import internal_api
 
 
 class LinearForLastLayer(torch.nn.Linear):
-    """A linear projection in place of a language model's output layer.
+    """A linear projection instead of a language model's output layer.
 
     Every tensor-parallel rank has the whole weight. With sequence parallelism each rank projects
     its slice of the sequence, then the few output columns are gathered. All ranks compute the same
-    loss from them, so each already holds the whole output gradient and backward takes its own
-    slice, without communication. A rank's weight gradient covers its slice only: the trainer must
-    sum it over the tensor-parallel group, which ``sequence_parallel`` on weight and bias signals.
-    That mark stays when the module is moved, copied, pickled, loaded or sharded by
+    loss from them, so each has the whole output gradient, and backward uses the rank's slice of it
+    without communication. A rank's weight gradient covers only its slice: the trainer must sum it
+    over the tensor-parallel group. The attribute ``sequence_parallel`` of weight and bias marks
+    this. The mark is kept when the module is moved, copied, pickled, loaded or sharded by
     ``fully_shard``.
 
     Args:
@@ -37,16 +37,16 @@ class LinearForLastLayer(torch.nn.Linear):
         output_size: Number of outputs.
         sequence_parallel: The input is split along the sequence over ``tp_group``.
         bias: Add a bias.
-        dropout: Probability of dropping an input in training; becomes ``dropout.p``.
-        output_in_fp32: Give float32 outputs.
+        dropout: Probability of dropping an input in training, stored as ``dropout.p``.
+        output_in_fp32: Return float32 outputs.
         tp_group: The tensor-parallel group. Default: that of the default ProcessGroups.
         init_method: Fills the weight in place, and the bias is zero. Default: as in
             ``torch.nn.Linear``.
-        perform_initialization: Fill weight and bias at all.
-        check_shapes: Compare input lengths over the group at each forward, which costs a small
-            all-reduce and a host sync: unequal lengths hang or corrupt a gather silently.
-        device: Where the weight is made.
-        dtype: Dtype of the weight; inputs are cast to it.
+        perform_initialization: If False, weight and bias stay uninitialised.
+        check_shapes: Compare input lengths over the group at each forward, with a small all-reduce
+            and a host sync. Without it, unequal lengths make a gather hang or return wrong data.
+        device: The device of the weight.
+        dtype: Dtype of the weight. Inputs are cast to it.
 
     Raises:
         ValueError: ``dropout`` is not a number from 0 to 1.
@@ -84,7 +84,7 @@ class LinearForLastLayer(torch.nn.Linear):
         dtype: torch.dtype | None = None,
     ) -> None:
         if not (isinstance(dropout, Real) and 0 <= dropout <= 1):
-            raise ValueError(f"dropout is {dropout!r}; pass a probability, 0 to 1")
+            raise ValueError(f"dropout is {dropout!r}. Pass a probability, 0 to 1")
         # Before the constructor of Linear, which calls reset_parameters.
         self.sequence_parallel = bool(sequence_parallel)
         self.init_method = init_method
@@ -94,12 +94,12 @@ class LinearForLastLayer(torch.nn.Linear):
         self.output_in_fp32 = output_in_fp32
         self.tp_group = tp_group
         self.check_shapes = check_shapes
-        # Tells tools that the weight is replicated.
+        # Marks the weight as replicated for other tools.
         self.tensor_model_parallel = False
         self.register_load_state_dict_post_hook(_stamp_after_load)
 
     def reset_parameters(self) -> None:
-        """Fill weight and bias, as the constructor does; for a module built on the meta device."""
+        """Fill weight and bias like the constructor, for a module built on the meta device."""
         self._stamp()
         if not self.perform_initialization:
             return
@@ -119,8 +119,8 @@ class LinearForLastLayer(torch.nn.Linear):
     ) -> tuple[torch.Tensor, None]:
         """Project the input.
 
-        With sequence parallelism one all-gather over ``tp_group``, called by all its ranks with
-        inputs of one shape; every rank gets the result. Backward has no communication.
+        With sequence parallelism this is an all-gather over ``tp_group``: all its ranks call it
+        with inputs of the same shape and get the result. Backward has no communication.
 
         Args:
             input_: ``[s / tp, b, h]`` with sequence parallelism over tp ranks, else ``[..., h]``.
@@ -128,8 +128,8 @@ class LinearForLastLayer(torch.nn.Linear):
             runtime_gather_output: Ignored.
 
         Returns:
-            The outputs ``[s, b, output_size]`` or ``[..., output_size]``, and None for the bias,
-            which is added already.
+            The outputs ``[s, b, output_size]`` or ``[..., output_size]``, with the bias added, and
+            None for a separate bias.
 
         Raises:
             ValueError: Sequence parallelism without a group in a world of several ranks, or unequal
@@ -165,7 +165,7 @@ class LinearForLastLayer(torch.nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         super().__setattr__(name, value)
-        # fully_shard puts other parameters in the places of these, in and out of each forward.
+        # fully_shard replaces these parameters before and after each forward.
         if name in ("weight", "bias") and value is not None and self.sequence_parallel:
             value.sequence_parallel = True
 
@@ -182,7 +182,7 @@ class LinearForLastLayer(torch.nn.Linear):
         self._stamp()
 
     def extra_repr(self) -> str:
-        """Return what ``repr`` shows beside the name."""
+        """Return the text that ``repr`` shows after the class name."""
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}"
 
 
@@ -197,8 +197,8 @@ def _check_equal_lengths(logits: torch.Tensor, group: Any) -> None:
     longest, shortest = extremes[0].item(), -extremes[1].item()
     if longest != shortest:
         raise ValueError(
-            f"this rank has a sequence slice of length {length}, the ranks of the group have from "
-            f"{shortest} to {longest}; pad them to one length"
+            f"this rank has a sequence slice of length {length}, but the lengths in the group are "
+            f"{shortest} to {longest}. Pad all slices to the same length"
         )
 
 
@@ -215,7 +215,7 @@ def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> Non
         kind: ``"column"``, ``"row"`` or ``"replicated"``.
 
     Raises:
-        ValueError: Another kind, or the class is registered with another one.
+        ValueError: The kind is unknown, or the class is registered with a different kind.
 
     Example:
         >>> register_module_parallelism("RowLinear", "row")
@@ -223,22 +223,22 @@ def register_module_parallelism(class_name: str, kind: ModuleParallelism) -> Non
         'row'
     """
     if kind not in get_args(ModuleParallelism):
-        raise ValueError(f"kind={kind!r} is unknown; choose {list(get_args(ModuleParallelism))}")
+        raise ValueError(f"kind={kind!r} is unknown. Choose {list(get_args(ModuleParallelism))}")
     registered = _kinds.setdefault(class_name, kind)
     if registered != kind:
         raise ValueError(
-            f"{class_name} is registered as {registered!r}, not {kind!r}; register it once"
+            f"{class_name} is registered as {registered!r}, not {kind!r}. Register it once"
         )
 
 
 def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
-    """Return how a module is distributed, by its class or the nearest of its base classes.
+    """Return how a module is distributed, by its class or the nearest registered base class.
 
     Args:
         module_or_name: A module or the name of a class.
 
     Returns:
-        The kind that was registered, or None.
+        The registered kind, or None.
 
     Example:
         >>> import torch
@@ -253,7 +253,7 @@ def get_module_parallelism(module_or_name: object) -> ModuleParallelism | None:
 
 @internal_api
 def _register_linear_for_last_layer_mapping() -> None:
-    """Register LinearForLastLayer as replicated, with Megatron Bridge too where it is imported."""
+    """Register LinearForLastLayer as replicated, with Megatron Bridge too if it is imported."""
     register_module_parallelism("LinearForLastLayer", "replicated")
     bridge = sys.modules.get("megatron.bridge.models.conversion.param_mapping")
     register = getattr(getattr(bridge, "AutoMapping", None), "register_module_type", None)

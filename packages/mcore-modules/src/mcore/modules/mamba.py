@@ -1,4 +1,4 @@
-"""The state that inference with Mamba layers must keep for each request."""
+"""The state of Mamba layers that inference keeps for each request."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class MambaInferenceStateConfig:
         layer_type_list: The symbol of each layer, ``"M"`` for Mamba.
         mamba_conv_states_shape: Shape of a layer's convolution state for one request.
         mamba_ssm_states_shape: Shape of a layer's state-space state for one request.
-        conv_states_dtype: Dtype of convolution states; None leaves it to the caller.
-        ssm_states_dtype: Dtype of state-space states; None leaves it to the caller.
+        conv_states_dtype: Dtype of convolution states. With None the caller decides.
+        ssm_states_dtype: Dtype of state-space states. With None the caller decides.
         mamba_chunk_size: Tokens that are processed at a time.
 
     Example:
@@ -57,14 +57,14 @@ class MambaInferenceStateConfig:
         """Return the states that a model's Mamba layers need, or None without one on this rank.
 
         Args:
-            model: One model, wrapped or not; its ``decoder`` has ``layer_type_list`` and
+            model: One model, wrapped or not. Its ``decoder`` has ``layer_type_list`` and
                 ``mamba_state_shapes_per_request()``.
             conv_states_dtype: Default: the configuration's ``params_dtype``, if it has one.
             ssm_states_dtype: Default: the same.
 
         Returns:
-            The configuration; None without a decoder, without a list of layer types, without a
-            Mamba layer in it, or where this pipeline stage has no shapes.
+            The configuration. None without a decoder, without a list of layer types, without a
+            Mamba layer in it, or if this pipeline stage has no shapes.
 
         Raises:
             ModelListError: ``model`` is a list or tuple.
@@ -93,7 +93,7 @@ class MambaInferenceStateConfig:
 
 
 def get_mamba_inference_state_config_from_model(model: Any) -> MambaInferenceStateConfig | None:
-    """Return :meth:`MambaInferenceStateConfig.from_model` with the model's own dtypes.
+    """Return :meth:`MambaInferenceStateConfig.from_model` with the dtypes of the model.
 
     Args:
         model: One model, wrapped or not.

@@ -1,4 +1,4 @@
-"""Conversion between this project's sharded state dicts and Megatron-LM's."""
+"""Conversion between sharded state dicts of this project and of Megatron-LM."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from mcore.tensor.dtensor import is_dtensor
 def to_megatron_sharded_state_dict(state_dict: Any) -> Any:
     """Return a sharded state dict whose entries are those of Megatron-LM's ``dist_checkpointing``.
 
-    For a model of Megatron-LM with modules of this package in it: its
-    ``dist_checkpointing.save`` and ``load`` take other entries for plain objects. No communication.
+    For a model of Megatron-LM with modules of this package in it. Megatron's
+    ``dist_checkpointing.save`` and ``load`` would treat other entries as plain objects. No
+    communication.
 
     Args:
-        state_dict: Nested dicts, lists and tuples; entries of this package in them are converted,
-            the local shard of a DTensor taken, and everything else stays as it is.
+        state_dict: Nested dicts, lists and tuples. Entries of this package in them are converted,
+            with the local shard of a DTensor. Everything else is returned unchanged.
 
     Returns:
-        The same structure; ``data`` is the live tensor.
+        The same structure. ``data`` is the live tensor.
 
     Raises:
         RuntimeError: megatron-core is not installed.
@@ -41,15 +42,15 @@ def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
     modules of Megatron-LM in a model. No communication.
 
     Args:
-        state_dict: Nested dicts, lists and tuples; entries of Megatron-LM in them are converted,
-            and everything else stays as it is.
+        state_dict: Nested dicts, lists and tuples. Entries of Megatron-LM in them are converted.
+            Everything else is returned unchanged.
 
     Returns:
-        The same structure; ``data`` is the live tensor.
+        The same structure. ``data`` is the live tensor.
 
     Raises:
-        ValueError: An entry is a factory; Megatron-LM's ``apply_factories`` resolves it before.
-        CheckpointingException: An entry contradicts itself or is flattened.
+        ValueError: An entry is a factory. Call Megatron-LM's ``apply_factories`` first.
+        CheckpointingException: An entry is inconsistent or flattened.
 
     Example:
         >>> from_megatron_sharded_state_dict({"step": 3})
@@ -77,7 +78,7 @@ def _to_megatron(leaf: Any) -> Any:
         theirs = importlib.import_module(_MEGATRON)
     except ImportError as error:
         raise RuntimeError(
-            f"entries for Megatron-LM need megatron-core: {error}; pip install megatron-core"
+            f"entries for Megatron-LM need megatron-core: {error}. Run pip install megatron-core"
         ) from error
     kind = getattr(theirs, type(leaf).__name__)
     if isinstance(leaf, LocalNonpersistentObject):
@@ -97,7 +98,7 @@ def _from_megatron(leaf: Any) -> Any:
     name = next((name for name in _ENTRY_CLASSES if name in kinds), None)
     if name is None:
         raise ValueError(
-            f"the entry {getattr(leaf, 'key', '')!r} is a {type(leaf).__name__}; resolve it with "
+            f"the entry {getattr(leaf, 'key', '')!r} is a {type(leaf).__name__}. Resolve it with "
             "megatron.core.dist_checkpointing.mapping.apply_factories() before"
         )
     kind: Any = _ENTRY_CLASSES[name]

@@ -19,15 +19,15 @@ _SYMMETRIC_AR_CHOICES = (*get_args(SymmetricAllReduce), None)
 class MegatronModule(torch.nn.Module):
     """A torch module with a configuration, sharded state dicts and model-wide switches.
 
-    Attributes that carry meaning when a module has them: ``config``, ``vp_stage`` (its virtual
+    The methods read these attributes if a module has them: ``config``, ``vp_stage`` (its virtual
     pipeline stage), ``pg_collection`` (its ProcessGroups), ``tp_group`` (its tensor-parallel
     group).
 
-    ``copy.deepcopy`` copies parameters, buffers and configuration and shares process groups, those
-    of the modules below too, which cannot be copied.
+    ``copy.deepcopy`` copies parameters, buffers and configuration. Process groups, also of the
+    modules below, cannot be copied and are shared.
 
     Args:
-        config: Any configuration object, usually a :class:`TransformerConfig`; stored as it is.
+        config: Any configuration object, usually a :class:`TransformerConfig`, stored unchanged.
 
     Example:
         >>> import torch
@@ -48,7 +48,7 @@ class MegatronModule(torch.nn.Module):
     def state_dict_for_save_checkpoint(
         self, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Return the state dict that goes into a checkpoint; override it to save something else.
+        """Return the state dict for a checkpoint. Override it to save something else.
 
         Args:
             prefix: Put before each key.
@@ -70,35 +70,35 @@ class MegatronModule(torch.nn.Module):
         sharded_offsets: Sequence[tuple[int, int, int]] = (),
         metadata: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
-        """Describe where each tensor of this module lies in the whole model's checkpoint.
+        """Describe the position of each tensor of this module in the whole model's checkpoint.
 
-        Own parameters, persistent buffers and extra state are replicated over the tensor-parallel
-        and data-parallel groups; children that have a ``sharded_state_dict`` describe themselves.
-        A module with tensors split over ranks overrides this method. No communication and no host
-        sync: meta tensors work too. A state-dict hook of this module sees its own entries, without
-        the prefix and without those of its children.
+        Parameters, persistent buffers and extra state of this module are replicated over the
+        tensor-parallel and data-parallel groups. Children with a ``sharded_state_dict`` describe
+        themselves. A module with tensors split over ranks overrides this method. No communication
+        and no host sync: meta tensors work too. A state-dict hook of this module gets the entries
+        of this module only, without the prefix.
 
-        Groups are resolved by the outermost module and passed down in a copy of ``metadata``.
-        Tensor-parallel: ``self.tp_group``, ``self.pg_collection.tp``, ``metadata["tp_group"]``, the
-        default ProcessGroups, none. Data-parallel with context-parallel:
-        ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default ProcessGroups, one
-        rank if the other groups fill the world, the world if nothing splits the model. The
-        pipeline is that of ``self.pg_collection``, of the default, or the configuration's size.
+        Groups are resolved by the outermost module and passed down in a copy of ``metadata``. The
+        first of these is used. Tensor-parallel: ``self.tp_group``, ``self.pg_collection.tp``,
+        ``metadata["tp_group"]``, the default ProcessGroups, none. Data-parallel with
+        context-parallel: ``metadata["dp_cp_group"]``, ``self.pg_collection.dp_cp``, the default
+        ProcessGroups, a single rank if the other groups fill the world, the world if nothing splits
+        the model. Pipeline: ``self.pg_collection``, the default, the configuration's size.
 
         Args:
             prefix: Put before each key, with its trailing dot.
             sharded_offsets: ``(axis, index, count)`` for each leading axis that this module's
-                tensors get in the checkpoint, such as the layer's number; axes 0, 1, ...
-            metadata: Passed to all modules below; not changed.
+                tensors get in the checkpoint, such as the layer's number. The axes are 0, 1, ...
+            metadata: Passed to all modules below, not changed.
 
         Returns:
-            A ShardedTensor (or ShardedObject for extra state) for each key; its ``data`` is the
+            A ShardedTensor (or ShardedObject for extra state) for each key. Its ``data`` is the
             live parameter or buffer.
 
         Raises:
             TypeError: ``metadata`` is not a dict.
-            ValueError: Bad offsets, two entries with one key, or a group is unknown, so that a
-                tensor might be written twice or not at all (this one is also a RuntimeError).
+            ValueError: Bad offsets, or two entries with one key. Also, as a RuntimeError too, if a
+                group is unknown: a tensor might be written twice or not at all.
 
         Example:
             >>> import torch
@@ -110,10 +110,10 @@ class MegatronModule(torch.nn.Module):
         return sharded_state_dict_of(self, prefix, sharded_offsets, metadata)
 
     def set_is_first_microbatch(self) -> None:
-        """Tell quantised layers that weights have changed, so that they refresh cached copies.
+        """Make quantised layers refresh their cached copies of weights that have changed.
 
         Sets ``is_first_microbatch`` to True on this module and all below it that have the
-        attribute, if the configuration switches any of fp8, fp4, use_kitchen, quant_recipe on; does
+        attribute, if the configuration enables any of fp8, fp4, use_kitchen, quant_recipe. Does
         nothing otherwise.
 
         Example:
@@ -126,7 +126,7 @@ class MegatronModule(torch.nn.Module):
         """
         if not any(is_switched_on(read_field(self.config, n, None)) for n in _QUANTISATION_FIELDS):
             return
-        # Written out, since a shared walk takes twice as long on a model of many layers.
+        # Not iter_modules(): it takes twice as long on a model of many layers.
         pending: list[Any] = [self]
         seen: set[int] = set()
         set_by_class: set[int] = set()
@@ -151,15 +151,14 @@ class MegatronModule(torch.nn.Module):
     def set_symmetric_ar(self, set_to: str | None = None) -> None:
         """Choose the all-reduce algorithm of all layers that can use symmetric memory.
 
-        Those are this module and all below it that have the attribute ``symmetric_ar_type``; it is
-        set on each, together with ``_symmetric_ar_cache``.
+        Sets ``symmetric_ar_type`` on this module and all below it that have the attribute.
 
         Args:
             set_to: ``"two_shot"``, ``"one_shot"``, ``"multimem_all_reduce"``, or None for the
                 usual all-reduce.
 
         Raises:
-            ValueError: Another value; nothing is changed.
+            ValueError: Another value. Nothing is changed.
 
         Example:
             >>> module = MegatronModule(None)
@@ -169,14 +168,13 @@ class MegatronModule(torch.nn.Module):
             'one_shot'
         """
         if set_to not in _SYMMETRIC_AR_CHOICES:
-            raise ValueError(f"set_to={set_to!r} is unknown; choose {list(_SYMMETRIC_AR_CHOICES)}")
+            raise ValueError(f"set_to={set_to!r} is unknown. Choose {list(_SYMMETRIC_AR_CHOICES)}")
         for module in iter_modules(self):
             if has_plain_attribute(module, "symmetric_ar_type"):
-                module._symmetric_ar_cache = set_to  # type: ignore[assignment]
                 module.symmetric_ar_type = set_to  # type: ignore[assignment]
 
     def refresh_cache(self) -> None:
-        """Do nothing; override it to drop what was computed from weights that were just replaced.
+        """Do nothing. Override it to drop values computed from weights that were just replaced.
 
         Example:
             >>> MegatronModule(None).refresh_cache()

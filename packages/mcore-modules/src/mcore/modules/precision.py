@@ -1,4 +1,4 @@
-"""Casts between float32 and 16-bit floats of every tensor in nested data structures."""
+"""Casts between float32 and 16-bit floats for every tensor in nested containers."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-# Names of this module are found faster than attributes of torch, once for each of many leaves.
+# Globals of this module are faster than attributes of torch, which counts with many leaves.
 _Tensor = torch.Tensor
 _is_traced = torch.compiler.is_dynamo_compiling
-_TRACED_DEPTH = 16  # torch.compile itself gives up before twice as many levels are inlined
+_TRACED_DEPTH = 16  # torch.compile cannot inline twice as many levels
 _FP32_DTYPES = frozenset({torch.float32})
 _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
@@ -25,7 +25,7 @@ def _legacy_types(name: str) -> tuple[type, ...]:
     return tuple(kind for kind in found if kind is not None)
 
 
-# For importers of the documented names; decisions here are by dtype, which covers all devices.
+# Documented names, for importers. This module decides by dtype, which covers all devices.
 _FLOAT_TYPES = _legacy_types("FloatTensor")
 _HALF_TYPES = _legacy_types("HalfTensor")
 _BF16_TYPES = _legacy_types("BFloat16Tensor")
@@ -35,20 +35,20 @@ def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
     """Apply a function to every leaf of nested containers and return the same structure.
 
     Containers are list, tuple, NamedTuple, torch.return_types, deque, dict and other mappings that
-    can be copied, TensorDict among them (a default factory and a maximal length are kept),
-    dataclass instances and SimpleNamespace, and subclasses of these, whose constructors are not
-    called. One in which nothing changes is returned itself, so that a callee may fill it; the
-    others are rebuilt, and the caller's objects stay as they are. Everything else is a leaf:
-    tensors, torch.Size, strings, numbers, None, sets, modules and other objects.
+    can be copied, also TensorDict, dataclass instances and SimpleNamespace, and subclasses of
+    these. A default factory and a maximal length are kept, and constructors of subclasses are not
+    called. A container without a changed leaf is returned itself, so a callee may fill it. Others
+    are rebuilt, and the caller's objects are not changed. Everything else is a leaf: tensors,
+    torch.Size, strings, numbers, None, sets, modules and other objects.
 
     A tensor that occurs twice is converted once and is one object in the result too.
 
     Args:
         val: A leaf or nested containers.
-        conversion: Called with each leaf; its result takes the leaf's place.
+        conversion: Called with each leaf. Its result replaces the leaf.
 
     Returns:
-        The converted structure; containers have the types they had.
+        The converted structure, with the same container types.
 
     Raises:
         ValueError: A container contains itself.
@@ -72,7 +72,7 @@ def fp32_to_float16(val: Any, float16_convertor: Callable[[torch.Tensor], torch.
         float16_convertor: The cast, such as ``torch.Tensor.bfloat16``.
 
     Returns:
-        The same structure with 16-bit tensors in place of float32 tensors.
+        The same structure with 16-bit tensors instead of float32 tensors.
 
     Raises:
         ValueError: A container contains itself.
@@ -95,7 +95,7 @@ def float16_to_fp32(val: Any) -> Any:
         val: A leaf or nested containers.
 
     Returns:
-        The same structure with float32 tensors in place of 16-bit tensors.
+        The same structure with float32 tensors instead of 16-bit tensors.
 
     Raises:
         ValueError: A container contains itself.
@@ -109,9 +109,9 @@ def float16_to_fp32(val: Any) -> Any:
 
 
 class _Conversion:
-    """One conversion of nested containers, of tensors of some dtypes (None: of all leaves).
+    """A conversion of the tensors of some dtypes (None: of all leaves) in nested containers.
 
-    Tensors on which the attribute ``exempting`` is true are left as well.
+    Tensors with a true attribute ``exempting`` are not converted.
     """
 
     __slots__ = (
@@ -133,17 +133,17 @@ class _Conversion:
         self._conversion = conversion
         self._dtypes = dtypes
         self._exempting = exempting
-        # Not every torch.compile can trace id(): tensors are keys themselves there, and containers
-        # the number of those around them.
+        # Not every torch.compile can trace id(). When traced, the keys are the tensors themselves,
+        # and for containers their depth.
         self._is_traced = _is_traced()
-        # Keeps each source alive, so that its id cannot be used again while the call runs.
+        # Keeps each source alive: a freed id could be reused during the call.
         self._converted: dict[Any, tuple[torch.Tensor, Any]] = {}
         self._inside: set[int] = set()
-        # Counted, since torch.compile cannot compare what containers hold by identity.
+        # Counted, since torch.compile cannot compare the items of containers by identity.
         self._changes = 0
 
     def each(self, vals: Iterable[Any]) -> list[Any]:
-        """Convert values in one loop for all items of a container, since calls double the cost."""
+        """Convert all items of a container in one loop: a call for each doubles the cost."""
         conversion, converted = self._conversion, self._converted
         dtypes, exempting, is_traced = self._dtypes, self._exempting, self._is_traced
         results = []
@@ -172,14 +172,14 @@ class _Conversion:
         if kind is None:
             return val if self._dtypes is not None else self._leaf(val)
         parts, rebuild = kind
-        # Asked again: after a graph break this runs in Python too.
+        # Checked here too: after a graph break this code runs in Python.
         is_traced = self._is_traced and _is_traced()
         key = len(self._inside) if is_traced else id(val)
         if key in self._inside or (is_traced and key == _TRACED_DEPTH):
             raise ValueError(
                 f"a {type(val).__name__} contains itself"
-                + (f", or has {key} others around it, too many to compile" if is_traced else "")
-                + "; pass nested containers without cycles"
+                + (f", or is inside {key} others, too many to compile" if is_traced else "")
+                + ". Pass nested containers without cycles"
             )
         self._inside.add(key)
         try:
@@ -257,7 +257,7 @@ def _rebuild_proxy(val: Mapping[Any, Any], items: list[Any]) -> Mapping[Any, Any
 
 
 def _rebuild_mapping(val: Any, items: list[Any]) -> Any:
-    """Rebuild a mapping by its own copy, which keeps what a constructor would lose."""
+    """Rebuild a mapping from a copy: a constructor would lose its attributes."""
     rebuilt = copy.copy(val) if isinstance(val, (dict, UserDict)) else val.copy()
     if getattr(val, "__dict__", None) is val:
         rebuilt.__dict__ = rebuilt
@@ -276,9 +276,9 @@ def _dataclass_mapping_parts(val: Any) -> list[Any]:
 
 
 def _rebuild_dataclass_mapping(val: Any, items: list[Any]) -> Any:
-    """Rebuild a mapping whose items are also its dataclass fields, as in transformers' ModelOutput.
+    """Rebuild a mapping with its items as dataclass fields too, as in transformers' ModelOutput.
 
-    Its constructor is not called, since it may validate or require fields that are None.
+    Its constructor is not called: it may validate, or require fields that are None.
     """
     kind: Any = type(val)
     rebuilt = kind.__new__(kind)
@@ -302,7 +302,7 @@ def _dataclass_parts(val: Any) -> list[Any]:
 
 
 def _rebuild_dataclass(val: Any, items: list[Any]) -> Any:
-    # Not dataclasses.replace: it fails on init=False fields and runs __post_init__ again.
+    # Not dataclasses.replace: it fails on init=False fields and calls __post_init__.
     rebuilt = copy.copy(val)
     for name, item in zip(_field_names(val), items, strict=True):
         object.__setattr__(rebuilt, name, item)
@@ -316,7 +316,7 @@ def _rebuild_namespace(val: SimpleNamespace, items: list[Any]) -> SimpleNamespac
 
 
 class _Kind(NamedTuple):
-    """How the parts of a container are found, and how it is rebuilt from others."""
+    """Functions that return the parts of a container, and rebuild it from other parts."""
 
     parts: Parts
     rebuild: Rebuild
@@ -351,7 +351,7 @@ def _find_kind(val: Any) -> _Kind | None:
     if isinstance(val, Mapping):
         if is_dataclass(val) and isinstance(val, dict):
             return _Kind(_dataclass_mapping_parts, _rebuild_dataclass_mapping)
-        # One that cannot be copied shallowly cannot be rebuilt either.
+        # A mapping without a shallow copy cannot be rebuilt.
         return _MAPPING if isinstance(val, dict) or hasattr(val, "copy") else None
     if is_dataclass(val):
         return _Kind(_dataclass_parts, _rebuild_dataclass)

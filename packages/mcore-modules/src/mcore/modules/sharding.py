@@ -1,4 +1,4 @@
-"""Sharded state dicts of modules: the walk over the tree, and its groups."""
+"""Sharded state dicts of modules: the walk over the module tree, and its groups."""
 
 from __future__ import annotations
 
@@ -31,27 +31,26 @@ def sharded_state_dict_of(
 ) -> Entries:
     """Return the sharded state dict of a module and all below it.
 
-    Own tensors of the module are replicated. A child that has ``sharded_state_dict`` describes
-    itself. A child that has none is replicated as a whole, or walked through in the same way if
-    something below it has one, such as a ModuleList of layers. A child under two names has both
-    keys, as in ``state_dict``; what torch.compile puts around a child is no part of them. No
-    communication.
+    Tensors of the module itself are replicated. A child with ``sharded_state_dict`` describes
+    itself. A child without it is replicated as a whole, or walked in the same way if a module below
+    it has the method, such as a ModuleList of layers. A child under two names has both keys, as in
+    ``state_dict``. Keys do not contain the wrapper of torch.compile. No communication.
 
     Args:
-        module: Any module; its own ``sharded_state_dict`` is not called.
+        module: Any module. Its ``sharded_state_dict`` is not called.
         prefix: Put before each key, with its trailing dot.
-        sharded_offsets: ``(axis, index, count)`` for each leading axis to put before those of the
-            tensors; axes 0, 1, ...
+        sharded_offsets: ``(axis, index, count)`` for each leading axis to put before the axes of
+            the tensors. The axes are 0, 1, ...
         metadata: Passed to all modules below in a copy that holds the groups.
-        tp_group: The tensor-parallel group, before any that ``module`` has.
+        tp_group: The tensor-parallel group, preferred over the groups of ``module``.
 
     Returns:
         A ShardedTensor or ShardedObject for each key.
 
     Raises:
         TypeError: ``metadata`` is not a dict, or an offset is not a triple of ints.
-        ValueError: Bad offsets, two entries with one key, or an unknown group (which is a
-            RuntimeError too).
+        ValueError: Bad offsets, two entries with one key, or an unknown group (then also a
+            RuntimeError).
 
     Example:
         >>> import torch
@@ -69,22 +68,22 @@ def _with_resolved_groups(
 ) -> dict[str, Any]:
     """Return a copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
     if metadata is not None and not isinstance(metadata, dict):
-        raise TypeError(f"metadata is a {type(metadata).__name__}; pass a dict or None")
-    own = attribute_or_none(module, "pg_collection")
-    own_tp = attribute_or_none(module, "tp_group")
-    if own is None and own_tp is None and tp_group is None and _is_resolved(metadata):
+        raise TypeError(f"metadata is a {type(metadata).__name__}. Pass a dict or None")
+    groups = attribute_or_none(module, "pg_collection")
+    module_tp = attribute_or_none(module, "tp_group")
+    if groups is None and module_tp is None and tp_group is None and _is_resolved(metadata):
         return metadata
     resolved = dict(metadata or {})
     tp = _first_group(
         tp_group,
-        own_tp,
-        getattr(own, "tp", None),
+        module_tp,
+        getattr(groups, "tp", None),
         resolved.get("tp_group"),
     )
-    dp_cp = _first_group(resolved.get("dp_cp_group"), getattr(own, "dp_cp", None))
+    dp_cp = _first_group(resolved.get("dp_cp_group"), getattr(groups, "dp_cp", None))
     if tp is None or dp_cp is None:
         sizes = _model_sizes(attribute_or_none(module, "config"))
-        pp_group = getattr(own, "pp", None)
+        pp_group = getattr(groups, "pp", None)
         tp, dp_cp = resolve_groups(tp, dp_cp, pp_group=pp_group, model_sizes=sizes)
     resolved["tp_group"], resolved["dp_cp_group"] = tp, dp_cp
     return resolved
@@ -118,24 +117,24 @@ def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
         return ()
     if any(len(offset) != 3 or any(type(n) is not int for n in offset) for offset in checked):
         raise TypeError(
-            f"sharded_offsets is {offsets!r}; pass triples of ints (axis, index, count)"
+            f"sharded_offsets is {offsets!r}. Pass triples of ints (axis, index, count)"
         )
     if sorted(offset[0] for offset in checked) != list(range(len(checked))):
         raise ValueError(
-            f"sharded_offsets {checked} has axes {[o[0] for o in checked]}; the axes put before "
-            f"those of the tensors are {list(range(len(checked)))}, each once"
+            f"sharded_offsets {checked} has axes {[o[0] for o in checked]}. Pass the axes "
+            f"{list(range(len(checked)))}, each once: they precede the axes of the tensors"
         )
     for axis, index, count in checked:
         if not 0 <= index < count:
             raise ValueError(
-                f"sharded_offsets {checked} has index {index} of {count} on axis {axis}; "
-                "0 <= index < count is needed"
+                f"sharded_offsets {checked} has index {index} of {count} on axis {axis}. Pass "
+                "0 <= index < count"
             )
     return checked  # type: ignore[return-value]  # lengths are checked above
 
 
 def describes_by_walk(method: _Method) -> _Method:
-    """Mark a ``sharded_state_dict`` that does what the walk does, which then need not call it."""
+    """Mark a ``sharded_state_dict`` that is equivalent to the walk, which then need not call it."""
     method.describes_by_walk = method  # type: ignore[attr-defined]
     return method
 
@@ -149,7 +148,7 @@ def _entries(
 
 
 class _Walk:
-    """A walk over modules; tensors of neighbours wait, so that one call describes them all."""
+    """A walk over modules. Tensors of plain modules wait, to describe many in one call."""
 
     def __init__(self, prefix: str, offsets: Offsets, metadata: dict[str, Any]) -> None:
         self._prefix = prefix
@@ -159,16 +158,16 @@ class _Walk:
         self._waiting: dict[str, Any] = {}
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
-        """Add a module's own state and all below it."""
-        own = _plain_tensors(module) if _is_plain(module) else _own_state(module)
-        self._wait(own, path)
+        """Add the state of a module and of all below it."""
+        state = _plain_tensors(module) if _is_plain(module) else _own_state(module)
+        self._wait(state, path)
         # named_children() would drop the second name of a shared child.
         for name, child in module._modules.items():
             if child is not None:
                 self._add(_not_compiled(child), f"{path}{name}.")
 
     def entries(self) -> Entries:
-        """Describe what waits, and return all entries."""
+        """Describe the waiting tensors, and return all entries."""
         if self._waiting:
             described = _replicated_entries(
                 self._waiting, self._prefix, self._offsets, self._metadata
@@ -197,7 +196,7 @@ class _Walk:
     def _walks_on(self, child: torch.nn.Module) -> bool:
         """Return whether a child's method would do the same with the same groups."""
         method = getattr(type(child), "sharded_state_dict", None)
-        # Itself, since functools.wraps copies the mark to a method that does something else.
+        # The method is its own mark, since functools.wraps copies marks to other methods.
         is_ours = method is not None and getattr(method, "describes_by_walk", None) is method
         if "sharded_state_dict" in vars(child) or not is_ours:
             return False
@@ -218,7 +217,7 @@ _PLAIN = torch.nn.Module
 
 
 def _is_plain(module: torch.nn.Module) -> bool:
-    """Return whether a module's own state is its tensors, without hooks and methods of its own."""
+    """Return whether a module's state is only its tensors, without hooks and overridden methods."""
     kind = type(module)
     return not (
         module._state_dict_hooks
@@ -230,7 +229,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
 
 
 def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
-    """Return the own part of a plain module's state dict, several times faster."""
+    """Return a plain module's part of the state dict, several times faster than torch."""
     tensors: dict[str, Any] = {
         name: tensor for name, tensor in module._parameters.items() if tensor is not None
     }
@@ -249,7 +248,7 @@ def _needs_walk(module: torch.nn.Module) -> bool:
 
 
 def _not_compiled(module: torch.nn.Module) -> torch.nn.Module:
-    """Return the module inside one of torch.compile, whose name is no part of keys."""
+    """Return the module inside a wrapper of torch.compile, which is not part of keys."""
     while type(module).__name__ == "OptimizedModule":
         module = module._modules["_orig_mod"] or module
     return module
@@ -274,16 +273,16 @@ def _replicated_entries(
 
 def _own_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return the module's part of its ``state_dict``: live parameters, with its hooks applied."""
-    own: Any = OrderedDict()
+    state: Any = OrderedDict()
     local_metadata = {"version": module._version}
-    own._metadata = OrderedDict({"": local_metadata})
+    state._metadata = OrderedDict({"": local_metadata})
     for before in module._state_dict_pre_hooks.values():
         before(module, "", True)
-    module._save_to_state_dict(own, "", True)
+    module._save_to_state_dict(state, "", True)
     for after in module._state_dict_hooks.values():
-        replaced = after(module, own, "", local_metadata)
-        own = own if replaced is None else replaced
-    return own  # type: ignore[no-any-return]
+        replaced = after(module, state, "", local_metadata)
+        state = state if replaced is None else replaced
+    return state  # type: ignore[no-any-return]
 
 
 def _merge(entries: Entries, more: Entries) -> None:
@@ -293,4 +292,4 @@ def _merge(entries: Entries, more: Entries) -> None:
 
 
 def _one_key(key: str) -> ValueError:
-    return ValueError(f"two entries have the key {key!r}; give one of the modules another prefix")
+    return ValueError(f"two entries have the key {key!r}. Give one of the modules another prefix")

@@ -37,9 +37,9 @@ def iter_modules(root: torch.nn.Module) -> Iterator[torch.nn.Module]:
 
 
 def has_plain_attribute(module: object, name: str) -> bool:
-    """Return whether a module or its class has an attribute, parameters, buffers, children aside.
+    """Return whether a module or its class has an attribute, except parameters and children.
 
-    Much faster than ``hasattr`` for what is missing, as it is on most modules of a model.
+    Much faster than ``hasattr`` if the attribute is missing, as on most modules of a model.
     """
     return name in module.__dict__ or hasattr(type(module), name)
 
@@ -53,9 +53,9 @@ def has_own_attribute(owner: Any, name: str) -> bool:
 
 
 def attribute_or_none(module: object, name: str) -> Any:
-    """Return a plain attribute, or what the module's own ``__getattr__`` forwards, or None.
+    """Return a plain attribute, or the result of an overridden ``__getattr__``, or None.
 
-    Much faster than ``getattr`` with a default where torch's own ``__getattr__`` would raise.
+    Much faster than ``getattr`` with a default if torch's ``__getattr__`` would raise.
     """
     getattr_is_torchs = getattr(type(module), "__getattr__", None) is torch.nn.Module.__getattr__
     if getattr_is_torchs and not has_plain_attribute(module, name):
@@ -64,23 +64,23 @@ def attribute_or_none(module: object, name: str) -> Any:
 
 
 def copy_sharing_groups(module: _ModuleT, memo: dict[int, Any]) -> _ModuleT:
-    """Return what ``copy.deepcopy`` would, but share process groups, which cannot be copied.
+    """Copy a module as ``copy.deepcopy``, but share process groups, which cannot be copied.
 
-    For ``__deepcopy__``. Device meshes and ProcessGroups are shared too, wherever modules below
-    hold them: in dicts, namespaces and other objects.
+    For ``__deepcopy__``. Device meshes and ProcessGroups are shared too, also if modules below
+    hold them in dicts, namespaces and other objects.
     """
-    if _WALKED not in memo:  # the outermost copy has found all below
+    if _WALKED not in memo:  # the outermost copy finds the groups of all modules below
         memo.update({id(shared): shared for shared in _shared_objects(module)})
         memo[_WALKED] = True
     copied = type(module).__new__(type(module))
     memo[id(module)] = copied
-    # What object's reduce gives as state on every Python version, __getstate__ honoured.
+    # The state from object.__reduce_ex__: uses __getstate__, on every Python version.
     state = copy.deepcopy(module.__reduce_ex__(4)[2], memo)
     copied.__setstate__(state)  # type: ignore[no-untyped-call]
     return copied
 
 
-_WALKED: Any = "mcore.modules"  # no id, which the other keys are
+_WALKED: Any = "mcore.modules"  # a string: the other keys of a memo are ids
 _SHARED = (dist.ProcessGroup, DeviceMesh, ProcessGroups)
 _ATOMS = (
     str,
@@ -97,7 +97,7 @@ _ATOMS = (
 
 
 def _shared_objects(root: object) -> Iterator[Any]:
-    """Yield the groups that a copy of an object would reach."""
+    """Yield the groups that a deep copy of an object would copy."""
     seen: set[int] = set()
     pending: list[Any] = [root]
     while pending:

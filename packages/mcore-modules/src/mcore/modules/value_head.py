@@ -1,4 +1,4 @@
-"""Value heads, and the hooks that put one into a model's last stage."""
+"""Value heads, and hooks that add them to a model's last stage."""
 
 from __future__ import annotations
 
@@ -44,37 +44,37 @@ def create_value_head_hook(
 ) -> Callable[[Any], ModelList]:
     """Return a hook that replaces the output layer of the last pipeline stage by a value head.
 
-    The hook must run on all stages, before the model is wrapped for data parallelism; other
-    wrappers are seen through. The head lies on the device and has the dtype of the layer it
-    replaces, else of the model's first parameter. Embeddings that were tied to the output layer are
-    untied on all stages, see :func:`untie_embeddings`. All tensor-parallel ranks of the last stage
-    must call the hook: with ``broadcast_init`` it broadcasts the head from the group's first rank,
-    since random numbers may differ between them.
+    The hook must run on all stages, before the model is wrapped for data parallelism. Other
+    wrappers are allowed. The head has the device and dtype of the replaced layer, else of the
+    model's first parameter. Embeddings tied to the output layer are untied on all stages, see
+    :func:`untie_embeddings`. All tensor-parallel ranks of the last stage must call the hook: with
+    ``broadcast_init`` it broadcasts the head from the group's first rank, since the random numbers
+    of the ranks may differ.
 
     Args:
         hidden_size: Width of the last hidden states.
         sequence_parallel: They are split along the sequence over the tensor-parallel group.
         output_size: Number of outputs.
-        pp_group: The pipeline group. Default: that of ``pg_collection``, of the chunk's, else of
-            the default ProcessGroups. Without one, a chunk's boolean ``post_process`` decides, else
-            it is the last.
-        vp_size: Chunks per pipeline rank; None for one.
+        pp_group: The pipeline group. Default: that of ``pg_collection``, of the chunk's
+            ``pg_collection``, else of the default ProcessGroups. Without a group, the chunk's
+            boolean ``post_process`` decides. Without both, the chunk is the last stage.
+        vp_size: Chunks per pipeline rank, None for one.
         tp_group: The head's tensor-parallel group. Default: that of ``pg_collection``, of the
-            chunk's, else of the default ProcessGroups.
+            chunk's ``pg_collection``, else of the default ProcessGroups.
         pg_collection: The process groups of this rank.
         output_layer_path: Dotted path of the output layer below a chunk.
-        broadcast_init: Make the head equal on all tensor-parallel ranks. False for a build on the
+        broadcast_init: Make the head equal on all tensor-parallel ranks. False for a head on the
             meta device.
-        bias: Give the head a bias.
+        bias: Add a bias to the head.
         dropout: Probability of dropping an input of the head in training.
-        fp32_head: Make the head in float32 and keep it so when the model is cast.
-        init_method: Fills the weight in place; None for that of ``torch.nn.Linear``.
+        fp32_head: Make the head in float32 and keep it in float32 when the model is cast.
+        init_method: Fills the weight in place, None for that of ``torch.nn.Linear``.
 
     Returns:
-        ``hook(model)``, which takes a model or a list of chunks, changes it in place and returns
-        the list. It raises TypeError for a chunk that is wrapped for data parallelism, and
-        ValueError where the number of chunks does not fit, the path leads nowhere, or the chunk's
-        configuration has tensor-parallel ranks or pipeline stages and their group is unknown.
+        ``hook(model)``, which changes a model or a list of chunks in place and returns the list.
+        It raises TypeError for a chunk that is wrapped for data parallelism, and ValueError if the
+        number of chunks is wrong, the path does not exist, or the chunk's configuration has
+        tensor-parallel ranks or pipeline stages and their group is unknown.
 
     Raises:
         ValueError: A size is not a whole number >= 1, or ``dropout`` is not a probability.
@@ -88,8 +88,8 @@ def create_value_head_hook(
     """
     for name, size in (("hidden_size", hidden_size), ("output_size", output_size)):
         if not isinstance(size, Integral) or size < 1:
-            raise ValueError(f"{name} is {size!r}; pass a whole number >= 1")
-    torch.nn.Dropout(dropout)  # refuses what is no probability now
+            raise ValueError(f"{name} is {size!r}. Pass a whole number >= 1")
+    torch.nn.Dropout(dropout)  # raises now, not in the hook, if it is not a probability
     _register_linear_for_last_layer_mapping()
     make = partial(
         LinearForLastLayer,
@@ -158,27 +158,27 @@ def _last_chunks(
     stages = configured_size(chunks[0], "pipeline")
     if not isinstance(is_last, bool) and stages > 1:
         raise ValueError(
-            f"the configuration has {stages} pipeline stages, and neither a pipeline group nor "
-            "post_process says which is the last; pass pp_group or a pg_collection with pp"
+            f"the configuration has {stages} pipeline stages, and without a pipeline group or "
+            "post_process the last one is unknown. Pass pp_group or a pg_collection with pp"
         )
     return chunks if is_last is not False else []
 
 
 def _tp_group(chunk: Any, given: Any, pg_collection: Any, broadcast: bool) -> Any:
-    """Return the head's group; ValueError if it is unknown and ranks would make different heads."""
+    """Return the head's group. ValueError if it is unknown: ranks would make different heads."""
     group = given if given is not None else find_group("tp", chunk, pg_collection)
     ranks = configured_size(chunk, "tensor")
     if group is None and broadcast and ranks > 1:
         raise ValueError(
-            f"the configuration has {ranks} tensor-parallel ranks, each of which would make "
-            "another head; pass tp_group or a pg_collection with tp, or call "
+            f"the configuration has {ranks} tensor-parallel ranks, and each would make a "
+            "different head. Pass tp_group or a pg_collection with tp, or call "
             "set_default_process_groups()"
         )
     return group
 
 
 def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
-    """Return the module that has, or gets, the output layer, inside all wrappers."""
+    """Return the module inside all wrappers that has or will have the output layer."""
     *parents, name = path.split(".")
     models = list(iter_wrapped_models(chunk))
     first = path.partition(".")[0]
@@ -186,13 +186,14 @@ def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
     if not has_own_attribute(owner, first) and hasattr(owner, first):
         raise ValueError(
             f"{type(owner).__name__} only forwards {first!r} to a model inside, which would not "
-            "get the head; pass that model, or name its attribute with register_model_wrapper()"
+            "use the head. Pass that model, or name its attribute with register_model_wrapper()"
         )
     for parent in parents:
         owner = getattr(owner, parent, None)
         if owner is None:
             raise ValueError(
-                f"output_layer_path {path!r} leads nowhere at {parent!r} of {type(chunk).__name__}"
+                f"output_layer_path {path!r} does not exist: {type(chunk).__name__} has no "
+                f"{parent!r}"
             )
     return owner, name
 
@@ -200,7 +201,7 @@ def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
 def _make_like(
     replaced: Any, chunk: Any, make: Callable[..., LinearForLastLayer], group: Any, in_fp32: bool
 ) -> LinearForLastLayer:
-    """Make the head with device, dtype and mode of what it replaces."""
+    """Make the head with device, dtype and mode of the replaced layer."""
     like = _tensor_like(replaced, chunk)
     place = {} if like is None else {"device": like.device, "dtype": like.dtype}
     if in_fp32:
@@ -223,7 +224,7 @@ def _broadcast(head: LinearForLastLayer) -> None:
         return
     if head.weight.is_meta:
         raise ValueError(
-            "a head on the meta device has no values to broadcast; pass broadcast_init=False"
+            "a head on the meta device has no values to broadcast. Pass broadcast_init=False"
         )
     source = get_pg_src_rank(head.tp_group)
     for parameter in head.parameters():

@@ -1,4 +1,4 @@
-"""Keys of a state dict with and without the name through which a wrapper holds its module."""
+"""Keys of a state dict with and without ``module.``, the name of a module in its wrapper."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 _NAME = "module"
-_CHILD = f"{_NAME}."  # what a wrapper puts before the keys of the module inside
+_CHILD = f"{_NAME}."  # the prefix of keys of the module inside a wrapper
 
 
 def add_wrapper_to_keys(
     state_dict: MutableMapping[str, Any], prefix: str, own_keys: Callable[[], Collection[str]]
 ) -> None:
-    """Put ``module.`` behind the prefix of keys, in place; ``own_keys`` is called only in doubt."""
+    """Put ``module.`` after the prefix of keys, in place. ``own_keys`` is called only in doubt."""
     keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
     if _have_wrapper(keys, own_keys):
         return
@@ -42,19 +42,19 @@ def without_wrapper_in_keys(
 
 
 def _have_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
-    """Count matches: the wrapped module may have a child called ``module`` itself."""
+    """Count matching keys, since the wrapped module may have a child called ``module`` too."""
     if not any(key.startswith(_CHILD) for key in keys):
         return False
-    own = own_keys()
-    without = sum(key in own for key in keys)
-    with_wrapper = sum(key.startswith(_CHILD) and key[len(_CHILD) :] in own for key in keys)
+    inside = own_keys()
+    without = sum(key in inside for key in keys)
+    with_wrapper = sum(key.startswith(_CHILD) and key[len(_CHILD) :] in inside for key in keys)
     if without or with_wrapper:
         return with_wrapper > without
     return all(key.startswith(_CHILD) for key in keys)
 
 
 def repeat_versions_below_wrapper(state: Mapping[str, Any], prefix: str) -> None:
-    """Repeat versions under ``module``, the name through which a parent loads the wrapper."""
+    """Repeat versions under ``module``, the name by which a parent loads the wrapper."""
     metadata = getattr(state, "_metadata", None)
     if metadata is None or not prefix:
         return
@@ -64,22 +64,22 @@ def repeat_versions_below_wrapper(state: Mapping[str, Any], prefix: str) -> None
 
 
 def wrapped_names(inside: torch.nn.Module) -> dict[str, str]:
-    """Return the names in a wrapped module that torch finds only through its wrapper's child."""
+    """Return names inside a wrapper, which torch finds only through the child ``module``."""
     return _Names.fromkeys((*inside._modules, *inside._parameters, *inside._buffers), _NAME)
 
 
 class _Names(dict[str, str]):
-    """Refuses the child's own name, under which torch would store the state of an optimizer.
+    """Refuses the name of the child, under which torch would store the state of an optimizer.
 
-    torch could not find it there again: the model's keys and its own names leave the child out.
+    torch would not find it when loading: the model's keys do not contain the child.
     """
 
     def get(self, name: str, default: Any = None) -> Any:
         if name == _NAME and name not in self:
             raise RuntimeError(
-                "torch names the state of an optimizer by named_parameters() of the model that it "
-                "is given, which goes through 'module' of a Float16Module inside, and would not "
-                "find it again; give it the Float16Module itself, such as model.module of a "
-                "DistributedDataParallel: get_state_dict(model.module, optimizer)"
+                "torch would store the state of the optimizer under names with 'module' of the "
+                "Float16Module inside the model, and would not find them when loading. Pass the "
+                "Float16Module itself, such as model.module of a DistributedDataParallel: "
+                "get_state_dict(model.module, optimizer)"
             )
         return super().get(name, default)

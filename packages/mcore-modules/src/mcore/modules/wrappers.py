@@ -1,4 +1,4 @@
-"""The wrappers that training puts around a model, and ways to search and strip them."""
+"""The wrappers around a model in training, and functions to search and remove them."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from mcore.modules.traversal import has_own_attribute, iter_modules
 from mcore.parallel.groups import get_pg_size
 from mcore.parallel.process_groups import get_default_process_groups
 
-# Where the usual wrappers live, with the attribute that holds the model. A module that is not
-# imported has no instances, so none is imported to check.
+# Module and class of the usual wrappers, and the attribute that holds the model. A module that is
+# not imported has no instances, so no module is imported for the check.
 _KNOWN_WRAPPERS = (
     ("mcore.modules.float16", "Float16Module", "module"),
     ("torch.nn.parallel", "DistributedDataParallel", "module"),
@@ -48,7 +48,7 @@ class ModelType(enum.Enum):
 
 
 def register_model_wrapper(cls: type, attr: str = "module") -> None:
-    """Let :func:`unwrap_model` strip one more class by default.
+    """Add a class to the wrappers that :func:`unwrap_model` removes by default.
 
     Args:
         cls: The wrapper class.
@@ -56,7 +56,7 @@ def register_model_wrapper(cls: type, attr: str = "module") -> None:
 
     Raises:
         TypeError: ``cls`` is not a class.
-        ValueError: It is registered with another attribute already.
+        ValueError: It is already registered with another attribute.
 
     Example:
         >>> class Wrapper:
@@ -67,22 +67,22 @@ def register_model_wrapper(cls: type, attr: str = "module") -> None:
         'model'
     """
     if not isinstance(cls, type):
-        raise TypeError(f"cls is {cls!r}; pass a class")
+        raise TypeError(f"cls is {cls!r}. Pass a class")
     if _registered_wrappers.setdefault(cls, attr) != attr:
         raise ValueError(
             f"{cls.__name__} is registered with attribute {_registered_wrappers[cls]!r}, not "
-            f"{attr!r}; register it once"
+            f"{attr!r}. Register it once"
         )
 
 
 def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = None) -> Any:
-    """Strip the wrappers off a model, or off each of a list or tuple of models.
+    """Remove the wrappers around a model, or around each of a list or tuple of models.
 
     Args:
         model: A model, or a list or tuple of models.
-        module_instances: The class or classes to strip. Default: Float16Module,
+        module_instances: The class or classes to remove. Default: Float16Module,
             DistributedDataParallel, FullyShardedDataParallel, DataParallel, AveragedModel, models
-            of torch.compile and what :func:`register_model_wrapper` added. ``()`` strips nothing.
+            of torch.compile and classes of :func:`register_model_wrapper`. ``()`` removes none.
 
     Returns:
         A list for a list, a tuple for a tuple, else one model.
@@ -109,13 +109,13 @@ def get_attr_wrapped_model(
 ) -> Any:
     """Return an attribute of a model or of the model inside its wrappers.
 
-    Walks from ``model`` to its ``module`` (``_orig_mod`` for a model of torch.compile), and so on,
+    Searches ``model``, then its ``module`` (``_orig_mod`` for a model of torch.compile), and so on,
     and stops at the first object that has the attribute.
 
     Args:
         model: One model, wrapped or not.
         attr: The attribute's name.
-        allow_none: Stop at an attribute that is None; otherwise walk on to the first that is not.
+        allow_none: Return an attribute that is None. If False, continue to the first that is not.
         return_model_obj: Return the object that has the attribute instead of its value.
 
     Returns:
@@ -135,10 +135,10 @@ def get_attr_wrapped_model(
     if isinstance(model, (list, tuple)):
         raise ModelListError(
             f"got a {type(model).__name__} of {len(model)} where one model is expected, to find "
-            f"{attr!r}; pass its elements one by one"
+            f"{attr!r}. Pass its elements one by one"
         )
     if model is None:
-        raise AttributeNotFoundError(f"the model is None and has no attribute {attr!r}; pass one")
+        raise AttributeNotFoundError(f"model is None and has no attribute {attr!r}. Pass a model")
     visited = []
     for owner in iter_wrapped_models(model):
         visited.append(type(owner).__name__)
@@ -147,8 +147,8 @@ def get_attr_wrapped_model(
             if allow_none or value is not None:
                 return owner if return_model_obj else value
     raise AttributeNotFoundError(
-        f"no {'' if allow_none else 'non-None '}attribute {attr!r} in {' -> '.join(visited)}; "
-        "set it on the model"
+        f"no {'' if allow_none else 'non-None '}attribute {attr!r} in {' -> '.join(visited)}. "
+        "Set it on the model"
     )
 
 
@@ -221,12 +221,12 @@ def get_model_config(model: Any) -> Any:
 def is_submodule(
     module: torch.nn.Module, parent_module: torch.nn.Module, strict: bool = True
 ) -> bool:
-    """Return whether a module is below another one, by identity.
+    """Return whether a module is below another module, by identity.
 
     Args:
         module: The module to look for.
-        parent_module: The module to look in.
-        strict: Whether a module is not a submodule of itself.
+        parent_module: The module to search.
+        strict: Return False if both are the same module.
 
     Example:
         >>> import torch
@@ -240,9 +240,9 @@ def is_submodule(
 
 
 def ensure_model_list(model: Any) -> ModelList:
-    """Return one model or several as a list, a list itself unchanged; TypeError for None."""
+    """Return one or several models as a list, a list itself unchanged. TypeError for None."""
     if model is None:
-        raise TypeError("model is None; pass a model or a list of models")
+        raise TypeError("model is None. Pass a model or a list of models")
     if isinstance(model, list):
         return model
     return list(model) if isinstance(model, tuple) else [model]
@@ -253,12 +253,12 @@ _ensure_model_list = ensure_model_list
 
 
 def iter_wrapped_models(model: Any) -> Iterator[Any]:
-    """Yield a model, the model inside it, and so on; RuntimeError where one contains itself."""
+    """Yield a model, the model inside it, and so on. RuntimeError if a model contains itself."""
     visited: dict[int, Any] = {}
     while model is not None:
         if id(model) in visited:
             raise RuntimeError(
-                f"a {type(model).__name__} contains itself through its attribute 'module'; remove "
+                f"a {type(model).__name__} contains itself through its attribute 'module'. Remove "
                 "the cycle"
             )
         visited[id(model)] = model
@@ -267,7 +267,7 @@ def iter_wrapped_models(model: Any) -> Iterator[Any]:
 
 
 def is_data_parallel_wrapper(model: object) -> bool:
-    """Return whether torch or Megatron-LM wraps a model, by class name, without importing any."""
+    """Return whether a model is a data-parallel wrapper of torch or Megatron-LM, by class name."""
     return any(cls.__name__ in _DATA_PARALLEL_NAMES for cls in type(model).__mro__)
 
 
@@ -277,33 +277,33 @@ def refuse_data_parallel(chunks: ModelList) -> None:
         for model in iter_wrapped_models(chunk):
             if is_data_parallel_wrapper(model):
                 raise TypeError(
-                    f"a chunk is wrapped in {type(model).__name__}, which would not know the new "
-                    "parameters; change the model before wrapping"
+                    f"a chunk is wrapped in {type(model).__name__}, which would ignore the new "
+                    "parameters. Change the model before wrapping"
                 )
 
 
 def find_group(name: str, model: Any, *sources: Any) -> Any:
-    """Return a model's group: of the first source that has it, the model's own, the default's."""
-    own = find_in_wrapped_models(model, "pg_collection")
-    collections = (*sources, own, get_default_process_groups())
+    """Return a group from the first source that has it, else from the model or the default."""
+    of_model = find_in_wrapped_models(model, "pg_collection")
+    collections = (*sources, of_model, get_default_process_groups())
     found = (getattr(collection, name, None) for collection in collections)
     return next((group for group in found if group is not None), None)
 
 
 def configured_size(model: Any, name: str) -> int:
-    """Return a parallel size in a model's configuration, 1 if it says nothing."""
+    """Return a parallel size in a model's configuration, 1 if the field is missing."""
     size = read_field(find_in_wrapped_models(model, "config"), f"{name}_model_parallel_size", None)
     return size or 1
 
 
 def pipeline_size(model: Any) -> int:
-    """Return how many pipeline stages a model has: its group decides, else its configuration."""
+    """Return the number of pipeline stages, from the model's group or else its configuration."""
     group = find_group("pp", model)
     return configured_size(model, "pipeline") if group is None else get_pg_size(group)
 
 
 def find_in_wrapped_models(model: Any, attr: str) -> Any:
-    """Return the first value that is not None of an attribute of a model and those inside it."""
+    """Return the first non-None value of an attribute of a model and the models inside it."""
     try:
         return get_attr_wrapped_model(model, attr, allow_none=False)
     except AttributeNotFoundError:
@@ -311,7 +311,7 @@ def find_in_wrapped_models(model: Any, attr: str) -> Any:
 
 
 def _forwards(owner: Any) -> bool:
-    """Return whether a wrapper forwards what it lacks, so that the model inside is the owner."""
+    """Return whether a wrapper forwards missing attributes. The model inside is their owner."""
     return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
 
 
@@ -319,7 +319,7 @@ def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
     visited = set()
     while isinstance(model, classes):
         if id(model) in visited:
-            raise RuntimeError(f"a {type(model).__name__} wraps itself; it holds no model")
+            raise RuntimeError(f"a {type(model).__name__} wraps itself and holds no model")
         visited.add(id(model))
         attr = next((name for cls, name in wrappers.items() if isinstance(model, cls)), "module")
         model = getattr(model, attr)

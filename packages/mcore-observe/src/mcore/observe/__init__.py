@@ -1,77 +1,88 @@
 """Straggler detection, training logs, timers and metric sinks for distributed training."""
 
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import TYPE_CHECKING
+
 from mcore.observe._version import __version__
-from mcore.observe.async_tasks import get_asyncio_loop, trace_async_exceptions
-from mcore.observe.experts import (
-    MoEMetricsTracker,
-    MTPMetricsTracker,
-    _build_moe_metric_writer,
-    _MoeMetricFanoutWriter,
-    get_moe_metrics_tracker,
-    get_mtp_metrics_tracker,
-)
-from mcore.observe.norms import (
-    calc_dtensor_params_l2_norm,
-    calc_params_l2_norm,
-    report_l2_norm_grad,
-)
-from mcore.observe.nvtx import (
-    configure_nvtx_profiling,
-    nvtx_decorator,
-    nvtx_range,
-    nvtx_range_pop,
-    nvtx_range_push,
-)
-from mcore.observe.process.process_end import status_of
-from mcore.observe.process.rank_logging import (
-    log_on_each_pipeline_stage,
-    log_single_rank,
-    safe_get_rank,
-    safe_get_world_size,
-)
-from mcore.observe.reports.energy import EnergyMonitor
-from mcore.observe.reports.memory import (
-    MEMORY_KEYS,
-    MEMORY_KEYS_TABLE,
-    report_memory,
-    start_memory_history_recording,
-)
-from mcore.observe.reports.progress import report_runtime, report_throughput
-from mcore.observe.runs.forward_step import (
-    maybe_inject_state,
-    needs_global_state_injection,
-    prepare_forward_step_func,
-)
-from mcore.observe.runs.run_log import RunLog
-from mcore.observe.runs.state import GlobalState, TrainState
-from mcore.observe.settings.config import (
-    ConfigContainer,
-    DatasetConfig,
-    LoggerConfig,
-    ProfilingConfig,
-    TrainingConfig,
-)
-from mcore.observe.settings.secrets import config_params, mask_secrets
-from mcore.observe.sinks import (
-    CometSink,
-    JsonlSink,
-    MemorySink,
-    MetricSink,
-    MlflowSink,
-    TensorBoardSink,
-    WandbSink,
-)
-from mcore.observe.straggler.detector import (
-    StragglerDetector,
-    StragglerFoundError,
-    __straggler__,
-)
-from mcore.observe.straggler.outliers import Outlier
-from mcore.observe.straggler.ranges import SectionStats
-from mcore.observe.straggler.report import StragglerReport, _StragglerData, _ValueWithRank
-from mcore.observe.timers import Timer, Timers
-from mcore.observe.training_log import training_log
-from mcore.tensor.param_flags import param_is_not_shared
+
+if TYPE_CHECKING:
+    from mcore.observe.async_tasks import get_asyncio_loop, trace_async_exceptions
+    from mcore.observe.experts import (
+        MoEMetricsTracker,
+        MTPMetricsTracker,
+        _build_moe_metric_writer,
+        _MoeMetricFanoutWriter,
+        get_moe_metrics_tracker,
+        get_mtp_metrics_tracker,
+    )
+    from mcore.observe.norms import (
+        calc_dtensor_params_l2_norm,
+        calc_params_l2_norm,
+        report_l2_norm_grad,
+    )
+    from mcore.observe.nvtx import (
+        configure_nvtx_profiling,
+        nvtx_decorator,
+        nvtx_range,
+        nvtx_range_pop,
+        nvtx_range_push,
+    )
+    from mcore.observe.rank_logging import (
+        log_on_each_pipeline_stage,
+        log_single_rank,
+        safe_get_rank,
+        safe_get_world_size,
+    )
+    from mcore.observe.reports.energy import EnergyMonitor
+    from mcore.observe.reports.memory import (
+        MEMORY_KEYS,
+        MEMORY_KEYS_TABLE,
+        report_memory,
+        start_memory_history_recording,
+    )
+    from mcore.observe.reports.progress import report_runtime, report_throughput
+    from mcore.observe.runs.config import (
+        ConfigContainer,
+        DatasetConfig,
+        LoggerConfig,
+        ProfilingConfig,
+        TrainingConfig,
+    )
+    from mcore.observe.runs.forward_step import (
+        maybe_inject_state,
+        needs_global_state_injection,
+        prepare_forward_step_func,
+    )
+    from mcore.observe.runs.run_log import RunLog
+    from mcore.observe.runs.state import GlobalState, TrainState
+    from mcore.observe.sinks import (
+        CometSink,
+        JsonlSink,
+        MemorySink,
+        MetricSink,
+        MlflowSink,
+        TensorBoardSink,
+        WandbSink,
+    )
+    from mcore.observe.sinks.delivery.process_end import status_of
+    from mcore.observe.sinks.secrets import config_params, mask_secrets
+    from mcore.observe.straggler.detector import (
+        StragglerDetector,
+        StragglerFoundError,
+        __straggler__,
+    )
+    from mcore.observe.straggler.detector_settings import StragglerSettings
+    from mcore.observe.straggler.outliers import Outlier
+    from mcore.observe.straggler.ranges import SectionStats
+    from mcore.observe.straggler.report import StragglerReport, _StragglerData, _ValueWithRank
+    from mcore.observe.timers import Timer, Timers
+    from mcore.observe.training_log import training_log
+    from mcore.tensor.param_flags import param_is_not_shared
 
 __all__ = [
     "MEMORY_KEYS",
@@ -95,6 +106,7 @@ __all__ = [
     "StragglerDetector",
     "StragglerFoundError",
     "StragglerReport",
+    "StragglerSettings",
     "TensorBoardSink",
     "Timer",
     "Timers",
@@ -136,3 +148,73 @@ __all__ = [
     "trace_async_exceptions",
     "training_log",
 ]
+
+# The names above by module. A module is imported when one of its names is first used, so that
+# neither "import mcore.observe" nor the command mcore-straggler loads torch, which takes seconds.
+_NAMES = {
+    "mcore.observe.async_tasks": "get_asyncio_loop trace_async_exceptions",
+    "mcore.observe.experts": (
+        "MoEMetricsTracker MTPMetricsTracker _build_moe_metric_writer _MoeMetricFanoutWriter "
+        "get_moe_metrics_tracker get_mtp_metrics_tracker"
+    ),
+    "mcore.observe.norms": "calc_dtensor_params_l2_norm calc_params_l2_norm report_l2_norm_grad",
+    "mcore.observe.nvtx": (
+        "configure_nvtx_profiling nvtx_decorator nvtx_range nvtx_range_pop nvtx_range_push"
+    ),
+    "mcore.observe.sinks.delivery.process_end": "status_of",
+    "mcore.observe.rank_logging": (
+        "log_on_each_pipeline_stage log_single_rank safe_get_rank safe_get_world_size"
+    ),
+    "mcore.observe.reports.energy": "EnergyMonitor",
+    "mcore.observe.reports.memory": (
+        "MEMORY_KEYS MEMORY_KEYS_TABLE report_memory start_memory_history_recording"
+    ),
+    "mcore.observe.reports.progress": "report_runtime report_throughput",
+    "mcore.observe.runs.forward_step": (
+        "maybe_inject_state needs_global_state_injection prepare_forward_step_func"
+    ),
+    "mcore.observe.runs.run_log": "RunLog",
+    "mcore.observe.runs.state": "GlobalState TrainState",
+    "mcore.observe.runs.config": (
+        "ConfigContainer DatasetConfig LoggerConfig ProfilingConfig TrainingConfig"
+    ),
+    "mcore.observe.sinks.secrets": "config_params mask_secrets",
+    "mcore.observe.sinks": (
+        "CometSink JsonlSink MemorySink MetricSink MlflowSink TensorBoardSink WandbSink"
+    ),
+    "mcore.observe.straggler.detector": "StragglerDetector StragglerFoundError __straggler__",
+    "mcore.observe.straggler.detector_settings": "StragglerSettings",
+    "mcore.observe.straggler.outliers": "Outlier",
+    "mcore.observe.straggler.ranges": "SectionStats",
+    "mcore.observe.straggler.report": "StragglerReport _StragglerData _ValueWithRank",
+    "mcore.observe.timers": "Timer Timers",
+    "mcore.observe.training_log": "training_log",
+    "mcore.tensor.param_flags": "param_is_not_shared",
+}
+_MODULE_OF = {name: module for module, names in _NAMES.items() for name in names.split()}
+
+# Type checkers see the imports above, and not a function that would accept any name.
+if not TYPE_CHECKING:
+
+    class _Package(ModuleType):
+        def __setattr__(self, name: str, value: object) -> None:
+            # The import system sets each submodule as an attribute of its package. The name
+            # training_log stays free for the function.
+            if name not in _MODULE_OF or not isinstance(value, ModuleType):
+                super().__setattr__(name, value)
+
+    sys.modules[__name__].__class__ = _Package
+
+    def __getattr__(name: str) -> object:
+        """Import the module of a name, or a submodule."""
+        if name in _MODULE_OF:
+            value = getattr(import_module(_MODULE_OF[name]), name)
+        elif not name.startswith("_") and find_spec(f"{__name__}.{name}") is not None:
+            value = import_module(f"{__name__}.{name}")
+        else:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from mcore.observe.runs import Run, compare, draw_page, draw_picture, show
-from mcore.observe.sinks.replay import replay
+from mcore.observe.sinks.delivery.replay import replay
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -1,4 +1,4 @@
-"""Event loops for threads that have none, and asyncio tasks whose errors are not lost."""
+"""Event loops for threads without one, and asyncio tasks that report their errors."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _ASYNC_TASK_STATS: defaultdict[str, list[float]] = defaultdict(lambda: [0, 0.0])
 _stats_lock = threading.Lock()
 
 _ASYNC_IO_LOOP: asyncio.AbstractEventLoop | None = None
-"""The loop that the main thread was given, None before that."""
+"""The loop made for the main thread, None before that."""
 
 _cache = threading.local()
-# A loop that a fork inherited shares its selector with the parent: collecting, and so closing, it
-# in the child would make the parent deaf.
+# A loop inherited through a fork shares its selector with the parent. Keep it alive: closing it in
+# the child, as garbage collection does, would stop the parent's events.
 _inherited: list[asyncio.AbstractEventLoop] = []
 
 
@@ -51,9 +51,9 @@ def get_asyncio_loop(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.A
         loop: Returned unchanged if given.
 
     Returns:
-        The loop running in this thread; else the one that this function made for the thread
-        earlier, unless it is closed or predates a fork; else a new one, which becomes the
-        thread's current loop and which the caller closes.
+        The loop running in this thread, else the loop that an earlier call made for the thread,
+        unless it is closed or predates a fork. Else a new loop, which becomes the thread's current
+        one. The caller closes it.
 
     Example:
         >>> loop = get_asyncio_loop()
@@ -61,26 +61,18 @@ def get_asyncio_loop(loop: asyncio.AbstractEventLoop | None = None) -> asyncio.A
         True
         >>> loop.close()
     """
+    global _ASYNC_IO_LOOP
     if loop is not None:
         return loop
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
-        return _cached_loop() or _new_loop()
-
-
-def _cached_loop() -> asyncio.AbstractEventLoop | None:
+        pass
     cached: asyncio.AbstractEventLoop | None = getattr(_cache, "loop", None)
-    if cached is None or cached.is_closed():
-        return None
-    if _cache.pid != os.getpid():
+    if cached is not None and not cached.is_closed():
+        if _cache.pid == os.getpid():
+            return cached
         _inherited.append(cached)
-        return None
-    return cached
-
-
-def _new_loop() -> asyncio.AbstractEventLoop:
-    global _ASYNC_IO_LOOP
     loop = asyncio.new_event_loop()
     asyncio.set_event_loop(loop)
     _cache.loop, _cache.pid = loop, os.getpid()
@@ -119,29 +111,28 @@ def trace_async_exceptions(
     verbose: bool = False,
     on_error: _OnError = "exit",
 ) -> Any:
-    """Decorate a function that runs as its own task, so that its errors do not go unseen.
+    """Decorate a function that runs as a task, to log its errors and end the process.
 
     An ``Exception`` is logged once at ERROR with its traceback, however many decorated calls it
     passes through. Cancellation, ``GeneratorExit``, ``KeyboardInterrupt`` and ``SystemExit`` pass
     untouched and unlogged.
 
     Args:
-        func: A coroutine function or an async generator function; leave it out to give options.
+        func: A coroutine function or an async generator function. Leave it out to pass options.
         verbose: Count calls and their time in ``_ASYNC_TASK_STATS``, as ``[calls, total_ms]`` by
             qualified name, and log the averages at INFO after 1, 10, 100, ... calls. The time
-            includes that spent suspended. Calls that were cancelled and
-            generators that were closed early do not count.
+            includes suspension. Cancelled calls and generators closed early do not count.
         on_error: ``"exit"`` ends the process: in the main thread with ``SystemExit(1)``, which the
-            event loop passes on; in another thread, where that would end only the thread, with
-            SIGTERM to the process before it. ``"raise"`` lets the exception continue.
+            event loop re-raises. In another thread SIGTERM is sent to the process first, because
+            ``SystemExit`` would end only that thread. ``"raise"`` re-raises the exception.
 
     Returns:
-        A function of the same kind, or the decorator if ``func`` was left out. Values and
-        exceptions that are sent to an async generator reach it, and it is closed with its wrapper.
+        A function of the same kind, or the decorator if ``func`` was left out. An async generator
+        receives the values and exceptions sent to its wrapper, and is closed with it.
 
     Raises:
         TypeError: ``func`` is neither kind of function.
-        ValueError: ``on_error`` is neither of the two.
+        ValueError: ``on_error`` is neither ``"exit"`` nor ``"raise"``.
 
     Example:
         >>> import asyncio
@@ -162,7 +153,7 @@ def _decorate(func: Callable[..., Any], *, verbose: bool, on_error: _OnError) ->
     kind = kind_of(func)
     if kind not in ("async function", "async generator"):
         raise TypeError(
-            f"trace_async_exceptions got {func!r}, a {kind}; decorate a function that is defined "
+            f"trace_async_exceptions got {func!r}, a {kind}: decorate a function that is defined "
             "with async def"
         )
     name = getattr(func, "__name__", type(func).__name__)
@@ -172,7 +163,7 @@ def _decorate(func: Callable[..., Any], *, verbose: bool, on_error: _OnError) ->
 
 
 class _TracedCall:
-    """Watches one call: counts it, and deals with the exception that ends it."""
+    """Counts one call, and handles the exception that ends it."""
 
     def __init__(self, label: str, stats_key: str | None, on_error: _OnError) -> None:
         self._label = label
@@ -193,23 +184,14 @@ class _TracedCall:
         if self._stats_key is not None:
             _count_call(self._stats_key, (time.perf_counter() - self._started) * 1e3)
         if error is not None:
-            _log_once(self._label, error)
+            marks = vars(error)  # setattr would fail on exceptions that are frozen dataclasses
+            if _LOGGED not in marks:
+                marks[_LOGGED] = True
+                logger.error("Exception in %s: %s", self._label, error, exc_info=error)
             if self._on_error == "exit":
-                _exit(error)
-
-
-def _log_once(label: str, error: Exception) -> None:
-    # Past the class: exceptions may be frozen dataclasses.
-    marks = vars(error)
-    if _LOGGED not in marks:
-        marks[_LOGGED] = True
-        logger.error("Exception in %s: %s", label, error, exc_info=error)
-
-
-def _exit(error: Exception) -> None:
-    if threading.current_thread() is not threading.main_thread():
-        os.kill(os.getpid(), signal.SIGTERM)
-    raise SystemExit(1) from error
+                if threading.current_thread() is not threading.main_thread():
+                    os.kill(os.getpid(), signal.SIGTERM)
+                raise SystemExit(1) from error
 
 
 def _count_call(key: str, elapsed_ms: float) -> None:
@@ -235,7 +217,7 @@ def _is_power_of_ten(count: int) -> bool:
 
 
 def kind_of(func: object) -> Kind:
-    """Return what calling ``func`` creates; a partial counts as the function it wraps."""
+    """Return the kind of a function. A partial has the kind of the function it wraps."""
     if inspect.iscoroutinefunction(func):
         return "async function"
     if inspect.isasyncgenfunction(func):
@@ -251,45 +233,36 @@ def wrap_lifetime(
     """Wrap a function in a context manager that is open from the first step of a call to its end.
 
     For coroutines and generators that is the life of the object, not the call that creates it. The
-    manager sees what ends it: ``GeneratorExit`` for a generator that is closed early.
+    manager receives the exception that ends it: ``GeneratorExit`` if a generator is closed early.
     """
     if kind == "async function":
-        return _around_coroutine(func, around)
-    if kind == "async generator":
-        return _around_async_generator(func, around)
+
+        @functools.wraps(func)
+        async def run_coroutine(*args: Any, **kwargs: Any) -> Any:
+            with around():
+                return await func(*args, **kwargs)
+
+        return run_coroutine
     if kind == "generator":
-        return _around_generator(func, around)
-    raise ValueError(f"{func!r} is a plain function, whose life is its call: write a with block")
+
+        @functools.wraps(func)
+        def run_generator(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
+            with around():
+                return (yield from func(*args, **kwargs))
+
+        return run_generator
+    if kind == "async generator":
+        return _wrap_async_generator(func, around)
+    raise ValueError(f"{func!r} is a plain function: open a with block in it instead")
 
 
-def _around_coroutine(
-    func: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
-    @functools.wraps(func)
-    async def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with around():
-            return await func(*args, **kwargs)
-
-    return wrapper
-
-
-def _around_generator(
-    func: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]
-) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Generator[Any, Any, Any]:
-        with around():
-            return (yield from func(*args, **kwargs))
-
-    return wrapper
-
-
-def _around_async_generator(
+def _wrap_async_generator(
     func: Callable[..., Any], around: Callable[[], AbstractContextManager[Any]]
 ) -> Callable[..., Any]:
     @functools.wraps(func)
     async def wrapper(*args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         with around():
+            # Async generators have no "yield from": forward each value and exception.
             inner = func(*args, **kwargs)
             step = inner.__anext__()
             while True:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.model_groups import find_process_groups, model_chunks
-from mcore.observe.values.scalars import read_scalars, widest_float
+from mcore.observe.sinks.scalars import read_scalars, widest_float
 from mcore.parallel.groups import GroupLike, as_process_group, get_pg_rank, get_pg_size
 from mcore.parallel.reductions import sum_over_group
 from mcore.parallel.tensor_parallel import param_is_not_tensor_parallel_duplicate

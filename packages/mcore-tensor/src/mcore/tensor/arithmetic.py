@@ -10,17 +10,17 @@ from torch import Tensor
 
 
 class DivisibilityError(ValueError, AssertionError):
-    """An integer is not divisible by another one.
+    """An integer is not divisible by another integer.
 
-    It is a ``ValueError``; it is an ``AssertionError`` too because callers written for Megatron-LM
-    catch that.
+    Both a ``ValueError`` and an ``AssertionError``: callers written for Megatron-LM catch the
+    latter.
     """
 
 
 def _as_integer(value: SupportsIndex | torch.SymInt, name: str) -> int:
     if isinstance(value, (int, torch.SymInt)):  # a SymInt stays symbolic: no guard, no constant
         return value  # type: ignore[return-value]
-    if not isinstance(value, Tensor):  # a tensor has __index__ as well, but reading it blocks
+    if not isinstance(value, Tensor):  # a tensor has __index__ too, but reading it waits for a GPU
         try:
             return operator.index(value)
         except TypeError:
@@ -40,8 +40,8 @@ def ensure_divisibility(
         denominator: An integer other than zero.
 
     Raises:
-        DivisibilityError: ``numerator`` is not a multiple; caught by ``except ValueError`` and by
-            ``except AssertionError``.
+        DivisibilityError: ``numerator`` is not a multiple. Both ``except ValueError`` and
+            ``except AssertionError`` catch it.
         ZeroDivisionError: ``denominator`` is zero.
         TypeError: One of the two is not an integer (a float or a tensor, for example).
 
@@ -66,8 +66,8 @@ def divide(
         denominator: An integer other than zero.
 
     Returns:
-        ``numerator // denominator``, which has no remainder; an ``int``, or a ``torch.SymInt``
-        where one of the two is symbolic.
+        ``numerator // denominator``, which has no remainder. A ``torch.SymInt`` if one of the two
+        is symbolic, else an ``int``.
 
     Raises:
         DivisibilityError: ``numerator`` is not a multiple of ``denominator``.
@@ -100,7 +100,7 @@ def round_up_to_nearest_multiple(
         multiple: A positive integer.
 
     Returns:
-        The multiple; ``value`` itself where it is one already.
+        The multiple. ``value`` itself if it is a multiple.
 
     Raises:
         ValueError: ``multiple`` is not positive.
@@ -132,19 +132,19 @@ def maybe_cat(
 def maybe_cat(
     a: Tensor | None, b: Tensor | None, dim: int = 0, *, required: bool = False
 ) -> Tensor | None:
-    """Concatenate two tensors of which either may be missing.
+    """Concatenate two tensors, either of which may be None.
 
-    A tensor is missing when it is None; an empty tensor counts as given.
+    An empty tensor is not None and is concatenated.
 
     Args:
         a: The first tensor, or None.
-        b: The second tensor, or None; the same shape as ``a`` but for ``dim``.
+        b: The second tensor, or None. The same shape as ``a`` except along ``dim``.
         dim: The dimension along which to concatenate.
         required: Whether at least one of the two must be given.
 
     Returns:
-        ``torch.cat((a, b), dim)`` if both are given, the one that is given (the same object, no
-        copy) if one is, None if none is.
+        ``torch.cat((a, b), dim)`` if both are given, the given tensor (the same object, no copy)
+        if only one is, None if none is.
 
     Raises:
         ValueError: None is given and ``required`` is true.

@@ -1,4 +1,4 @@
-"""Named buffers that are allocated once and handed out again and again."""
+"""Named buffers that are allocated once and reused."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from mcore.tensor.device import is_transform_wrapper, resolve_device, traced_dev
 
 _Key = tuple[Hashable, torch.dtype, torch.device]
 _AllocationContext = Callable[[], AbstractContextManager[Any]]
-_MAX_SHAPES = 16  # per buffer, so that views of ever new shapes do not pile up
+_MAX_SHAPES = 16  # per buffer: limits the kept views if every request has a new shape
 _INT = frozenset({int})
-_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # a look-up less on the hot path
-_ANY: Hashable = object()  # stands for every name, of which None is one
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling  # saves a look-up on the hot path
+_ANY: Hashable = object()  # means every name. Not None, since None is a valid name
 
 
 class _Views(NamedTuple):
-    """Tensors without a base on one backing tensor, by shape: a reuse costs one ``detach()``."""
+    """Tensors without a base on a backing tensor, by shape: a reuse only costs a ``detach()``."""
 
     backing: Tensor
     by_shape: dict[tuple[int, ...], Tensor]
 
 
 def _check_allocation_context(mem_alloc_context: object) -> None:
-    # What @contextmanager makes is callable as well (as a decorator), so that proves nothing.
+    # An object made by @contextmanager is callable too (as a decorator): check both.
     if not callable(mem_alloc_context) or hasattr(type(mem_alloc_context), "__enter__"):
         raise TypeError(
             "mem_alloc_context must be a callable without arguments that returns a context "
@@ -56,13 +56,13 @@ def _allocation_context(
 class GlobalMemoryBuffer:
     """Memory that is allocated once per name, dtype and device, and reused by later requests.
 
-    A buffer only grows. Requests of the same name, dtype and device share its start: what one
-    writes the others see, so the caller must not use one name for two things at the same time.
-    Lookup and growth are safe in several threads; using one name in several is not. A copy, deep
-    or pickled, starts without buffers.
+    A buffer only grows. Requests of the same name, dtype and device share its start and overwrite
+    each other, so the caller must not use a name for two purposes at the same time. Lookup and
+    growth are thread-safe, but threads must not share a name. A copy, deep or pickled, starts
+    without buffers.
 
     Attributes:
-        buffer: The one-dimensional tensors behind the buffers, by ``(name, dtype, device)``. It is
+        buffer: The one-dimensional tensors of the buffers, by ``(name, dtype, device)``. It is
             read-only: ``release()`` removes entries.
 
     Example:
@@ -91,20 +91,20 @@ class GlobalMemoryBuffer:
         *,
         device: torch.device | str | int | None = None,
     ) -> Tensor:
-        """Return a tensor on the start of a buffer, which is allocated or enlarged if need be.
+        """Return a tensor on the start of a buffer, which is allocated or enlarged if necessary.
 
         While a ``FakeTensorMode`` is active, and on the meta device, it returns a new tensor and
         keeps nothing. A buffer first requested in inference mode is a normal tensor outside it.
-        ``torch.compile(fullgraph=True)`` takes it, and works on the same memory.
+        Works in ``torch.compile(fullgraph=True)``, on the same memory.
 
         Args:
-            tensor_shape: The shape: integers (zeros allowed; none at all for a 0-d tensor), or one
+            tensor_shape: The shape: integers (zeros allowed, empty for a 0-d tensor) or a single
                 integer. An iterator is read once.
             dtype: The element type.
-            name: The name of the buffer; anything hashable.
-            mem_alloc_context: A callable without arguments that returns a context manager; it is
-                entered around an allocation, and only then.
-            device: Where the buffer lives; by default the current device.
+            name: The name of the buffer, any hashable object.
+            mem_alloc_context: A callable without arguments that returns a context manager. It is
+                called and entered only around an allocation.
+            device: The device of the buffer, by default the current device.
 
         Returns:
             An uninitialised contiguous tensor that has no ``_base`` and does not require grad.
@@ -138,7 +138,7 @@ class GlobalMemoryBuffer:
             if views is not None and views.backing is self.buffer.get(key):
                 view = views.by_shape.get(shape)
             if view is None:
-                del views  # it would keep an old buffer alive while a bigger one is made
+                del views  # it would keep the old buffer alive while a bigger one is allocated
                 view = self._kept_view(key, shape, mem_alloc_context)
             return view.detach()
 
@@ -158,7 +158,7 @@ class GlobalMemoryBuffer:
             dtype: The element type.
             name: The name of the buffer.
             mem_alloc_context: As for :meth:`get_tensor`.
-            device: Where the buffer lives; by default the current device.
+            device: The device of the buffer, by default the current device.
 
         Raises:
             ValueError, TypeError, RuntimeError: As :meth:`get_tensor`.
@@ -172,11 +172,11 @@ class GlobalMemoryBuffer:
         self.get_tensor(tensor_shape, dtype, name, mem_alloc_context, device=device)
 
     def nbytes(self, name: Hashable = _ANY) -> int:
-        """Return how much memory the buffers take.
+        """Return the memory of the buffers.
 
         Args:
-            name: The name of the buffers to count, in every dtype and on every device; all buffers
-                if left out.
+            name: The name of the buffers to count, in every dtype and on every device. All buffers
+                if omitted.
 
         Returns:
             The memory in bytes.
@@ -196,12 +196,12 @@ class GlobalMemoryBuffer:
         dtype: torch.dtype | None = None,
         device: torch.device | str | int | None = None,
     ) -> int:
-        """Drop buffers; their memory is free once the tensors handed out are gone as well.
+        """Drop buffers. Their memory is freed once the returned tensors are gone too.
 
         Args:
-            name: The name of the buffers to drop; any if left out. None is a name.
-            dtype: The element type of the buffers to drop; None for any.
-            device: The device of the buffers to drop; None for any.
+            name: The name of the buffers to drop, any if omitted. None is a name.
+            dtype: The element type of the buffers to drop, None for any.
+            device: The device of the buffers to drop, None for any.
 
         Returns:
             The memory of the dropped buffers in bytes.
@@ -243,7 +243,7 @@ class GlobalMemoryBuffer:
         self._frozen = True
 
     def unfreeze(self) -> None:
-        """Let buffers grow again.
+        """Allow buffers to grow.
 
         Example:
             >>> GlobalMemoryBuffer().unfreeze()
@@ -297,8 +297,9 @@ class GlobalMemoryBuffer:
         backing = self.buffer.get(key)
         if backing is not None and backing.numel() >= numel:
             return backing
-        old_bytes = 0 if backing is None else backing.nbytes
-        del backing  # the old buffer goes before the bigger one comes, to keep the peak low
+        # Not nbytes: torch.compile cannot read it if it traces the size of the buffer as symbolic.
+        old_bytes = 0 if backing is None else backing.numel() * dtype.itemsize
+        del backing  # freed before the bigger buffer is allocated, to keep the peak low
         if self._frozen and numel > 0:
             raise RuntimeError(
                 f"the buffers are frozen and buffer {name!r} ({dtype}, {device}) would grow from "
@@ -316,7 +317,7 @@ class GlobalMemoryBuffer:
     def _drop(self, key: _Key) -> int:
         self._views.pop(key, None)
         backing = self.buffer.pop(key, None)
-        return 0 if backing is None else backing.nbytes
+        return 0 if backing is None else backing.numel() * backing.itemsize
 
 
 _of_process: dict[str, GlobalMemoryBuffer] = {}  # at most one
@@ -343,9 +344,9 @@ def get_global_memory_buffer() -> GlobalMemoryBuffer:
 
 
 def destroy_global_memory_buffer() -> None:
-    """Drop the memory buffers of the process; the next call that needs them makes new ones.
+    """Drop the memory buffers of the process. The next call that needs them makes new ones.
 
-    Calling it again does nothing. Memory is free once the tensors handed out are gone as well.
+    Without buffers it does nothing. Memory is freed once the returned tensors are gone too.
 
     Example:
         >>> before = get_global_memory_buffer()
@@ -357,7 +358,7 @@ def destroy_global_memory_buffer() -> None:
 
 
 def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
-    """Return a shape as a tuple of integers; a symbolic size stays symbolic."""
+    """Return a shape as a tuple of integers. Symbolic sizes stay symbolic."""
     try:
         if isinstance(tensor_shape, Tensor):
             raise TypeError("a tensor would have to be read")
@@ -378,7 +379,7 @@ def checked_shape(tensor_shape: Iterable[int] | int) -> tuple[int, ...]:
 def _is_one_integer(value: Any) -> bool:
     if isinstance(value, (int, torch.SymInt)):
         return True
-    if isinstance(value, (tuple, list)):  # torch.compile of torch 2.11 cannot ask it for an index
+    if isinstance(value, (tuple, list)):  # torch.compile of torch 2.11 fails at operator.index
         return False
     try:
         operator.index(value)

@@ -1,4 +1,4 @@
-"""The current device, the accelerator in use or else the CPU, and whether its tensors are real."""
+"""The current device (the accelerator in use, else the CPU), and whether tensors are traced."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _META = torch.device("meta")
 
 
 def available_accelerator() -> torch.device | None:
-    """Return the current accelerator with its index, None where none is available."""
+    """Return the current accelerator with its index, None if none is available."""
     if not torch.accelerator.is_available():
         return None
     accelerator = torch.accelerator.current_accelerator()
@@ -22,7 +22,7 @@ def available_accelerator() -> torch.device | None:
 
 
 def device_of(tensors: Iterable[torch.Tensor]) -> torch.device:
-    """Return the device of the first tensor, the current device where there are none."""
+    """Return the device of the first tensor, the current device if there are none."""
     first = next(iter(tensors), None)
     return current_device() if first is None else first.device
 
@@ -31,8 +31,8 @@ def current_device() -> torch.device:
     """Return the device on which this package allocates by default.
 
     Returns:
-        The current accelerator with its index where an accelerator is available, else the CPU. It
-        is looked up at every call, so it follows ``torch.accelerator.set_device_index``.
+        The current accelerator with its index if an accelerator is available, else the CPU. It is
+        looked up at every call, so it follows ``torch.accelerator.set_device_index``.
 
     Example:
         >>> current_device().type == "cpu" or torch.accelerator.is_available()
@@ -49,7 +49,7 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
             An accelerator without an index means its current index.
 
     Returns:
-        A device that stands for one piece of memory, so that it can be part of a key.
+        A device with an index, which identifies one memory and can be part of a key.
 
     Raises:
         ValueError: An index was given and there is no accelerator.
@@ -79,9 +79,9 @@ def resolve_device(device: torch.device | str | int | None) -> torch.device:
 
 
 def traced_device(device: torch.device | str | int | None) -> torch.device | None:
-    """Return the device of a new tensor if it would have no memory, being only traced; else None.
+    """Return the device of a new tensor if it would be traced and have no memory, else None.
 
-    That is so in a ``FakeTensorMode``, and where ``meta`` is the default and no device is given.
+    It is traced in a ``FakeTensorMode``, and if ``meta`` is the default and no device is given.
     """
     num_function_modes = torch._C._len_torch_function_stack()
     if num_function_modes == 0 and torch._C._len_torch_dispatch_stack() == 0:
@@ -94,14 +94,14 @@ def traced_device(device: torch.device | str | int | None) -> torch.device | Non
 
 
 def are_traced(tensors: Iterable[torch.Tensor]) -> bool:
-    """Return whether tensors are compiled, fake or in a ``torch.func`` transform now."""
+    """Return whether tensors are being compiled, fake or in a ``torch.func`` transform."""
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
         return True
     return any(issubclass(kind, FakeTensor) for kind in set(map(type, tensors)))
 
 
 def is_transform_wrapper(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor was made inside a ``torch.func`` transform and dies with it."""
+    """Return whether a tensor belongs to a ``torch.func`` transform and is invalid after it."""
     if torch.compiler.is_dynamo_compiling():
         return False
     return torch._C._functorch.is_functorch_wrapped_tensor(tensor)

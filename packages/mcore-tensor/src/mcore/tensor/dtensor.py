@@ -47,7 +47,7 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
 
 
 def _ready_local_tensor(tensor: DTensor) -> torch.Tensor:
-    # to_local() hands out a fresh view of a parameter; the local tensor itself has no base.
+    # Not to_local(): it returns a new view of a parameter. The local tensor itself has no base.
     local = tensor._local_tensor
     if _is_instance_if_imported(
         local, "torch.distributed._functional_collectives", "AsyncCollectiveTensor"
@@ -59,15 +59,15 @@ def _ready_local_tensor(tensor: DTensor) -> torch.Tensor:
 def to_local_if_dtensor(tensor: T) -> T | torch.Tensor:
     """Return the local shard of a DTensor, and anything else unchanged.
 
-    It performs no collective: a ``Partial`` placement gives the local partial value. It waits for a
-    local value whose collective is still in flight.
+    No communication: for a ``Partial`` placement the result is the local partial value. If the
+    collective that computes the local value is still running, it waits for it.
 
     Args:
         tensor: A DTensor, or any other object (None too).
 
     Returns:
-        For a DTensor the very tensor that holds its shard: writing into it in place changes the
-        DTensor, its own ``requires_grad`` is kept, and no gradient flows back through the call.
+        For a DTensor the tensor that holds its shard: writing into it in place changes the
+        DTensor, its ``requires_grad`` is kept, and no gradient flows back through the call.
         Else ``tensor`` itself.
 
     Example:
@@ -82,13 +82,13 @@ def to_local_if_dtensor(tensor: T) -> T | torch.Tensor:
 
 
 def get_full_tensor_if_necessary(tensor: T) -> T | torch.Tensor:
-    """Return the local shard of a DTensor, or all of it where some rank's shard is empty.
+    """Return the local shard of a DTensor, or the full tensor if some rank's shard is empty.
 
-    If every rank of the mesh holds at least one element (or the tensor has none at all), each rank
-    gets its local shard without communication. Else each rank gets the full tensor: an all-gather
-    over the mesh, which all its ranks must reach. Every rank takes the same branch, because the
-    choice depends only on mesh shape, global shape and placements, which are taken to be cut as
-    ``torch.chunk`` cuts.
+    If every rank of the mesh holds at least one element (or the tensor has no elements), each rank
+    gets its local shard without communication. Else each rank gets the full tensor by an
+    all-gather over the mesh, which all its ranks must reach. All ranks choose the same way: the
+    choice depends only on mesh shape, global shape and placements. Shards are assumed to be cut as
+    by ``torch.chunk``.
 
     Args:
         tensor: A DTensor, or any other object.
@@ -117,8 +117,8 @@ def _mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
     if mesh_dim is None and mesh.ndim > 1:
         names = mesh.mesh_dim_names or list(range(mesh.ndim))
         raise ValueError(
-            f"the tensor lives on a mesh of {mesh.ndim} dimensions, {names}: "
-            "pass mesh_dim to name the data-parallel one"
+            f"the tensor is on a mesh of {mesh.ndim} dimensions, {names}: "
+            "pass the data-parallel dimension as mesh_dim"
         )
     if mesh_dim is not None:
         _check_mesh_dim(mesh_dim, mesh.mesh_dim_names, mesh.ndim)
@@ -128,7 +128,10 @@ def _mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
 def _check_mesh_dim(mesh_dim: int | str, names: tuple[str, ...] | None, num_dims: int) -> None:
     known: tuple[int | str, ...] = tuple(range(num_dims)) + (names or ())
     if mesh_dim not in known:
-        raise ValueError(f"mesh_dim is {mesh_dim!r}, but the mesh of the tensor has {list(known)}")
+        raise ValueError(
+            f"mesh_dim is {mesh_dim!r}, which is not a dimension of the tensor's mesh: "
+            f"pass one of {list(known)}"
+        )
 
 
 def _require_same_ranks(found: ProcessGroup, expected: ProcessGroup | None) -> None:
@@ -151,14 +154,14 @@ def get_data_parallel_group_if_dtensor(
 ) -> ProcessGroup | None:
     """Return the process group over which a DTensor is distributed.
 
-    No communication. A plain tensor gives None whatever group is passed, so folding this over a
+    No communication. For a plain tensor it returns None whatever group is passed, so a loop over a
     list of tensors can lose the group: use ``resolve_data_parallel_group`` for a list.
 
     Args:
         tensor: A DTensor, or any other object.
         data_parallel_group: The group that the tensor is expected to have, if any.
-        mesh_dim: The index or name of the mesh dimension to take the group of; needed when the mesh
-            has more than one.
+        mesh_dim: The index or name of the mesh dimension of the group. Required if the mesh has
+            several dimensions.
 
     Returns:
         The group of the tensor's mesh, None for anything but a DTensor.
@@ -184,15 +187,15 @@ def resolve_data_parallel_group(
     *,
     mesh_dim: int | str | None = None,
 ) -> ProcessGroup | None:
-    """Return the one process group that all DTensors among some tensors share.
+    """Return the process group that all DTensors among the given tensors share.
 
     The result does not depend on the order, nor on plain tensors in between. No communication.
 
     Args:
         tensors: DTensors and other objects.
         data_parallel_group: The group that they are expected to have, if any.
-        mesh_dim: The index or name of the mesh dimension to take the group of; needed for meshes
-            with more than one.
+        mesh_dim: The index or name of the mesh dimension of the group. Required for meshes with
+            several dimensions.
 
     Returns:
         The group of the first DTensor, None if there is no DTensor.
@@ -217,9 +220,10 @@ def resolve_data_parallel_group(
 def every_rank_has_elements(
     shape: Sequence[int], mesh_shape: Sequence[int], placements: Iterable[object]
 ) -> bool:
-    """Return whether no rank of a mesh holds an empty shard of a tensor that has elements.
+    """Return whether every rank of a mesh holds at least one element of a tensor with elements.
 
-    Pure arithmetic, the same on every rank; placements with a ``dim`` cut as ``torch.chunk`` does.
+    Pure arithmetic, the same on every rank. Placements with a ``dim`` are cut as by
+    ``torch.chunk``.
     """
     sizes = [{size} for size in shape]
     for num_shards, placement in zip(mesh_shape, placements, strict=True):
@@ -234,7 +238,7 @@ def every_rank_has_elements(
 
 
 def _chunk_size(size: int, num_chunks: int, index: int) -> int:
-    """Return the length of a chunk as ``torch.chunk`` cuts, zero for chunks it leaves out."""
+    """Return the length of a chunk of ``torch.chunk``, zero for chunks that it omits."""
     full = -(-size // num_chunks)
     return min(max(size - index * full, 0), full)
 
@@ -242,7 +246,7 @@ def _chunk_size(size: int, num_chunks: int, index: int) -> int:
 def _shard_sizes(size: int, num_shards: int, split_factor: int) -> set[int]:
     """Return the distinct lengths of the shards of one dimension.
 
-    A strided shard cuts every one of ``split_factor`` pieces and joins the chunks of one index.
+    A strided shard cuts each of ``split_factor`` pieces and joins the chunks of the same index.
     """
     pieces = [_chunk_size(size, split_factor, piece) for piece in range(split_factor)]
     return {

@@ -6,9 +6,9 @@ from typing import Any
 
 
 def param_is_shared(param: object) -> bool:
-    """Return whether a parameter is marked as the copy of one that another module owns.
+    """Return whether a parameter is marked as a copy of another module's parameter.
 
-    The mark is a truthy attribute ``shared``; any object is accepted.
+    The mark is a truthy attribute ``shared``. Any object is accepted.
 
     Example:
         >>> import torch
@@ -21,8 +21,8 @@ def param_is_shared(param: object) -> bool:
 def param_is_not_shared(param: object) -> bool:
     """Return whether a parameter counts in norms: it is not marked as a copy.
 
-    Models mark the copy of tied weights (the word embeddings of the last pipeline stage, say), so
-    that a sum over all parameters counts the weight once.
+    Models mark the copy of tied weights (for example the word embeddings of the last pipeline
+    stage). A sum over all parameters then counts the weight once.
 
     Example:
         >>> import torch
@@ -33,7 +33,7 @@ def param_is_not_shared(param: object) -> bool:
 
 
 def mark_param_shared(param: Any, shared: bool = True) -> None:
-    """Mark a parameter as the copy of one that another module owns, or take the mark away.
+    """Mark a parameter as a copy of another module's parameter, or remove the mark.
 
     The mark is set as the attribute ``shared``.
 

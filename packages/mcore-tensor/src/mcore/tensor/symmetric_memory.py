@@ -1,4 +1,4 @@
-"""One allocation of symmetric memory that the ranks of a group share, where the hardware has it."""
+"""An allocation of symmetric memory that the ranks of a group share, if the hardware can."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LARGEST = 1 << 50  # bytes: what no memory holds, and the integers of the agreement do
+_LARGEST = 1 << 50  # bytes: larger than any memory, and exact in the int64 of the agreement
 
 
 def _num_bytes(size_in_mb: float) -> int | TypeError | ValueError:
-    """Return the size in bytes, or what is wrong with it: to be raised on all ranks together."""
+    """Return the size in bytes, or an error, which the caller raises after telling all ranks."""
     if not isinstance(size_in_mb, numbers.Real):
         return TypeError(f"size_in_mb must be a number, got {type(size_in_mb).__name__}")
     if not math.isfinite(size_in_mb):
         return ValueError(f"size_in_mb must be a finite number, got {size_in_mb!r}")
     num_bytes = int(size_in_mb * 1024 * 1024)
     if num_bytes <= 0:
-        return ValueError(f"size_in_mb must be positive and give at least a byte, got {size_in_mb}")
+        return ValueError(f"size_in_mb must be positive, at least one byte, got {size_in_mb}")
     if num_bytes > _LARGEST:
         return ValueError(f"size_in_mb must be below {_LARGEST >> 20}, got {size_in_mb}")
     return num_bytes
@@ -63,7 +63,7 @@ def _usable_group(process_group: ProcessGroup | None) -> ProcessGroup | str:
 
 
 def _allocate_bytes(num_bytes: int) -> Tensor | str:
-    """Return symmetric memory on this rank, or why there is none. No communication."""
+    """Return symmetric memory on this rank, or the reason for its absence. No communication."""
     device = current_device()
     if device.type == "cpu":
         return "no accelerator is available (no CUDA device), and CPU memory cannot be symmetric"
@@ -78,7 +78,7 @@ def _allocate_bytes(num_bytes: int) -> Tensor | str:
 
 
 def _rendezvous(buffer: Tensor, group: ProcessGroup) -> object:
-    """Return the handle on the memory of all ranks, or why there is none. A collective."""
+    """Return the handle on the memory of all ranks, or why it failed. A collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     try:
@@ -93,6 +93,7 @@ def _all_ranks_agree(succeeded: bool, num_bytes: int, group: ProcessGroup) -> bo
         return succeeded
     devices = torch.distributed.get_backend_config(group)
     device = torch.device("cpu") if "cpu:" in devices else current_device()
+    # The minimum of -num_bytes is minus the largest size: one reduction compares both ends.
     state = torch.tensor([succeeded, num_bytes, -num_bytes], dtype=torch.int64, device=device)
     torch.distributed.all_reduce(state, op=torch.distributed.ReduceOp.MIN, group=group)
     all_succeeded, smallest, minus_largest = state.tolist()
@@ -116,19 +117,19 @@ def _tell_the_others(group: ProcessGroup) -> None:
 
 
 class GlobalSymmetricMemoryBuffer:
-    """A buffer that every rank of a group can reach directly, for low-latency collectives.
+    """A buffer that every rank of a group can access directly, for low-latency collectives.
 
-    Creating it is a collective over the group: two all-reduces of three integers and, where all
-    ranks could allocate, a rendezvous; every rank ends up with the same answer. Where symmetric
-    memory is unavailable (no accelerator, no support, torch.distributed not initialised) the
-    object is still created: it is not ``available``, ``init_failure_reason`` says why, and
-    callers use ordinary collectives.
+    Creating it is a collective over the group: two all-reduces of three integers and, if all
+    ranks could allocate, a rendezvous. All ranks succeed or none does. If symmetric memory is
+    unavailable (no accelerator, no support, torch.distributed not initialised) the object is still
+    created: ``available`` is False, ``init_failure_reason`` is the reason, and callers use ordinary
+    collectives.
 
     Every request starts at the beginning of the buffer, so two results overlap by design.
 
     Args:
-        size_in_mb: The size in MiB, the same on every rank; a float may be given.
-        process_group: The group whose ranks share the memory; None for the default group.
+        size_in_mb: The size in MiB, an int or float, the same on every rank.
+        process_group: The group of ranks that share the memory, None for the default group.
 
     Attributes:
         symm_buffer: The memory of this rank as a one-dimensional uint8 tensor, or None.
@@ -136,8 +137,8 @@ class GlobalSymmetricMemoryBuffer:
         init_failure_reason: Why there is no memory, or None.
 
     Raises:
-        ValueError: The size is not positive and finite, or differs between ranks: on every rank.
-        TypeError: The size is not a number; the other ranks raise ValueError.
+        ValueError: On every rank, if the size is not positive and finite or differs between ranks.
+        TypeError: The size is not a number. The other ranks raise ValueError.
 
     Example:
         >>> buffer = GlobalSymmetricMemoryBuffer(1, None)  # torch.distributed is not initialised
@@ -201,7 +202,7 @@ class GlobalSymmetricMemoryBuffer:
             room = "none is available" if not self.available else f"it has {self._room()} bytes"
             raise RuntimeError(
                 f"the symmetric buffer cannot hold {numel} elements of {dtype}: {room}. "
-                "Call maybe_get_tensor(), and use an ordinary collective where it returns no tensor"
+                "Call maybe_get_tensor(), and use an ordinary collective if it returns no tensor"
             )
         return self.symm_buffer[: numel * dtype.itemsize].view(dtype)
 
@@ -214,11 +215,11 @@ class GlobalSymmetricMemoryBuffer:
         """Return a tensor at the start of the buffer if there is room. No communication.
 
         Args:
-            tensor_shape: The shape; ``()`` for a 0-d tensor.
+            tensor_shape: The shape, ``()`` for a 0-d tensor.
             dtype: The element type.
 
         Returns:
-            ``{"tensor": the tensor, "handle": the rendezvous handle}``; both are None if the memory
+            ``{"tensor": the tensor, "handle": the rendezvous handle}``. Both are None if the memory
             is not available or too small.
 
         Raises:
@@ -245,9 +246,9 @@ class GlobalSymmetricMemoryBuffer:
             alignment: The offset of each piece is a multiple of this number of bytes.
 
         Returns:
-            ``{"handle": the rendezvous handle, "tensors": [(piece, offset), ...]}``, where a piece
-            is a one-dimensional uint8 tensor and its offset is in bytes; both values are None if
-            the memory is not available or too small.
+            ``{"handle": the rendezvous handle, "tensors": [(piece, offset), ...]}``. A piece is a
+            one-dimensional uint8 tensor and its offset is in bytes. Both values are None if the
+            memory is not available or too small.
 
         Raises:
             ValueError: A negative number of elements, or ``alignment`` is not positive.

@@ -21,11 +21,11 @@ T = TypeVar("T")
 def _kernel_make_viewless_tensor(inp: Tensor, requires_grad: bool) -> Tensor:
     """Return a leaf on the memory of a tensor, without a base and outside the graph.
 
-    The version counter is shared, so autograd notices when either of the two is written in place
-    between a forward pass and its backward pass.
+    The version counter is shared, so autograd raises if either tensor is written in place between
+    a forward pass and its backward pass.
 
     Args:
-        inp: Any tensor; a subclass stays a subclass.
+        inp: Any tensor. The type of a subclass is kept.
         requires_grad: Whether the leaf requires grad.
 
     Returns:
@@ -59,20 +59,20 @@ class MakeViewlessTensor(torch.autograd.Function):
     def forward(ctx: Any, inp: Tensor, requires_grad: bool) -> Tensor:
         """Return a viewless tensor on the memory of the input.
 
-        Autograd puts it into the graph exactly if ``inp`` requires grad: the flag is unused.
+        Autograd adds it to the graph if and only if ``inp`` requires grad. The flag is unused.
         """
         return inp.detach()
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
-        """Pass the gradient on unchanged; ``requires_grad`` gets none."""
+        """Return the gradient unchanged. ``requires_grad`` has no gradient."""
         return grad_output, None
 
 
 class _TransformableViewlessTensor(torch.autograd.Function):
-    """The same function for forward-mode derivatives and for ``torch.func``, which also batches.
+    """``MakeViewlessTensor`` for forward-mode derivatives and ``torch.func`` transforms.
 
-    ``torch.compile`` takes no function with a ``jvp``, hence the two.
+    A separate class, since ``torch.compile`` supports no autograd function with a ``jvp``.
     """
 
     generate_vmap_rule = True
@@ -98,14 +98,15 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     """Return a tensor on the memory of a view that does not keep the view's base alive.
 
     Works in inference mode, under ``torch.func`` transforms, with forward-mode derivatives and in
-    ``torch.compile(fullgraph=True)`` (which itself cannot return a new leaf that requires grad from
-    a compiled region).
+    ``torch.compile(fullgraph=True)``, except that a compiled function cannot return a new leaf
+    that requires grad.
 
     Args:
-        inp: A tensor. One that is not a view is returned as is; the other arguments are ignored.
-        requires_grad: Whether the result requires grad, where ``keep_graph`` is false.
-        keep_graph: Whether the result stays in the autograd graph of ``inp``. If it does, it
-            requires grad exactly if ``inp`` does.
+        inp: A tensor. If it is not a view, it is returned as is and the other arguments are
+            ignored.
+        requires_grad: Whether the result requires grad if ``keep_graph`` is false.
+        keep_graph: Whether the result stays in the autograd graph of ``inp``. If so, it requires
+            grad if and only if ``inp`` does.
 
     Returns:
         A tensor with ``_base is None`` and the storage, offset, strides and version counter of
@@ -130,7 +131,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
         return _in_graph(inp, requires_grad)
     if requires_grad:
         return inp.detach().requires_grad_()
-    return inp.detach()  # the kernel, without the call: that would add a fifth to its time
+    return inp.detach()  # not the function above: its call would add a fifth to the time
 
 
 def _is_derived() -> bool:
@@ -142,7 +143,7 @@ def _in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
     if not _is_derived():
         viewless = MakeViewlessTensor.apply(inp, requires_grad)  # type: ignore[no-untyped-call]
     elif torch.compiler.is_compiling():
-        # A traced forward would lose tangents; in a compiled graph no base is kept for a view.
+        # A traced forward would lose tangents. In a compiled graph a view keeps no base.
         viewless = inp.view_as(inp)
     else:
         viewless = _TransformableViewlessTensor.apply(inp)  # type: ignore[no-untyped-call]
@@ -155,7 +156,7 @@ def _require_viewless(value: object, where: str, extra_msg: str | None) -> None:
             return
         message = (
             f"{where} of shape {tuple(value.shape)} is a view: its base, of shape "
-            f"{tuple(value._base.shape)}, stays alive through tensor._base, so that storing the "
+            f"{tuple(value._base.shape)}, stays alive through tensor._base, so storing the "
             "tensor leaks memory across iterations. Pass it through make_viewless_tensor() first."
         )
         raise AssertionError(message if extra_msg is None else f"{message} {extra_msg}")
@@ -165,17 +166,17 @@ def _require_viewless(value: object, where: str, extra_msg: str | None) -> None:
 
 
 def assert_viewless_tensor(tensor: T, extra_msg: str | None = None) -> T:
-    """Raise if a tensor, or one in nested lists and tuples, is a view; under ``python -O`` too.
+    """Raise if a tensor, or a tensor in nested lists and tuples, is a view. Also with ``-O``.
 
     Args:
-        tensor: A tensor, a list or tuple of anything this takes, or any other object, which passes.
-        extra_msg: Text to end the error message with.
+        tensor: A tensor, or nested lists and tuples of tensors. Other objects are accepted.
+        extra_msg: Text to append to the error message.
 
     Returns:
         ``tensor`` itself.
 
     Raises:
-        AssertionError: A tensor has a ``_base``. The text names its place in the lists.
+        AssertionError: A tensor has a ``_base``. The message has its index in the lists.
 
     Example:
         >>> batch = [torch.ones(2), None]
@@ -192,8 +193,8 @@ def safely_set_viewless_tensor_data(tensor: Tensor, new_data_tensor: Tensor) -> 
     Shape and dtype may change.
 
     Args:
-        tensor: The tensor to change; it must have no ``_base``.
-        new_data_tensor: The tensor whose data it takes over; the same device type.
+        tensor: The tensor to change, without a ``_base``.
+        new_data_tensor: The tensor with the new data, on the same device type.
 
     Raises:
         AssertionError: ``tensor`` is a view.

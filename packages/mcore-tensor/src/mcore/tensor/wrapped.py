@@ -12,13 +12,13 @@ T = TypeVar("T", bound="Tensor | None")
 class WrappedTensor(Generic[T]):
     """A holder that lets a callee free a tensor that its caller passed in.
 
-    A caller that passes a tensor keeps a reference to it until the call returns. A caller that
-    passes ``WrappedTensor(tensor)``, and keeps no reference itself, lets the callee take the
-    tensor out and free it half-way. Threads may race for it: exactly one ``unwrap()`` gets it. It
-    cannot be copied or pickled, since a second reference would defeat the purpose.
+    A caller that passes a tensor keeps a reference to it until the call returns. If it passes
+    ``WrappedTensor(tensor)`` instead and keeps no reference, the callee can take the tensor out and
+    free it before it returns. If several threads call ``unwrap()``, exactly one gets the tensor. It
+    cannot be copied or pickled, since a second reference would keep the tensor alive.
 
     Args:
-        tensor: The tensor to hand over, or None (what a middle pipeline stage has).
+        tensor: The tensor to hand over, or None (on a middle pipeline stage, for example).
 
     Example:
         >>> import torch
@@ -53,8 +53,8 @@ class WrappedTensor(Generic[T]):
         except IndexError:
             pass
         raise RuntimeError(
-            "the WrappedTensor has already been unwrapped: unwrap() hands the tensor over once, "
-            "keep what it returned"
+            "the WrappedTensor has already been unwrapped: unwrap() returns the tensor once, "
+            "keep the result"
         )
 
     def __repr__(self) -> str:
@@ -63,7 +63,7 @@ class WrappedTensor(Generic[T]):
     def _refuse_copy(self, *_: Any) -> NoReturn:
         raise TypeError(
             "a WrappedTensor cannot be copied or pickled, since it holds the only reference to its "
-            "tensor: pass it on, or unwrap() it"
+            "tensor: pass the object itself, or unwrap() it"
         )
 
     __copy__ = __deepcopy__ = __reduce_ex__ = __getstate__ = _refuse_copy

@@ -11,8 +11,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print the environment report and return the exit status 0."""
     parser = argparse.ArgumentParser(
         prog="python -m mcore.versioning",
-        description="Versions of Python, torch, the libraries around it and mcore, found without "
-        "importing them; paste the output into bug reports.",
+        description="Print the versions of Python, torch, related libraries and mcore without "
+        "importing them. Paste the output into bug reports.",
     )
     parser.add_argument("--json", action="store_true", help="write JSON")
     as_json = parser.parse_args(arguments).json

@@ -1,7 +1,7 @@
 """Callers that may read or call a gated class while its gate is closed.
 
-What was made while the gate was open works for good: methods of live objects reach their class, and
-a backward pass reaches its function. Tools that describe a class see its members at any time.
+Objects made while the gate was open keep working: their methods can use the class, and a backward
+pass can use its function. Tools that describe a class see its members at any time.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from types import CodeType, FrameType
 from typing import Any
 
-# Beginnings of module names, a dot added to each. Those of torch compile live modules, and
-# evaluate the guards of what was compiled.
+# Prefixes of module names, with a dot added to each. The modules of torch compile live modules and
+# evaluate the guards of compiled code.
 _TOOLS = (
     "IPython.",
     "_pytest.",
@@ -30,7 +30,7 @@ _TOOLS = (
     "torch.jit.",
     "unittest.mock.",
 )
-# These make an instance only from another one.
+# These modules make an instance only from another instance.
 _COPIERS = ("attr.", "copy.", "dataclasses.", "torch.utils._pytree.")
 _READ_AFTER_FORWARD = ("backward", "vjp")
 _AUTOGRAD = "torch.autograd.function"
@@ -50,12 +50,13 @@ def may_construct(frame: FrameType, gated: type[Any]) -> bool:
 
 def _runs_in(frame: FrameType, modules: tuple[str, ...]) -> bool:
     named = (caller.f_globals.get("__name__") for caller in _with_callers(frame))
-    module = next((name for name in named if name is not None), "")  # evaluated text has no name
+    # Code of exec() may have no module name: its caller's name counts.
+    module = next((name for name in named if name is not None), "")
     return f"{module}.".startswith(modules)
 
 
 def _serves_live_object(frame: FrameType, gated: type[Any], *, is_construction: bool) -> bool:
-    """Return whether a method of a live object, or one that only such an object reaches, runs."""
+    """Return whether a method of a live object, or a method that only such objects call, runs."""
     return any(
         _has_live_self(caller, gated) or _is_own_code(caller.f_code, gated, is_construction)
         for caller in _with_callers(frame)
@@ -76,9 +77,9 @@ def _has_live_self(frame: FrameType, gated: type[Any]) -> bool:
 
 
 def _is_own_code(code: CodeType, gated: type[Any], is_construction: bool) -> bool:
-    """Return whether code is a method of the class, which others could not call meanwhile.
+    """Return whether code is a method of the class, which the closed gate keeps from other callers.
 
-    They can call one whose name starts with an underscore, which therefore can't make instances.
+    Private methods can be called through the gate, so they may not construct instances.
     """
     name = code.co_name
     method = vars(gated).get(name)

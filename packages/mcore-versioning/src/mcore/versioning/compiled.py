@@ -1,4 +1,4 @@
-"""What ``torch.compile`` sees of this package, said in attributes that need no torch."""
+"""Marks for ``torch.compile``, set as attributes, which need no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ F = TypeVar("F", bound="Callable[..., Any]")
 
 
 def constant_when_compiled(func: F) -> F:
-    """Let a call be made while compiling, and its result count as a constant.
+    """Let torch call a function while it compiles, and treat the result as a constant.
 
     The same as ``torch.compiler.assume_constant_result``.
     """
@@ -18,7 +18,7 @@ def constant_when_compiled(func: F) -> F:
 
 
 def compiled_as(substitute: F) -> Callable[[F], F]:
-    """Let another function be compiled in place of the decorated one.
+    """Let torch compile another function in place of the decorated function.
 
     Only for private functions: ``functools.wraps`` copies the attribute to wrappers, which
     ``torch.compile`` would then skip.

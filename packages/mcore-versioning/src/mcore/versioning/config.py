@@ -1,4 +1,4 @@
-"""The flag that switches experimental code on, for the whole process or for one block."""
+"""The flag that enables experimental code, for the whole process or for one block."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _flag_of_the_environment() -> bool:
 
         warnings.warn(
             f"the environment variable {_VARIABLE} is {text!r}, which leaves experimental code "
-            "off; set it to 1 or 0",
+            "off. Set it to 1 or 0",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -39,9 +39,9 @@ def _flag_of_the_environment() -> bool:
 
 
 ENABLE_EXPERIMENTAL: bool = _flag_of_the_environment()
-"""Whether experimental code may run. Read at every call; anything but ``True`` means no.
+"""Whether experimental code may run. Read at every call. Any value other than ``True`` means no.
 
-It starts as True where the environment has ``MCORE_EXPERIMENTAL=1``, which child processes inherit.
+It is initially True if the environment has ``MCORE_EXPERIMENTAL=1``, which child processes inherit.
 Code may replace it, and :func:`experimental_enabled` overrides both within a block.
 """
 
@@ -57,14 +57,14 @@ _this_module: Any = sys.modules[__name__]
 def set_experimental_flag(flag: bool) -> None:
     """Switch experimental code on or off for the whole process.
 
-    This replaces what the environment variable ``MCORE_EXPERIMENTAL`` said at import. Processes
-    that are started later do not inherit it; they read the variable.
+    This overrides the environment variable ``MCORE_EXPERIMENTAL``, which is read at import.
+    Processes that are started later do not inherit the flag. They read the variable.
 
     Args:
         flag: The new value of ``ENABLE_EXPERIMENTAL``.
 
     Raises:
-        TypeError: ``flag`` is not a bool; ``"false"`` or ``1`` would be a silent "off".
+        TypeError: ``flag`` is not a bool. ``"false"`` or ``1`` would be a silent "off".
 
     Example:
         >>> set_experimental_flag(True)
@@ -77,10 +77,10 @@ def set_experimental_flag(flag: bool) -> None:
 
 
 def is_experimental_enabled() -> bool:
-    """Return whether experimental code may run here and now.
+    """Return whether experimental code may run now, in this thread or task.
 
     Returns:
-        The value of the innermost ``experimental_enabled`` block of this thread or task; outside
+        The value of the innermost ``experimental_enabled`` block of this thread or task. Outside
         any block, whether ``ENABLE_EXPERIMENTAL`` is True.
 
     Example:
@@ -94,12 +94,12 @@ def is_experimental_enabled() -> bool:
 def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
     """Switch experimental code on or off for one block.
 
-    The block counts for the current thread or asyncio task and for the tasks that it starts;
-    threads that it starts see ``ENABLE_EXPERIMENTAL``. Blocks nest, and the earlier state returns
-    after an exception too.
+    The block applies to the current thread or asyncio task and to the tasks that it starts.
+    Threads that it starts see ``ENABLE_EXPERIMENTAL``. Blocks nest, and the earlier state is
+    restored after an exception too.
 
     Args:
-        flag: What ``is_experimental_enabled`` returns inside the block.
+        flag: The result of ``is_experimental_enabled`` inside the block.
 
     Returns:
         A context manager for a single use.
@@ -119,9 +119,10 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
 def checking_before_calls(
     func: Callable[..., Any], check: Callable[[], None]
 ) -> Callable[..., Any]:
-    """Wrap a function so that ``check``, which may raise, precedes its calls.
+    """Wrap a function to call ``check``, which may raise, before each call.
 
-    Once it has passed, only the flag is read, which is faster here than from another module.
+    After a check that passed, a call only reads the flag. That is faster in this module than from
+    another one.
     """
     passed: object = None
 
@@ -137,8 +138,8 @@ def checking_before_calls(
 
 
 def __getattr__(name: str) -> object:
-    # torch.compile cannot look into a ContextVar. It can guard on an attribute of a module, and
-    # reads this one anew, in the context of the caller, before each use of compiled code.
+    # torch.compile cannot read a ContextVar. It can guard on an attribute of a module, and reads
+    # this attribute anew, in the context of the caller, before each use of compiled code.
     if name == "_guarded_override":
         return _override.get()
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -158,7 +159,7 @@ def _unchanged(passed: object) -> object:
     return passed
 
 
-# Compiled code repeats the check, since a change of what is remembered would compile it again.
+# Compiled code repeats the check: a change of the remembered value would compile it a second time.
 @compiled_as(_unchanged)
 def _remembered(passed: object) -> object:
     return True
@@ -168,8 +169,8 @@ def _remembered(passed: object) -> object:
 def _overriding(flag: bool) -> Iterator[None]:
     global _may_be_overridden
     _may_be_overridden = True
-    # The earlier value rather than a token: a token fails where a block is left in a different
-    # context than it was entered in, as in generator fixtures of test frameworks.
+    # Not ContextVar.reset: its token is refused if a block is left in a different context than it
+    # was entered in, as in generator fixtures of test frameworks.
     earlier = _override.get()
     _override.set(flag)
     try:

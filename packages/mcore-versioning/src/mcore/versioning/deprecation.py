@@ -26,7 +26,7 @@ _MACHINERY_MODULES = ("abc", "typing")
 
 
 class Notice(NamedTuple):
-    """The contents of a warning; category None means never, ``stacklevel`` 1 blames the caller."""
+    """The contents of a warning. Category None disables it, ``stacklevel`` 1 blames the caller."""
 
     message: str
     category: type[Warning] | None
@@ -39,20 +39,21 @@ def deprecate_args(
 ) -> Callable[[F], F]:
     """Refuse calls that pass one of the named arguments, by keyword or by position.
 
-    A class stays the same object; making an instance of it or of a subclass is what is refused.
+    A class stays the same object. Such arguments are refused when an instance of it or of a
+    subclass is made.
 
     Args:
         *names: Parameters of the decorated function or of the class's constructor, or any names if
-            it takes ``**kwargs``.
+            it has ``**kwargs``.
         message: The text of the error, with ``{name}`` in place of the argument's name.
 
     Returns:
         A decorator that keeps the signature.
 
     Raises:
-        TypeError: At a call: an argument of that name is given; the one that comes first in
-            ``names`` is reported. At decoration: ``names`` holds something other than names.
-        ValueError: At decoration: no names, or one that the function does not accept.
+        TypeError: At a call: an argument of that name is given. Of several, the first in ``names``
+            is reported. At decoration: ``names`` holds something other than names.
+        ValueError: At decoration: no names, or a name that the function does not accept.
 
     Example:
         >>> @deprecate_args("eps", message="{name} has moved to the optimizer")
@@ -109,7 +110,7 @@ def _refuse_at_construction(cls: type[Any], texts: Mapping[str, str]) -> None:
     is_made_in_new = isinstance(cls.__new__, FunctionType)
     name = "__new__" if is_made_in_new else "__init__"
     documented: Any = getattr(cls, name)
-    if documented is object.__init__:  # which seems to take anything
+    if documented is object.__init__:  # its signature seems to accept any argument
         documented = _taking_nothing
     own = vars(cls).get(name)
 
@@ -125,7 +126,7 @@ def _refuse_at_construction(cls: type[Any], texts: Mapping[str, str]) -> None:
 def deprecate_inference_params(
     inference_context: Context | None, inference_params: Params | None
 ) -> Context | Params | None:
-    """Choose between an argument and its deprecated former name, and warn about the latter.
+    """Choose between an argument and its deprecated former name, and warn about the former name.
 
     Only None means "not given": an empty list and 0 count as given.
 
@@ -134,11 +135,10 @@ def deprecate_inference_params(
         inference_params: The value of the argument under its deprecated name.
 
     Returns:
-        ``inference_context``, or ``inference_params`` where the former is None.
+        ``inference_context``, or ``inference_params`` if ``inference_context`` is None.
 
     Warns:
-        FutureWarning: ``inference_params`` was given; blamed on the line that calls this
-            function.
+        FutureWarning: ``inference_params`` was given. It blames the line that calls this function.
 
     Example:
         >>> deprecate_inference_params("context", None)
@@ -149,20 +149,20 @@ def deprecate_inference_params(
         ...     deprecate_inference_params(None, "params")
         'params'
         >>> print(caught[0].message)
-        `inference_params` is deprecated; pass `inference_context` instead.
+        `inference_params` is deprecated. Pass `inference_context` instead.
     """
     if inference_params is None:
         return inference_context
     if inference_context is None:
         warnings.warn(
-            "`inference_params` is deprecated; pass `inference_context` instead.",
+            "`inference_params` is deprecated. Pass `inference_context` instead.",
             FutureWarning,
             stacklevel=2,
         )
         return inference_params
     warnings.warn(
-        "`inference_params` is deprecated and ignored, since `inference_context` is given too; "
-        "pass `inference_context` alone.",
+        "`inference_params` is deprecated and ignored, since `inference_context` is given too. "
+        "Pass `inference_context` alone.",
         FutureWarning,
         stacklevel=2,
     )
@@ -178,8 +178,8 @@ def _positions(
     unknown = [name for name in names if not accepts_parameter(func, name)]
     if unknown:
         raise ValueError(
-            f"{shown_name} has no parameter {', '.join(unknown)} and takes no **kwargs; "
-            "name parameters that a call could pass"
+            f"{shown_name} has no parameter {', '.join(unknown)} and no **kwargs. "
+            "Name parameters that a call could pass"
         )
     by_position = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     parameters = signature_of(func).parameters.values()
@@ -190,7 +190,7 @@ def _positions(
 def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
     """Wrap ``func``, even a coroutine function, in a plain function that warns at each call.
 
-    A wrapper made here is replaced rather than wrapped again, so that a call warns once.
+    An existing wrapper of this kind is replaced, so a call warns once.
     """
     warned: Callable[..., Any] = func.__wrapped__ if _warns(func) else func  # type: ignore[attr-defined]
     wrapper = wraps(func)(_warning_wrapper(warned, notice))
@@ -203,7 +203,7 @@ def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]
 
 
 def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what a wrapper of :func:`warn_on_call` wraps, with its attributes; else ``func``."""
+    """Unwrap a wrapper of :func:`warn_on_call` and keep its attributes. Return others as is."""
     if not _warns(func):
         return func
     bare: Callable[..., Any] = func.__wrapped__  # type: ignore[attr-defined]
@@ -214,7 +214,7 @@ def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def blaming_one_further(func: Callable[..., Any]) -> Callable[..., Any]:
-    """Prepare ``func`` for a wrapper of this package that stands between it and its callers."""
+    """Prepare ``func`` for a further wrapper of this package between it and its callers."""
     if not _warns(func):
         return func
     notice: Notice = getattr(func, NOTICE_ATTRIBUTE)
@@ -242,7 +242,7 @@ def _warns(func: Any) -> bool:
 def warn_on_use(cls: type[Any], notice: Notice) -> None:
     """Make a class warn, in place, when it is instantiated or subclassed directly.
 
-    The hooks are silent for subclasses, and once the class carries another notice.
+    The hooks do nothing for subclasses, nor after the class was deprecated with another notice.
     """
     _hook_into_instantiation(cls, notice)
     _hook_into_subclassing(cls, notice)
@@ -257,7 +257,7 @@ def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
     def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         used = type(self)
         if vars(used).get(NOTICE_ATTRIBUTE) is notice:
-            # A metaclass other than type may have a __call__ that stands between us and the user.
+            # A metaclass other than type may have a __call__ between this hook and the user.
             _warn_user(notice, () if type(used) is type else _code(type(used), "__call__"))
         if call_own is not None:
             return call_own(self, *args, **kwargs)
@@ -290,20 +290,20 @@ def _hook_into_subclassing(cls: type[Any], notice: Notice) -> None:
 def _initialise_as_inherited(
     cls: type[Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Do what would happen if ``cls`` did not define ``__init__``."""
+    """Initialise an instance as if ``cls`` did not define ``__init__``."""
     inherited = super(cls, instance).__init__
     if getattr(inherited, "__objclass__", None) is not object:
         return inherited(*args, **kwargs)
-    # object.__init__ refuses arguments that belong to __new__, now that there is an __init__.
+    # object.__init__ refuses arguments of __new__ as soon as the class has an __init__.
     own_constructor: object = type(instance).__new__
     if (args or kwargs) and own_constructor is object.__new__:
-        hint = "; put @deprecated above @dataclass" if "__dataclass_fields__" in vars(cls) else ""
+        hint = ". Put @deprecated above @dataclass" if "__dataclass_fields__" in vars(cls) else ""
         raise TypeError(f"{type(instance).__name__}() takes no arguments{hint}")
     return None
 
 
 def _signature_with_self(cls: type[Any]) -> Any:
-    """Return the signature of the class as that of an ``__init__``; None where it has none."""
+    """Return the signature of the class as that of an ``__init__``, None if it has none."""
     import inspect
 
     try:

@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class DeprecationInfo:
-    """What was passed to ``deprecated`` for an object.
+    """The arguments of ``deprecated`` for an object.
 
     Attributes:
         version: The version in which the deprecation began.
         removal_version: The version that removes the object, if known.
-        alternative: What to use instead, if anything.
+        alternative: The replacement, if any.
         reason: Why the object is deprecated, if given.
         message: The text of the warning.
 

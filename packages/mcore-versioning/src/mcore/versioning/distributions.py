@@ -15,15 +15,16 @@ _SEPARATORS = re.compile(r"[-_.]+")
 
 
 def recorded_version(name: str) -> str | None:
-    """Return the version of a distribution, None where it is absent or its metadata has none."""
+    """Return the version of a distribution, None if it is absent or its metadata has none."""
     folder = _folder_named(name)
     return None if folder is None else _field(folder, b"Version")
 
 
 def owners_of(module: str) -> dict[str, str | None]:
-    """Return the distributions that brought a module, by name, with their versions.
+    """Return the distributions that installed a module, by name, with their versions.
 
-    One with the module's own name is opened first, and alone if it brought the module's first file.
+    The distribution of the module's name is read first. If it installed the module's first file,
+    no other is read.
     """
     named = _folder_named(module.partition(".")[0])
     if named is not None and _brought_first_file(named, module):
@@ -60,7 +61,7 @@ def _normalised(name: str) -> str:
 
 
 def _field(folder: str, name: bytes) -> str | None:
-    """Return a field of the metadata, whose file has different names in the two kinds of folder."""
+    """Return a field of the metadata file, whose name depends on the kind of folder."""
     text = _read(folder, "METADATA") or _read(folder, "PKG-INFO")
     found = re.search(rb"^%s:[ \t]*(\S.*?)\s*$" % name, text.partition(b"\n\n")[0], re.M)
     return None if found is None else found[1].decode("utf-8", "replace")
@@ -70,7 +71,7 @@ def _brought(folder: str, module: str) -> bool:
     record = _read(folder, "RECORD")
     if _records(record, module, rb"(/.*|\.[^/\n]*)?"):
         return True
-    # An editable installation, or one by an old tool, names its packages but not their files.
+    # An editable installation, or an installation by an old tool, lists packages but not files.
     if record and b"__editable__" not in record:
         return False
     return module.encode() in _read(folder, "top_level.txt").split()
@@ -82,7 +83,7 @@ def _brought_first_file(folder: str, module: str) -> bool:
 
 def _records(record: bytes, module: str, rest_of_path: bytes) -> bool:
     path = module.replace(".", "/").encode()
-    # Looking for the bytes first spares most records the slower pattern.
+    # A search for the bytes first avoids the slower pattern for most records.
     if not (record.startswith(path) or b"\n" + path in record or b'"' + path in record):
         return False
     pattern = rb'^"?%s%s\.(py|so|pyd)"?,' % (re.escape(path), rest_of_path)

@@ -34,7 +34,7 @@ _FILES_WITH_VERSION = ("__init__.py", "_version.py", "version.py", "__version__.
 
 
 class PackageState(NamedTuple):
-    """The state of one distribution; a reason says why it can't work here."""
+    """The state of one distribution, with a reason if it can't work here."""
 
     name: str
     version: str | None = None
@@ -50,7 +50,7 @@ class PackageState(NamedTuple):
 def package_state(module: str, name: str, watched: Iterable[str] | None = None) -> PackageState:
     """Determine whether a package is installed and can work here, without importing it.
 
-    A problem is reported only where the installation itself proves it.
+    A problem is reported only if the installed files themselves prove it.
     """
     spec = _find_spec(module)
     try:
@@ -99,7 +99,7 @@ def _state_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> 
 
 
 def _find_spec(module: str) -> ModuleSpec | None:
-    """Return the spec that ``import`` would find, whatever is loaded; no parent is imported."""
+    """Return the spec that ``import`` would find, also if loaded. No parent is imported."""
     parent, _, _ = module.rpartition(".")
     path = None
     if parent:
@@ -135,7 +135,7 @@ def _shadowing(
 
 
 def _module_files(installed: Distribution, module: str) -> set[Path]:
-    """Return the recorded files of a distribution that can be the module; none if editable."""
+    """Return the recorded files of a distribution that can be the module, none if editable."""
     path = PurePosixPath(*module.split("."))
     return {
         Path(str(installed.locate_file(file))).resolve()
@@ -194,7 +194,7 @@ def _problem_with(requirement: Requirement) -> str | None:
         return "which is not installed"
     except InvalidVersion:
         return None  # reported for that package itself
-    # A pre-release build is given the benefit of the doubt.
+    # A pre-release build, as in vendor containers, also satisfies requirements on its release.
     candidates = (found, Version(found.base_version))
     if any(requirement.specifier.contains(v, prereleases=True) for v in candidates):
         return None
@@ -214,7 +214,7 @@ def _is_version(text: str) -> bool:
 
 
 def _version_in_source(spec: ModuleSpec) -> str | None:
-    """Return a literal ``__version__`` from the module's file or the usual files beside it."""
+    """Return a literal ``__version__`` from the module's file or the usual files next to it."""
     origin = Path(_location(spec))
     is_package = spec.submodule_search_locations is not None
     files = [origin.with_name(name) for name in _FILES_WITH_VERSION] if is_package else [origin]
@@ -251,7 +251,7 @@ class EnvironmentReport(NamedTuple):
         return "\n".join(f"{label:<{width}}  {text}" for label, text in lines)
 
     def as_json(self) -> str:
-        """Return a JSON object; every package has a name, a status, a version and a reason."""
+        """Return a JSON object. Every package has a name, a status, a version and a reason."""
         packages = [
             {
                 "name": package.name,

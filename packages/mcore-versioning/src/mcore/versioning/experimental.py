@@ -1,4 +1,4 @@
-"""Functions that run only while experimental code is switched on."""
+"""Functions that run only while experimental code is enabled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ExperimentalNotEnabledError(Exception):
 
 
 class FunctionDecorator(Protocol):
-    """A decorator that keeps the function's type and optionally takes another lifetime."""
+    """A decorator that keeps the function's type and accepts another lifetime."""
 
     def __call__(self, func: F, max_lifetime: int = DEFAULT_LIFETIME) -> F: ...
 
@@ -65,7 +65,7 @@ class Gate:
 
     @constant_when_compiled
     def announce(self) -> None:
-        """Report the first use; that of compiled code when it is compiled."""
+        """Report the first use. Compiled code reports it during compilation."""
         if not self.unannounced:
             return
         try:
@@ -86,19 +86,19 @@ def experimental_fn(
     max_lifetime: int = DEFAULT_LIFETIME,
     current_version: str | None = None,
 ) -> FunctionDecorator:
-    """Gate a function: calling it raises, unless experimental code is switched on.
+    """Gate a function: a call raises unless experimental code is enabled.
 
     The gate acts at the call, before a coroutine or generator is made. The first call that passes
     writes one INFO record on rank 0 to the logger ``mcore.versioning``. A function that has been
-    experimental for more than ``max_lifetime`` minor releases, or over a major release, still
-    works; a WARNING record on rank 0 reports it when it is decorated.
+    experimental for more than ``max_lifetime`` minor releases, or across a major release, still
+    works. A WARNING record on rank 0 reports it when it is decorated.
 
     Args:
-        introduced_with_version: The version of the function's own distribution that introduced it.
-        max_lifetime: Minor releases for which it may stay experimental; the decorator takes this
-            as a second argument too.
-        current_version: The current version; by default that of the distribution that owns the
-            function's module. Where that is unknown, nothing is checked.
+        introduced_with_version: The version of the function's distribution that introduced it.
+        max_lifetime: Minor releases for which it may stay experimental. Also accepted as the
+            second argument of the decorator.
+        current_version: The current version, by default that of the distribution that owns the
+            function's module. If that is unknown, nothing is checked.
 
     Returns:
         A decorator for functions, methods, classmethods, staticmethods and properties. The result
@@ -106,7 +106,7 @@ def experimental_fn(
         ``_introduced_with_version``.
 
     Raises:
-        ExperimentalNotEnabledError: At a call, while experimental code is switched off.
+        ExperimentalNotEnabledError: At a call while experimental code is disabled.
         packaging.version.InvalidVersion: One of the versions is not valid.
         TypeError: Used without arguments, or on a class, or ``max_lifetime`` is not an int.
         ValueError: ``max_lifetime`` is negative.
@@ -141,8 +141,8 @@ def check_introduction(
     """Reject meaningless arguments of an experimental decorator."""
     if not isinstance(introduced, str):
         raise TypeError(
-            f"@{decorator} needs the introducing version, not {introduced!r}; "
-            f'write @{decorator}("0.1.0")'
+            f"@{decorator} needs the version that introduced the object, not {introduced!r}. "
+            f'Write @{decorator}("0.1.0")'
         )
     Version(introduced)
     if current_version is not None:
@@ -169,7 +169,7 @@ def _gated(func: Any, introduced: str) -> Any:
 
 
 def has_expired(introduced: Version, current: Version, max_lifetime: int) -> bool:
-    """Return whether more than ``max_lifetime`` minor releases, or a major one, have gone by."""
+    """Return whether more than ``max_lifetime`` minor releases, or a major release, have passed."""
     if introduced.major != current.major:
         return current.major > introduced.major
     return introduced.minor + max_lifetime < current.minor
@@ -180,7 +180,7 @@ def warn_if_expired(
 ) -> None:
     """Log a warning, on rank 0, if an experimental object has reached its end of life.
 
-    Where the current version is neither given nor known, nothing is checked.
+    If the current version is neither given nor known, nothing is checked.
     """
     if current_version is not None:
         current: Version | None = Version(current_version)
@@ -197,7 +197,7 @@ def warn_if_expired(
 
 
 def owner_version(module: str) -> Version | None:
-    """Return the version of the distribution that owns a module, None where that is unknown."""
+    """Return the version of the distribution that owns a module, None if it is unknown."""
     distribution = _owner(module)
     text = distribution and recorded_version(distribution)
     try:
@@ -215,7 +215,7 @@ def _owner(module: str) -> str | None:
     owners = _owners_of(top_level)
     if len(owners) > 1:
         return None  # a namespace that several distributions share
-    # An editable installation lists no packages: it is found if it is named like its package.
+    # An editable installation lists no packages. It is found if it has its package's name.
     return next(iter(owners), top_level)
 
 

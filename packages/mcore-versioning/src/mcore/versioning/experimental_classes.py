@@ -1,7 +1,8 @@
-"""Classes that can be used only while experimental code is switched on.
+"""Classes that can be used only while experimental code is enabled.
 
-The gate is in the metaclass. A class gets another metaclass if it has one of its own; a subclass
-with the same contents replaces it if it has not, since Python lets nobody exchange ``type``.
+The gate is in the metaclass. A class that has a metaclass gets another metaclass. A class without
+one is replaced by a subclass with the same contents, since Python does not allow replacing
+``type``.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ if TYPE_CHECKING:
 
 C = TypeVar("C", bound="type[Any]")
 
-# Places in an instance, which the subclass that stands in for a class inherits.
+# Slots of an instance, which the subclass that replaces a class inherits.
 _NOT_COPIED = ("__dict__", "__weakref__")
 _GATE = "_experimental_gate"
 _PRESENTED_METACLASS = "_experimental_metaclass"
 _PRESENTED_BASES = "_experimental_bases"
 
-# By identity: reading an attribute of a gated class takes longer than making an instance.
+# By identity: reading an attribute of a gated class is slower than making an instance.
 _classes_in_use: set[int] = set()
 _defining_a_class: ContextVar[bool] = ContextVar("mcore_defining_a_class", default=False)
 
 
 class ClassDecorator(Protocol):
-    """A decorator that keeps the class's type and optionally takes another lifetime."""
+    """A decorator that keeps the class's type and accepts another lifetime."""
 
     def __call__(self, cls: C, max_lifetime: int = DEFAULT_LIFETIME) -> C: ...
 
@@ -55,44 +56,44 @@ def experimental_cls(
     max_lifetime: int = DEFAULT_LIFETIME,
     current_version: str | None = None,
 ) -> ClassDecorator:
-    """Gate a class: making an instance raises, unless experimental code is switched on.
+    """Gate a class: making an instance raises unless experimental code is enabled.
 
-    So does making an instance of a subclass, and reading an attribute that the decorated class
-    defines from the class or a subclass, unless its name starts with an underscore. Everything
-    else works at any time: attributes that it inherits, defining subclasses, setting attributes,
-    ``isinstance``, type hints and ``inspect.signature``. ``is_experimental``, on the class and on
-    instances, says whether the gate is open.
+    So does making an instance of a subclass, and reading a public attribute that the decorated
+    class defines, from the class or a subclass. Everything else works at any time: inherited and
+    private attributes, defining subclasses, setting attributes, ``isinstance``, type hints and
+    ``inspect.signature``. ``is_experimental``, on the class and on instances, is True while the
+    gate is open.
 
-    What was made while the gate was open works for good: methods of such an object may read
-    attributes of the class and make further instances, it can be copied, and the backward pass of
-    a ``torch.autograd.Function`` runs. Unpickling an exception is a call, though, and gated. Tools
+    Objects made while the gate was open keep working: their methods may read attributes of the
+    class and make further instances, they can be copied, and the backward pass of a
+    ``torch.autograd.Function`` runs. Unpickling an exception is a call, though, and gated. Tools
     that describe a class (``inspect``, ``pydoc``, ``doctest``, ``unittest.mock``, sphinx) see its
     members at any time.
 
-    The record on first use and the warning at the end of life are those of ``experimental_fn``.
+    The first use and the end of life are logged as for ``experimental_fn``.
 
     Put the decorator above all others that change the class, such as ``dataclasses.dataclass``.
     Methods must call their parents with ``super()``: ``super(Name, self)`` would find the subclass
     that replaces a class without a metaclass, and recurse forever.
 
     Args:
-        introduced_with_version: The version of the class's own distribution that introduced it.
-        max_lifetime: Minor releases for which it may stay experimental; the decorator takes this
-            as a second argument too.
-        current_version: The current version; by default that of the distribution that owns the
-            class's module. Where that is unknown, nothing is checked.
+        introduced_with_version: The version of the class's distribution that introduced it.
+        max_lifetime: Minor releases for which it may stay experimental. Also accepted as the
+            second argument of the decorator.
+        current_version: The current version, by default that of the distribution that owns the
+            class's module. If that is unknown, nothing is checked.
 
     Returns:
-        A decorator for classes. The result is the class itself if it has a metaclass of its own,
-        else a subclass with the same name and contents. It carries the attributes
+        A decorator for classes. The result is the class itself if it has a metaclass other than
+        ``type``, else a subclass with the same name and contents. It has the attributes
         ``_experimental_api`` and ``_introduced_with_version``.
 
     Raises:
-        ExperimentalNotEnabledError: At use, while experimental code is switched off.
+        ExperimentalNotEnabledError: At use while experimental code is disabled.
         packaging.version.InvalidVersion: One of the versions is not valid.
-        TypeError: Used without arguments, or on something that can't be gated: an enum, a
-            ``TypedDict``, a protocol, a class whose metaclass is written in C, or no class; or
-            ``max_lifetime`` is not an int.
+        TypeError: Used without arguments, on an object that is not a class, or on a class that
+            can't be gated: an enum, a ``TypedDict``, a protocol, or a class with a metaclass
+            written in C. Also if ``max_lifetime`` is not an int.
         ValueError: ``max_lifetime`` is negative.
 
     Example:
@@ -121,15 +122,15 @@ def experimental_cls(
 class GatedMeta(type):
     """The metaclass of gated classes and their subclasses.
 
-    Never the metaclass itself but a parent of it, since ``torch.compile`` gives up on a class whose
-    metaclass defines ``__getattribute__`` in its own body.
+    Always a parent of the metaclass, never the metaclass itself: ``torch.compile`` breaks the graph
+    at a class if its metaclass defines ``__getattribute__`` in its body.
     """
 
     def __new__(
         meta, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
     ) -> Any:
-        """Make a class, with the gate open for the hooks that run meanwhile."""
-        if "__module__" not in namespace:  # made by a call, which would count as made here
+        """Make a class, with the gate open for the hooks that run during it."""
+        if "__module__" not in namespace:  # made by a call, so Python would record this module
             module = sys._getframe(1).f_globals.get("__name__")
             namespace = {**namespace, "__module__": module}
         with _open_to_class_hooks():
@@ -138,7 +139,7 @@ class GatedMeta(type):
     def __init__(
         cls, name: str, bases: tuple[type, ...], namespace: dict[str, Any], **options: Any
     ) -> None:
-        """Complete a class, with the gate open for what runs meanwhile."""
+        """Complete a class, with the gate open for the hooks that run during it."""
         with _open_to_class_hooks():
             super().__init__(name, bases, namespace, **options)
 
@@ -156,7 +157,7 @@ class GatedMeta(type):
         return super().__call__(*args, **kwargs)
 
     def __getattribute__(cls, name: str) -> Any:
-        """Read an attribute; gated if it is public and a decorated class defines it."""
+        """Read an attribute. It is gated if it is public and a decorated class defines it."""
         if name.startswith("_"):
             present = _PRESENTED.get(name)
             return super().__getattribute__(name) if present is None else present(cls)
@@ -177,7 +178,7 @@ class GatedMeta(type):
 
 
 def _enter(cls: type[Any]) -> None:
-    """Take a class into use; from then on the flag alone decides about instances."""
+    """Mark a class as in use: from now on only the flag decides whether instances can be made."""
     _gate(cls).announce()
     if id(cls) not in _classes_in_use:
         import weakref
@@ -204,8 +205,8 @@ def _gated(cls: type[Any], introduced: str) -> type[Any]:
         "_experimental_api": True,
         "_introduced_with_version": introduced,
         "is_experimental": property(lambda self: is_experimental_enabled()),
-        # A shared metaclass lets a class inherit from two gated ones. The one that is shown as
-        # __class__ is named after the class.
+        # Gated classes share a metaclass, so a class can inherit from two of them. The metaclass
+        # presented as __class__ is named after the class.
         _PRESENTED_METACLASS: new_class(cls.__name__, (metaclass,)),
         _GATE: Gate(full_name(cls)),
     }.items():
@@ -219,18 +220,18 @@ def _with_metaclass(cls: type[Any], metaclass: Any) -> type[Any]:
     except TypeError as error:
         raise TypeError(
             f"{cls!r} has a metaclass written in C, {type(cls).__name__}, and therefore can't be "
-            "gated; mark it with @experimental_api"
+            "gated. Mark it with @experimental_api"
         ) from error
     return cls
 
 
 def _stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
-    """Return a subclass with the same contents, which takes the place of a class."""
+    """Return a subclass with the same contents, which replaces a class."""
     with _without_subclass_hook(cls):
         subclass: type[Any] = metaclass(
             cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__}
         )
-    # Set afterwards, so that no descriptor hears of a second owner.
+    # Set after the class is made, so __set_name__ of descriptors does not run a second time.
     for name, value in vars(cls).items():
         if name not in _NOT_COPIED:
             type.__setattr__(subclass, name, value)
@@ -241,7 +242,7 @@ def _stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
 
 @cache
 def _gated_metaclass(root: Any) -> Any:
-    """Return a metaclass with the gate, which follows the inheritance of ``root``."""
+    """Return a metaclass with the gate. Its parents are those of ``root``, gated."""
     if issubclass(root, GatedMeta):
         return root
     if root is type:
@@ -255,13 +256,13 @@ def _check_can_be_gated(cls: Any) -> None:
         raise TypeError(f"{cls!r} is not a class: decorate a function with @experimental_fn")
     if isinstance(cls, enum.EnumMeta):
         kind = "an enum, which can't be subclassed and therefore can't be gated"
-    elif type(cls).__name__ == "_TypedDictMeta":  # that of typing or typing_extensions
-        kind = "a TypedDict, whose instances are plain dicts and therefore can't be gated"
+    elif type(cls).__name__ == "_TypedDictMeta":  # of typing or of typing_extensions
+        kind = "a TypedDict: its instances are plain dicts and can't be gated"
     elif vars(cls).get("_is_protocol", False):
         kind = "a protocol, which has no instances to gate"
     else:
         return
-    raise TypeError(f"{cls!r} is {kind}; mark it with @experimental_api")
+    raise TypeError(f"{cls!r} is {kind}. Mark it with @experimental_api")
 
 
 @contextmanager
@@ -276,20 +277,20 @@ def _open_to_class_hooks() -> Iterator[None]:
 
 @contextmanager
 def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
-    """Hide the gated subclass from the ``__init_subclass__`` that a class has or inherits."""
-    own = vars(cls).get("__init_subclass__")
+    """Do not call the ``__init_subclass__`` of a class for its gated subclass."""
+    defined = vars(cls).get("__init_subclass__")
     type.__setattr__(cls, "__init_subclass__", classmethod(lambda subclass: None))
     try:
         yield
     finally:
-        if own is None:
+        if defined is None:
             type.__delattr__(cls, "__init_subclass__")
         else:
-            type.__setattr__(cls, "__init_subclass__", own)
+            type.__setattr__(cls, "__init_subclass__", defined)
 
 
 def _comes_from_gated_class(cls: type[Any], name: str) -> bool:
-    """Return whether a decorated class, not a subclass or an old parent, defines an attribute."""
+    """Return whether a decorated class defines an attribute, not a subclass or an old parent."""
     for owner in cls.__mro__:
         if name in vars(owner):
             return _GATE in vars(owner)
@@ -312,7 +313,7 @@ def _presented_signature(cls: type[Any]) -> inspect.Signature:
 
 
 def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signature:
-    """Return what ``inspect.signature(cls)`` would if a metaclass had no ``__call__``."""
+    """Return the result of ``inspect.signature(cls)`` if a metaclass had no ``__call__``."""
     try:
         return _explicit_signature(cls) or _metaclass_signature(cls, without) or _constructor(cls)
     except ValueError as error:
@@ -320,7 +321,7 @@ def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signatur
 
 
 def _explicit_signature(cls: type[Any]) -> Any:
-    # Read like any attribute: pydantic has a descriptor there.
+    # Read as an attribute, not from vars(): pydantic puts a descriptor there.
     is_given = any("__signature__" in vars(base) for base in cls.__mro__)
     return type.__getattribute__(cls, "__signature__") if is_given else None
 

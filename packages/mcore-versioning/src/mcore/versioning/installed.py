@@ -27,12 +27,12 @@ _PACKING_IN_TRAINING = ((_CAUSAL_CONV1D, "1.4.0"), (_MAMBA_SSM, "2.0.0"))
 
 
 def _remembering(package: InstalledPackage) -> Callable[[Check], Check]:
-    """Answer a repeated question within the call itself, while ``__version__`` is the same."""
+    """Answer a repeated question from a cache while ``__version__`` is the same object."""
     module, modules = package.module, sys.modules
 
     def remember(ask: Check) -> Check:
-        # The last parameter is keyword-only in the signature that users see. Being so here as well
-        # would slow each call by a tenth.
+        # The last parameter is keyword-only in the signature that users see. If it were here as
+        # well, each call would take a tenth longer.
         @wraps(ask)
         def check(
             version: str | Version, check_equality: bool = True, release_only: bool = False
@@ -69,9 +69,9 @@ def get_torch_version() -> Version:
     """Return the version of PyTorch, without importing it.
 
     Returns:
-        ``torch.__version__`` where torch is loaded, local label such as ``+cpu`` included, else
-        what its metadata says, which for CUDA wheels from PyPI has none; ``Version("0.0.0")``
-        where torch is absent.
+        ``torch.__version__`` if torch is loaded, including a local label such as ``+cpu``. Else
+        the version in its metadata, which has no label for CUDA wheels from PyPI.
+        ``Version("0.0.0")`` if torch is absent.
 
     Raises:
         packaging.version.InvalidVersion: torch is installed, but its version can't be parsed.
@@ -87,7 +87,7 @@ def get_te_version() -> Version:
     """Return the version of Transformer Engine, without importing it.
 
     Returns:
-        As :func:`get_torch_version`; ``Version("0.0.0")`` where Transformer Engine is absent.
+        As :func:`get_torch_version`. ``Version("0.0.0")`` if Transformer Engine is absent.
 
     Raises:
         packaging.version.InvalidVersion: It is installed, but its version can't be parsed.
@@ -103,10 +103,10 @@ def get_fa_version() -> Version:
     """Return the version of FlashAttention, without importing it.
 
     Returns:
-        ``flash_attn.__version__`` where it is loaded, else what its metadata says.
+        ``flash_attn.__version__`` if it is loaded, else the version in its metadata.
 
     Raises:
-        importlib.metadata.PackageNotFoundError: It is absent; a subclass of ImportError.
+        importlib.metadata.PackageNotFoundError: It is absent. A subclass of ImportError.
         packaging.version.InvalidVersion: It is installed, but its version can't be parsed.
 
     Example:
@@ -119,7 +119,7 @@ def get_fa_version() -> Version:
 
 
 def get_mamba_version() -> Version:
-    """Return the version of mamba-ssm; sources and errors are those of :func:`get_fa_version`.
+    """Return the version of mamba-ssm, with the sources and errors of :func:`get_fa_version`.
 
     Example:
         >>> try:
@@ -131,7 +131,7 @@ def get_mamba_version() -> Version:
 
 
 def get_causal_conv1d_version() -> Version:
-    """Return the version of causal-conv1d; sources and errors are those of :func:`get_fa_version`.
+    """Return the version of causal-conv1d, with the sources and errors of :func:`get_fa_version`.
 
     Example:
         >>> try:
@@ -154,13 +154,13 @@ def is_torch_min_version(
 
     Args:
         version: The version to compare with.
-        check_equality: False requires a strictly newer version; a local label such as ``+cpu``
-            then makes nothing newer, unless ``version`` carries one as well.
-        release_only: Compare only the release number of what is installed, so that a pre-release
+        check_equality: False requires a strictly newer version. A local label such as ``+cpu``
+            does not make a version newer, unless ``version`` has a label as well.
+        release_only: Compare only the release number of the installed version: a pre-release
             counts as its release.
 
     Returns:
-        The answer by the order of ``packaging.version.Version``; False where torch is absent.
+        The answer in the order of ``packaging.version.Version``. False if torch is absent.
 
     Raises:
         packaging.version.InvalidVersion: ``version`` is not a valid version.
@@ -187,8 +187,8 @@ def is_te_min_version(
 ) -> bool:
     """Return whether Transformer Engine is installed in at least a given version.
 
-    Arguments, result and errors are those of :func:`is_torch_min_version`. The keyword ``version``
-    may also be written ``vers``; both together are a TypeError.
+    Arguments, result and errors are as in :func:`is_torch_min_version`. The keyword ``version``
+    may also be written ``vers``. Both together are a TypeError.
 
     Example:
         >>> is_te_min_version("1000.0"), is_te_min_version(vers="1000.0")
@@ -203,7 +203,7 @@ def is_fa_min_version(
 ) -> bool:
     """Return whether FlashAttention is installed in at least a given version.
 
-    Arguments, result and errors are those of :func:`is_torch_min_version`.
+    Arguments, result and errors are as in :func:`is_torch_min_version`.
 
     Example:
         >>> is_fa_min_version("1000.0")
@@ -218,7 +218,7 @@ def is_mamba_min_version(
 ) -> bool:
     """Return whether mamba-ssm is installed in at least a given version.
 
-    Arguments, result and errors are those of :func:`is_torch_min_version`.
+    Arguments, result and errors are as in :func:`is_torch_min_version`.
 
     Example:
         >>> is_mamba_min_version("1000.0")
@@ -233,7 +233,7 @@ def is_causal_conv1d_min_version(
 ) -> bool:
     """Return whether causal-conv1d is installed in at least a given version.
 
-    Arguments, result and errors are those of :func:`is_torch_min_version`.
+    Arguments, result and errors are as in :func:`is_torch_min_version`.
 
     Example:
         >>> is_causal_conv1d_min_version("1000.0")
@@ -249,10 +249,10 @@ def check_mamba_sequence_packing_support(
     """Return whether causal_conv1d and mamba_ssm are new enough for packed sequences.
 
     Args:
-        for_inference_not_training: False checks for what training needs, which older versions have.
+        for_inference_not_training: False checks for training, which needs less recent versions.
 
     Returns:
-        ``(True, None)``, or ``(False, reason)`` with the first package that is missing or too old;
+        ``(True, None)``, or ``(False, reason)`` with the first package that is missing or too old.
         causal_conv1d is checked first.
 
     Example:
@@ -273,12 +273,12 @@ def get_package_version(module: str, distribution: str | None = None) -> Version
     """Return the version of any package, found in the same way as that of PyTorch.
 
     Args:
-        module: The name to import; dots name a submodule, whose parents are then imported where
-            there is no metadata.
-        distribution: The name of the distribution where it differs from ``module``.
+        module: The name to import. With dots it names a submodule, and its parents are imported
+            if there is no metadata.
+        distribution: The name of the distribution if it differs from ``module``.
 
     Returns:
-        The version, or None where the package is absent.
+        The version, or None if the package is absent.
 
     Raises:
         packaging.version.InvalidVersion: The package is installed, but its version can't be parsed.
@@ -307,11 +307,11 @@ def is_package_min_version(
         module: The name to import.
         version: The version to compare with.
         check_equality: False requires a strictly newer version.
-        distribution: The name of the distribution where it differs from ``module``.
-        release_only: Compare only the release number of what is installed.
+        distribution: The name of the distribution if it differs from ``module``.
+        release_only: Compare only the release number of the installed version.
 
     Returns:
-        The answer by the order of ``packaging.version.Version``; False where the package is absent.
+        The answer in the order of ``packaging.version.Version``. False if the package is absent.
 
     Raises:
         packaging.version.InvalidVersion: ``version`` is not valid, or the package is installed,

@@ -34,31 +34,31 @@ def deprecated(
 ) -> Callable[[F], F]:
     """Deprecate a function, method, property or class.
 
-    A function, even one that returns a coroutine or a generator, warns at each call and blames the
-    line of the call. A class stays the same object; it warns when it is
-    instantiated or subclassed directly, not when a subclass is instantiated, nor when an instance
-    is copied or unpickled by way of ``__new__`` (exceptions are unpickled by a call, which warns).
-    Deprecating an object twice replaces the first deprecation.
+    A function, also one that returns a coroutine or a generator, warns at each call and blames the
+    line of the call. A class stays the same object. It warns when it is instantiated or subclassed
+    directly, not when a subclass is instantiated, nor when an instance is copied or unpickled
+    through ``__new__`` (exceptions are unpickled by a call, which warns). Deprecating an object
+    twice replaces the first deprecation.
 
-    Put it above ``staticmethod`` and ``classmethod`` or below them, below ``property`` (type
-    checkers accept nothing above it), above ``dataclasses.dataclass``, and above
-    ``typing_extensions.deprecated(..., category=None)`` with the same text, which tells type
+    Put it above or below ``staticmethod`` and ``classmethod``, below ``property`` (type checkers
+    accept no decorator above it), above ``dataclasses.dataclass``, and above
+    ``typing_extensions.deprecated(..., category=None)`` with the same text, which is for type
     checkers.
 
-    The result carries ``_deprecated``, ``_deprecated_version``, ``_removal_version``,
-    ``_alternative``, ``_deprecation_reason`` and ``__deprecated__``; :func:`get_deprecation` reads
+    The result has the attributes ``_deprecated``, ``_deprecated_version``, ``_removal_version``,
+    ``_alternative``, ``_deprecation_reason`` and ``__deprecated__``. :func:`get_deprecation` reads
     them.
 
     Args:
         version: The version in which the deprecation begins.
-        removal_version: The version that removes the object; later than ``version``.
-        alternative: What to use instead.
-        reason: Why.
-        category: The class of the warning; None attaches the attributes and never warns.
+        removal_version: The version that removes the object, later than ``version``.
+        alternative: The replacement.
+        reason: The reason.
+        category: The class of the warning. None attaches the attributes and never warns.
         stacklevel: 1 blames the caller, 2 the caller's caller.
 
     Returns:
-        A decorator that keeps the type of what it decorates.
+        A decorator that keeps the type of the decorated object.
 
     Raises:
         packaging.version.InvalidVersion: ``version`` or ``removal_version`` is not valid.
@@ -104,7 +104,7 @@ def internal_api(func: T) -> T:
     """Mark a function or class as internal: not for users, and exempt from compatibility checks.
 
     Args:
-        func: A function or class; in a staticmethod, classmethod or property the functions inside
+        func: A function or class. In a staticmethod, classmethod or property the functions inside
             are marked.
 
     Returns:
@@ -128,7 +128,7 @@ def experimental_api(func: T) -> T:
     Unlike ``experimental_fn`` and ``experimental_cls`` this changes nothing about its use.
 
     Args:
-        func: A function or class; in a staticmethod, classmethod or property the functions inside
+        func: A function or class. In a staticmethod, classmethod or property the functions inside
             are marked.
 
     Returns:
@@ -147,7 +147,7 @@ def experimental_api(func: T) -> T:
 
 
 def is_internal_api(obj: object) -> bool:
-    """Return whether the object itself is marked internal; a subclass of a marked class is not.
+    """Return whether the object itself is marked internal. A subclass of a marked class is not.
 
     Example:
         >>> is_internal_api(print)
@@ -157,7 +157,7 @@ def is_internal_api(obj: object) -> bool:
 
 
 def is_experimental_api(obj: object) -> bool:
-    """Return whether the object itself is marked experimental; a subclass of a marked class is not.
+    """Return whether the object itself is marked experimental. A subclass of a marked class is not.
 
     Example:
         >>> is_experimental_api(print)
@@ -167,9 +167,9 @@ def is_experimental_api(obj: object) -> bool:
 
 
 def get_deprecation(obj: object) -> DeprecationInfo | None:
-    """Return what was passed to :func:`deprecated` for an object itself; None for anything else.
+    """Return the arguments of :func:`deprecated` for an object itself, None if not deprecated.
 
-    Of a property with several deprecated accessors it is that of the getter.
+    For a property with several deprecated accessors, those of the getter.
 
     Example:
         >>> @deprecated("1.0.0", reason="Unused.")
@@ -197,7 +197,7 @@ def _check_versions(version: str, removal_version: str | None) -> None:
     for name, value in (("version", version), ("removal_version", removal_version)):
         if not isinstance(value, str) and (name == "version" or value is not None):
             raise TypeError(
-                f"{name} of @deprecated is {value!r}; write the version in quotes, "
+                f"{name} of @deprecated is {value!r}. Write the version in quotes, "
                 'as in @deprecated("1.0.0")'
             )
     begin = Version(version)
@@ -213,18 +213,20 @@ def _check_warning(category: Any, stacklevel: int) -> None:
     if category is not None and not is_warning:
         raise TypeError(f"category must be a subclass of Warning or None, not {category!r}")
     if stacklevel < 1:
-        raise ValueError(f"stacklevel is {stacklevel}; 1 blames the caller, 2 the caller's caller")
+        raise ValueError(
+            f"stacklevel is {stacklevel}. Pass 1 to blame the caller, 2 for the caller's caller"
+        )
 
 
 def _check_standard_text(target: Any, message: str) -> None:
-    """Refuse an object that the standard decorator (PEP 702) below gave another text."""
+    """Refuse an object if the standard decorator (PEP 702) below has another text."""
     (own,) = _own_attributes(target) if callable(target) else ({},)
     text = own.get("__deprecated__")
     notice = own.get(NOTICE_ATTRIBUTE)
     if text not in (None, message) and (notice is None or notice.message != text):
         raise ValueError(
-            f"the standard deprecated decorator below @deprecated says {text!r}, which users of a "
-            f"type checker would see instead of {message!r}; give both the latter text"
+            f"the standard deprecated decorator below @deprecated has the text {text!r}, which "
+            f"type checkers would print instead of {message!r}. Use the latter text for both"
         )
 
 
@@ -256,7 +258,7 @@ def _attach(obj: Any, attributes: Mapping[str, Any]) -> None:
             setattr(obj, name, value)
     except (AttributeError, TypeError) as error:
         raise TypeError(
-            f"{obj!r} takes no attributes; decorate a function or class written in Python"
+            f"{obj!r} accepts no attributes. Decorate a function or class written in Python"
         ) from error
 
 

@@ -1,4 +1,4 @@
-"""The version of one installed package, found without importing it where that can be avoided."""
+"""The version of an installed package, found without importing it if that can be avoided."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from mcore.versioning.distributions import owners_of
 _NOT_LOADED = object()
 _LIMIT = 256
 
-# The versions of what is installed, by their texts. A dict, since torch.compile can look into it.
+# Versions of installed packages, by their texts. A dict, since torch.compile can read it.
 _versions: dict[str, Version] = {}
 
 
 class InstalledPackage:
-    """One package and its version once that is found; absence is never cached.
+    """One package and its version once that is found. Absence is never cached.
 
     State is replaced by single assignments: at worst two threads read the same metadata.
     """
@@ -31,14 +31,14 @@ class InstalledPackage:
         self.forget()
 
     def forget(self) -> None:
-        """Drop what was found."""
-        # The `__version__` of the loaded module and the answers to questions about it. Another
-        # object there, even an equal one, makes them void.
+        """Drop the found version."""
+        # The `__version__` of the loaded module and cached answers about it. Another object in
+        # the module, even an equal one, invalidates them.
         self.loaded: tuple[object, dict[str | Version, bool]] = (None, {})
         self._recorded: str | None = None
 
     def version(self) -> Version | None:
-        """The version, None where the package is absent; an unreadable one is an InvalidVersion."""
+        """The version, None if the package is absent. An unreadable version raises."""
         text = self.text()
         return None if text is None else _versions[text]
 
@@ -61,9 +61,9 @@ class InstalledPackage:
 
     @constant_when_compiled
     def text(self) -> str | None:
-        """Look in the loaded module, then in the metadata; import a module without metadata.
+        """Look in the loaded module, then in the metadata. Import a module without metadata.
 
-        None in ``sys.modules`` means absent; an unreadable version raises InvalidVersion.
+        None in ``sys.modules`` means absent. An unreadable version raises InvalidVersion.
         """
         module = sys.modules.get(self.module, _NOT_LOADED)
         if module is None:
@@ -93,7 +93,7 @@ class InstalledPackage:
         return self._recording(self.distribution, text)
 
     def _owner_version(self) -> str | None:
-        """Return the version of the distribution that brought a module of another name."""
+        """Return the version of the distribution that installed a module of another name."""
         top_level = self.module.partition(".")[0]
         if self.distribution != self.module or top_level in sys.stdlib_module_names:
             return None
@@ -103,13 +103,13 @@ class InstalledPackage:
         return self._recording(*owners.popitem())
 
     def _recording(self, distribution: str, text: str | None) -> str | None:
-        if text is None:  # metadata without a Version field; later Pythons raise KeyError
+        if text is None:  # metadata without a Version field. Later Pythons raise KeyError
             return None
         try:
             _versions[text] = _parse(text)
         except InvalidVersion as error:
             raise InvalidVersion(
-                f"the metadata of {distribution} gives {text!r}, which is not a version"
+                f"the metadata of {distribution} has the version {text!r}, which is not a version"
             ) from error
         self._recorded = text
         return text
@@ -129,7 +129,7 @@ class InstalledPackage:
             import logging
 
             logging.getLogger("mcore.versioning").debug(
-                "%s counts as absent: importing it failed with %r", self.module, error
+                "%s is treated as absent: importing it failed with %r", self.module, error
             )
             return None
         text = self._loaded_version(module)
@@ -142,7 +142,7 @@ class InstalledPackage:
         if isinstance(raw, str) and raw:
             raise InvalidVersion(
                 f"{self.module}.__version__ is {raw!r}, which is not a version, and the "
-                f"distribution {self.distribution} has no metadata that gives one"
+                f"distribution {self.distribution} has no metadata with a version"
             )
 
 
@@ -150,13 +150,13 @@ _packages: dict[tuple[str, str], InstalledPackage] = {}
 
 
 def known_package(module: str, distribution: str | None = None) -> InstalledPackage:
-    """Return the one object that looks up a package; the distribution defaults to ``module``."""
+    """Return the shared object for a package. The distribution defaults to ``module``."""
     key = (module, distribution or module)
     return _packages.get(key) or _packages.setdefault(key, InstalledPackage(*key))
 
 
 def installed_version(module: str, distribution: str | None = None) -> Version | None:
-    """Return the version of a package that :func:`known_package` looks up."""
+    """Return the version of a package, None if it is absent."""
     text = _installed_text(module, distribution)
     return None if text is None else _versions[text]
 
@@ -167,10 +167,10 @@ def _installed_text(module: str, distribution: str | None) -> str | None:
 
 
 def clear_version_cache() -> None:
-    """Forget all versions that were found.
+    """Forget all found versions.
 
-    Needed after an upgrade in a running process. A module that is replaced in ``sys.modules``, also
-    by None, and another ``__version__`` in a loaded module are noticed without it.
+    Needed after an upgrade in a running process. It is not needed if a module is replaced in
+    ``sys.modules``, also by None, or if ``__version__`` of a loaded module changes.
 
     Example:
         >>> clear_version_cache()
@@ -186,9 +186,9 @@ def is_at_least(
     *,
     release_only: bool = False,
 ) -> bool:
-    """Return whether one version is at least, or else newer than, another by packaging's order.
+    """Return whether a version is at least, or without equality newer than, a requested version.
 
-    For "newer" a local label such as ``+cpu`` makes no difference, unless the request carries one.
+    For "newer" a local label such as ``+cpu`` is ignored, unless the request has a label too.
     """
     if release_only:
         installed = Version(installed.base_version)

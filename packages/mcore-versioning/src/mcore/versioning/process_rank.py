@@ -1,4 +1,4 @@
-"""The rank of this process, the number of ranks, and log records that one rank writes."""
+"""The rank of this process, the number of ranks, and log records of rank 0."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ LOGGER_NAME = "mcore.versioning"
 
 
 def process_rank() -> int:
-    """Return the global rank of this process, 0 where it is unknown."""
+    """Return the global rank of this process, 0 if it is unknown."""
     return known_rank() or 0
 
 
 def process_world_size() -> int:
-    """Return the number of ranks of the job, 1 where it is unknown."""
+    """Return the number of ranks of the job, 1 if it is unknown."""
     return known_world_size() or 1
 
 
@@ -29,7 +29,7 @@ def known_world_size() -> int | None:
 
 
 def log_on_rank_zero(level: int, message: str) -> None:
-    """Write one record to the logger ``mcore.versioning``, if this process is rank 0."""
+    """Write one record to the logger ``mcore.versioning`` if this process is rank 0."""
     if process_rank() == 0:
         import logging
 

@@ -1,4 +1,4 @@
-"""Signatures of callables, and other facts that decorators need about what they wrap."""
+"""Signatures, names and marks of wrapped callables, for the decorators of this package."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ def create_updated_function_signature(
 ) -> inspect.Signature:
     """Return the signature of a function with further keyword-only parameters.
 
-    Assign it to ``__signature__`` of a wrapper that takes these arguments, so that ``help()``,
-    editors and callers that look at the signature see them.
+    Assign it to ``__signature__`` of a wrapper with these arguments. ``help()``, editors and
+    ``inspect`` then show them.
 
     Args:
-        original_function: Its parameters and its return annotation are kept; ``self`` of a bound
+        original_function: Its parameters and its return annotation are kept. ``self`` of a bound
             method is left out.
-        **extended_kwargs: Name and default of each new parameter, in this order; the annotation is
-            the type of the default. A default of None gives no annotation;
-            ``inspect.Parameter.empty`` makes the parameter required, without an annotation.
+        **extended_kwargs: Name and default of each new parameter, in this order. The annotation is
+            the type of the default. With a default of None the parameter has no annotation. With
+            ``inspect.Parameter.empty`` it is required and has no annotation.
 
     Returns:
         The new signature, with the new parameters before a ``**kwargs`` parameter.
@@ -51,8 +51,8 @@ def create_updated_function_signature(
     taken = [name for name in extended_kwargs if name in signature.parameters]
     if taken:
         raise ValueError(
-            f"{original_function!r} already has the parameter {', '.join(taken)}; "
-            "choose other names for the new ones"
+            f"{original_function!r} already has the parameter {', '.join(taken)}. "
+            "Choose other names for the new parameters"
         )
     added = [_keyword_only(name, default) for name, default in extended_kwargs.items()]
     end = len(present)
@@ -62,14 +62,14 @@ def create_updated_function_signature(
 
 
 def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
-    """Return whether a call may pass ``name``, by keyword or, where it must be, by position.
+    """Return whether a call may pass ``name``, by keyword or, if positional-only, by position.
 
     Args:
         func: A callable with a signature.
-        name: The name of a parameter; those of ``*args`` and ``**kwargs`` themselves don't count.
+        name: The name of a parameter. The names of ``*args`` and ``**kwargs`` don't count.
 
     Returns:
-        True if ``func`` has that parameter, or takes ``**kwargs``.
+        True if ``func`` has that parameter or ``**kwargs``.
 
     Raises:
         ValueError: The signature of ``func`` can't be determined.
@@ -89,7 +89,7 @@ def accepts_parameter(func: Callable[..., Any], name: str) -> bool:
 
 
 def signature_of(target: Callable[..., Any]) -> inspect.Signature:
-    """Return ``inspect.signature``, also where annotations name what only type checkers import."""
+    """Return ``inspect.signature``, also if annotations use names only type checkers import."""
     import inspect
 
     if sys.version_info >= (3, 14):
@@ -132,7 +132,7 @@ def through_descriptor(target: Any, decorate: Callable[[Any], Any]) -> Any:
 
 
 def inner_callables(target: Any) -> Iterator[Any]:
-    """Yield the callables that carry the attributes of ``target``: in a descriptor, or itself."""
+    """Yield the callables that hold the attributes of ``target``: in a descriptor, or itself."""
     if isinstance(target, property):
         accessors = (target.fget, target.fset, target.fdel)
         yield from (accessor for accessor in accessors if accessor is not None)
@@ -143,9 +143,9 @@ def inner_callables(target: Any) -> Iterator[Any]:
 
 
 def mark_if_coroutine_function(wrapper: Any, wrapped: Any) -> None:
-    """Let ``asyncio.iscoroutinefunction`` see a coroutine function in the plain wrapper of one.
+    """Let ``asyncio.iscoroutinefunction`` return True for a wrapper of a coroutine function.
 
-    A mark that ``wrapped`` has itself is copied by ``functools.wraps``.
+    A mark of ``wrapped`` itself is copied by ``functools.wraps``.
     """
     while isinstance(wrapped, partial):
         wrapped = wrapped.func
@@ -178,7 +178,7 @@ def full_name(target: Any) -> str:
 
 
 def _mark_for_asyncio(wrapper: Any) -> None:
-    """Set the only marker that Python 3.10 and 3.11 have."""
+    """Set the marker of Python 3.10 and 3.11, which have no ``inspect.markcoroutinefunction``."""
     import asyncio.coroutines
 
     wrapper._is_coroutine = asyncio.coroutines._is_coroutine  # type: ignore[attr-defined]

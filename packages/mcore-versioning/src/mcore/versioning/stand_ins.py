@@ -10,7 +10,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class NullDecorator:
-    """A decorator that returns what it decorates, and a context manager that does nothing."""
+    """A decorator that returns the decorated object, and a context manager that does nothing."""
 
     __slots__ = ()
 
@@ -38,17 +38,16 @@ def null_decorator(*args: Any, **kwargs: Any) -> NullDecorator: ...
 def null_decorator(*args: Any, **kwargs: Any) -> Any:
     """Stand in for an optional decorator, with or without arguments, or for a context manager.
 
-    It takes the place of ``triton.jit``, ``triton.autotune(configs=...)`` or ``nvtx.annotate("x")``
-    where the library is missing.
+    It replaces ``triton.jit``, ``triton.autotune(configs=...)`` or ``nvtx.annotate("x")`` if the
+    library is missing.
 
     Args:
         *args: Either the decorated function or class alone, or the arguments of the real decorator.
         **kwargs: Keyword arguments of the real decorator.
 
     Returns:
-        The single positional argument itself, if it is callable and there is nothing else. In
-        every other case a decorator that returns what it decorates and that works in a ``with``
-        statement as well.
+        The single positional argument itself, if it is callable and the only argument. Otherwise
+        a decorator that returns the decorated object and also works in a ``with`` statement.
 
     Example:
         >>> @null_decorator

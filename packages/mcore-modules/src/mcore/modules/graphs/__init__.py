@@ -1,4 +1,4 @@
-"""Graphs of layers: specs, runners, the choice among them, and captures of all layers."""
+"""Graphs of layers: specs, runners, the choice of a runner, and captures of all layers."""
 
 from mcore.modules.graphs.capture import (
     capture_graphs,

@@ -1,4 +1,4 @@
-"""Graphs of all layers: their capture, their number, their release, and whose turn it is."""
+"""Graphs of all layers: their capture, number, release and current microbatch."""
 
 from __future__ import annotations
 
@@ -40,10 +40,10 @@ def capture_graphs(
 ) -> None:
     """Capture ``num_graphs`` graphs of each layer and put them into ``layer.cuda_graphs``.
 
-    Layers replay them in training when their configuration has
-    ``cuda_graph_impl="transformer_engine"``; see :func:`set_current_microbatch`. Buffers and random
-    states (the CPU's, the device's, the model-parallel tracker's) are unchanged afterwards;
-    ``.grad`` is not touched. Local to the rank, but layers may communicate while they are captured.
+    Layers replay them in training if their configuration has
+    ``cuda_graph_impl="transformer_engine"``, see :func:`set_current_microbatch`. Buffers and random
+    states (of the CPU, the device and the model-parallel tracker) are restored afterwards, and
+    ``.grad`` is not changed. Local to the rank, but layers may communicate during the capture.
 
     Args:
         layers: Layers in execution order.
@@ -52,8 +52,8 @@ def capture_graphs(
         num_graphs: Graphs per layer, see :func:`num_graphs_needed`.
         runner: Captures the graphs. Default: the first layer's ``graph_runner``, else by
             configuration and device.
-        sample_inputs: For each layer its inputs by name; ``hidden_states`` is the positional one.
-            None counts as absent. Default:
+        sample_inputs: For each layer its inputs by name. ``hidden_states`` is passed by position,
+            and None is omitted. Default:
             ``layer.get_layer_static_inputs(seq_length, micro_batch_size)``. Each graph gets copies.
         num_warmup_iters: Eager runs before each capture. Default: the first layer's
             ``cuda_graph_warmup_steps``, else 3.
@@ -87,10 +87,10 @@ def capture_graphs(
     """
     checked = _checked_layers(layers)
     if num_graphs < 1:
-        raise ValueError(f"num_graphs is {num_graphs}; pass at least 1")
+        raise ValueError(f"num_graphs is {num_graphs}. Pass at least 1")
     if sample_inputs is not None and len(sample_inputs) != len(checked):
         raise ValueError(
-            f"{len(sample_inputs)} sample inputs for {len(checked)} layers; pass one mapping each"
+            f"{len(sample_inputs)} sample inputs for {len(checked)} layers. Pass one mapping each"
         )
     if not checked:
         return
@@ -112,7 +112,7 @@ def capture_graphs(
 
 
 def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
-    """Free the graphs of layers, captured together or one by one, and drop manual hooks.
+    """Free the graphs of layers, captured together or separately, and remove manual hooks.
 
     Does nothing for layers without graphs.
 
@@ -139,7 +139,7 @@ def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
 
 
 def set_current_microbatch(model: Any, microbatch: int) -> None:
-    """Tell every graphable layer of a model which microbatch its next call belongs to.
+    """Set the microbatch of the next call in every graphable layer of a model.
 
     Args:
         model: A model or a list of models, wrapped or not.
@@ -155,19 +155,19 @@ def set_current_microbatch(model: Any, microbatch: int) -> None:
         3
     """
     if microbatch < 0:
-        raise ValueError(f"microbatch is {microbatch}; count from 0")
+        raise ValueError(f"microbatch is {microbatch}. Count from 0")
     models = model if isinstance(model, (list, tuple)) else [model]
     for one in models:
         for module in iter_modules(unwrap_model(one)):
             if isinstance(module, GraphableMegatronModule):
-                # Past nn.Module.__setattr__, which is slow: this runs for each microbatch.
+                # Not nn.Module.__setattr__, which is slow: this runs for each microbatch.
                 module.__dict__["current_microbatch"] = microbatch
 
 
 def num_graphs_needed(
     num_microbatches: int, pp_rank: int, pp_size: int, vp_size: int | None = None
 ) -> int:
-    """Return how many graphs each layer needs, so that none is in flight when it is used again.
+    """Return the number of graphs per layer that avoids the reuse of a graph in flight.
 
     Microbatch ``i`` uses graph ``i % number``.
 
@@ -175,11 +175,12 @@ def num_graphs_needed(
         num_microbatches: Microbatches per step.
         pp_rank: Rank in the pipeline group.
         pp_size: Size of the pipeline group.
-        vp_size: Model chunks per pipeline rank; None or 1 for a schedule that is not interleaved.
+        vp_size: Model chunks per pipeline rank, None or 1 for a schedule that is not interleaved.
 
     Returns:
-        1 without a pipeline; with one-forward-one-backward the microbatches in flight on this
-        stage, ``min(num_microbatches, pp_size - pp_rank)``; all microbatches when interleaved.
+        1 without a pipeline. With one-forward-one-backward the microbatches in flight on this
+        stage, ``min(num_microbatches, pp_size - pp_rank)``. With an interleaved schedule all
+        microbatches.
 
     Raises:
         ValueError: A number is out of range.
@@ -191,7 +192,7 @@ def num_graphs_needed(
     if num_microbatches < 1 or not 0 <= pp_rank < pp_size or (vp_size is not None and vp_size < 1):
         raise ValueError(
             f"got num_microbatches={num_microbatches}, pp_rank={pp_rank}, pp_size={pp_size}, "
-            f"vp_size={vp_size}; sizes are at least 1, and the rank is below pp_size"
+            f"vp_size={vp_size}. Pass sizes of at least 1 and a rank below pp_size"
         )
     if pp_size == 1:
         return 1
@@ -203,7 +204,7 @@ def num_graphs_needed(
 def _graphable(layer: torch.nn.Module) -> GraphableMegatronModule:
     if not isinstance(layer, GraphableMegatronModule):
         raise TypeError(
-            f"a layer is a {type(layer).__name__}; pass GraphableMegatronModule instances"
+            f"a layer is a {type(layer).__name__}. Pass GraphableMegatronModule instances"
         )
     return layer
 
@@ -213,14 +214,14 @@ def _checked_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatron
     for order, layer in enumerate(checked):
         name = f"layer {order} ({type(layer).__name__})"
         if not layer.training:
-            raise GraphStateError(f"{name} is in evaluation mode; call train() before the capture")
+            raise GraphStateError(f"{name} is in evaluation mode. Call train() before the capture")
         if layer.cuda_graphs:
-            raise GraphStateError(f"{name} has graphs; call delete_graphs() before the capture")
+            raise GraphStateError(f"{name} has graphs. Call delete_graphs() before the capture")
         if layer._forward_hooks or layer._backward_hooks or layer._backward_pre_hooks:
-            raise GraphStateError(f"{name} has hooks, which a graph would leave out; remove them")
+            raise GraphStateError(f"{name} has hooks, which a graph would leave out. Remove them")
         if layer._forward_pre_hooks and not layer.cuda_graph_manual_hooks:
             raise GraphStateError(
-                f"{name} has forward pre-hooks, which a graph would leave out; remove them or call "
+                f"{name} has forward pre-hooks, which a graph would leave out. Remove them or call "
                 "setup_manual_hooks()"
             )
     return checked
@@ -244,7 +245,7 @@ def _inputs_of(
 ) -> dict[str, torch.Tensor]:
     if sample_inputs is None:
         return layer.get_layer_static_inputs(*sizes)
-    # Copies: a graph's inputs must stay as they are until its backward.
+    # Copies: a graph's inputs must not change until its backward.
     return {
         name: tensor.detach().clone().requires_grad_(tensor.requires_grad)
         for name, tensor in sample_inputs[order].items()
@@ -276,7 +277,7 @@ def _hand_out(
     graphs: Sequence[GraphedCallable],
 ) -> None:
     if len(graphs) != len(specs):
-        raise GraphStateError(f"the runner gave {len(graphs)} graphs for {len(specs)}")
+        raise GraphStateError(f"the runner returned {len(graphs)} graphs for {len(specs)} specs")
     filled: list[list[GraphedCallable]] = [[] for _ in layers]
     for spec, graph in zip(specs, graphs, strict=True):
         filled[spec.order].append(graph)

@@ -16,14 +16,14 @@ from mcore.modules.traversal import iter_modules
 
 
 class GraphCall(NamedTuple):
-    """One checked call of a graph, for the runner's way of running it.
+    """One checked call of a graph, for a runner's replay.
 
     Attributes:
         args: Positional tensors.
         kwargs: Keyword tensors.
         parameters: The layer's parameters, in the order of ``named_parameters()``.
-        token: A runner with autograd nodes of its own stores it in them as ``token``.
-        is_first_microbatch: As given.
+        token: A runner with custom autograd nodes stores it in them as ``token``.
+        is_first_microbatch: The argument of the call.
     """
 
     args: tuple[torch.Tensor, ...]
@@ -34,14 +34,14 @@ class GraphCall(NamedTuple):
 
 
 class CheckedGraph:
-    """A graph with the contract of GraphedCallable around a runner's way of running it.
+    """Adds the checks of GraphedCallable to a runner's replay.
 
     Args:
-        spec: What was captured; not kept, so that a layer that is deleted frees its graphs.
-        replay: Called with a :class:`GraphCall`; returns the outputs.
-        strict: Also compare gradients, and refuse a call before the last one's backward.
-        watches_backward: Whether ``replay`` calls ``token.finish()`` in its backward itself;
-            otherwise outputs are watched here.
+        spec: The spec of the capture. Not stored: deleting a layer frees its graphs.
+        replay: Called with a :class:`GraphCall`. Returns the outputs.
+        strict: Also compare gradients, and refuse a call before the backward of the last call.
+        watches_backward: Whether ``replay`` calls ``token.finish()`` in its backward. If not, the
+            outputs are wrapped to call it.
         free: Called once on reset.
 
     Example:
@@ -75,7 +75,7 @@ class CheckedGraph:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the backward of the last call is still to come."""
+        """Whether the backward of the last call has not run yet."""
         token = None if self._last is None else self._last()
         return token is not None and token.is_tracked and not token.backward_ran
 
@@ -87,7 +87,7 @@ class CheckedGraph:
     ) -> Any:
         """Check the inputs, run the graph and watch its outputs."""
         if self._replay is None:
-            raise GraphStateError(f"{self._place} was reset; capture it again")
+            raise GraphStateError(f"{self._place} was reset. Make a new capture")
         tensors = _present(kwargs) if kwargs else kwargs
         with_gradients = self._strict and torch.is_grad_enabled()
         self._signature.check(args, tensors, with_gradients=with_gradients)
@@ -108,19 +108,18 @@ class CheckedGraph:
         """Raise GraphStateError if a call in flight needs memory that this one overwrites."""
         if self.is_busy:
             raise GraphStateError(
-                f"{self._place} is called again before the backward of its last call, whose "
-                "tensors would be overwritten; run backward first, drop the outputs, or capture "
-                "more slots"
+                f"{self._place} is called before the backward of its last call and would overwrite "
+                "its tensors. Run backward first, drop the outputs, or capture more slots"
             )
         innermost = None if self.pool is None else self.pool.innermost
         if innermost is not None and innermost.number > self.number:
             raise GraphStateError(
-                f"{self._place} shares memory with a graph that was captured later and whose "
-                "backward is still to come; run that first, or capture this one again"
+                f"{self._place} shares memory with a graph that was captured later, and the "
+                "backward of that graph has not run. Run it first, or make a new capture"
             )
 
     def reset(self) -> None:
-        """Free the graph; later calls raise GraphStateError. Does nothing the second time."""
+        """Free the graph. Later calls raise GraphStateError. A second reset does nothing."""
         self._replay = None
         free, self._free = self._free, None
         if free is not None:
@@ -132,14 +131,14 @@ def _present(named: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class _Watch(torch.autograd.Function):
-    """Identity of all outputs of a call that notes when a backward passes."""
+    """Identity of all outputs of a call that records the start of a backward."""
 
     @staticmethod
     def forward(ctx: Any, token: FlightToken, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.token = token
         token.start()
         ctx.set_materialize_grads(False)
-        # A view would have a _base, which pipeline schedules refuse to send.
+        # Not views: pipeline schedules refuse to send tensors with a _base.
         return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
@@ -149,7 +148,7 @@ class _Watch(torch.autograd.Function):
 
 
 def _watch(outputs: Any, token: FlightToken) -> Any:
-    """Return the outputs, those that require grad replaced by watched identities of them."""
+    """Return the outputs, with tensors that require grad replaced by watched identities."""
     if isinstance(outputs, torch.Tensor):
         return _watched((outputs,), token)[0] if outputs.requires_grad else outputs
     found = differentiable(outputs)
@@ -178,7 +177,7 @@ def _watched(tensors: tuple[torch.Tensor, ...], token: FlightToken) -> tuple[tor
 
 
 class TensorSignature(NamedTuple):
-    """What must be the same in every call of a graph."""
+    """The properties of an input that are the same in every call of a graph."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -192,7 +191,7 @@ def signature_of(tensor: torch.Tensor) -> TensorSignature:
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """Return what autocast casts to on a kind of device, None while it is off."""
+    """Return the dtype of autocast on a kind of device, None while it is off."""
     return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else None
 
 
@@ -214,7 +213,7 @@ class InputSignature:
         with_gradients: bool,
     ) -> None:
         """Raise GraphInputMismatch with every difference of these inputs from the sample."""
-        # The usual case, decided without building messages.
+        # The usual case first, without building messages.
         autocast = autocast_dtype(self._device_type)
         if (
             autocast is self._autocast
@@ -232,7 +231,7 @@ class InputSignature:
         if autocast is not self._autocast:
             differences.append(f"autocast is {autocast}, captured with {self._autocast}")
         raise GraphInputMismatch(
-            "the inputs differ from those of the capture; pass the same kind or capture again: "
+            "the inputs differ from the captured ones. Pass the same kind or make a new capture: "
             + "; ".join(differences)
         )
 
@@ -242,7 +241,7 @@ def _fits(tensor: torch.Tensor, expected: TensorSignature, with_gradients: bool)
         tensor.shape == expected.shape
         and tensor.dtype is expected.dtype
         and tensor.device == expected.device
-        # A gradient that the graph has and nobody needs is dropped.
+        # If the graph has a gradient that the call does not need, it is dropped.
         and (expected.requires_grad or not with_gradients or not tensor.requires_grad)
     )
 
@@ -276,9 +275,9 @@ class ReplacedTensorError(GraphInputMismatch):
 
 
 class LayerTensors:
-    """The parameters and buffers of a layer as they were at the capture.
+    """The parameters and buffers of a layer at the time of the capture.
 
-    Holds the modules' dicts, not the modules, so that graphs keep no deleted layer alive.
+    Holds the modules' dicts, not the modules: graphs must not keep a deleted layer alive.
     """
 
     def __init__(self, module: torch.nn.Module) -> None:
@@ -287,7 +286,7 @@ class LayerTensors:
         owners = list(iter_modules(module))
         parameters = _captured([owner._parameters for owner in owners], named)
         buffers = _captured([owner._buffers for owner in owners], named)
-        # What each call needs, and no more: calls are many.
+        # Plain tuples with only the fields that each call needs, since calls are frequent.
         self._held = [(entry.held, entry.key, entry.tensor, entry.pointer) for entry in parameters]
         self._frozen = [entry for entry in parameters if not entry.required_grad]
         self._buffers = buffers
@@ -295,7 +294,7 @@ class LayerTensors:
         self._parameters = [entry.tensor for entry in parameters]
 
     def check(self, *, with_gradients: bool) -> list[torch.Tensor]:
-        """Return the parameters; ReplacedTensorError where a tensor's memory is another now."""
+        """Return the parameters. ReplacedTensorError if a tensor's memory has changed."""
         for held, key, captured, pointer in self._held:
             tensor = held.get(key)
             if tensor is not captured or (pointer and tensor.data_ptr() != pointer):
@@ -331,7 +330,7 @@ def _captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_C
 
 
 def _pointer_of(tensor: torch.Tensor) -> int:
-    """Return where a tensor lies, 0 for one without memory of its own, such as a quantised one."""
+    """Return the address of a tensor, 0 for a tensor without memory, such as a quantised tensor."""
     try:
         return tensor.data_ptr()
     except RuntimeError:
@@ -340,7 +339,7 @@ def _pointer_of(tensor: torch.Tensor) -> int:
 
 def _replaced(entries: list[_CapturedTensor], with_gradients: bool) -> ReplacedTensorError:
     changes = [text for entry in entries for text in _changes_of(entry, with_gradients)]
-    return ReplacedTensorError(f"{'; '.join(changes)}; capture the layer again")
+    return ReplacedTensorError(f"{'; '.join(changes)}. Make a new capture of the layer")
 
 
 def _changes_of(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
@@ -351,4 +350,4 @@ def _changes_of(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
     elif tensor is not entry.tensor or (entry.pointer and tensor.data_ptr() != entry.pointer):
         yield f"{what} was replaced or moved after the capture"
     elif with_gradients and tensor.requires_grad and not entry.required_grad:
-        yield f"{what} requires grad now, captured without"
+        yield f"{what} requires grad, but did not at the capture"

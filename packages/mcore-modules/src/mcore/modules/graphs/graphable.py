@@ -20,24 +20,24 @@ _Self = TypeVar("_Self", bound="GraphableMegatronModule")
 
 
 class GraphableMegatronModule(MegatronModule):
-    """A layer that runs eagerly, from its own graphs, or from graphs captured for all layers.
+    """A layer that runs eagerly, from graphs of this layer, or from graphs captured for all layers.
 
     The configuration's ``cuda_graph_impl`` decides at each call. ``"none"`` and
-    ``"full_iteration"``: as any module. ``"local"``: through ``cudagraph_manager``, which captures
-    the layer on its own. ``"transformer_engine"``: in training, once
+    ``"full_iteration"``: like any module. ``"local"``: through ``cudagraph_manager``, which
+    captures the layer separately. ``"transformer_engine"``: in training, after
     :func:`~mcore.modules.graphs.capture_graphs` has filled ``cuda_graphs``, from the graph of the
-    microbatch; without the module's hooks, after its manual hooks.
+    microbatch. The manual hooks run before it, and the module's hooks do not run.
 
-    Copies and pickles have no graphs, manual hooks or manager state; a manager is replaced by a new
-    one, made as if none had been given.
+    Copies and pickles have no graphs, manual hooks or manager state. They get a new default
+    manager.
 
     Args:
         config: Any configuration object.
         vp_stage: Virtual pipeline stage of the layer.
-        graph_runner: Captures graphs; None chooses by configuration and device.
-        cudagraph_manager: Called as ``manager(module, args, kwargs)`` with ``"local"``; None makes
-            one with ``create_mcore_cudagraph_manager(config)`` if the class has that method, which
-            sets the attribute, else a :class:`~mcore.modules.graphs.LocalGraphManager`.
+        graph_runner: Captures graphs. None chooses by configuration and device.
+        cudagraph_manager: Called as ``manager(module, args, kwargs)`` with ``"local"``. With None,
+            ``create_mcore_cudagraph_manager(config)`` sets the attribute if the class has that
+            method. Else it is a :class:`~mcore.modules.graphs.LocalGraphManager`.
 
     Example:
         >>> import torch
@@ -66,7 +66,7 @@ class GraphableMegatronModule(MegatronModule):
     ) -> None:
         super().__init__(config)
         self.vp_stage = vp_stage
-        # Past nn.Module: a runner or manager that is a module is not part of the model.
+        # Not nn.Module.__setattr__: a runner or manager that is a module is not part of the model.
         object.__setattr__(self, "graph_runner", graph_runner)
         self._start_without_graphs()
         if read_field(config, "cuda_graph_impl", "none") == "local":
@@ -90,16 +90,16 @@ class GraphableMegatronModule(MegatronModule):
     def get_layer_static_inputs(
         self, seq_length: int, micro_batch_size: int
     ) -> dict[str, torch.Tensor]:
-        """Return sample inputs for a capture; override it for a layer with other inputs.
+        """Return sample inputs for a capture. Override it for a layer with other inputs.
 
         Args:
             seq_length: Length of the whole sequences, in tokens.
             micro_batch_size: Sequences per microbatch.
 
         Returns:
-            ``hidden_states``: ones of shape ``[seq_length / cp / tp, micro_batch_size, hidden]``,
-            where tp counts with sequence parallelism only; requires grad; in the model's dtype, on
-            the device of the first parameter, else the current accelerator, else the CPU.
+            ``hidden_states``: ones of shape ``[seq_length / cp / tp, micro_batch_size, hidden]``
+            (divided by tp only with sequence parallelism) that require grad, in the model's dtype,
+            on the device of the first parameter, else the current accelerator, else the CPU.
 
         Raises:
             ValueError: A size below 1, or the parallel sizes do not divide ``seq_length``.
@@ -113,7 +113,7 @@ class GraphableMegatronModule(MegatronModule):
         """
         local_length = self._local_sequence_length(seq_length)
         if micro_batch_size < 1:
-            raise ValueError(f"micro_batch_size is {micro_batch_size}; pass at least 1")
+            raise ValueError(f"micro_batch_size is {micro_batch_size}. Pass at least 1")
         hidden_states = torch.ones(
             (local_length, micro_batch_size, read_field(self.config, "hidden_size")),
             dtype=self._activation_dtype(),
@@ -128,7 +128,7 @@ class GraphableMegatronModule(MegatronModule):
             ranks *= self._parallel_size("tensor_model_parallel_size")
         if seq_length < 1 or seq_length % ranks:
             raise ValueError(
-                f"seq_length is {seq_length}; pass a positive multiple of {ranks}, the number of "
+                f"seq_length is {seq_length}. Pass a positive multiple of {ranks}, the number of "
                 "ranks that share a sequence"
             )
         length: int = seq_length // ranks
@@ -137,7 +137,7 @@ class GraphableMegatronModule(MegatronModule):
     def _parallel_size(self, name: str) -> int:
         size = read_field(self.config, name, 1)
         if not isinstance(size, int) or size < 1:
-            raise ValueError(f"{name} of the configuration is {size!r}; set a whole number >= 1")
+            raise ValueError(f"{name} of the configuration is {size!r}. Set a whole number >= 1")
         return size
 
     def _activation_dtype(self) -> torch.dtype:
@@ -149,12 +149,13 @@ class GraphableMegatronModule(MegatronModule):
         return torch.float32 if dtype is None else dtype
 
     def setup_manual_hooks(self, make_hook_func: Callable[[], Hook]) -> None:
-        """Set the hooks that run before each replay, in place of forward pre-hooks.
+        """Set the hooks that run before each replay, instead of forward pre-hooks.
 
-        One for each distinct module that is covered by the graphs and owns parameters directly.
+        There is a hook for each distinct module that is covered by the graphs and has parameters
+        itself.
 
         Args:
-            make_hook_func: Called once for each of these modules; returns a hook, which is called
+            make_hook_func: Called once for each of these modules. Returns a hook, which is called
                 with the module.
 
         Example:
@@ -178,11 +179,11 @@ class GraphableMegatronModule(MegatronModule):
         ]
 
     def _get_submodules_under_cudagraphs(self) -> list[torch.nn.Module]:
-        """Return the modules that graphs cover: this layer; override it for partial capture."""
+        """Return the modules that graphs cover: this layer. Override it for partial capture."""
         return [self]
 
     def _te_cuda_graph_capture(self, *args: Any, **kwargs: Any) -> Any:
-        """Run what goes into the graphs: the forward, without this module's hooks."""
+        """Run the captured function: the forward, without this module's hooks."""
         return self.forward(*args, **kwargs)
 
     def _te_cuda_graph_replay(self, *args: Any, **kwargs: Any) -> Any:
@@ -193,7 +194,7 @@ class GraphableMegatronModule(MegatronModule):
         _check_tensors(args, kwargs)
         if not self.cuda_graphs:
             raise GraphStateError(
-                f"{type(self).__name__} has no graphs to replay; capture_graphs() makes them"
+                f"{type(self).__name__} has no graphs to replay. Call capture_graphs() first"
             )
         graph = self.cuda_graphs[self.current_microbatch % len(self.cuda_graphs)]
         graph_args, graph_kwargs = self._get_te_cuda_graph_replay_args(*args, **kwargs)
@@ -204,24 +205,24 @@ class GraphableMegatronModule(MegatronModule):
     def _get_te_cuda_graph_replay_args(
         self, *args: Any, **kwargs: Any
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Return the arguments for the graph: ``hidden_states`` first, the others by name."""
+        """Return the arguments for the graph: ``hidden_states`` by position, the others by name."""
         graph_kwargs = dict(kwargs)
         has_keyword = graph_kwargs.get("hidden_states") is not None
         if args and has_keyword:
-            raise TypeError("hidden_states is given twice; pass it by position or by name")
+            raise TypeError("hidden_states is given twice. Pass it by position or by name")
         if not args and not has_keyword:
-            raise TypeError("hidden_states is missing; pass it")
+            raise TypeError("hidden_states is missing. Pass it")
         hidden_states = graph_kwargs.pop("hidden_states", None)
         graph_args = args or (hidden_states,)
         graph_kwargs["is_first_microbatch"] = self.current_microbatch == 0
         return graph_args, graph_kwargs
 
     def _should_call_local_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether the layer's own manager runs this call."""
+        """Return whether the layer's manager runs this call."""
         return "cudagraph_manager" in vars(self) or "cudagraph_manager" in self._modules
 
     def _should_call_te_cudagraph(self, *args: Any, **kwargs: Any) -> bool:
-        """Return whether this call goes into graphs or comes from them."""
+        """Return whether this call is captured or replayed."""
         return (
             self.training
             and read_field(self.config, "cuda_graph_impl", "none") == "transformer_engine"
@@ -260,12 +261,12 @@ def _check_tensors(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     for index, value in enumerate(args):
         if not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"positional argument {index} is a {type(value).__name__}; a graph takes tensors "
+                f"positional argument {index} is a {type(value).__name__}. A graph accepts tensors "
                 "only"
             )
     for name, value in kwargs.items():
         if value is not None and not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"keyword argument {name!r} is a {type(value).__name__}; a graph takes tensors and "
-                "None only"
+                f"keyword argument {name!r} is a {type(value).__name__}. A graph accepts tensors "
+                "and None only"
             )

@@ -1,4 +1,4 @@
-"""The manager that captures each layer on its own during training."""
+"""The manager that captures each layer separately during training."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class _Record:
-    """What the manager knows about calls that are alike."""
+    """Eager calls and graphs for calls with the same key."""
 
     eager_calls: int = 0
     in_flight: list[weakref.ref[_EagerCall]] = field(default_factory=list)
@@ -49,13 +49,14 @@ class _Record:
     def warms_up(self, num_calls: int) -> bool:
         """Return whether the next call runs eagerly.
 
-        It does while an eager one may be recomputed, which has to save the same tensors again.
+        It also does while an eager call may be recomputed: the recomputation must save the same
+        tensors.
         """
         self.in_flight = [call for call in self.in_flight if not _is_over(call())]
         return not self.graphs and (self.eager_calls < num_calls or bool(self.in_flight))
 
     def watch(self, outputs: Any) -> None:
-        """Note an eager call with its outputs."""
+        """Record an eager call and its outputs."""
         self.eager_calls += 1
         call = _EagerCall()
         for output in differentiable(outputs):
@@ -65,7 +66,7 @@ class _Record:
 
 
 class _EagerCall:
-    """Lives as long as the autograd graph of one call, whose hooks hold the only reference."""
+    """Lives as long as the autograd graph of a call: its hooks hold the only reference."""
 
     __slots__ = ("__weakref__", "backward")
 
@@ -77,7 +78,7 @@ class _EagerCall:
 
 
 def _is_over(call: _EagerCall | None) -> bool:
-    """Return whether no recomputation of a call may come: it is gone, or its backward has ended."""
+    """Return whether a call cannot be recomputed: it is gone, or its backward has ended."""
     if call is None:
         return True
     return call.backward not in (None, torch._C._current_graph_task_id())
@@ -86,23 +87,23 @@ def _is_over(call: _EagerCall | None) -> bool:
 class LocalGraphManager:
     """Runs a layer eagerly a few times, then captures it and replays the graph.
 
-    A recomputation of an eager call is eager too: the capture waits for the backwards before it.
+    A recomputation of an eager call is eager too: the capture is delayed until its backward ends.
 
-    Calls are alike when their tensors have the same shapes, dtypes, devices and ``requires_grad``,
-    their other arguments are equal (these become part of the graph) and autocast is the same. Each
-    kind of call has its own graphs, as many as are in flight at the same time: a graph is free
-    again once the backward of its call has run or its outputs are gone. Layers that run one after
-    the other share a memory pool, each with a manager of its own. A layer whose parameters were
-    replaced, moved or unfrozen is captured again; a layer that is deleted frees its graphs.
+    Calls can share graphs if their tensors have the same shapes, dtypes, devices and
+    ``requires_grad``, their other arguments are equal (these become part of the graph) and autocast
+    is the same. For each such kind of call there are as many graphs as calls in flight: a graph is
+    reused after the backward of its call has run or its outputs are gone. Layers that run one after
+    the other share a memory pool, also with separate managers. If parameters of a layer are
+    replaced, moved or unfrozen, it is captured a second time. Deleting a layer frees its graphs.
 
     Calls run eagerly, through the module's hooks, in evaluation, without gradients and while other
-    graphs are captured; also, with one logged warning, when an argument is neither a tensor nor a
-    constant or when the module has hooks, which a graph would leave out.
+    graphs are captured. They also run eagerly, with one logged warning, if an argument is neither a
+    tensor nor a constant, or if the module has hooks, which a graph would leave out.
 
     Args:
         config: ``cuda_graph_warmup_steps`` is read from it at each call, 3 if it is missing.
-        runner: Captures the graphs; None chooses by device at the first capture.
-        max_graphs_per_key: Maximum number of graphs for calls that are alike.
+        runner: Captures the graphs. None chooses by device at the first capture.
+        max_graphs_per_key: Maximum number of graphs for one kind of call.
 
     Example:
         >>> import torch
@@ -119,7 +120,7 @@ class LocalGraphManager:
         self, config: Any, runner: GraphRunner | None = None, *, max_graphs_per_key: int = 64
     ) -> None:
         if max_graphs_per_key < 1:
-            raise ValueError(f"max_graphs_per_key is {max_graphs_per_key}; pass at least 1")
+            raise ValueError(f"max_graphs_per_key is {max_graphs_per_key}. Pass at least 1")
         self.config = config
         self.runner = runner
         self.max_graphs_per_key = max_graphs_per_key
@@ -140,13 +141,13 @@ class LocalGraphManager:
         """Run a module on the arguments of one call.
 
         Args:
-            module: The layer; its own ``__call__`` is not used.
+            module: The layer. Its ``__call__`` is not used.
             args: Positional arguments.
             kwargs: Keyword arguments.
 
         Returns:
-            The module's outputs. Their memory is the graph's until their backward has run; outputs
-            none of which requires grad have their own memory.
+            The module's outputs. They are in memory of the graph until their backward has run. If
+            none of them requires grad, they are copies.
 
         Raises:
             GraphStateError: All ``max_graphs_per_key`` graphs are in flight.
@@ -164,7 +165,7 @@ class LocalGraphManager:
             return self._replay(module, call, record)
         except ReplacedTensorError as error:
             logger.warning("%s is captured again: %s", type(module).__name__, error)
-            record.graphs.clear()  # not reset: a backward may be to come
+            record.graphs.clear()  # not reset: a backward may still run
             return self._replay(module, call, record)
 
     def _replay(self, module: torch.nn.Module, call: LocalCall, record: _Record) -> Any:
@@ -175,12 +176,12 @@ class LocalGraphManager:
             record.graphs.append(graph)
         named_tensors: dict[str, Any] = call.named_tensors
         outputs = graph(*call.tensors, **named_tensors)
-        # Without a gradient nothing says when the outputs may be overwritten.
+        # Without a backward it is unknown when the outputs may be overwritten: copy them.
         is_tracked = getattr(graph, "is_busy", False)
         return outputs if is_tracked else conversion_helper(outputs, _own_memory)
 
     def reset(self) -> None:
-        """Free all graphs and start again with warm-up calls; does nothing without graphs."""
+        """Free all graphs and restart with warm-up calls. Does nothing without graphs."""
         for records in self._records.values():
             for graph in chain.from_iterable(record.graphs for record in records.values()):
                 graph.reset()
@@ -197,7 +198,7 @@ class LocalGraphManager:
         if slot >= self.max_graphs_per_key:
             raise GraphStateError(
                 f"all {slot} graphs of {type(module).__name__} for these inputs wait for their "
-                "backward; run backward, drop outputs, or raise max_graphs_per_key"
+                "backward. Run backward, drop outputs, or raise max_graphs_per_key"
             )
         device = device_of(call.tensors_and(module))
         if self.runner is None:
@@ -210,7 +211,7 @@ class LocalGraphManager:
             microbatch=slot,
             pool=pool,
         )
-        # What a capture saves is kept from hooks around it, such as those of a checkpoint.
+        # Hooks around the capture, such as those of a checkpoint, must not see its saved tensors.
         without_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
         with graph_capturing(), preserved_state([module], device), without_hooks:
             [graph] = self.runner.capture(
@@ -226,25 +227,25 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_free(graph: Any, pool: MemoryPool | None) -> bool:
-    """Return whether a graph may run, inside the calls of a pool or, without one, as a first."""
+    """Return whether a graph may run, nested in the calls of a pool if one is given."""
     if getattr(graph, "is_busy", False):
         return False
-    own = getattr(graph, "pool", None)
-    if own is None:
-        return True  # a runner of the user's own, which shares no memory
-    innermost = own.innermost
+    graph_pool = getattr(graph, "pool", None)
+    if graph_pool is None:
+        return True  # from a user's runner, which shares no memory
+    innermost = graph_pool.innermost
     if pool is None:
         return innermost is None
-    return own is pool and (innermost is None or innermost.number < graph.number)
+    return graph_pool is pool and (innermost is None or innermost.number < graph.number)
 
 
 _MOST_NODES = 32
 
 
 def _pool_of_inputs(call: LocalCall) -> MemoryPool | None:
-    """Return the pool of the graph from whose outputs the inputs were made, if it may be shared.
+    """Return the pool of the graph that produced the inputs, if it may be shared.
 
-    It may if no other call in it is in flight: then backwards come in the reverse order.
+    It may if the graph's call is the innermost in flight: then backwards run in reverse order.
     """
     tensors = chain(call.tensors, call.named_tensors.values())
     pending = [tensor.grad_fn for tensor in tensors if tensor.grad_fn is not None]
@@ -306,9 +307,9 @@ _CONSTANTS = (
 
 
 class LocalCall:
-    """The arguments of one call, split into tensors and the constants that a graph bakes in.
+    """The arguments of one call, split into tensors and constants, which become part of the graph.
 
-    TypeError for another argument. Calls with one ``key`` may share a graph.
+    TypeError for another argument. Calls with the same ``key`` may share a graph.
     """
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -328,11 +329,11 @@ class LocalCall:
         return chain(self.tensors, self.named_tensors.values(), module.parameters())
 
     def bound_to(self, module: weakref.ref[torch.nn.Module]) -> Callable[..., Any]:
-        """Return a module's forward with the constants of this call, taking the tensors only.
+        """Return a module's forward with the constants of this call, as a function of tensors.
 
-        The reference is weak, so that a graph keeps no layer alive.
+        The reference is weak: a graph must not keep a layer alive.
         """
-        # Without the tensors of this call, which a graph would keep alive.
+        # Drop the tensors of this call: the graph would keep them alive.
         slots = [_SLOT if isinstance(value, torch.Tensor) else value for value in self._args]
         constants = {
             name: value for name, value in self._kwargs.items() if name not in self.named_tensors
@@ -356,11 +357,11 @@ def _key_of(place: str, value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return signature_of(value)
     if isinstance(value, (float, complex)):
-        return type(value), repr(value)  # 0.0 equals -0.0, and nan not even itself
+        return type(value), repr(value)  # not the value: 0.0 == -0.0, and nan != nan
     if isinstance(value, _CONSTANTS):
         return type(value), value
     if type(value) is not tuple:
         raise TypeError(f"{place} is a {type(value).__name__}, neither a tensor nor a constant")
     if any(isinstance(item, torch.Tensor) for item in value):
-        raise TypeError(f"{place} is a tuple with a tensor in it; only plain tensors are captured")
+        raise TypeError(f"{place} is a tuple with a tensor: only plain tensors are captured")
     return tuple(_key_of(place, item) for item in value)

@@ -1,4 +1,4 @@
-"""The choice of a graph runner, and the eager one for devices without graphs."""
+"""The choice of a graph runner, and the eager runner for devices without graphs."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ logger = logging.getLogger(__name__)
 
 
 def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
-    """Return the best graph runner that a device has.
+    """Return the best graph runner for a device.
 
-    TransformerEngine's where the configuration requests it with
-    ``cuda_graph_impl="transformer_engine"`` and it is installed on a CUDA device; torch's on other
-    CUDA and XPU devices; else eager running under the rules of graphs. Does not initialise a
-    device. A choice below what the configuration requests is logged, once per process.
+    On a CUDA device with TransformerEngine installed and
+    ``cuda_graph_impl="transformer_engine"``, it is TransformerEngine's. On other CUDA and XPU
+    devices it is torch's. Elsewhere layers run eagerly with the checks of graphs. Does not
+    initialise a device. If the runner is not the requested one, this is logged once per process.
 
     Args:
         config: Any configuration object.
-        device: Where the layers are.
+        device: The device of the layers.
 
     Returns:
-        A new runner; TransformerEngine's with the recipe of ``fp8`` (and ``fp8_recipe``, if the
+        A new runner. TransformerEngine's has the recipe of ``fp8`` (and ``fp8_recipe``, if the
         configuration has it), ``fp4`` or ``quant_recipe``.
 
     Raises:
-        ValueError: The configuration quantises in a way that TransformerEngine's graphs would
-            leave out.
+        ValueError: The configuration has a quantisation that TransformerEngine's graphs do not
+            support.
 
     Example:
         >>> import torch
@@ -82,15 +82,15 @@ def _log_downgrade(impl: str, chosen: str, device_type: str) -> None:
 
 
 class EagerGraphRunner:
-    """Runs layers eagerly under the rules of graphs, on any device.
+    """Runs layers eagerly with the checks of graphs, on any device.
 
-    With the same checks as real graphs, so that a test on the CPU finds what would fail on an
-    accelerator. Outputs are in memory of the graph: a call fills those of the last call with NaN
-    (integers with the largest, booleans with their opposite), since a real graph overwrites them.
+    A test on the CPU finds errors that would occur with real graphs on an accelerator. As a real
+    graph overwrites its outputs, a call fills the outputs of the last call with NaN (integers with
+    the largest value, booleans with their opposite).
 
     Args:
-        strict: Make all checks; False leaves out those of gradients, of calls in flight and of
-            random streams, and outputs stay as they are.
+        strict: Make all checks. False omits those of gradients, of calls in flight and of random
+            streams, and outputs are not overwritten.
 
     Example:
         >>> import torch
@@ -117,7 +117,7 @@ class EagerGraphRunner:
         num_warmup_iters: int = 3,
         allow_unused_input: bool = False,
     ) -> list[GraphedCallable]:
-        """Return one callable for each spec; runs nothing, whatever the number of warm-ups."""
+        """Return one callable for each spec. Runs no warm-ups."""
         replay_of = _EagerReplay if self.strict else _eagerly
         return [CheckedGraph(spec, replay_of(spec), strict=self.strict) for spec in specs]
 
@@ -127,7 +127,7 @@ def _eagerly(spec: GraphSpec) -> Callable[[GraphCall], Any]:
 
 
 class _EagerReplay:
-    """Runs a function each time, with outputs in memory that the next call spoils."""
+    """Runs a function each time. The next call overwrites the outputs."""
 
     def __init__(self, spec: GraphSpec) -> None:
         self._function = spec.fn
@@ -144,12 +144,12 @@ class _EagerReplay:
         return conversion_helper(outputs, self._own)
 
     def _input(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Copy an input that is an output of the last call, as a graph would before it runs."""
+        """Copy an input that is an output of the last call, as a graph does before it runs."""
         storages = {output.untyped_storage().data_ptr() for output in self._outputs}
         return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
 
     def _own(self, leaf: Any) -> Any:
-        """Copy an output, which might be an input, a parameter or what a layer keeps."""
+        """Copy an output, which may be an input, a parameter or a tensor that the layer keeps."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
         copied = leaf.clone()

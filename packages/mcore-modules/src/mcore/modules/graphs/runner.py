@@ -1,4 +1,4 @@
-"""What graph runners are given and give back, and what surrounds their captures."""
+"""The protocol of graph runners, their specs and graphs, and contexts for captures."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from mcore.parallel.rng import (
 
 
 class MemoryPool:
-    """Memory that graphs may share whose calls are nested.
+    """Memory shared by graphs that have nested calls.
 
-    A graph's temporary memory may be that which a graph captured later keeps until its backward.
-    So while a call of a graph is in flight, only graphs captured after it may run, and their
-    backwards come before its own.
+    A graph's temporary memory may be the memory that a graph captured later keeps until its
+    backward. So while a call of a graph is in flight, only graphs captured after it may run, and
+    their backwards must run before its backward.
     """
 
     def __init__(self) -> None:
@@ -38,12 +38,12 @@ class MemoryPool:
         return self._num_graphs
 
     def enter(self, token: FlightToken) -> None:
-        """Note a call that is in flight from now on."""
+        """Record a call that is now in flight."""
         self._in_flight.append(weakref.ref(token))
 
     @property
     def innermost(self) -> FlightToken | None:
-        """The call in flight whose graph was captured last."""
+        """The call in flight of the graph that was captured last."""
         while self._in_flight:
             token = self._in_flight[-1]()
             if token is not None and not token.backward_ran:
@@ -53,7 +53,7 @@ class MemoryPool:
 
 
 class FlightToken:
-    """Lives as long as the autograd graph of one call, whose nodes hold the only reference."""
+    """Lives as long as the autograd graph of a call: its nodes hold the only reference."""
 
     __slots__ = ("__weakref__", "backward_ran", "is_overwritten", "is_tracked", "number", "pool")
 
@@ -62,23 +62,23 @@ class FlightToken:
         self.is_tracked = self.is_overwritten = self.backward_ran = False
 
     def start(self) -> None:
-        """Note that an autograd node holds the token: its graph's memory is in use from now on."""
+        """Record that an autograd node holds the token: the graph's memory is now in use."""
         self.is_tracked = True
         if self.pool is not None:
             self.pool.enter(self)
 
     def finish(self) -> None:
-        """Note that the backward comes now; GraphStateError if the tensors it needs are gone."""
+        """Record the start of the backward. GraphStateError if its tensors were overwritten."""
         if self.backward_ran:
             raise GraphStateError(
-                "a second backward of one call, whose tensors the first has overwritten; run "
-                "one backward for all outputs"
+                "this is a second backward of a call, and the first has overwritten its tensors. "
+                "Run one backward for all outputs"
             )
         innermost = None if self.pool is None else self.pool.innermost
         if self.is_overwritten or innermost not in (None, self):
             raise GraphStateError(
-                "backward comes after another call has overwritten the tensors of this one; run "
-                "the backward of a call before the next call, those of later layers first"
+                "another call has overwritten the tensors of this backward. Run the backward of a "
+                "call before the next call, with later layers first"
             )
         self.backward_ran = True
 
@@ -88,14 +88,14 @@ class GraphSpec:
     """One graph to capture: one layer in one microbatch slot.
 
     Args:
-        module: The layer; its parameters get gradients from the graph.
-        fn: What to capture, called as ``fn(*args, **kwargs)``; it may use ``module`` only.
-        args: Sample positional inputs. Their shapes, dtypes and devices are those of all later
-            calls, and their memory may become the graph's input memory.
+        module: The layer. Its parameters get gradients from the graph.
+        fn: The function to capture, called as ``fn(*args, **kwargs)``. It may use only ``module``.
+        args: Sample positional inputs. All later calls have the same shapes, dtypes and devices,
+            and the memory of the samples may become the graph's input memory.
         kwargs: Sample keyword inputs.
-        microbatch: The slot; graphs of different slots may be in flight at the same time.
-        order: Place of the layer in the execution order within its slot.
-        pool: Memory to share with graphs captured before; None for memory of the slot's own.
+        microbatch: The slot. Graphs of different slots may be in flight at the same time.
+        order: Position of the layer in the execution order within its slot.
+        pool: Memory to share with graphs captured before. None for separate memory for the slot.
 
     Example:
         >>> import torch
@@ -114,24 +114,24 @@ class GraphSpec:
 
 
 class GraphedCallable(Protocol):
-    """A captured graph, called with tensors like those it was captured with.
+    """A captured graph, called with tensors like the captured inputs.
 
-    All runners' graphs share the contract: number, shape, dtype and device of the tensors and the
-    names of keyword tensors are those of the sample, autocast is that of the capture, and a
-    gradient is given only where the capture had one, else GraphInputMismatch; so it is when a
-    parameter or buffer of the layer was replaced, moved or unfrozen since. A keyword that is None
-    counts as absent; module hooks do not run; outputs are valid until their backward has run or the
-    next call, of graphs that share memory too; a graph that ran with gradients may not be called
-    again before its backward has run or its outputs are gone, else GraphStateError.
+    These rules hold for the graphs of all runners. GraphInputMismatch is raised unless the number,
+    shape, dtype and device of the tensors, the names of keyword tensors and autocast are the same
+    as in the capture, and inputs require grad only if captured inputs did. It is also raised if a
+    parameter or buffer of the layer was replaced, moved or unfrozen after the capture. A keyword
+    with the value None is ignored. Module hooks do not run. Outputs are valid until their backward
+    has run or until the next call of this graph or of a graph that shares its memory. After a call
+    with gradients, a call before its backward raises GraphStateError while its outputs exist.
     """
 
     def __call__(
         self, *args: torch.Tensor, is_first_microbatch: bool | None = None, **kwargs: Any
     ) -> Any:
-        """Run the graph on new inputs; ``is_first_microbatch`` is for quantised weights."""
+        """Run the graph on new inputs. ``is_first_microbatch`` is for quantised weights."""
 
     def reset(self) -> None:
-        """Free the graph; a later call raises GraphStateError."""
+        """Free the graph. A later call raises GraphStateError."""
 
 
 @runtime_checkable
@@ -155,7 +155,7 @@ class GraphRunner(Protocol):
         Args:
             specs: Slot by slot, layers in execution order within each slot.
             num_warmup_iters: Eager runs before the capture.
-            allow_unused_input: Accept inputs and parameters that get no gradient.
+            allow_unused_input: Accept inputs and parameters without a gradient.
 
         Returns:
             The graphs.
@@ -165,7 +165,7 @@ class GraphRunner(Protocol):
 def capture_by_slot(
     specs: Sequence[GraphSpec], capture: Callable[[list[GraphSpec]], Iterable[GraphedCallable]]
 ) -> list[GraphedCallable]:
-    """Capture the layers of each microbatch slot together; return the graphs as the specs lie."""
+    """Capture the layers of each microbatch slot together. Return graphs in the order of specs."""
     slots: dict[int, list[GraphSpec]] = {}
     for spec in specs:
         slots.setdefault(spec.microbatch, []).append(spec)
@@ -203,9 +203,9 @@ def is_graph_capturing() -> bool:
 
 @contextmanager
 def graph_capturing() -> Iterator[None]:
-    """Tell layers inside the ``with`` block to run what goes into their graphs.
+    """Let layers inside the ``with`` block run the functions that are captured.
 
-    Ends with the block, whatever is raised in it; may be nested.
+    Ends with the block, also after an exception. May be nested.
 
     Example:
         >>> with graph_capturing():
@@ -221,7 +221,7 @@ def graph_capturing() -> Iterator[None]:
 
 @contextmanager
 def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) -> Iterator[None]:
-    """Restore buffers and random states (the CPU's, the device's, the tracker's) after the block.
+    """Restore buffers and random states (CPU, device and tracker) after the block.
 
     Also after an exception. Buffers are restored in place, since captured graphs hold their memory.
     """
@@ -255,7 +255,7 @@ def _preserved_generators(device: torch.device) -> Iterator[None]:
 
 
 class _TrackerState:
-    """The random streams of the process-wide tracker: tensors, or generators that are live."""
+    """The random streams of the process-wide tracker: tensors, or live generators."""
 
     def __init__(self) -> None:
         self._tracker = get_cuda_rng_tracker()
@@ -268,24 +268,24 @@ class _TrackerState:
         self._seeds = set(getattr(self._tracker, "seeds_", ()))
 
     def restore(self) -> None:
-        # In place: captured graphs are tied to the generators.
+        # In place: captured graphs use these generator objects.
         for name, state in self._live.items():
             self._states[name].set_state(state)
         if self._states:
             self._tracker.set_states(self._states)
-            # set_states forgets which seeds are taken.
+            # set_states forgets the used seeds.
             self._tracker.seeds_ = self._seeds  # type: ignore[attr-defined]
 
 
 def tracker_generators() -> list[torch.Generator]:
-    """Return the tracker's generators, which a graph must know to draw new numbers from them."""
+    """Return the tracker's generators. A graph registers them to draw new numbers."""
     states = get_all_rng_states().values()
     return [state for state in states if isinstance(state, torch.Generator)]
 
 
 @contextmanager
 def refusing_plain_forks() -> Iterator[None]:
-    """Refuse forks of a tracker with plain states, whose numbers a graph would repeat for ever."""
+    """Refuse forks of a tracker with plain states: each replay would repeat the numbers."""
     tracker: Any = get_cuda_rng_tracker()
     if is_graph_safe_cuda_rng_tracker(tracker) or tracker.is_inference_rng_tracker:
         yield
@@ -299,7 +299,7 @@ def refusing_plain_forks() -> Iterator[None]:
 
 def _refused_fork(*_: Any, **__: Any) -> Any:
     raise GraphStateError(
-        "a layer draws from a stream of the random tracker, whose plain states no graph can "
-        "advance, so that each replay would repeat its numbers; pass use_cudagraphable_rng=True to "
+        "a layer draws from a stream of the random tracker. A graph cannot advance its plain "
+        "states, so each replay would repeat its numbers. Pass use_cudagraphable_rng=True to "
         "model_parallel_cuda_manual_seed() or initialize_rng_tracker()"
     )

@@ -1,4 +1,4 @@
-"""Graphs captured by TransformerEngine, which knows about quantised weights."""
+"""Graphs captured by TransformerEngine, with support for quantised weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from mcore.modules.graphs.runner import (
 from mcore.modules.graphs.torch_runner import TorchGraphRunner
 from mcore.versioning import experimental_api
 
-# Options of this runner with the names that TransformerEngine has given them, newest first.
+# Options of this runner with their names in versions of TransformerEngine, newest first.
 _RENAMED_OPTIONS = {
     "fp8_enabled": ("enabled", "fp8_enabled"),
     "fp8_recipe": ("recipe", "fp8_recipe"),
@@ -38,18 +38,18 @@ class TEGraphRunner:
     """Captures layers with ``transformer_engine.pytorch.make_graphed_callables``.
 
     TransformerEngine is imported at the first capture. Arguments that the installed version does
-    not have are left out. Each microbatch slot is captured in a separate call, with its own memory
-    pool, so slots may run in any order.
+    not have are omitted. Each microbatch slot is captured in a separate call, with a separate
+    memory pool, so slots may run in any order.
 
-    Gradients of parameters lie in memory that the next backward of the same graph writes again:
-    consume ``.grad`` (or use ``main_grad``) before that.
+    The next backward of a graph overwrites the gradients of parameters: consume ``.grad`` (or use
+    ``main_grad``) before that.
 
     Args:
         fp8_enabled: Run in 8-bit floating point.
         fp8_recipe: TransformerEngine's recipe object.
         fp8_group: Process group over which maxima are reduced.
-        fp8_weight_caching: Quantise weights in the first microbatch only; calls must give
-            ``is_first_microbatch`` then.
+        fp8_weight_caching: Quantise weights only in the first microbatch. Calls must then pass
+            ``is_first_microbatch``.
         retain_graph_in_backward: Keep the autograd graph during backward capture.
         reuse_graph_input_output_buffers: Share input and output memory between graphs.
 
@@ -92,7 +92,7 @@ class TEGraphRunner:
         num_warmup_iters: int = 3,
         allow_unused_input: bool = True,
     ) -> list[GraphedCallable]:
-        """Capture the layers of each slot together; see GraphRunner.
+        """Capture the layers of each slot together, see GraphRunner.
 
         Raises:
             RuntimeError: TransformerEngine is missing, or too old for graphs or keyword inputs.
@@ -106,7 +106,7 @@ class TEGraphRunner:
             options = self._options(slot, known)
             with refusing_plain_forks():
                 graphed = make(
-                    # Modules around the functions: theirs are the parameters that get gradients.
+                    # Modules, not functions: TransformerEngine looks up their parameters.
                     tuple(FunctionShell(spec) for spec in slot),
                     tuple(spec.args for spec in slot),
                     num_warmup_iters=num_warmup_iters,
@@ -122,11 +122,11 @@ class TEGraphRunner:
     def _options(self, slot: list[GraphSpec], known: Mapping[str, Any]) -> dict[str, Any]:
         if any(spec.kwargs for spec in slot) and "sample_kwargs" not in known:
             raise RuntimeError(
-                "the installed TransformerEngine captures no keyword inputs; install a newer one"
+                "the installed TransformerEngine captures no keyword inputs. Install a newer one"
             )
         wanted = {
             "sample_kwargs": tuple(spec.kwargs for spec in slot),
-            # One chunk, one microbatch. Without an order the modules' forward would be replaced.
+            # One chunk, one microbatch. Without an order it would replace the modules' forward.
             "_order": [1, -1],
             "_num_layers_per_chunk": [len(slot)],
             "_reuse_graph_input_output_buffers": self._reuse_buffers,
@@ -147,19 +147,19 @@ def _te_function() -> Callable[..., Any]:
         module = importlib.import_module("transformer_engine.pytorch")
     except ImportError as error:
         raise RuntimeError(
-            "TransformerEngine cannot be imported; pip install 'mcore-modules[te]'"
+            "TransformerEngine cannot be imported. Run pip install 'mcore-modules[te]'"
         ) from error
     function: Callable[..., Any] | None = getattr(module, "make_graphed_callables", None)
     if function is None:
         raise RuntimeError(
-            "the installed TransformerEngine has no make_graphed_callables; "
-            "pip install --upgrade 'mcore-modules[te]'"
+            "the installed TransformerEngine has no make_graphed_callables. "
+            "Run pip install --upgrade 'mcore-modules[te]'"
         )
     return function
 
 
 def _tell_generators() -> None:
-    """Give TransformerEngine the random tracker's generators, which its graphs register."""
+    """Pass the random tracker's generators to TransformerEngine, whose graphs register them."""
     generators = dict(enumerate(tracker_generators()))
     if generators:
         module = importlib.import_module("transformer_engine.pytorch.distributed")
@@ -175,7 +175,7 @@ def _replay_with(graphed: Callable[..., Any]) -> Callable[[GraphCall], Any]:
     return replay
 
 
-# The format and the class of each kind of recipe, by the configuration's names for them.
+# The format and the class of each kind of recipe, by its name in the configuration.
 _FORMATS = {"e4m3": "E4M3", "hybrid": "HYBRID"}
 _RECIPES = {
     "delayed": "DelayedScaling",
@@ -183,7 +183,7 @@ _RECIPES = {
     "blockwise": "Float8BlockScaling",
     "mxfp8": "MXFP8BlockScaling",
 }
-# Options of DelayedScaling and the fields they are read from, where the configuration has them.
+# Options of DelayedScaling and their fields, if the configuration has them.
 _DELAYED_OPTIONS = {
     "margin": "fp8_margin",
     "amax_history_len": "fp8_amax_history_len",
@@ -194,7 +194,7 @@ _DELAYED_OPTIONS = {
 def recipe_of(config: object) -> Any:
     """Return TransformerEngine's recipe for a configuration, None if it does not quantise.
 
-    ValueError for a quantisation that TransformerEngine's graphs cannot be given.
+    ValueError for a quantisation that TransformerEngine's graphs do not support.
     """
     fp8, fp4, kitchen, custom = (
         read_field(config, name, None) for name in ("fp8", "fp4", "use_kitchen", "quant_recipe")
@@ -207,7 +207,7 @@ def recipe_of(config: object) -> Any:
     if is_switched_on(kitchen) or is_switched_on(custom):
         raise ValueError(
             f"use_kitchen={kitchen!r}, quant_recipe={custom!r}: not a recipe of "
-            "TransformerEngine, whose graphs would run unquantised; set cuda_graph_impl to "
+            "TransformerEngine. Its graphs would run unquantised. Set cuda_graph_impl to "
             "'local', or pass TEGraphRunner(fp8_enabled=True, fp8_recipe=...)"
         )
     if is_switched_on(fp4):
@@ -215,7 +215,7 @@ def recipe_of(config: object) -> Any:
     kind = read_field(config, "fp8_recipe", "delayed")
     if fp8 not in _FORMATS or kind not in _RECIPES:
         raise ValueError(
-            f"fp8={fp8!r}, fp8_recipe={kind!r} is unknown; choose fp8 from {list(_FORMATS)} and "
+            f"fp8={fp8!r}, fp8_recipe={kind!r} is unknown. Choose fp8 from {list(_FORMATS)} and "
             f"fp8_recipe from {list(_RECIPES)}, or pass a TEGraphRunner with a recipe"
         )
     options = {"fp8_format": getattr(recipes.Format, _FORMATS[fp8])}
@@ -231,7 +231,7 @@ def _recipe(recipes: Any, name: str, setting: str, options: dict[str, Any]) -> A
     recipe_class = getattr(recipes, name, None)
     if recipe_class is None:
         raise ValueError(
-            f"{setting} needs the recipe {name}, which the installed TransformerEngine lacks; "
-            "install a newer one"
+            f"{setting} needs the recipe {name}, which the installed TransformerEngine lacks. "
+            "Install a newer one"
         )
     return recipe_class(**options)

@@ -1,4 +1,4 @@
-"""Graphs captured with torch's own graph classes, for CUDA and XPU devices."""
+"""Graphs captured with torch's graph classes, for CUDA and XPU devices."""
 
 from __future__ import annotations
 
@@ -29,19 +29,19 @@ Tensors = tuple[torch.Tensor, ...]
 
 
 class GraphDevice(Protocol):
-    """What a device offers for graphs."""
+    """The graph functions of a device."""
 
     def graph(self) -> Any:
         """Return a new graph with ``register_generator_state``, ``replay`` and ``reset``."""
 
     def pool(self) -> Any:
-        """Return the handle of new memory that captures may share."""
+        """Return the handle of new memory for captures to share."""
 
     def warming_up(self) -> AbstractContextManager[Any]:
         """Surround runs before a capture."""
 
     def capturing(self, graph: Any, pool: Any) -> AbstractContextManager[Any]:
-        """Record into a graph what runs inside, with memory from a pool."""
+        """Record the operations of the block into a graph, with memory from a pool."""
 
 
 class _TorchDevice:
@@ -71,21 +71,20 @@ class _TorchDevice:
 class TorchGraphRunner:
     """Captures each layer's forward and backward in a graph of the device.
 
-    Layers are captured as functions of their inputs and parameters, so modules are left as they
-    are and keyword inputs work. The graphs of one microbatch slot share a memory pool, which is
-    valid as long as the layers of a slot run in execution order; slots do not share one, so they
-    may run in any order, such as one-forward-one-backward. Graphs know the generators of the random
-    tracker, so that forks of it draw new numbers at each replay; a tracker with plain states is
-    refused.
+    Layers are captured as functions of their inputs and parameters, so modules are not changed and
+    keyword inputs work. The graphs of a microbatch slot share a memory pool, so the layers of a
+    slot must run in execution order. Each slot has a separate pool, so slots may run in any order,
+    such as one-forward-one-backward. Graphs register the generators of the random tracker, so forks
+    draw new numbers at each replay. A tracker with plain states is refused.
 
-    Gradients of a graph lie in memory that its next backward writes again, and autograd takes a
-    first gradient as ``.grad`` without a copy, so that the second microbatch would count twice:
-    the runner copies gradients of parameters and of inputs that are leaves.
+    The next backward of a graph overwrites its gradients, and autograd uses a first gradient as
+    ``.grad`` without a copy, so the second microbatch would count twice. Therefore the runner
+    copies gradients of parameters and of inputs that are leaves.
 
     Args:
-        clone_param_grads: Copy parameter gradients. False saves the copies where a hook adds each
-            gradient to a ``main_grad`` at once and drops it.
-        device: Records graphs in place of the inputs' device, for tests without one.
+        clone_param_grads: Copy parameter gradients. False saves the copies if a hook immediately
+            adds each gradient to a ``main_grad`` and drops it.
+        device: Records graphs instead of the inputs' device, for tests without one.
 
     Example:
         >>> import torch
@@ -102,7 +101,7 @@ class TorchGraphRunner:
         self._device = device
 
     def is_available(self, device: torch.device) -> bool:
-        """Return whether torch can capture graphs on the device; does not initialise it."""
+        """Return whether torch can capture graphs on the device, without initialising it."""
         return _device_module(device) is not None
 
     def capture(
@@ -112,7 +111,7 @@ class TorchGraphRunner:
         num_warmup_iters: int = 3,
         allow_unused_input: bool = False,
     ) -> list[GraphedCallable]:
-        """Capture the layers of each slot together; see GraphRunner.
+        """Capture the layers of each slot together, see GraphRunner.
 
         Raises:
             RuntimeError: The device of the inputs has no graphs.
@@ -144,8 +143,8 @@ def _record(
                 recording.run_backward(keep=False)
             recording.forget()
     handles = [_pool_handle(spec, device) for spec in slot]
-    own = device.pool() if None in handles else None
-    pools = [own if handle is None else handle for handle in handles]
+    separate = device.pool() if None in handles else None
+    pools = [separate if handle is None else handle for handle in handles]
     for recording, pool in zip(recordings, pools, strict=True):
         with device.capturing(recording.forward_graph, pool):
             recording.run_forward()
@@ -153,7 +152,7 @@ def _record(
         recording.prepare_backward()
         if recording.wanted and recording.grad_outputs:
             with device.capturing(recording.backward_graph, pool):
-                # Graphs that share a pool across captures keep what their forwards saved in it.
+                # Graphs that share a pool across captures keep the saved tensors of their forwards.
                 recording.run_backward(keep=recording.shares_pool)
 
 
@@ -166,7 +165,7 @@ def _pool_handle(spec: GraphSpec, device: GraphDevice) -> Any:
 
 
 class _Recording:
-    """A layer's graphs while they are recorded, and the memory that they read and write."""
+    """A layer's graphs during recording, and the memory that they read and write."""
 
     def __init__(
         self,
@@ -204,11 +203,11 @@ class _Recording:
         self.grad_outputs = []
 
     def forget(self) -> None:
-        """Free what the last run made."""
+        """Free the tensors of the last run."""
         self.outputs, self.grad_outputs, self.grads = (), [], []
 
     def prepare_backward(self) -> None:
-        """Make the memory in which gradients of the outputs will lie."""
+        """Allocate the memory for gradients of the outputs."""
         self.grad_outputs = [
             torch.zeros_like(output) if output.requires_grad else None for output in self.outputs
         ]
@@ -235,7 +234,7 @@ class _Recording:
 class _Replay:
     """A recorded layer: copies inputs into its memory, replays, returns its outputs.
 
-    Without the layer itself, so that a layer that is deleted frees its graphs.
+    It has no reference to the layer: deleting a layer frees its graphs.
     """
 
     def __init__(self, recording: _Recording, *, clone_param_grads: bool) -> None:
@@ -243,7 +242,7 @@ class _Replay:
         self.backward_graph = recording.backward_graph
         self._names = recording.names
         self._template = recording.template
-        # Outputs of a shared pool hold what the forward saved there.
+        # With a shared pool, the outputs keep the saved tensors of the forward alive.
         self._kept = recording.outputs if recording.shares_pool else ()
         self.inputs = [tensor.detach() for tensor in recording.inputs]
         self.pointers = [tensor.data_ptr() for tensor in self.inputs]
@@ -251,7 +250,8 @@ class _Replay:
         self.constants = [i for i, out in enumerate(recording.outputs) if not out.requires_grad]
         self.grad_outputs = recording.grad_outputs
         self.grads = recording.grads or [None] * len(recording.statics)
-        # A gradient that waits for another path may lie where an earlier layer's backward works.
+        # With a shared pool, an earlier layer's backward may overwrite a gradient that autograd
+        # still has to add to another one.
         self.clone_input_grads = recording.shares_pool
         self.clone_param_grads = clone_param_grads
 
@@ -268,7 +268,7 @@ class _Replay:
 
 
 class _Replayed(torch.autograd.Function):
-    """One node for a whole layer."""
+    """The autograd node of a whole layer."""
 
     @staticmethod
     def forward(ctx: Any, replay: _Replay, token: FlightToken, *tensors: torch.Tensor) -> Tensors:
@@ -300,7 +300,8 @@ class _Replayed(torch.autograd.Function):
                 static.copy_(grad)
         replay.backward_graph.replay()
         is_cloned = ctx.cloned + [replay.clone_param_grads] * (len(replay.grads) - len(ctx.cloned))
-        # Memory of the next backward too: only what is used up within this one goes out as it is.
+        # The next backward writes the same memory: only gradients that this backward consumes are
+        # returned without a copy.
         return (
             None,
             None,
@@ -312,7 +313,7 @@ class _Replayed(torch.autograd.Function):
 
 
 def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
-    """Return the same memory, so that replays need no copy, but without a ``.grad``."""
+    """Return the same memory without a ``.grad``: replays need no copy."""
     sample = parameter.detach().requires_grad_(parameter.requires_grad)
     sample.__dict__.update(parameter.__dict__)
     return sample
@@ -332,7 +333,7 @@ def _device_module(device: torch.device) -> Any:
 def _device_of(device: torch.device) -> GraphDevice:
     module = _device_module(device)
     if module is None:
-        raise RuntimeError(f"torch captures no graphs on {device}; use EagerGraphRunner there")
+        raise RuntimeError(f"torch captures no graphs on {device}. Use EagerGraphRunner there")
     return _TorchDevice(module)
 
 
@@ -357,13 +358,13 @@ class _Place:
 
 
 class OutputTemplate:
-    """The structure of a layer's outputs, including what is not a tensor, such as None."""
+    """The structure of a layer's outputs, with items that are not tensors, such as None."""
 
     def __init__(self) -> None:
         self._template: Any = None
 
     def flatten(self, outputs: Any) -> tuple[torch.Tensor, ...]:
-        """Return the distinct tensors of the outputs, by first appearance; remember the rest."""
+        """Return the tensors of the outputs in order. Remember the rest."""
         tensors: list[torch.Tensor] = []
 
         def replace(leaf: Any) -> Any:
@@ -376,7 +377,7 @@ class OutputTemplate:
         return tuple(tensors)
 
     def unflatten(self, tensors: tuple[torch.Tensor, ...]) -> Any:
-        """Return outputs like the last that were flattened, with other tensors."""
+        """Return the structure of the last flattened outputs with other tensors."""
         if isinstance(self._template, _Place):
             return tensors[0]
         return conversion_helper(

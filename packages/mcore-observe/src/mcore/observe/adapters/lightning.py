@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 from mcore.observe.adapters.trainer_log import TrainerLog
-from mcore.observe.process.process_end import status_of
+from mcore.observe.extras import require_extra
 from mcore.observe.runs.run_log import RunLog
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.sinks.delivery.process_end import status_of
 
 require_extra("lightning", "mcore.observe.adapters.lightning")
 

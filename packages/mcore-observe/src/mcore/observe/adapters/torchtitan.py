@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from mcore.observe.adapters.trainer_log import TrainerLog
-from mcore.observe.process.process_end import status_of
+from mcore.observe.extras import require_extra
 from mcore.observe.runs.run_log import RunLog
-from mcore.observe.settings.extras import require_extra
+from mcore.observe.sinks.delivery.process_end import status_of
 from mcore.observe.training_log.log import log_state_of
 
 require_extra("torchtitan", "mcore.observe.adapters.torchtitan")
@@ -93,7 +93,7 @@ class ObserveLogger(BaseLogger):
             return
         tokens, self._tokens_seen = seen - self._tokens_seen, seen
         self._runs.end_step(1, steps=steps, samples=tokens // self._seq_length)
-        log_state_of(self._runs.log).data.add(values.get(_WAIT, 0.0) * steps)
+        log_state_of(self._runs.log).meter.add_wait(values.get(_WAIT, 0.0) * steps)
         self._runs.log_line(
             {"loss": values.pop(_LOSS)},
             1,

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from mcore.observe.process.process_end import on_process_end
-from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.runs.config import ConfigContainer
 from mcore.observe.runs.run_log import RunLog
 from mcore.observe.runs.slow_ranks import log_slow_ranks
-from mcore.observe.settings.config import ConfigContainer
+from mcore.observe.sinks.delivery.process_end import on_process_end
 from mcore.observe.sinks.trackers import import_libraries
 from mcore.observe.straggler.detector import StragglerDetector
 from mcore.observe.straggler.report import StragglerReport
@@ -112,7 +112,7 @@ class TrainerLog:
             import_libraries(self.log.cfg.logger)
         self._compare_ranks()
         if is_timed:
-            log_state_of(self.log).clock.start()
+            log_state_of(self.log).meter.start()
 
     def _show(self, trainer: Mapping[str, Any], train_iters: int | None) -> None:
         config = self.log.cfg
@@ -253,11 +253,11 @@ class TrainerLog:
             return
         seconds = time.perf_counter() - self._waiting_since_s
         self._waiting_since_s = None
-        state = log_state_of(self.log)
+        meter = log_state_of(self.log).meter
         if is_data:
-            state.data.add(seconds)
+            meter.add_wait(seconds)
         elif not is_step:
-            state.clock.leave_out(seconds)
+            meter.leave_out(seconds)
         if self.detector is not None and is_data:
             self.detector.stop()
         elif self.detector is not None:

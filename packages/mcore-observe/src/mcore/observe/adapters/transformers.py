@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from mcore.observe.adapters.trainer_log import TrainerLog
+from mcore.observe.extras import require_extra
 from mcore.observe.runs.run_log import RunLog
-from mcore.observe.settings.extras import require_extra
-from mcore.observe.values.scalars import as_number
+from mcore.observe.sinks.scalars import as_number
 
 require_extra("transformers", "mcore.observe.adapters.transformers")
 

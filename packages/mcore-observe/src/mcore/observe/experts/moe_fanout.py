@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from mcore.observe.sinks import sanitize_metric_name
-from mcore.observe.values.scalars import as_number
+from mcore.observe.sinks.scalars import as_number
 from mcore.tensor.dtensor import is_dtensor
 from mcore.versioning import internal_api
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from mcore.observe.values.loss_totals import add_losses
-from mcore.observe.values.scalars import read_scalars
+from mcore.observe.loss_totals import add_losses
+from mcore.observe.sinks.scalars import read_scalars
 from mcore.parallel.groups import GroupLike, comm_device, get_pg_size
 from mcore.parallel.process_groups import get_default_process_groups
 from mcore.parallel.reductions import sum_over_group

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from mcore.observe.experts.moe_metrics import write_scalars
-from mcore.observe.values.loss_totals import add_losses
-from mcore.observe.values.scalars import read_scalars, widest_float
+from mcore.observe.loss_totals import add_losses
+from mcore.observe.sinks.scalars import read_scalars, widest_float
 from mcore.parallel.groups import GroupLike, get_pg_size
 from mcore.parallel.reductions import sum_over_group
 

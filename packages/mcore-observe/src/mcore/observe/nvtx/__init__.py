@@ -1,6 +1,6 @@
 """Named ranges for profilers: push and pop, a context manager and a decorator.
 
-Everything here is off until :func:`configure_nvtx_profiling` switches it on.
+All ranges are off until :func:`configure_nvtx_profiling` switches them on.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ __all__ = [
 ]
 
 _Func = TypeVar("_Func", bound=Callable[..., Any])
-# What opened a range and has to close it, with what its `push` returned.
+# The backend that opened a range and must close it, and the handle that its `push` returned.
 _OpenRange: TypeAlias = "tuple[RangeBackend, Any]"
 
 _nvtx_enabled: bool = False
-# True while some thread may have an open range: after a switch-off those still have to be closed.
+# True while a thread may have an open range: after a switch-off its pops must still close it.
 _may_be_open: bool = False
 _backend: RangeBackend = NoBackend()
 _NO_MODULE = "<unknown>"
@@ -43,7 +43,7 @@ _NO_RANGE: AbstractContextManager[None] = nullcontext()
 
 
 class _RangeStack:
-    """The names of one thread's open ranges, always in the same list, and the ranges themselves."""
+    """The open ranges of one thread, and their names in a list that is never replaced."""
 
     __slots__ = ("__weakref__", "messages", "opened")
 
@@ -52,7 +52,7 @@ class _RangeStack:
         self.opened: list[_OpenRange] = []
 
     def close(self, message: str) -> bool:
-        """Close the innermost range by the backend that opened it; False if it has another name."""
+        """Close the innermost range by its backend. Return False if it has another name."""
         messages = self.messages
         if not messages or messages[-1] != message:
             return False
@@ -62,7 +62,7 @@ class _RangeStack:
         return True
 
     def close_down_to(self, depth: int, opened: _OpenRange) -> None:
-        """Close a range, which is inside ``depth`` others, after those inside it; once only."""
+        """Close a range at ``depth``, and first the ranges inside it, unless it is closed already."""
         if depth < len(self.opened) and self.opened[depth] is opened:
             while len(self.messages) > depth:
                 self.close(self.messages[-1])
@@ -73,7 +73,7 @@ _living_lock = threading.Lock()
 
 
 class _Thread(threading.local):
-    """Holds the stack of the current thread, made when the thread first asks for it."""
+    """The stack of the current thread, made at its first access in the thread."""
 
     def __init__(self) -> None:
         self.stack = _RangeStack()
@@ -93,19 +93,19 @@ def __getattr__(name: str) -> list[str]:
 def configure_nvtx_profiling(enabled: bool, *, backend: str = "auto") -> None:
     """Switch ranges on or off for the whole process, from the next push on.
 
-    Ranges that are open stay open until they are popped, by the backend that opened them.
+    Open ranges stay open until they are popped. The backend that opened a range closes it.
 
     Args:
         enabled: Whether ranges are recorded.
-        backend: ``"auto"`` is the first of the following that works. ``"nvtx"``: the package of
-            that name (extra ``nvtx``), domain ``mcore``, with colours. ``"torch.cuda.nvtx"``:
-            torch's own calls, without colours; "auto" takes it only where there is a CUDA device.
-            ``"record"``: :class:`torch.profiler.record_function`, seen by the torch profiler, on
-            CPU too. ``"none"``: nothing is shown, names are still checked.
+        backend: ``"auto"`` is the first of the following that works. ``"nvtx"``: the ``nvtx``
+            package (extra ``nvtx``), domain ``mcore``, with colours. ``"torch.cuda.nvtx"``: the
+            NVTX calls of torch, without colours. "auto" uses it only with a CUDA device.
+            ``"record"``: :class:`torch.profiler.record_function`, visible in the torch profiler,
+            on CPU too. ``"none"``: shows nothing, but names are still checked.
 
     Raises:
         ValueError: No such backend.
-        RuntimeError: The named backend cannot work here; nothing has changed.
+        RuntimeError: The named backend cannot work here. Nothing has changed.
 
     Example:
         >>> configure_nvtx_profiling(True, backend="record")
@@ -123,10 +123,10 @@ def configure_nvtx_profiling(enabled: bool, *, backend: str = "auto") -> None:
 
 
 def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
-    """Open a range inside the innermost one of this thread; does nothing while switched off.
+    """Open a range inside the innermost one of this thread. Does nothing while switched off.
 
     Args:
-        msg: Its name; None is ``"{module}.{function}"`` of the caller, without a class.
+        msg: The name. None means ``"{module}.{function}"`` of the caller, without a class.
         suffix: Appended to the name after a dot.
 
     Example:
@@ -146,10 +146,11 @@ def nvtx_range_push(msg: str | None = None, suffix: str | None = None) -> None:
 
 
 def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
-    """Close the innermost range of this thread, given the name it was opened with.
+    """Close the innermost range of this thread by the name it was opened with.
 
-    While switched off it closes a range that was opened under this name before, and does nothing
-    otherwise. The default name is the caller's: push and pop in the same function, or name both.
+    While switched off it closes a range of this name that was opened before, and does nothing
+    otherwise. The default name is that of the caller: push and pop in the same function, or name
+    both.
 
     Args:
         msg: As for :func:`nvtx_range_push`.
@@ -157,7 +158,7 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
 
     Raises:
         RuntimeError: This thread has no open range (while switched on).
-        ValueError: The innermost range has another name; it stays open (while switched on).
+        ValueError: The innermost range has another name (while switched on). It stays open.
 
     Example:
         >>> nvtx_range_pop("never opened")  # switched off: nothing happens
@@ -169,7 +170,7 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
                 msg = f"{frame.f_globals['__name__']}.{frame.f_code.co_name}"
             except KeyError:
                 msg = _nvtx_range_get_func_path()
-        # No more variables than that: each one makes a call cost more while off, too.
+        # Do not add local variables: each makes a call slower, even while switched off.
         if suffix is not None:
             msg = f"{msg}.{suffix}"
         if not _thread.stack.close(msg) and _nvtx_enabled:
@@ -183,9 +184,9 @@ def nvtx_range(
 ) -> AbstractContextManager[None]:
     """Make a context manager whose block is a range.
 
-    It closes what it opened, even if ranges are switched off inside; ranges that were pushed in
-    the block and not popped are closed with it. Around an ``await`` use :func:`nvtx_decorator` on
-    the coroutine function instead: the blocks of several tasks of a thread do not nest.
+    It closes its range even if ranges are switched off inside the block, and with it all ranges
+    that were pushed in the block and not popped. Around an ``await`` use :func:`nvtx_decorator` on
+    the coroutine function instead, since the blocks of several tasks of a thread do not nest.
 
     Args:
         msg: As for :func:`nvtx_range_push`.
@@ -215,11 +216,11 @@ def nvtx_decorator(
     from its first step to its end, may overlap others, and is not in the stack of its thread.
 
     Args:
-        message: Its name; None is ``"{module}.{function}"`` of the decorated function.
+        message: The name. None means ``"{module}.{function}"`` of the decorated function.
         color: As for :func:`nvtx_range`.
 
     Returns:
-        The decorator; it keeps name, documentation, signature and kind of the function.
+        The decorator. It keeps name, documentation, signature and kind of the function.
 
     Example:
         >>> @nvtx_decorator(message="loss", color="blue")
@@ -234,39 +235,34 @@ def nvtx_decorator(
         kind = kind_of(func)
         if kind == "function" and not hasattr(func, "__name__"):
             kind = kind_of(type(func).__call__)
-        if kind == "function":
-            return cast("_Func", _with_stacked_range(func, name, color))
-        around = functools.partial(_free_range, name, color)
-        return cast("_Func", wrap_lifetime(func, kind, around))
+        if kind != "function":
+            return cast(
+                "_Func",
+                wrap_lifetime(
+                    func, kind, lambda: _FreeRange(name, color) if _nvtx_enabled else _NO_RANGE
+                ),
+            )
+
+        @functools.wraps(func)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not _nvtx_enabled:
+                return func(*args, **kwargs)
+            with _StackedRange(name, color):
+                return func(*args, **kwargs)
+
+        return cast("_Func", wrapper)
 
     return decorate
 
 
-def _with_stacked_range(
-    func: Callable[..., Any], name: str, color: str | None
-) -> Callable[..., Any]:
-    @functools.wraps(func)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not _nvtx_enabled:
-            return func(*args, **kwargs)
-        with _StackedRange(name, color):
-            return func(*args, **kwargs)
-
-    return wrapper
-
-
-def _free_range(name: str, color: str | None) -> AbstractContextManager[None]:
-    return _FreeRange(name, color) if _nvtx_enabled else _NO_RANGE
-
-
 def _nvtx_range_get_func_path() -> str:
-    """Return ``"{module}.{function}"`` of whoever called the function that calls this."""
+    """Return ``"{module}.{function}"`` of the caller of the function that calls this one."""
     frame = _getframe(2)
     return f"{frame.f_globals.get('__name__', _NO_MODULE)}.{frame.f_code.co_name}"
 
 
 def _nvtx_decorator_get_func_path(func: Callable[..., Any]) -> str:
-    """Return ``"{module}.{function}"`` of a function, with the type's name for other callables."""
+    """Return ``"{module}.{function}"`` of a function, or ``"{module}.{type}"`` of a callable."""
     owner = func if hasattr(func, "__name__") else type(func)
     return f"{getattr(owner, '__module__', None) or _NO_MODULE}.{owner.__name__}"
 
@@ -278,7 +274,7 @@ def _open(message: str, color: str | None) -> _OpenRange:
     stack = _thread.stack
     stack.messages.append(message)
     stack.opened.append(opened)
-    if not _may_be_open:  # switched off since the caller looked
+    if not _may_be_open:  # another thread has switched ranges off since the caller's check
         _may_be_open = True
     return opened
 
@@ -286,25 +282,25 @@ def _open(message: str, color: str | None) -> _OpenRange:
 def _raise_wrong_pop(message: str, messages: list[str]) -> NoReturn:
     if not messages:
         raise RuntimeError(
-            f"popped the range {message!r}, but this thread has no open range; push it first"
+            f"popped the range {message!r}, but this thread has no open range: push it first"
         )
     raise ValueError(
-        f"popped the range {message!r}, but the innermost open one is {messages[-1]!r}; pop in "
+        f"popped the range {message!r}, but the innermost open one is {messages[-1]!r}: pop in "
         "the function that pushed, or give both the same name"
     )
 
 
 def _note_open_ranges() -> None:
-    """Let pops do nothing once no thread has an open range."""
+    """Make pops return at once when no thread has an open range."""
     global _may_be_open
-    _may_be_open = False  # first: a push meanwhile sets it again
+    _may_be_open = False  # before the check: a concurrent push sets it back to True
     with _living_lock:
         if any(stack.messages for stack in _living):
             _may_be_open = True
 
 
 class _StackedRange:
-    """One range in the stack of the thread that opens it."""
+    """A range in the stack of its thread."""
 
     def __init__(self, message: str, color: str | None) -> None:
         self._message = message
@@ -326,7 +322,7 @@ class _StackedRange:
 
 
 class _FreeRange:
-    """One range that may overlap others and end in another thread."""
+    """A range that may overlap others and end in another thread."""
 
     def __init__(self, message: str, color: str | None) -> None:
         self._message = message

@@ -1,4 +1,4 @@
-"""Backends that show named ranges: the nvtx package, torch's NVTX calls, the torch profiler."""
+"""Backends for named ranges: the nvtx package, torch's NVTX calls, the torch profiler."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _Value = TypeVar("_Value")
 
 
 class Pins(dict[_Key, _Value]):
-    """Keeps what is made from up to ``limit`` keys alive for the whole process.
+    """Values by key, made at the first access and kept alive for the process, up to ``limit``.
 
-    A CUDA graph that recorded a range keeps a pointer to the range's name.
+    A CUDA graph that recorded a range keeps a pointer to its name, which must stay valid.
     """
 
     def __init__(self, make: Callable[[_Key], _Value], limit: int = 65536) -> None:
@@ -34,8 +34,8 @@ class Pins(dict[_Key, _Value]):
         if not self._warned:
             self._warned = True
             logger.warning(
-                "more than %d different range names; further ones are not kept alive, so do not "
-                "record them in CUDA graphs. Take what varies out of the names",
+                "more than %d different range names. Further names are not kept alive: do not "
+                "record them in CUDA graphs, and remove numbers that change from the names",
                 self._limit,
             )
         return value
@@ -47,13 +47,13 @@ class RangeBackend(Protocol):
     name: str
 
     def push(self, message: str, color: str | None) -> Any:
-        """Open a range of the current thread; what is returned goes to ``pop``."""
+        """Open a range of the current thread and return the handle for ``pop``."""
 
     def pop(self, handle: Any) -> None:
         """Close the innermost range of the current thread."""
 
     def start(self, message: str, color: str | None) -> Any:
-        """Open a range that may overlap others; what is returned goes to ``end``."""
+        """Open a range that may overlap others and return the handle for ``end``."""
 
     def end(self, handle: Any) -> None:
         """Close that range."""
@@ -75,7 +75,7 @@ class NoBackend:
 
 
 class NvtxPackageBackend:
-    """The ``nvtx`` package: a domain of our own and colours."""
+    """The ``nvtx`` package: the domain ``mcore``, with colours."""
 
     name = "nvtx"
 
@@ -112,22 +112,22 @@ class NvtxPackageBackend:
         message, color = key
         try:
             return self._domain.get_event_attributes(message=message, color=color)
-        except Exception as error:  # the package raises a different error for each kind of colour
+        except Exception as error:  # the error's type depends on the kind of colour
             if color is None:
                 raise
             if not self._warned:
                 self._warned = True
-                logger.warning("ranges with the colour %r get the default one: %s", color, error)
+                logger.warning("the colour %r is replaced by the default: %s", color, error)
             return self._domain.get_event_attributes(message=message, color=None)
 
 
 class TorchNvtxBackend:
-    """The NVTX calls of torch's CUDA builds; colours are ignored."""
+    """The NVTX calls of torch's CUDA builds, without colours."""
 
     name = "torch.cuda.nvtx"
 
     def __init__(self) -> None:
-        problem = _torch_nvtx_problem()
+        problem = _find_nvtx_problem()
         if problem is not None:
             raise RuntimeError(
                 f'the range backend "torch.cuda.nvtx" cannot work with torch {torch.__version__} '
@@ -181,11 +181,11 @@ BACKENDS: dict[str, Callable[[], RangeBackend]] = {
 def check_backend_name(name: str) -> None:
     """Raise ValueError unless ``name`` is ``"auto"`` or a key of ``BACKENDS``."""
     if name != "auto" and name not in BACKENDS:
-        raise ValueError(f"unknown range backend {name!r}; choose from {['auto', *BACKENDS]}")
+        raise ValueError(f"unknown range backend {name!r}: choose from {['auto', *BACKENDS]}")
 
 
 def select_backend(name: str) -> RangeBackend:
-    """Make the backend of a name; ``"auto"`` takes the first that works and can be seen."""
+    """Make the backend of a name. ``"auto"`` is the first that works and has a viewer."""
     check_backend_name(name)
     if name != "auto":
         return BACKENDS[name]()
@@ -193,15 +193,15 @@ def select_backend(name: str) -> RangeBackend:
         return NvtxPackageBackend()
     except RuntimeError:
         pass
-    # Without a device there is no CUDA trace to show ranges in, but there is a CPU one.
-    if torch.cuda.is_available() and _torch_nvtx_problem() is None:
+    # Without a device no CUDA trace can show the ranges, but a CPU trace can.
+    if torch.cuda.is_available() and _find_nvtx_problem() is None:
         return TorchNvtxBackend()
     return RecordBackend()
 
 
 @functools.cache
-def _torch_nvtx_problem() -> str | None:
-    """Return why torch's NVTX calls cannot be used, or None; determined once per process."""
+def _find_nvtx_problem() -> str | None:
+    """Return the error of torch's NVTX calls, or None if they work. Tried once per process."""
     nvtx: Any = torch.cuda.nvtx
     try:
         nvtx.range_push("mcore.observe")

@@ -1,1 +1,1 @@
-"""Reports on a run: memory, energy, time used and left, throughput."""
+"""Reports on a run: memory, energy, elapsed and remaining time, throughput."""

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 _MAX_EVENTS = 100_000
 
 # Statistic of torch's allocator -> reported name. "mem-alloc-retires" is Megatron-LM's spelling,
-# which dashboards know.
+# which existing dashboards use.
 MEMORY_KEYS: dict[str, str] = {
     "allocated_bytes.all.current": "mem-allocated-bytes",
     "active_bytes.all.current": "mem-active-bytes",
@@ -34,7 +34,7 @@ MEMORY_KEYS: dict[str, str] = {
     "allocation.all.current": "mem-allocated-count",
 }
 
-# The names of the documented table, to pass as ``memory_keys``.
+# The names in Megatron-Bridge's documentation, to pass as ``memory_keys``.
 MEMORY_KEYS_TABLE: dict[str, str] = {
     "allocated_bytes.all.current": "current_allocated_mem",
     "active_bytes.all.current": "current_active_mem",
@@ -58,35 +58,34 @@ def report_memory(
 ) -> dict[str, float | int]:
     """Report memory statistics of this rank's accelerator.
 
-    Statistics in bytes are given in gigabytes (1e9 bytes) with five significant digits, and
-    ``bytes`` in the reported name becomes ``gigabytes``; counts stay ints. No communication.
+    Statistics in bytes are reported in gigabytes (1e9 bytes) with five significant digits, and
+    ``bytes`` in the reported name becomes ``gigabytes``. Counts stay ints. No communication.
 
     Args:
-        memory_keys: Which statistics of ``torch.accelerator.memory_stats()``, and the names to
-            report them under; None or empty takes :data:`MEMORY_KEYS`.
+        memory_keys: Statistics of ``torch.accelerator.memory_stats()``, each with the name to
+            report it under. None or empty means :data:`MEMORY_KEYS`.
         reset_peak: Restart the peaks after reading them. Otherwise they count from the start of
             the process.
 
     Returns:
-        Values by name in the order of the keys; statistics that do not exist are left out.
-        Without an accelerator there are none, except that None gives the resident memory of the
-        process, as ``mem-host-rss-gigabytes`` and ``mem-max-host-rss-gigabytes``.
+        Values by name in the order of the keys, without statistics that do not exist. Without an
+        accelerator it is empty, or for None the resident memory of the process:
+        ``mem-host-rss-gigabytes`` and ``mem-max-host-rss-gigabytes``.
 
     Example:
         >>> all(value >= 0 for value in report_memory(None).values())
         True
     """
     if not torch.accelerator.is_available():
-        return _in_gigabytes(_host_stats(), _HOST_KEYS) if memory_keys is None else {}
-    report = _in_gigabytes(torch.accelerator.memory_stats(), memory_keys or MEMORY_KEYS)
+        return _name_stats(_read_host(), _HOST_KEYS) if memory_keys is None else {}
+    report = _name_stats(torch.accelerator.memory_stats(), memory_keys or MEMORY_KEYS)
     if reset_peak:
         torch.accelerator.reset_peak_memory_stats()
     return report
 
 
-def _in_gigabytes(
-    stats: Mapping[str, int], memory_keys: Mapping[str, str]
-) -> dict[str, float | int]:
+def _name_stats(stats: Mapping[str, int], memory_keys: Mapping[str, str]) -> dict[str, float | int]:
+    """Return statistics under their names, bytes in gigabytes."""
     report: dict[str, float | int] = {}
     for key, name in memory_keys.items():
         if key not in stats:
@@ -98,7 +97,7 @@ def _in_gigabytes(
     return report
 
 
-def _host_stats() -> dict[str, int]:
+def _read_host() -> dict[str, int]:
     stats: dict[str, int] = {}
     statm = Path("/proc/self/statm")
     if statm.exists():
@@ -108,39 +107,39 @@ def _host_stats() -> dict[str, int]:
     if sys.platform != "win32":
         import resource
 
-        unit = 1 if sys.platform == "darwin" else 1024
+        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux KiB
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
         stats["host_rss_bytes.peak"] = max(peak, stats.get("host_rss_bytes.current", 0))
     return stats
 
 
 def start_memory_history_recording(profiling: Any) -> None:
-    """Have the CUDA allocator record its history, and save a snapshot when memory runs out.
+    """Make the CUDA allocator record its history, and save a snapshot when memory runs out.
 
-    Call it before the model is built, so that every allocation is traced to the code. Up to
-    100 000 events are kept, with Python stacks. An allocation that fails saves
-    ``{base}_oom_rank-{rank}{extension}`` next to the configured path. A second call does nothing;
-    without CUDA it logs one warning and does nothing else. No communication.
+    Call it before the model is built, to trace every allocation to the code. Up to 100 000 events
+    are kept, with Python stacks. A failing allocation saves ``{base}_oom_rank-{rank}{extension}``
+    next to the configured path. A second call does nothing. Without CUDA it only logs one warning.
+    No communication.
 
     Args:
-        profiling: Something with ``record_memory_history``, ``profile_ranks`` and
-            ``memory_snapshot_path``, as :class:`mcore.observe.ProfilingConfig`, or None.
+        profiling: :class:`mcore.observe.ProfilingConfig`, an object with its
+            ``record_memory_history``, ``profile_ranks`` and ``memory_snapshot_path``, or None.
 
     Example:
         >>> start_memory_history_recording(None)
     """
-    if _records_history(profiling):
+    if _is_recording_rank(profiling):
         _start_recording(profiling.memory_snapshot_path, process_rank())
 
 
 def save_snapshot_at_profile_end(profiling: Any, iteration: int) -> None:
     """Save ``{base}_{rank}{extension}`` if this is the last step of the profile on this rank.
 
-    A failure is a warning, never an exception. No communication.
+    A failure gives a warning, never an exception. No communication.
     """
     if profiling is None or getattr(profiling, "profile_step_end", None) != iteration:
         return
-    if not _records_history(profiling):
+    if not _is_recording_rank(profiling):
         return
     if not torch.cuda.is_available():
         _warn_no_cuda()
@@ -163,7 +162,7 @@ def snapshot_path(configured: str, suffix: str) -> str:
     return f"{base}{suffix}{extension}"
 
 
-def _records_history(profiling: Any) -> bool:
+def _is_recording_rank(profiling: Any) -> bool:
     if profiling is None or not getattr(profiling, "record_memory_history", False):
         return False
     return process_rank() in profiling.profile_ranks
@@ -171,7 +170,7 @@ def _records_history(profiling: Any) -> bool:
 
 @functools.cache
 def _warn_no_cuda() -> None:
-    logger.warning("record_memory_history needs CUDA, which is not available: nothing is recorded")
+    logger.warning("record_memory_history needs CUDA, which is not available; nothing is recorded")
 
 
 @functools.cache  # one observer for each process, however often recording is started
@@ -184,15 +183,15 @@ def _start_recording(configured: str, rank: int) -> None:
     )
     path = snapshot_path(configured, f"_oom_rank-{rank}")
     cuda: Any = torch._C  # CPU builds, and so the type stubs, lack the name
-    cuda._cuda_attach_out_of_memory_observer(functools.partial(_on_out_of_memory, path))
+    cuda._cuda_attach_out_of_memory_observer(functools.partial(_save_after_failure, path))
     if rank == 0:
         logger.info(
-            "rank %d records its memory history; running out of memory saves %s", rank, path
+            "rank %d records its memory history and saves %s if memory runs out", rank, path
         )
 
 
-def _on_out_of_memory(path: str, *details: Any) -> None:
-    try:  # runs inside a failing allocation, which must fail as it would without us
+def _save_after_failure(path: str, *details: Any) -> None:
+    try:  # this runs inside a failing allocation: no exception may replace torch's own error
         _save_snapshot(path)
         logger.error("out of memory: saved a snapshot to %s", path)
     except Exception:

@@ -1,4 +1,4 @@
-"""Progress of a run: time used and left, batches, samples and tokens per second."""
+"""Progress of a run: elapsed and remaining time, batches, samples and tokens per second."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ def report_runtime(
     *,
     start_step: int = 0,
 ) -> dict[str, float | int]:
-    """Report the time used so far, an estimate of the time left, and what was consumed.
+    """Report elapsed time, an estimate of the remaining time, and consumed samples and tokens.
 
-    The estimate is ``elapsed / (step - start_step) * (train_iters - step)``, never below 0; only
-    steps of this process count, so that a resumed run does not look like a fast one. No
+    The estimate is ``elapsed / (step - start_step) * (train_iters - step)``, at least 0. Only steps
+    of this process count: those of earlier processes would make a resumed run look too fast. No
     communication.
 
     Args:
-        train_state: Something with ``step`` and ``consumed_train_samples``.
-        start_time: When this process started, in seconds of ``time.time()``.
-        seq_length: Tokens of a sample; None or 0 leaves the tokens out.
-        train_iters: Steps of the whole run; None leaves the estimate out.
+        train_state: An object with ``step`` and ``consumed_train_samples``.
+        start_time: Start of this process, in seconds of ``time.time()``.
+        seq_length: Tokens of a sample. None or 0 omits the tokens.
+        train_iters: Steps of the whole run. None omits the estimate.
         time_unit: Unit of the times: seconds, minutes, hours or days.
         start_step: The step at which this process started, 0 unless it resumed a run.
 
     Returns:
         ``time/remaining_estimate`` and ``time/total`` in ``time_unit``, ``time/tokens``,
-        ``time/samples`` and ``time/batches`` as counts over the whole run. The estimate is left
-        out before the first step of this process.
+        ``time/samples`` and ``time/batches`` as counts over the whole run. The estimate is omitted
+        before the first step of this process.
 
     Raises:
         ValueError: Unknown time unit.
@@ -55,7 +55,7 @@ def report_runtime(
         (450, 2048000)
     """
     if time_unit not in SECONDS_PER_UNIT:
-        raise ValueError(f"time_unit is {time_unit!r}; give one of {list(SECONDS_PER_UNIT)}")
+        raise ValueError(f"time_unit is {time_unit!r}: give one of {list(SECONDS_PER_UNIT)}")
     elapsed = (time.time() - start_time) / SECONDS_PER_UNIT[time_unit]
     step, samples = train_state.step, train_state.consumed_train_samples
     report: dict[str, float | int] = {}
@@ -81,25 +81,25 @@ def report_throughput(
 ) -> dict[str, float | int]:
     """Report batches, samples and tokens per second over the last steps.
 
-    With ``n + 1`` time stamps the rate is ``n / (last - first)``; the last ``window_size + 1``
-    stamps count, or all when there are fewer. Samples are computed from the current global batch
-    size, even for steps of a batch-size ramp that had a smaller one. No communication.
+    With ``n + 1`` time stamps the rate is ``n / (last - first)``. The last ``window_size + 1``
+    stamps count, or all if there are fewer. Samples are computed from the current global batch
+    size, even for earlier steps of a batch-size ramp. No communication.
 
     Args:
-        train_config: Something with ``micro_batch_size`` and ``global_batch_size``.
+        train_config: An object with ``micro_batch_size`` and ``global_batch_size``.
         iteration: The step, for the warning only.
-        seq_length: Tokens of a sample; None or 0 leaves the tokens out.
+        seq_length: Tokens of a sample. None or 0 omits the tokens.
         history_wct: Time stamps in seconds, one for each finished step, newest last. Not
             durations. None reports nothing.
         window_size: Stamps needed before anything is reported, 2 or more.
-        world_size: Ranks for the per-device figures; None takes the size of the job.
+        world_size: Ranks for the rates per device. None means the size of the job.
 
     Returns:
         ``throughput/batches_per_sec``, ``throughput/samples_per_sec`` and
-        ``throughput/tokens_per_sec``; the same three under ``throughput/device/`` divided by the
-        world size; ``throughput/micro_batch_size`` and ``throughput/global_batch_size``. Empty
-        before the window is full, and, with a warning on rank 0, when the stamps go backwards or
-        span no time.
+        ``throughput/tokens_per_sec``, the same three under ``throughput/device/`` divided by the
+        world size, ``throughput/micro_batch_size`` and ``throughput/global_batch_size``. Empty
+        before the window is full, and, with a warning on rank 0, if the stamps decrease or span no
+        time.
 
     Example:
         >>> from types import SimpleNamespace
@@ -112,9 +112,16 @@ def report_throughput(
         return {}
     stamps = list(history_wct)[-(window_size + 1) :]
     elapsed_wct = stamps[-1] - stamps[0]
-    goes_back = any(later < earlier for earlier, later in pairwise(stamps))
-    if elapsed_wct <= 0 or goes_back:
-        _warn_of_stamps(elapsed_wct, iteration, goes_back)
+    decrease = any(later < earlier for earlier, later in pairwise(stamps))
+    if elapsed_wct <= 0 or decrease:
+        if process_rank() == 0:
+            logger.warning(
+                "no throughput at iteration %d: elapsed_wct is %s s and %s. history_wct needs one "
+                "time stamp for each finished step, not durations",
+                iteration,
+                elapsed_wct,
+                "the stamps decrease" if decrease else "the stamps span no time",
+            )
         return {}
     batches = (len(stamps) - 1) / elapsed_wct
     rates = {
@@ -129,16 +136,3 @@ def report_throughput(
     report["throughput/micro_batch_size"] = train_config.micro_batch_size
     report["throughput/global_batch_size"] = train_config.global_batch_size
     return report
-
-
-def _warn_of_stamps(elapsed_wct: float, iteration: int, goes_back: bool) -> None:
-    if process_rank() != 0:
-        return
-    why = "the stamps go backwards" if goes_back else "the stamps span no time"
-    logger.warning(
-        "no throughput at iteration %d: elapsed_wct is %s s and %s; history_wct takes one time "
-        "stamp for each finished step, not durations",
-        iteration,
-        elapsed_wct,
-        why,
-    )

@@ -8,15 +8,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.runs.state import GlobalState
-from mcore.observe.settings.config import (
+from mcore.observe.runs.config import (
     ConfigContainer,
     DatasetConfig,
     LoggerConfig,
     TrainingConfig,
 )
+from mcore.observe.runs.state import GlobalState
 from mcore.observe.sinks.base import MetricSink
-from mcore.observe.training_log.figures import DATA_TIMER
+from mcore.observe.training_log.measures import DATA_TIMER
 
 
 class RunLog(GlobalState):

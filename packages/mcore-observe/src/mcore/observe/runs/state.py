@@ -12,19 +12,18 @@ from typing import Any
 
 import torch
 
-from mcore.observe.process.process_end import on_process_end, status_of
-from mcore.observe.process.rank_logging import is_last_rank
+from mcore.observe.rank_logging import is_last_rank
 from mcore.observe.reports.energy import EnergyMonitor
-from mcore.observe.settings.config import ConfigContainer, LoggerConfig
-from mcore.observe.sinks import comet, mlflow, tensorboard, wandb
-from mcore.observe.sinks.background import BackgroundRun, close_together
-from mcore.observe.sinks.base import GuardedSink, MetricSink, Tracker
+from mcore.observe.runs.config import ConfigContainer, LoggerConfig
+from mcore.observe.sinks.base import GuardedSink, MetricSink, TrackerSpec
+from mcore.observe.sinks.delivery.process_end import on_process_end, status_of
+from mcore.observe.sinks.delivery.tracker_run import TrackerRun, close_together
 from mcore.observe.sinks.jsonl import JsonlSink
+from mcore.observe.sinks.scalars import Scalars
 from mcore.observe.sinks.trackers import TRACKERS, emit, open_metrics_file, open_tracker
 from mcore.observe.timers import Timers
-from mcore.observe.training_log.counted import CountedSteps
-from mcore.observe.training_log.log import LOG_STATE, log_state_of
-from mcore.observe.values.scalars import Scalars
+from mcore.observe.training_log.log import LOG_STATE, StepCounter, log_state_of
+from mcore.observe.training_log.step import StepInput
 
 _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
@@ -124,17 +123,17 @@ def _build_timers(state: GlobalState) -> Timers:
     return Timers(logger.timing_log_level, logger.timing_log_option)
 
 
-def _open_tracker(tracker: Tracker, state: GlobalState) -> Any:
+def _open_tracker(spec: TrackerSpec, state: GlobalState) -> Any:
     settings = _logger_of(state)
-    if not tracker.is_wanted(settings) or not is_last_rank():
+    if not spec.is_wanted(settings) or not is_last_rank():
         return None
-    return open_tracker(tracker, settings, state.cfg, state._run_ids.pop(tracker.attribute, None))
+    return open_tracker(spec, settings, state.cfg, state._run_ids.pop(spec.attribute, None))
 
 
 def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
     if not is_last_rank():
         return None
-    begins_anew = state._counted.first_step == 0
+    begins_anew = state._counter.first_step == 0
     return open_metrics_file(_logger_of(state), state.start_time if begins_anew else None)
 
 
@@ -191,10 +190,10 @@ class GlobalState:
     """
 
     timers: Any = _Lazy(_build_timers)
-    tensorboard_logger: Any = _Lazy(functools.partial(_open_tracker, tensorboard.TRACKER))
-    wandb_logger: Any = _Lazy(functools.partial(_open_tracker, wandb.TRACKER))
-    mlflow_logger: Any = _Lazy(functools.partial(_open_tracker, mlflow.TRACKER))
-    comet_logger: Any = _Lazy(functools.partial(_open_tracker, comet.TRACKER))
+    tensorboard_logger: Any  # these are set below, for each of TRACKERS
+    wandb_logger: Any
+    mlflow_logger: Any
+    comet_logger: Any
     metrics_file: Any = _Lazy(_open_metrics_file)
     energy_monitor: Any = _Lazy(_build_energy_monitor)
 
@@ -215,7 +214,7 @@ class GlobalState:
         self._flops_at_last_log: float | None = None
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
-        self._counted = CountedSteps()
+        self._counter = StepCounter()
         self._stop_watching: Callable[[], None] = _do_nothing
         if self.extra_sinks:
             self._watch()
@@ -278,8 +277,7 @@ class GlobalState:
         if not sinks:
             return
         scalars = Scalars()
-        for name, value in metrics.items():
-            scalars.add(name, value, versus_samples=versus_samples)
+        scalars.add_all(metrics, versus_samples=versus_samples)
         batches, _ = scalars.read({})
         emit(sinks, batches, self.train_state.step, self.train_state.consumed_train_samples)
 
@@ -333,19 +331,20 @@ class GlobalState:
             if count is not None and count < 0:
                 raise ValueError(f"log_step got {name}={count}; give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
-        self._counted.log(
-            config,
-            self,
-            losses if isinstance(losses, Mapping) else {"loss": losses},
-            {"learning_rate": lr, "grad_norm": grad_norm, "loss_scale": 1.0},
+        given = StepInput(
+            losses=losses if isinstance(losses, Mapping) else {"loss": losses},
+            learning_rate=lr,
+            loss_scale=1.0,
+            grad_norm=grad_norm,
+            skipped=skipped,
+            steps=steps,
             samples=samples,
             tokens=tokens,
-            steps=steps,
-            skipped=skipped,
+            scalars=scalars,
             model=model,
             pg_collection=pg_collection,
-            scalars=scalars,
         )
+        self._counter.log(given, config, self)
 
     def reset_for_restart(self) -> None:
         """Forget what belongs to this start of training, before it restarts in this process.
@@ -374,7 +373,7 @@ class GlobalState:
         if hasattr(self.mtp_metrics, "reset"):
             self.mtp_metrics.reset()
         self._built.clear()
-        self._counted = CountedSteps()
+        self._counter = StepCounter()
         self.__dict__.pop(LOG_STATE, None)
         self.train_state = TrainState()
         self.start_time = time.time()
@@ -400,7 +399,7 @@ class GlobalState:
             self._built.setdefault(tracker.attribute, None)
         self._built.setdefault("metrics_file", None)
         clients = [self._built[tracker.attribute] for tracker in TRACKERS]
-        close_together([run for run in clients if isinstance(run, BackgroundRun)], status)
+        close_together([run for run in clients if isinstance(run, TrackerRun)], status)
         for sink in log_state_of(self).sinks.of(self):
             sink[1].close(status)
         self._built.update(dict.fromkeys((t.attribute for t in TRACKERS), None))
@@ -410,3 +409,9 @@ class GlobalState:
         self.extra_sinks = ()
         if self._built.get("energy_monitor") is not None:
             self._built["energy_monitor"].shutdown()
+
+
+for _spec in TRACKERS:
+    _client = _Lazy(functools.partial(_open_tracker, _spec))
+    _client.__set_name__(GlobalState, _spec.attribute)
+    setattr(GlobalState, _spec.attribute, _client)

@@ -9,12 +9,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from mcore.observe.extras import require_extra
 from mcore.observe.runs.slow_ranks import Verdicts, read_slow_ranks
-from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import config_params
 from mcore.observe.sinks.jsonl import as_float, records_of
 from mcore.observe.sinks.run_folder import RunFolder
-from mcore.watch.sparkline import sparkline
+from mcore.observe.sinks.secrets import config_params
+from mcore.observe.sparkline import sparkline
 
 _LATEST_S = 1e11  # since 1970; what is later is no time
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")

@@ -1,14 +1,15 @@
-"""Places that take metrics: one protocol, one module for each tracker or file format."""
+"""Sinks accept metrics: one protocol, one module for each tracker or file format."""
 
 from mcore.observe.sinks.base import GuardedSink, MemorySink, MetricSink
 from mcore.observe.sinks.comet import CometSink
 from mcore.observe.sinks.jsonl import JsonlSink, records_of
-from mcore.observe.sinks.mlflow import MlflowSink, open_mlflow
-from mcore.observe.sinks.mlflow_http import TrackingServer
-from mcore.observe.sinks.mlflow_run import (
+from mcore.observe.sinks.mlflow import (
     MlflowConnection,
     MlflowRun,
+    MlflowSink,
+    TrackingServer,
     mlflow_metric_name,
+    open_mlflow,
     sanitize_metric_name,
 )
 from mcore.observe.sinks.tensorboard import TensorBoardSink

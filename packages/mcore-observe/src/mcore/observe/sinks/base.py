@@ -1,4 +1,4 @@
-"""Common parts of sinks: the protocol, plain numbers, a guard, and a sink in memory."""
+"""Common parts of sinks: the protocol, a guard, a sink in memory, and the facts of a tracker."""
 
 from __future__ import annotations
 
@@ -7,15 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from mcore.observe.settings.secrets import mask_secrets
-from mcore.observe.sinks.spool import EarlierSpools, Spool
-from mcore.observe.values.scalars import (
-    as_name,
-    as_number,
-    is_one_number,
-    only_numbers,
-    read_scalars,
-)
+from mcore.observe.sinks.delivery.tracker_run import Opening
+from mcore.observe.sinks.scalars import plain_numbers
+from mcore.observe.sinks.secrets import mask_secrets
 from mcore.versioning import accepts_parameter
 
 logger = logging.getLogger(__name__)
@@ -25,7 +19,7 @@ _MAX_FAILURES_IN_A_ROW = 10
 
 @runtime_checkable
 class MetricSink(Protocol):
-    """Takes named numbers for a step: a tracker, a file, or anything that the user writes.
+    """Accepts named numbers of a step: a tracker, a file, or an object of the user.
 
     Example:
         >>> class Printer:
@@ -40,20 +34,20 @@ class MetricSink(Protocol):
     """
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Take the metrics of one step.
+        """Accept the metrics of one step.
 
         Args:
-            metrics: Numbers by name; NaN and infinities included.
-            step: The step; never smaller than in earlier calls, but it may repeat.
+            metrics: Numbers by name, including NaN and infinities.
+            step: The step. It is never smaller than in earlier calls, but it may repeat.
         """
         ...
 
     def flush(self) -> None:
-        """Deliver everything taken so far to where it is kept."""
+        """Deliver all metrics logged so far."""
         ...
 
     def close(self, status: str = "FINISHED") -> None:
-        """Flush and take nothing more; closing twice is fine.
+        """Flush and accept no more metrics. Closing twice is fine.
 
         Args:
             status: How the run ended: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``. A ``close``
@@ -68,71 +62,53 @@ class ScalarRules:
 
     left_out: frozenset[str] = frozenset()
     renamed: Mapping[str, str] = field(default_factory=dict)
-    versus_samples: bool = False  # it also gets some scalars over the samples consumed
+    versus_samples: bool = False  # some scalars are also logged over the samples consumed
 
 
-def _do_nothing(client: Any, *args: Any) -> None:
+def _keep_open(client: Any) -> None:
     pass
 
 
 @dataclass(frozen=True)
-class Opening:
-    """What a run of a tracker is opened from."""
+class TrackerSpec:
+    """The facts of a tracker, stated once: its names, its settings and its functions.
 
-    settings: Any  # of the logger
-    config: Any = None  # the whole configuration, whose texts the tracker may show
-    run_id: str | None = None  # of a run to continue
-    resume_step: int | None = None  # the last step of that run that counts
-    spool: Spool | None = None
-    earlier: EarlierSpools | None = None
-    on_open: Callable[[str], None] | None = None
+    The name is the extra to install, the prefix of its files, and with ``_logger`` the attribute
+    of a GlobalState that keeps the client.
+    """
 
-    @property
-    def closing_s(self) -> float:
-        """Seconds that the end of the run waits for the tracker."""
-        seconds = as_number(getattr(self.settings, "closing_s", None))
-        return 10.0 if seconds is None else float(seconds)
-
-    def options(self) -> dict[str, Any]:
-        """Return what every background run is made with."""
-        return {
-            "spool": self.spool,
-            "closing_s": self.closing_s,
-            "earlier": self.earlier,
-            "on_open": self.on_open,
-        }
-
-
-@dataclass(frozen=True)
-class Tracker:
-    """A product that runs can be logged to: the settings that ask for it, and how it is used."""
-
-    attribute: str  # of a GlobalState, which keeps the client
+    name: str
     label: str  # in messages
-    extra: str  # what to install
-    asked_by: str  # the setting that asks for it
+    module: str  # of the library, which takes long to import
+    wanted_by: str  # the logger setting that turns the tracker on
     named_by: str | None  # the setting that then has to name the run
-    settings: tuple[str, ...]  # that a replay needs
+    other_settings: tuple[str, ...]  # that a replay needs too
     open: Callable[[Opening], Any]  # never waits
     adapt: Callable[[Any], MetricSink]
-    module: str  # that takes long to import
     rules: ScalarRules = ScalarRules()
-    restart: Callable[[Any], None] = _do_nothing  # before training starts again in this process
+    restart: Callable[[Any], None] = _keep_open  # before training restarts in this process
     continues_at_restart: bool = False  # the same run
 
     @property
-    def short_name(self) -> str:
-        """The name in files."""
-        return self.extra
+    def attribute(self) -> str:
+        """The attribute of a GlobalState that keeps the client."""
+        return f"{self.name}_logger"
+
+    @property
+    def settings(self) -> tuple[str, ...]:
+        """Names of the logger settings that a replay needs."""
+        named_by = () if self.named_by is None else (self.named_by,)
+        return (self.wanted_by, *named_by, *self.other_settings)
 
     def is_wanted(self, settings: Any) -> bool:
-        """Return whether logger settings ask for it; a ValueError if its run has no name."""
-        wanted = getattr(settings, self.asked_by, None)
+        """Return whether logger settings turn it on. A ValueError if its run has no name."""
+        wanted = getattr(settings, self.wanted_by, None)
         if wanted is None:
             return False
         if self.named_by is not None and not getattr(settings, self.named_by, None):
             raise ValueError(
-                f"{self.asked_by} is {wanted!r} but {self.named_by} is missing; give the run a name"
+                f"{self.wanted_by} is {wanted!r} but {self.named_by} is missing; give the run a "
+                "name"
             )
         return True
 
@@ -140,13 +116,13 @@ class Tracker:
 class GuardedSink:
     """A sink whose exceptions become log messages.
 
-    The first exception of each type is logged with level WARNING, later ones are not. After ten
-    failures in a row there is one ERROR and the sink gets nothing more.
+    The first exception of each type is logged as WARNING, later ones are not. After ten failures
+    in a row there is one ERROR, and the sink gets no more metrics.
 
     Args:
         name: The sink's name for the messages.
-        sink: What takes the metrics.
-        secrets: Texts that no message may show, besides those that look like secrets.
+        sink: The guarded sink.
+        secrets: Texts to mask in messages, in addition to texts that look like secrets.
 
     Example:
         >>> kept = MemorySink()
@@ -168,51 +144,55 @@ class GuardedSink:
         return self._failures_in_a_row < _MAX_FAILURES_IN_A_ROW
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Hand the metrics over, unless the sink was switched off or there are none."""
+        """Pass the metrics on, unless there are none or the sink was switched off."""
         if metrics and self.is_on:
-            self._attempt("log", lambda: self.sink.log(metrics, step))
+            self._try("log", lambda: self.sink.log(metrics, step))
 
     def flush(self) -> None:
         """Flush the sink, unless it was switched off."""
         if self.is_on:
-            self._attempt("flush", self.sink.flush)
+            self._try("flush", self.sink.flush)
 
     def close(self, status: str = "FINISHED") -> None:
-        """Close the sink with the status of the run, switched off or not."""
-        self._attempt("close", lambda: _close(self.sink, status))
+        """Close the sink with the status of the run, even if it was switched off."""
 
-    def _attempt(self, action: str, call: Callable[[], None]) -> None:
+        def close() -> None:
+            if accepts(self.sink.close, "status"):
+                self.sink.close(status=status)
+            else:
+                self.sink.close()
+
+        self._try("close", close)
+
+    def _try(self, action: str, call: Callable[[], None]) -> None:
         try:
             call()
         except Exception as error:
-            self._note_failure(action, error)
+            self._failures_in_a_row += 1
+            if type(error) not in self._reported:
+                self._reported.add(type(error))
+                logger.warning(
+                    "%s failed to %s metrics, training continues without them: %s: %s",
+                    self.name,
+                    action,
+                    type(error).__name__,
+                    mask_secrets(str(error), self._secrets),
+                )
+            if self._failures_in_a_row == _MAX_FAILURES_IN_A_ROW:
+                logger.error(
+                    "%s failed %d times in a row and gets no more metrics",
+                    self.name,
+                    self._failures_in_a_row,
+                )
         else:
             self._failures_in_a_row = 0
-
-    def _note_failure(self, action: str, error: Exception) -> None:
-        self._failures_in_a_row += 1
-        if type(error) not in self._reported:
-            self._reported.add(type(error))
-            logger.warning(
-                "%s failed to %s metrics, training continues without them: %s: %s",
-                self.name,
-                action,
-                type(error).__name__,
-                mask_secrets(str(error), self._secrets),
-            )
-        if self._failures_in_a_row == _MAX_FAILURES_IN_A_ROW:
-            logger.error(
-                "%s failed %d times in a row and gets no more metrics",
-                self.name,
-                self._failures_in_a_row,
-            )
 
 
 class MemorySink:
     """Keeps the metrics of every step, for notebooks and tests.
 
     Attributes:
-        steps: The metrics by step; metrics of the same step are merged.
+        steps: The metrics by step. Metrics of the same step are merged.
 
     Example:
         >>> sink = MemorySink()
@@ -237,32 +217,8 @@ class MemorySink:
 
 
 def accepts(function: Any, parameter: str) -> bool:
-    """Return whether a function takes a parameter of this name."""
+    """Return whether a function has a parameter of this name. False if it has no signature."""
     try:
         return accepts_parameter(function, parameter)
     except (TypeError, ValueError):
         return False
-
-
-def _close(sink: MetricSink, status: str) -> None:
-    if accepts(sink.close, "status"):
-        sink.close(status=status)
-    else:
-        sink.close()
-
-
-def plain_numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Return metrics as Python numbers, which every tracker takes, with one read per device.
-
-    None is left out, and so is anything else that is not a number, with one WARNING for each name.
-    """
-    values = metrics.values()
-    if set(map(type, values)) <= {float, int} and all(
-        is_one_number(value) for value in values if type(value) is int
-    ):
-        numbers: dict[str, float] = dict(metrics)
-    else:
-        numbers = read_scalars(only_numbers(metrics))
-    if set(map(type, numbers)) <= {str} and "".join(numbers).isascii():
-        return numbers
-    return {as_name(name): value for name, value in numbers.items()}

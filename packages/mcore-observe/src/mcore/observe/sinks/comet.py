@@ -1,4 +1,4 @@
-"""Comet experiments."""
+"""Comet: experiments that are written in the background."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import config_params, without_secrets
-from mcore.observe.sinks.background import BackgroundRun, ClientRun
-from mcore.observe.sinks.base import Opening, Tracker, plain_numbers
-from mcore.observe.sinks.spool import StepMetrics
+from mcore.observe.extras import require_extra
+from mcore.observe.sinks.base import TrackerSpec
+from mcore.observe.sinks.delivery.spool import StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
+from mcore.observe.sinks.scalars import plain_numbers
+from mcore.observe.sinks.secrets import config_params, without_secrets
 
 
 class CometSink:
-    """Hands metrics to anything with ``log_metrics(dict, step=...)``, one call for each step.
+    """Passes metrics to anything with ``log_metrics(dict, step=...)``, one call for each step.
 
     Args:
         experiment: A Comet experiment.
@@ -33,7 +34,7 @@ class CometSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Log the metrics in one call."""
-        if isinstance(self._experiment, BackgroundRun):
+        if isinstance(self._experiment, TrackerRun):
             self._experiment.log_metrics(metrics, step)
         else:
             self._experiment.log_metrics(plain_numbers(metrics), step=step)
@@ -43,21 +44,21 @@ class CometSink:
         self._experiment.flush()
 
     def close(self, status: str = "FINISHED") -> None:
-        """End the experiment; another status than ``"FINISHED"`` is logged with it."""
-        if isinstance(self._experiment, BackgroundRun):
+        """End the experiment. A status other than ``"FINISHED"`` is logged with it."""
+        if isinstance(self._experiment, TrackerRun):
             self._experiment.close(status)
         else:
             _end(self._experiment, status)
 
 
 class CometRun(ClientRun[Any]):
-    """A Comet experiment that is opened in the background; metrics wait for it."""
+    """A Comet experiment that is opened in the background. Metrics wait for it."""
 
     def end(self) -> None:
         """End the experiment."""
         self.close()
 
-    def _id_of(self, connection: Any) -> str:
+    def _get_run_id(self, connection: Any) -> str:
         return str(connection.get_key()) if hasattr(connection, "get_key") else ""
 
     def _write(self, connection: Any, entries: Sequence[StepMetrics]) -> None:
@@ -78,56 +79,46 @@ def _open(opening: Opening) -> CometRun:
     params = config_params(opening.config)
 
     def connect() -> Any:
-        require_extra("comet", "comet_project")
+        require_extra(TRACKER.name, TRACKER.wanted_by)
         with run.preparing():
-            import comet_ml  # noqa: F401
+            import comet_ml
+        settings = opening.settings
+        key = (settings.comet_api_key or os.environ.get("COMET_API_KEY", "")).strip() or None
+        folder = os.environ.get("COMET_OFFLINE_DIRECTORY")
+        make: Callable[..., Any]
+        with without_secrets(TRACKER.label, [key] if key else []):
+            if key is None and folder:
+                make = functools.partial(comet_ml.OfflineExperiment, offline_directory=folder)
+            else:
+                make = functools.partial(comet_ml.Experiment, api_key=key)
+            # It records only the metrics and settings it is given. The command line, which it
+            # would record too, may contain secrets. The parameters below are masked.
+            experiment = make(
+                project_name=settings.comet_project,
+                workspace=settings.comet_workspace,
+                auto_metric_logging=False,
+                auto_param_logging=False,
+                parse_args=False,
+            )
+            experiment.set_name(settings.comet_experiment_name)
+            if settings.comet_tags:
+                experiment.add_tags(list(settings.comet_tags))
+            if params:
+                experiment.log_parameters(dict(params))
+        return experiment
 
-        return _connect(opening.settings, params)
-
-    run = CometRun(connect, name="Comet", **opening.options())
+    run = CometRun(connect, name=TRACKER.label, **opening.options())
     run.open_in_background()
     return run
 
 
-def _connect(settings: Any, params: Mapping[str, str]) -> Any:
-    """Open an experiment that records only the metrics and settings it is given.
-
-    Without a key it is written to Comet's own COMET_OFFLINE_DIRECTORY where that is set.
-    """
-    import comet_ml
-
-    key = (settings.comet_api_key or os.environ.get("COMET_API_KEY", "")).strip() or None
-    folder = os.environ.get("COMET_OFFLINE_DIRECTORY")
-    make: Callable[..., Any]
-    with without_secrets("Comet", [key] if key else []):
-        if key is None and folder:
-            make = functools.partial(comet_ml.OfflineExperiment, offline_directory=folder)
-        else:
-            make = functools.partial(comet_ml.Experiment, api_key=key)
-        experiment = make(
-            project_name=settings.comet_project,
-            workspace=settings.comet_workspace,
-            auto_metric_logging=False,
-            # The command line may contain secrets; the configuration is logged without them.
-            auto_param_logging=False,
-            parse_args=False,
-        )
-        experiment.set_name(settings.comet_experiment_name)
-        if settings.comet_tags:
-            experiment.add_tags(list(settings.comet_tags))
-        if params:
-            experiment.log_parameters(dict(params))
-    return experiment
-
-
-TRACKER = Tracker(
-    attribute="comet_logger",
+TRACKER = TrackerSpec(
+    name="comet",
     label="Comet",
-    extra="comet",
-    asked_by="comet_project",
+    module="comet_ml",
+    wanted_by="comet_project",
     named_by="comet_experiment_name",
-    settings=("comet_project", "comet_experiment_name", "comet_workspace", "comet_tags"),
+    other_settings=("comet_workspace", "comet_tags"),
     open=_open,
     adapt=CometSink,
-    module="comet_ml",
 )

@@ -12,8 +12,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from mcore.observe.sinks.base import plain_numbers
-from mcore.observe.sinks.spool import lock, record_of
+from mcore.observe.sinks.delivery.spool import lock, record_of
+from mcore.observe.sinks.scalars import plain_numbers
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +27,19 @@ class JsonlSink:
 
     The time is when a line was written, in seconds since 1970.
 
-    Each line goes to the operating system before :meth:`log` returns, so that a killed process
-    keeps what it logged. Where a disk is full, lines wait in memory for the next one that can be
-    written, the first of them with an OSError. An existing file is continued by the first line; a
-    last line that a crash left without its end is completed if it is whole JSON, else removed. A
-    run that goes back to a checkpoint logs some steps again: the later line of a step is the valid
-    one, unless ``resume_step`` has the earlier ones removed.
+    Each line reaches the operating system before :meth:`log` returns: a killed process loses no
+    line. If the disk is full, lines wait in memory until a later line can be written, and the
+    first of them raises an OSError. The first line continues an existing file. If a crash has
+    left a last line without its end, the line is completed if it is whole JSON, else removed. A
+    run that continues from an earlier checkpoint logs some steps twice. The later line of a step
+    is valid, unless ``resume_step`` has the earlier lines removed.
 
     One process writes one file. A :class:`mcore.observe.GlobalState` uses the sinks of the last
-    rank only, so that all ranks may make one; elsewhere give each rank its own path.
+    rank only, so every rank may make one. In other programs give each rank a separate path.
 
     Args:
-        path: The file; missing folders are made.
-        resume_step: The first line removes the lines of later steps; None keeps them.
+        path: The file. Missing folders are created.
+        resume_step: The first line removes the lines of later steps. None keeps them.
 
     Raises:
         OSError: The file cannot be opened.
@@ -57,25 +57,29 @@ class JsonlSink:
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self.path = Path(path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.open("ab").close()
+        self.path.open("ab").close()  # raises now if it cannot be opened, not at the first step
         self._resume_step = resume_step
         self._file: IO[bytes] | None = None
         self._waiting = bytearray()
         self._is_closed = False
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Append one line; NaN and infinities become null.
+        """Append one line. NaN and infinities become null.
 
         Args:
-            metrics: Numbers by name; the names ``step`` and ``time`` are reserved.
+            metrics: Numbers by name. The names ``step`` and ``time`` are reserved.
             step: The step.
 
         Raises:
             ValueError: The sink is closed.
-            OSError: The line cannot be written now; it waits, and later ones with it.
+            OSError: The line cannot be written now. It waits in memory, and so do later lines.
         """
-        self._require_open()
-        record = {name: _as_json(value) for name, value in plain_numbers(metrics).items()}
+        if self._is_closed:
+            raise ValueError(f"the sink of {self.path} is closed; make another one to log")
+        record = {
+            name: value if math.isfinite(value) else None  # JSON has no NaN
+            for name, value in plain_numbers(metrics).items()
+        }
         for name in _RESERVED.keys() & record:
             _warn_of_the_name(name)
             del record[name]
@@ -83,7 +87,7 @@ class JsonlSink:
         line = json.dumps(head | record, allow_nan=False)
         others_wait = bool(self._waiting)
         if len(self._waiting) > _MOST_WAITING_BYTES:
-            self._write()
+            self._write()  # raises before the line is added: memory stays bounded
         self._waiting += line.encode() + b"\n"
         try:
             self._write()
@@ -92,7 +96,7 @@ class JsonlSink:
                 raise
 
     def flush(self) -> None:
-        """Write the lines to the disk, so that they survive a crash of the machine too.
+        """Write the lines to the disk, where they survive a crash of the machine too.
 
         Raises:
             OSError: Some cannot be written.
@@ -102,7 +106,7 @@ class JsonlSink:
             os.fsync(self._file.fileno())
 
     def close(self, status: str = "FINISHED") -> None:
-        """Close the file; closing twice is fine.
+        """Close the file. Closing twice is fine.
 
         Raises:
             OSError: Some lines could not be written.
@@ -115,41 +119,43 @@ class JsonlSink:
             self._file, self._is_closed = None, True
             self._waiting.clear()
 
-    def _require_open(self) -> None:
-        if self._is_closed:
-            raise ValueError(f"the sink of {self.path} is closed; make another one to log")
-
     def _write(self) -> None:
-        """Write what waits; what a full disk does not take stays."""
+        """Write the waiting lines. Bytes that a full disk refuses keep waiting."""
         while self._waiting:
-            del self._waiting[: self._opened().write(self._waiting)]
+            del self._waiting[: self._open().write(self._waiting)]
 
-    def _opened(self) -> IO[bytes]:
+    def _open(self) -> IO[bytes]:
         if self._file is None:
             if self._resume_step is not None:
-                _forget_later_steps(self.path, self._resume_step)
+                self._forget_later_steps(self._resume_step)
             with self.path.open("ab+") as file:
                 _repair_last_line(file)
+            # Unbuffered: a write is with the operating system when it returns.
             self._file = self.path.open("ab", buffering=0)
-            self._claim(self._file)
+            try:
+                lock(self._file.fileno())
+            except BlockingIOError:
+                logger.warning(
+                    "another run writes %s too: give each run a separate folder", self.path
+                )
         return self._file
 
-    def _claim(self, file: IO[bytes]) -> None:
-        try:
-            lock(file.fileno())
-        except BlockingIOError:
-            logger.warning(
-                "another run writes %s too: give each run a folder of its own", self.path
-            )
+    def _forget_later_steps(self, step: int) -> None:
+        partial = self.path.with_name(self.path.name + ".partial")
+        with partial.open("w") as file:
+            for record in records_of(self.path, with_time=True):
+                if record["step"] <= step:
+                    file.write(json.dumps(record) + "\n")
+        partial.replace(self.path)
 
 
 def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any]]:
     """Yield the records of a file that a :class:`mcore.observe.JsonlSink` writes.
 
     Args:
-        path: The file, which may grow meanwhile; a last line without its end is left out, and so
-            are damaged ones.
-        with_time: Whether records have their ``time``; old lines have none.
+        path: The file, which may grow at the same time. A last line without its end is skipped,
+            and so are damaged lines.
+        with_time: Whether records have their ``time``. Old lines have none.
 
     Yields:
         A dict for each line, with its ``step`` and metrics.
@@ -171,7 +177,7 @@ def records_of(path: Path, *, with_time: bool = False) -> Iterator[dict[str, Any
 
 
 def append_record(path: Path, record: Mapping[str, Any]) -> None:
-    """Append a record to a file that one process writes; its last line is repaired first."""
+    """Append a record to a file that one process writes. Its last line is repaired first."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab+") as file:
         _repair_last_line(file)
@@ -179,48 +185,25 @@ def append_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def as_float(value: Any) -> float:
-    """Return a number of a record; NaN for none, and for an integer beyond all floats."""
+    """Return a number of a record. Other values and too large integers become NaN."""
     try:
         return float(value) if isinstance(value, (int, float)) else math.nan
     except OverflowError:
         return math.nan
 
 
-def _forget_later_steps(path: Path, step: int) -> None:
-    partial = path.with_name(path.name + ".partial")
-    with partial.open("w") as file:
-        for record in records_of(path, with_time=True):
-            if record["step"] <= step:
-                file.write(json.dumps(record) + "\n")
-    partial.replace(path)
-
-
 @functools.cache
 def _warn_of_the_name(name: str) -> None:
     logger.warning(
-        "a metric is called %r, which %s, and is not written; rename it", name, _RESERVED[name]
+        "a metric is called %r, which %s, and is not written: rename it", name, _RESERVED[name]
     )
 
 
-def _as_json(value: float) -> float | int | None:
-    return value if math.isfinite(value) else None
-
-
 def _repair_last_line(file: BinaryIO) -> None:
-    start, line = _last_line(file)
-    if not line:
-        return
-    if _is_record(line):
-        file.write(b"\n")
-    else:
-        file.truncate(start)
-
-
-def _last_line(file: BinaryIO) -> tuple[int, bytes]:
-    """Return where the line without a newline at the end of a file starts, and its bytes."""
+    """Complete a last line that has no newline if it is a record, else remove it."""
     start = file.seek(0, os.SEEK_END)
     line = b""
-    while start > 0:
+    while start > 0:  # read backwards in blocks until a newline
         size = min(_TAIL_BLOCK_BYTES, start)
         file.seek(start - size)
         block = file.read(size)
@@ -229,11 +212,10 @@ def _last_line(file: BinaryIO) -> tuple[int, bytes]:
         start -= size - cut
         if cut:
             break
-    return start, line
-
-
-def _is_record(line: bytes) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
-        return False
+    if not line:
+        return
+    # The line lacks only its newline, which the reader of records requires.
+    if record_of(line + b"\n") is not None:
+        file.write(b"\n")
+    else:
+        file.truncate(start)

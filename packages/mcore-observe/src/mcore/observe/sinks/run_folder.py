@@ -1,4 +1,4 @@
-"""The folder of a run: its metrics, its trackers' run ids, and what they have not taken yet."""
+"""The folder of a run: its metrics, its trackers' run ids, and metrics that wait for trackers."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.sinks.spool import lock
+from mcore.observe.sinks.delivery.spool import lock
 
 logger = logging.getLogger(__name__)
 
 _WITHOUT_FOLDER = Path("mcore-spool")
+_NOTING = threading.Lock()
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Paths in the folder of a run, and the notes that its starts leave to each other."""
+    """Paths in the folder of a run, and the notes that one start leaves for the next."""
 
     path: Path
 
@@ -31,12 +32,12 @@ class RunFolder:
 
     @property
     def slow_ranks(self) -> Path:
-        """JSON objects, one for each comparison of the ranks: who was slow."""
+        """JSON objects, one for each comparison of the ranks: the slow ones."""
         return self.path / "slow_ranks.jsonl"
 
     @property
     def spool(self) -> Path:
-        """What trackers have not taken."""
+        """Folder of the metrics that have not arrived in trackers."""
         return self.path / "spool"
 
     @property
@@ -45,36 +46,36 @@ class RunFolder:
         return self.path / "trackers.json"
 
     def set_aside(self, before_s: float) -> None:
-        """Rename the files that an earlier run has left, as none goes on; one WARNING."""
+        """Rename the files of an earlier run that is not continued, with one WARNING."""
         left = [file for file in (self.metrics, self.slow_ranks) if _is_left(file, before_s)]
         if self.metrics not in left:
             return
         number = 1
-        while any(_numbered(file, number).exists() for file in left):
+        while any(_add_number(file, number).exists() for file in left):
             number += 1
         for file in left:
-            file.rename(_numbered(file, number))
+            file.rename(_add_number(file, number))
         logger.warning(
-            "%s had the metrics of an earlier run, which are now in %s; to continue a run, load "
-            "its counters before the first step, else give each run a folder of its own",
+            "%s had the metrics of an earlier run, which are now in %s. To continue a run, load "
+            "its counters before the first step, else give each run a separate folder",
             self.path,
-            _numbered(self.metrics, number).name,
+            _add_number(self.metrics, number).name,
         )
 
     def run_id(self, tracker: str) -> str | None:
         """Return the id that an earlier start noted for a tracker."""
-        return self._read().get(tracker, {}).get("run_id") or None
+        return self._read_notes().get(tracker, {}).get("run_id") or None
 
     def note(self, tracker: str, facts: Mapping[str, Any]) -> None:
         """Note facts about the run in a tracker."""
-        with _NOTING:
-            notes = self._read() | {tracker: dict(facts)}
+        with _NOTING:  # trackers open in different threads and share the file
+            notes = self._read_notes() | {tracker: dict(facts)}
             self.path.mkdir(parents=True, exist_ok=True)
             partial = self.notes.with_name(f"{self.notes.name}.{os.getpid()}.partial")
             partial.write_text(json.dumps(notes, indent=2) + "\n")
             partial.replace(self.notes)
 
-    def _read(self) -> dict[str, Any]:
+    def _read_notes(self) -> dict[str, Any]:
         try:
             notes = json.loads(self.notes.read_text())
         except (OSError, ValueError):
@@ -82,12 +83,12 @@ class RunFolder:
         return notes if isinstance(notes, dict) else {}
 
 
-def _numbered(file: Path, number: int) -> Path:
+def _add_number(file: Path, number: int) -> Path:
     return file.with_name(f"{file.stem}.{number}{file.suffix}")
 
 
 def _is_left(file: Path, before_s: float) -> bool:
-    """Return whether a file has content that was written before a time, and no run is open."""
+    """Return whether a file has content from before a time, and no run is writing it."""
     try:
         with file.open("rb") as opened:
             lock(opened.fileno())
@@ -98,15 +99,12 @@ def _is_left(file: Path, before_s: float) -> bool:
 
 
 def run_folder_of(settings: Any) -> RunFolder | None:
-    """Return the run's folder that logger settings name, if they name one."""
+    """Return the run's folder in logger settings, or None."""
     given = getattr(settings, "run_dir", None)
     return RunFolder(Path(given)) if isinstance(given, (str, os.PathLike)) else None
 
 
 def spool_folder_of(settings: Any) -> Path:
-    """Return where spool files go: into the run's folder, else into the current one."""
+    """Return the folder of spool files: in the run's folder, else in the current one."""
     folder = run_folder_of(settings)
     return _WITHOUT_FOLDER.absolute() if folder is None else folder.spool.absolute()
-
-
-_NOTING = threading.Lock()

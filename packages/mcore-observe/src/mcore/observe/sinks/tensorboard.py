@@ -1,4 +1,4 @@
-"""TensorBoard event files."""
+"""TensorBoard: event files that are written in the background."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
-from mcore.observe.sinks.background import BackgroundRun, ClientRun
-from mcore.observe.sinks.base import Opening, ScalarRules, Tracker, plain_numbers
-from mcore.observe.sinks.spool import StepMetrics
+from mcore.observe.extras import require_extra
+from mcore.observe.sinks.base import ScalarRules, TrackerSpec
+from mcore.observe.sinks.delivery.spool import StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
+from mcore.observe.sinks.scalars import plain_numbers
 
 _OVER_SAMPLES = " vs samples"
 
 
 class TensorBoardSink:
-    """Hands metrics to anything with ``add_scalar(name, value, step)``.
+    """Passes metrics to anything with ``add_scalar(name, value, step)``.
 
     Args:
         writer: A ``SummaryWriter`` or an object like it.
@@ -37,7 +38,7 @@ class TensorBoardSink:
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Add one scalar for each metric."""
-        if isinstance(self._writer, BackgroundRun):
+        if isinstance(self._writer, TrackerRun):
             self._writer.log_metrics(metrics, step)
             return
         for name, value in plain_numbers(metrics).items():
@@ -49,14 +50,14 @@ class TensorBoardSink:
 
     def close(self, status: str = "FINISHED") -> None:
         """Close the writer."""
-        if isinstance(self._writer, BackgroundRun):
+        if isinstance(self._writer, TrackerRun):
             self._writer.close(status)
         else:
             self._writer.close()
 
 
 class TensorBoardRun(ClientRun[Any]):
-    """A ``SummaryWriter`` that is opened in the background; scalars wait for it."""
+    """A ``SummaryWriter`` that is opened in the background. Scalars wait for it."""
 
     def add_scalar(self, tag: str, scalar_value: Any, global_step: int | None = None) -> None:
         """Write one scalar in the background.
@@ -74,10 +75,13 @@ class TensorBoardRun(ClientRun[Any]):
                 connection.add_scalar(name, value, entry.step, walltime=entry.time_ms / 1000)
         connection.flush()
 
-    def _without_known(
-        self, connection: Any, entries: Sequence[StepMetrics]
-    ) -> Sequence[StepMetrics]:
-        known = set(_points(Path(connection.log_dir)))
+    def _drop_known(self, connection: Any, entries: Sequence[StepMetrics]) -> Sequence[StepMetrics]:
+        known = {
+            (value.tag, event.step)
+            for path in _list_files(Path(connection.log_dir))
+            for event in _read_events(path)
+            for value in event.summary.value
+        }
         return [
             replace(
                 entry,
@@ -91,19 +95,20 @@ class TensorBoardRun(ClientRun[Any]):
 
 
 def forget_later_events(folder: Path, step: int) -> None:
-    """Drop the scalars of event files after a step, also those plotted over samples.
+    """Drop the scalars of event files after a step, also scalars plotted over samples.
 
-    A writer's ``purge_step`` would take samples for steps. A scalar over samples belongs to the
-    step of its twin, the equally old one of the same name.
+    A writer's ``purge_step`` would treat samples as steps. The n-th value of a scalar over samples
+    belongs to the step of the n-th value of the scalar with the same name over steps.
     """
-    for path in sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []:
+    for path in _list_files(folder):
         _rewrite(path, step)
 
 
 def _rewrite(path: Path, step: int) -> None:
     from tensorboard.summary.writer.record_writer import RecordWriter
 
-    events = list(_events(path))
+    # All events are read before any is written: the file is replaced as a whole or not at all.
+    events = list(_read_events(path))
     steps: dict[str, list[int]] = collections.defaultdict(list)
     for event in events:
         for value in event.summary.value:
@@ -137,15 +142,12 @@ def _rewrite(path: Path, step: int) -> None:
     partial.replace(path)
 
 
-def _points(folder: Path) -> Iterator[tuple[str, int]]:
-    for path in sorted(folder.glob("events.out.tfevents.*")):
-        for event in _events(path):
-            for value in event.summary.value:
-                yield value.tag, event.step
+def _list_files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("events.out.tfevents.*")) if folder.is_dir() else []
 
 
-def _events(path: Path) -> Iterator[Any]:
-    """Yield the complete records; a killed process leaves the last one cut off."""
+def _read_events(path: Path) -> Iterator[Any]:
+    """Yield the complete records. A killed process leaves an incomplete last one."""
     from tensorboard.backend.event_processing.event_file_loader import RawEventFileLoader
     from tensorboard.compat.proto.event_pb2 import Event
 
@@ -157,7 +159,7 @@ def _open(opening: Opening) -> TensorBoardRun:
     folder = Path(os.fspath(opening.settings.tensorboard_dir))
 
     def connect() -> Any:
-        require_extra("tensorboard", "tensorboard_dir")
+        require_extra(TRACKER.name, TRACKER.wanted_by)
         with run.preparing():
             from torch.utils.tensorboard import SummaryWriter
 
@@ -166,24 +168,23 @@ def _open(opening: Opening) -> TensorBoardRun:
         return SummaryWriter(log_dir=str(folder), max_queue=opening.settings.tensorboard_queue_size)
 
     with contextlib.suppress(ImportError):
-        # Here, not in the thread: it imports parts of torch, which the training thread may be
-        # importing too, and two such imports can wait for each other for ever.
+        # Here, not in the thread: it imports parts of torch. If the training thread imports them
+        # at the same time, the two imports can deadlock.
         import torch.utils.tensorboard  # noqa: F401
-    run = TensorBoardRun(connect, name="TensorBoard", **opening.options())
+    run = TensorBoardRun(connect, name=TRACKER.label, **opening.options())
     run.open_in_background()
     return run
 
 
-TRACKER = Tracker(
-    attribute="tensorboard_logger",
+TRACKER = TrackerSpec(
+    name="tensorboard",
     label="TensorBoard",
-    extra="tensorboard",
-    asked_by="tensorboard_dir",
+    module="torch.utils.tensorboard",
+    wanted_by="tensorboard_dir",
     named_by=None,
-    settings=("tensorboard_dir", "tensorboard_queue_size"),
+    other_settings=("tensorboard_queue_size",),
     open=_open,
     adapt=TensorBoardSink,
-    module="torch.utils.tensorboard",
     rules=ScalarRules(left_out=frozenset({"samples vs steps"}), versus_samples=True),
     restart=lambda writer: writer.close(),
 )

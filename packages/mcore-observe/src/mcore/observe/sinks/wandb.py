@@ -1,34 +1,49 @@
-"""Weights & Biases runs."""
+"""Weights & Biases: runs that are written in the background, and the files of offline runs."""
 
 from __future__ import annotations
 
 import collections
+import glob
+import json
+import os
+import struct
+import time
 import urllib.error
 import urllib.request
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
-from mcore.observe.settings.extras import require_extra
-from mcore.observe.settings.secrets import config_params, without_secrets
-from mcore.observe.sinks.background import BackgroundRun, ClientRun
-from mcore.observe.sinks.base import Opening, Tracker, accepts, plain_numbers
-from mcore.observe.sinks.spool import StepMetrics
-from mcore.observe.sinks.wandb_files import last_offline_step, wait_until_written
+from mcore.observe.extras import require_extra
+from mcore.observe.sinks.base import TrackerSpec, accepts
+from mcore.observe.sinks.delivery.spool import StepMetrics
+from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
+from mcore.observe.sinks.scalars import plain_numbers
+from mcore.observe.sinks.secrets import config_params, without_secrets
 
+# 143 is 128 + SIGTERM, the exit code that a shell shows for a terminated process.
 _EXIT_CODES = {"FINISHED": 0, "FAILED": 1, "KILLED": 143}
 _PROBE_S = 5.0
-# W&B's own process writes its file block by block: what it took last is lost when it is killed
-# with the training process, so the spool keeps that much.
+# W&B's process writes its file block by block. If it is killed with the training process, the
+# last block is lost, so the spool keeps that much.
 _KEPT_BACK_BYTES = 256 << 10
+# The files have the format of LevelDB's log: blocks of records, and parts of records.
+_BLOCK_BYTES = 32 << 10
+_HEADER_BYTES = 7
+_PARTS = (1, 2, 3, 4)  # a whole record, its first part, a middle part, its last part
+_FIRST_PARTS = (1, 2)
+_LAST_PARTS = (1, 4)
+_WRITTEN_S = 10.0
 
 
 class WandbSink:
-    """Hands metrics to anything with ``log(dict, step)``, one call for each step.
+    """Passes metrics to anything with ``log(dict, step)``, one call for each step.
 
     Args:
-        run: A W&B run, or the ``wandb`` module with a run open. Its steps must not go back.
+        run: A W&B run, or the ``wandb`` module with a run open. Its steps must not decrease.
 
     Example:
         >>> class Run:
@@ -42,18 +57,18 @@ class WandbSink:
         self._run = run
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Log the metrics in one call; the client drops an empty name, so it gets another."""
+        """Log the metrics in one call. An empty name, which W&B drops, becomes ``unnamed``."""
         named = {name or "unnamed": value for name, value in plain_numbers(metrics).items()}
         self._run.log(named, step)
 
     def flush(self) -> None:
-        """Wait until a run that is opened in the background has them; others send by themselves."""
-        if isinstance(self._run, BackgroundRun):
+        """Wait until a run that is written in the background has them. W&B flushes other runs."""
+        if isinstance(self._run, TrackerRun):
             self._run.flush()
 
     def close(self, status: str = "FINISHED") -> None:
         """Finish the run, with an exit code unless it is ``"FINISHED"``."""
-        if isinstance(self._run, BackgroundRun):
+        if isinstance(self._run, TrackerRun):
             self._run.close(status)
         else:
             _finish(self._run, status)
@@ -76,7 +91,7 @@ class _Connection:
 
 
 class WandbRun(ClientRun[_Connection]):
-    """A W&B run that is opened in the background; metrics wait for it."""
+    """A W&B run that is opened in the background. Metrics wait for it."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -96,14 +111,14 @@ class WandbRun(ClientRun[_Connection]):
         """Finish the run.
 
         Args:
-            exit_code: That of the process; None is that of the run's status.
+            exit_code: Exit code of the process. None uses the run's status.
         """
         self.close(None if exit_code is None else "FAILED" if exit_code else "FINISHED")
 
-    def _client_of(self, connection: _Connection) -> Any:
+    def _get_client(self, connection: _Connection) -> Any:
         return connection.run
 
-    def _id_of(self, connection: _Connection) -> str:
+    def _get_run_id(self, connection: _Connection) -> str:
         return connection.run_id
 
     def _write(self, connection: _Connection, entries: Sequence[StepMetrics]) -> None:
@@ -112,7 +127,9 @@ class WandbRun(ClientRun[_Connection]):
                 connection.run.log(dict(entry.metrics), entry.step)
 
     def _settle(self, entries: Iterable[StepMetrics]) -> None:
+        """Remove entries from the spool once W&B's process has surely written them."""
         for entry in entries:
+            # The size of the record is a guess. If it is too low, more is kept back, which is safe.
             size = sum(len(name) + 24 for name in entry.metrics)
             self._held.append((entry, size))
             self._held_bytes += size
@@ -123,7 +140,7 @@ class WandbRun(ClientRun[_Connection]):
             arrived.append(entry)
         super()._settle(arrived)
 
-    def _without_known(
+    def _drop_known(
         self, connection: _Connection, entries: Sequence[StepMetrics]
     ) -> Sequence[StepMetrics]:
         return [entry for entry in entries if entry.step > connection.last_step]
@@ -139,35 +156,36 @@ def _open(opening: Opening) -> WandbRun:
     params = config_params(opening.config)
     run_id = opening.run_id or getattr(opening.settings, "wandb_run_id", None)
     is_new = run_id is None
+    # Chosen here, not by W&B: a replay continues the run even if it was never opened.
     run_id = run_id or uuid.uuid4().hex[:8]
     if opening.spool is not None:
         opening.spool.note({"run_id": run_id})
 
     def connect() -> _Connection:
-        require_extra("wandb", "wandb_project")
+        require_extra(TRACKER.name, TRACKER.wanted_by)
         with run.preparing():
             import wandb
 
             known = wandb.setup().settings
-        mode = known.mode
-        if mode in ("online", "shared"):
+        if known.mode in ("online", "shared"):
             _probe(known.base_url)
-        with without_secrets("Weights & Biases"):
-            return _connect(opening, params, run_id, is_new=is_new, is_online=mode == "online")
+        with without_secrets(TRACKER.label):
+            is_online = known.mode == "online"
+            return _connect(opening, params, run_id, is_new=is_new, is_online=is_online)
 
-    run = WandbRun(connect, name="Weights & Biases", **opening.options())
+    run = WandbRun(connect, name=TRACKER.label, **opening.options())
     run.open_in_background()
     return run
 
 
 def _probe(base_url: str) -> None:
-    """Raise within seconds where no server answers: ``wandb.init`` would wait for minutes.
+    """Raise within seconds if no server responds: ``wandb.init`` would wait for minutes.
 
-    At the end of a process even its library would wait for that call.
+    The library waits for that call even at the end of the process.
     """
     try:
         urllib.request.urlopen(base_url, timeout=_PROBE_S).close()
-    except urllib.error.HTTPError:  # it answers
+    except urllib.error.HTTPError:  # a response
         return
 
 
@@ -187,7 +205,7 @@ def _connect(
     if is_new:
         return _Connection(wandb.init(**options, id=run_id), run_id)
     if is_online and opening.resume_step is not None:
-        try:  # drops the later steps, where the server can
+        try:  # drops the later steps, if the server supports it
             source = f"{run_id}?_step={opening.resume_step}"
             return _Connection(wandb.init(**options, resume_from=source), run_id)
         except Exception:
@@ -199,15 +217,78 @@ def _connect(
     return _Connection(run, run_id, last_step)
 
 
-TRACKER = Tracker(
-    attribute="wandb_logger",
+def last_offline_step(save_dir: str | None, run_id: str) -> int:
+    """Return the last step in the files of a run that was written offline, else -1."""
+    folder = Path(save_dir or os.environ.get("WANDB_DIR") or ".") / "wandb"
+    # Two starts within a second have folders with the same time. The later gets a suffix.
+    files = folder.glob(f"offline-run-*/run-{glob.escape(run_id)}.wandb")
+    return max((step for path in files for step in offline_steps(path)), default=-1)
+
+
+def offline_steps(path: Path) -> Iterator[int]:
+    """Yield the step of each record of metrics."""
+    for record in _read_records(path.read_bytes(), _HEADER_BYTES):
+        if record.WhichOneof("record_type") == "history":
+            history = record.history
+            named = (item.value_json for item in history.item if item.key == "_step")
+            yield int(json.loads(next(named, str(history.step.num))))
+
+
+def wait_until_written(run: Any) -> None:
+    """Wait until a finished offline run's file has its end, and so all of its metrics.
+
+    W&B's process writes the last block some time after ``finish`` has returned, and loses it if
+    it is killed before that.
+    """
+    path = Path(run.settings.sync_file) if getattr(run, "offline", False) else None
+    deadline_s = time.monotonic() + _WRITTEN_S
+    while path is not None and path.exists() and not _has_end(path):
+        if time.monotonic() > deadline_s:
+            return
+        time.sleep(0.01)
+
+
+def _has_end(path: Path) -> bool:
+    """Return whether one of the last records is the run's end."""
+    whole_blocks = max(0, path.stat().st_size // _BLOCK_BYTES - 2) * _BLOCK_BYTES
+    with path.open("rb") as file:
+        file.seek(whole_blocks)
+        data = file.read()
+    ends = _read_records(data, 0 if whole_blocks else _HEADER_BYTES)
+    return any(record.WhichOneof("record_type") == "exit" for record in ends)
+
+
+def _read_records(data: bytes, at: int) -> Iterator[Any]:
+    """Yield the complete records from a position to the end. The data starts with a block."""
+    messages: Any = import_module("wandb.proto.wandb_internal_pb2")
+    record: bytes | None = None
+    while at + _HEADER_BYTES <= len(data):
+        left = _BLOCK_BYTES - at % _BLOCK_BYTES
+        if left < _HEADER_BYTES:  # no header fits: the rest of the block is padding
+            at += left
+            continue
+        _, size, kind = struct.unpack_from("<IHB", data, at)
+        at += _HEADER_BYTES + size
+        if kind not in _PARTS or at > len(data):  # a killed process leaves an incomplete end
+            return
+        if kind in _FIRST_PARTS:
+            record = b""
+        if record is None:  # its first part is in an earlier block
+            continue
+        record += data[at - size : at]
+        if kind in _LAST_PARTS:
+            yield messages.Record.FromString(record)
+            record = None
+
+
+TRACKER = TrackerSpec(
+    name="wandb",
     label="Weights & Biases",
-    extra="wandb",
-    asked_by="wandb_project",
+    module="wandb",
+    wanted_by="wandb_project",
     named_by="wandb_exp_name",
-    settings=("wandb_project", "wandb_exp_name", "wandb_save_dir", "wandb_entity"),
+    other_settings=("wandb_save_dir", "wandb_entity"),
     open=_open,
     adapt=WandbSink,
-    module="wandb",
     restart=lambda run: run.finish(),
 )

@@ -1,20 +1,21 @@
-"""The detector of slow ranks, which shows whether the GPU or data loading is the cause."""
+"""The detector of slow ranks. It shows whether the GPU or data loading is the cause."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec, TypeVar
 
 import torch
 
-from mcore.observe.straggler.comparison import RankComparison
-from mcore.observe.straggler.detector_settings import DetectorSettings, OnStraggler
+from mcore.observe.straggler.detector_settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
-from mcore.observe.straggler.outliers import outlier_lines
+from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import (
     COMPUTE_KIND,
     DATA_KIND,
@@ -23,20 +24,22 @@ from mcore.observe.straggler.ranges import (
     Entry,
     HostRanges,
     ThreadRanges,
+    make_ranges,
 )
-from mcore.observe.straggler.report import StragglerReport, _StragglerData
+from mcore.observe.straggler.report import RankComparison, StragglerReport, _StragglerData
 from mcore.observe.straggler.reporter import Pace, Reporter
-from mcore.observe.straggler.routes import ControllerState
 from mcore.observe.straggler.sections import (
     SectionTimers,
-    checked_sections,
+    check_sections,
     replace_callables,
-    timed_calls,
+    time_calls,
 )
-from mcore.parallel.groups import GroupLike
+from mcore.observe.straggler.server.routes import ControllerState
+from mcore.observe.straggler.telemetry import guard_telemetry, telemetry_of
+from mcore.tensor.device import current_device
 
 if TYPE_CHECKING:
-    from mcore.observe.straggler.controller import Listener
+    from mcore.observe.straggler.server.controller import Listener
 
 logger = logging.getLogger("mcore.observe.straggler")
 
@@ -44,8 +47,28 @@ _P = ParamSpec("_P")
 _R = TypeVar("_R")
 
 
+def _take_parameters_of(
+    settings: Callable[_P, StragglerSettings],
+) -> Callable[[Callable[..., None]], Callable[Concatenate[StragglerDetector, _P], None]]:
+    """Give a method the parameters of a class, for type checkers and ``inspect.signature``."""
+
+    def decorate(
+        method: Callable[..., None],
+    ) -> Callable[Concatenate[StragglerDetector, _P], None]:
+        @functools.wraps(method)
+        def call(self: StragglerDetector, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
+            method(self, *args, **kwargs)
+
+        itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
+        parameters = [itself, *inspect.signature(settings).parameters.values()]
+        call.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
+        return call
+
+    return decorate
+
+
 class StragglerFoundError(RuntimeError):
-    """What :meth:`StragglerDetector.report` raises on all ranks with ``on_straggler="stop"``."""
+    """Raised by :meth:`StragglerDetector.report` on all ranks with ``on_straggler="stop"``."""
 
     def __init__(self, lines: Sequence[str]) -> None:
         super().__init__("\n".join(lines))
@@ -54,28 +77,28 @@ class StragglerFoundError(RuntimeError):
 class StragglerDetector:
     """Times chosen ranges on every rank and compares the ranks at each log interval.
 
-    There is one per process: constructing it again gives the same object, unchanged. It does
-    nothing until :meth:`configure`, which every rank of the group calls, like every
-    :meth:`report`. ``with detector:`` times a range of compute, ``with detector(bdata=True):`` a
-    fetch of data, ``with detector.section(name):`` a named section; ranges nest, and each thread
-    has its own. Single kernels inside a range, as CUPTI times them, are not timed.
+    There is one object per process: constructing it repeatedly returns the same object, unchanged.
+    It does nothing before :meth:`configure`. Every rank of the group calls that and every
+    :meth:`report`. ``with detector:`` times a compute range, ``with detector(bdata=True):`` a fetch
+    of data, ``with detector.section(name):`` a named section. Ranges nest, and threads do not mix.
+    Single kernels inside a range are not timed, unlike with CUPTI.
 
-    A collective inside a range makes all ranks wait for the slowest, and hides who that is: put
-    sections around the compute before it, and they are judged each by itself.
+    A collective inside a range makes all ranks wait for the slowest and hides which rank that is.
+    Put sections around the compute before it: each section is judged separately.
 
-    On an accelerator a compute range lasts as long as the device took between two events on the
-    current stream, or the host if that took longer; only a report waits. On the CPU and for
-    data ranges the host's clock counts alone. Ranges in a graph capture are skipped and counted.
+    On an accelerator the time of a compute range is that of the device between two events on the
+    current stream, or that of the host if it is longer. Only a report waits. On the CPU and for
+    data ranges only the host's clock counts. Ranges in a graph capture are skipped and counted.
 
     Attributes:
-        world: The number of ranks; 0 before ``configure``.
+        world: The number of ranks, 0 before ``configure``.
         rank: This rank.
-        mmcnt: How many ranks the report lists at each end of the throughput.
-        amp: How many times longer a step takes than what is timed of it.
+        mmcnt: The number of ranks that the report lists at each end of the throughput.
+        amp: The time of a step over the timed part of it.
         port: The port requested for the controller.
         dev: The device of the collective: the CPU for gloo.
-        start: Open a range while on, else do nothing.
-        stop: Close it while on, else do nothing.
+        start: Opens a range while on, else does nothing.
+        stop: Closes it while on, else does nothing.
 
     Example:
         >>> StragglerDetector.reset_singleton()
@@ -103,7 +126,7 @@ class StragglerDetector:
     _on_straggler: OnStraggler
 
     def __new__(cls) -> StragglerDetector:
-        """Return the one instance, made at the first call."""
+        """Return the instance, which the first call creates."""
         if StragglerDetector._instance is None:
             instance = super().__new__(cls)
             instance._is_made = False
@@ -117,66 +140,20 @@ class StragglerDetector:
         self._use_ranges(HostRanges())
         self._forget_settings()
 
-    def configure(
-        self,
-        world: int,
-        rank: int,
-        mmcnt: int = 1,
-        amp: float = 3.0,
-        port: int = 65535,
-        prefill: int = 1024,
-        enabled: bool = False,
-        *,
-        group: GroupLike | None = None,
-        device: torch.device | str | None = None,
-        sections: Sequence[str] = (),
-        sample_every: int = 1,
-        bind: str = "127.0.0.1",
-        token: str | None = None,
-        controller: bool = True,
-        allow_get_toggle: bool = False,
-        z_threshold: float = 3.3,
-        relative_threshold: float = 1.0,
-        individual_threshold: float = 0.75,
-        telemetry: Callable[[], Sequence[float]] | None = None,
-        report_every_s: float = 300.0,
-        on_straggler: OnStraggler = "log",
-    ) -> None:
-        """Make the detector ready; a second call does nothing.
+    @_take_parameters_of(StragglerSettings)
+    def configure(self, *args: Any, **kwargs: Any) -> None:
+        """Make the detector ready. A second call does nothing.
 
         Every rank of the group calls it with the same ``sections`` and ``enabled``. No collective.
 
         Args:
-            world: The number of ranks of the group.
-            rank: This rank, from 0 to ``world - 1``; each once. Rank 0 logs and decides.
-            mmcnt: How many ranks with the lowest and the highest throughput to list; below 1 is 1.
-            amp: How many times longer a step takes than what is timed of it: 3.0 where only the
-                forward pass is.
-            port: Where rank 0 listens for requests; 0 takes a free one.
-            prefill: How many events to make when timing is first switched on.
-            enabled: Time ranges from the start.
-            group: The ranks that report together; None is the whole job.
-            device: The computing device; None is the accelerator, or the CPU without one.
-            sections: Names for :meth:`section` that all ranks know; at most 64.
-            sample_every: Time only every Nth range of a kind; sums are multiplied by N.
-            bind: The address that rank 0 listens on.
-            token: What requests must present; None reads ``MCORE_STRAGGLER_TOKEN``.
-            controller: Whether to listen for requests.
-            allow_get_toggle: ``GET /`` toggles, as with Megatron-LM.
-            z_threshold: How many standard deviations a rank stands out; raised with the number of
-                ranks and sections, so that a report of equal ranks is as rarely wrong.
-            relative_threshold: The fastest ranks' time over the rank's own has to be below it too.
-            individual_threshold: A rank that is slower than it was by this score stands out.
-            telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz); None
-                asks NVML, or amdsmi through torch.
-            report_every_s: About how often :meth:`report_if_due` reports, in seconds.
-            on_straggler: What a report with ``stragglers`` does besides a warning on rank 0:
-                nothing, :class:`StragglerFoundError` on every rank, or a call with the report on
-                every rank.
+            *args: ``world``, ``rank``, ``mmcnt``, ``amp``, ``port``, ``prefill`` and ``enabled``
+                of :class:`StragglerSettings`, in this order. They can be keywords, too.
+            **kwargs: The other fields of :class:`StragglerSettings`, which documents all of them.
 
         Raises:
-            ValueError: An impossible value, a ``world`` that is not the size of the group, or a
-                ``bind`` that other machines reach without a token. Nothing changes then.
+            ValueError: A value is out of range, ``world`` is not the size of the group, or other
+                machines can reach ``bind`` and there is no token. Nothing changes then.
             RuntimeError: :meth:`reset_singleton` has replaced this object.
         """
         if self.configured:
@@ -184,46 +161,44 @@ class StragglerDetector:
             return
         if StragglerDetector._instance is not self:
             raise RuntimeError("this straggler detector was replaced; use StragglerDetector()")
-        self._set_up(
-            DetectorSettings(
-                world=world,
-                rank=rank,
-                mmcnt=mmcnt,
-                amp=amp,
-                port=port,
-                prefill=prefill,
-                enabled=enabled,
-                group=group,
-                device=device,
-                sections=sections,
-                sample_every=sample_every,
-                bind=bind,
-                token=token,
-                controller=controller,
-                allow_get_toggle=allow_get_toggle,
-                z_threshold=z_threshold,
-                relative_threshold=relative_threshold,
-                individual_threshold=individual_threshold,
-                telemetry=telemetry,
-                report_every_s=report_every_s,
-                on_straggler=on_straggler,
-            )
-        )
+        settings = StragglerSettings(*args, **kwargs)
+        world, rank = settings.world, settings.rank
+        # Everything that can raise comes first, so a wrong value leaves the detector unchanged.
+        names = check_sections(settings.sections)
+        listener = None
+        if settings.controller and rank == 0:
+            # This imports the standard library's HTTP server, which most ranks never need.
+            from mcore.observe.straggler.server.controller import Listener
 
-    def _set_up(self, settings: DetectorSettings) -> None:
-        """Take settings; nothing changes where they turn out to be impossible."""
-        names = checked_sections(settings.sections)
-        listener = settings.make_listener()
-        exchange = Exchange(settings.group, world=settings.world, computing=settings.device)
-        ranges = settings.make_ranges()
-        self.world, self.rank, self.dev = settings.world, settings.rank, exchange.device
+            listener = Listener(
+                bind=settings.bind,
+                port=settings.port,
+                token=settings.token,
+                allow_get_toggle=settings.allow_get_toggle,
+            )
+        exchange = Exchange(settings.group, world=world, computing=settings.device)
+        # A device without an index is the current device at the beginning of a range.
+        device = torch.device(current_device().type if settings.device is None else settings.device)
+        ranges = make_ranges(device, prefill=settings.prefill, sample_every=settings.sample_every)
+        telemetry = settings.telemetry
+        rule = OutlierRule(
+            settings.z_threshold, settings.relative_threshold, settings.individual_threshold
+        )
+        self._reporter = Reporter(
+            exchange,
+            telemetry_of(device) if telemetry is None else guard_telemetry(telemetry),
+            world=world,
+            rank=rank,
+            amp=settings.amp,
+            num_listed=settings.mmcnt,
+            names=names,
+            rule=rule,
+        )
+        self.world, self.rank, self.dev = world, rank, exchange.device
         self.mmcnt, self.amp, self.port = settings.mmcnt, settings.amp, settings.port
-        self._reporter = settings.make_reporter(exchange, names)
         self._timers = SectionTimers(self, names)
         self._pace, self._on_straggler = Pace(settings.report_every_s), settings.on_straggler
-        self._state = ControllerState(
-            rank=settings.rank, world_size=settings.world, enabled=settings.enabled
-        )
+        self._state = ControllerState(rank=rank, world_size=world, enabled=settings.enabled)
         self._use_ranges(ranges)
         self._set_enabled(settings.enabled)
         StragglerDetector._configured = True
@@ -232,7 +207,7 @@ class StragglerDetector:
 
     @property
     def enabled(self) -> bool:
-        """Whether ranges are timed now; a requested change takes effect at the end of a report."""
+        """Whether ranges are timed now. Requested changes are made at the end of a report."""
         return not self._off
 
     @property
@@ -247,7 +222,7 @@ class StragglerDetector:
 
     @property
     def world_size(self) -> int:
-        """The number of ranks given to :meth:`configure`; 0 before."""
+        """The number of ranks given to :meth:`configure`, 0 before."""
         return self.world
 
     @property
@@ -257,39 +232,39 @@ class StragglerDetector:
 
     @property
     def toggle(self) -> bool:
-        """Whether the next report will switch timing on or off, as far as this rank knows."""
+        """Whether a change of timing is requested on this rank for the end of the next report."""
         return self._state.status().pending is not None
 
     @property
     def last_report(self) -> StragglerReport | None:
-        """What the last :meth:`report` found out, on every rank; None before the first."""
+        """The result of the last :meth:`report`, on every rank. None before the first."""
         return self._state.last_report
 
     @property
     def controller_address(self) -> tuple[str, int] | None:
-        """Host and port that this process listens on; None where it does not."""
+        """Host and port on which this process listens. None if it does not listen."""
         return None if self._listener is None else self._listener.address
 
     @property
     def controller_error(self) -> OSError | None:
-        """Why the controller could not listen; None where it does or was not asked to."""
+        """The reason why the controller could not listen, else None."""
         return None if self._listener is None else self._listener.error
 
     @property
     def dropped(self) -> int:
-        """Ranges timed by the host's clock alone, because all events were in use."""
+        """The number of ranges timed only by the host's clock, because all events were in use."""
         return self._ranges.dropped
 
     @property
     def skipped_capture(self) -> int:
-        """Ranges that were not timed, because a graph was being captured."""
+        """The number of ranges not timed, because a graph was being captured."""
         return self._ranges.skipped_capture
 
     def __call__(self, bdata: bool = False) -> StragglerDetector:
-        """Choose what this thread's next range is.
+        """Choose the kind of this thread's next range.
 
         Args:
-            bdata: True for a data range, which is timed by the host's clock alone.
+            bdata: True for a data range, which is timed only by the host's clock.
 
         Returns:
             The instance.
@@ -304,7 +279,7 @@ class StragglerDetector:
         Returns:
             The instance.
         """
-        # This and __exit__ are what training pays for, so the common case is written out here.
+        # Training pays for this and __exit__, so both avoid calls in the common case.
         if self._idle:
             return self
         ranges = self._local.ranges
@@ -321,10 +296,10 @@ class StragglerDetector:
         ex_val: BaseException | None,
         ex_tb: TracebackType | None,
     ) -> Literal[False]:
-        """Close the range; one that an exception leaves is dropped.
+        """Close the range. If an exception ended it, the range is dropped.
 
         Args:
-            ex_type: Of the exception, or None.
+            ex_type: The type of the exception, or None.
             ex_val: The exception, or None.
             ex_tb: Its traceback, or None.
 
@@ -337,7 +312,7 @@ class StragglerDetector:
         ranges = self._local.ranges
         try:
             opened = ranges.stack.pop()
-        except IndexError:  # not opened, or while timing was off
+        except IndexError:  # not opened, or opened while timing was off
             return False
         # isinstance would make a range 6 % slower.
         if type(opened) is int and ex_type is None:
@@ -354,7 +329,7 @@ class StragglerDetector:
             else:
                 self._ranges.end(ranges, opened, ended_ns)
         if self._off:
-            self._settle()
+            self._update_idle()
         return False
 
     def start_method(self) -> None:
@@ -372,17 +347,17 @@ class StragglerDetector:
         self.__exit__(None, None, None)
 
     def null_method(self) -> None:
-        """Do nothing: what ``start`` and ``stop`` are while off."""
+        """Do nothing. ``start`` and ``stop`` call it while off."""
 
     def section(self, name: str) -> AbstractContextManager[None]:
         """Time the body of a with statement under a name.
 
         Args:
-            name: One of the ``sections`` given to :meth:`configure`, which all ranks compare. Any
-                other is timed for ``local_sections`` of this rank's report, with one warning.
+            name: A name of ``sections`` given to :meth:`configure`, which all ranks compare. Any
+                other name is timed for ``local_sections`` of this rank's report, with one warning.
 
         Returns:
-            A context manager; it does nothing while off.
+            A context manager, which does nothing while off.
 
         Raises:
             ValueError: An empty name.
@@ -400,23 +375,24 @@ class StragglerDetector:
             A function with the same signature.
 
         Raises:
-            TypeError: ``fn`` is a coroutine function or a generator: ranges follow the calls of a
-                thread, which those leave before they end.
+            TypeError: ``fn`` is a coroutine function or a generator function. Its call returns
+                before its body ends.
         """
-        return timed_calls(self.section, fn, name)
+        return time_calls(self.section, fn, name)
 
     def wrap_callables(self, callables: Mapping[str, tuple[Any, str]]) -> Callable[[], None]:
-        """Time calls of existing methods and functions as sections, where they are looked up.
+        """Time calls of existing methods and functions as sections, by replacing attributes.
 
         Args:
             callables: Section -> the object, class or module, and the name of its attribute.
 
         Returns:
-            A function that puts everything back.
+            A function that undoes all replacements.
 
         Raises:
-            AttributeError: No such attribute.
-            TypeError: It cannot be called, or suspends: see :meth:`wrap`. Nothing is changed then.
+            AttributeError: There is no such attribute.
+            TypeError: An attribute is not callable, or :meth:`wrap` refuses it. Nothing is changed
+                then.
 
         Example:
             >>> detector = StragglerDetector()
@@ -428,24 +404,26 @@ class StragglerDetector:
         return replace_callables(self.wrap, callables)
 
     def reset(self) -> None:
-        """Drop all samples; their events go back to the pool. Does nothing while off."""
+        """Drop all samples and return their events to the pool. Does nothing while off."""
         if not self._off:
             self._ranges.reset()
 
     def elapsed(self) -> tuple[float, float, int, int, int, int]:
-        """Return what was timed since the last call or report, and start again.
+        """Return the times since the last call or report, and drop the samples.
 
         Waits for the last event on an accelerator. No communication.
 
         Returns:
-            The sum of compute ranges (ms), the longest data range (ms), and of the GPU temperature
-            (C), power (W), utilisation (%) and clock (MHz), 0 where unknown. All 0 while off.
+            The sum of compute ranges (ms), the longest data range (ms), and temperature (C),
+            power (W), utilisation (%) and clock (MHz) of the GPU. 0 if unknown. All 0 while off.
         """
         if self._off or self._reporter is None:
             return 0.0, 0.0, 0, 0, 0, 0
         stats = self._ranges.take()
         compute, data = stats.get(COMPUTE_KIND), stats.get(DATA_KIND)
-        temp, power, util, clock = (_whole(value) for value in self._reporter.telemetry())
+        temp, power, util, clock = (
+            0 if math.isnan(value) else round(value) for value in self._reporter.telemetry()
+        )
         return (
             0.0 if compute is None else compute.sum_ms,
             0.0 if data is None else data.max_ms,
@@ -456,23 +434,23 @@ class StragglerDetector:
         )
 
     def report(self, total_flops: float = 0.0, log_interval: int = 0) -> bool:
-        """Compare all ranks, log it on rank 0, and switch timing on or off if that was requested.
+        """Compare all ranks, log on rank 0, and switch timing on or off if that was requested.
 
-        One all-gather of a row of float64 over the group, and one of names at the first call. Every
-        rank calls it equally often and gets ``last_report``, unless rank 0 is off or gives no
-        interval. No communication with one rank; while off no wait for the device either.
+        Every rank calls it equally often and gets ``last_report``, unless rank 0 is off or passes
+        no interval. Collective: an all-gather of a row of float64 over the group, and of names at
+        the first call. No communication with a single rank. Does not wait for the device while off.
 
         Args:
             total_flops: Operations of the whole job since the last call.
             log_interval: Iterations since the last call.
 
         Returns:
-            True on rank 0 when lines were logged: while on, with both arguments above 0.
+            True on rank 0 if lines were logged: while on, with both arguments above 0.
 
         Raises:
-            RuntimeError: On all ranks: some have other sections, or the same rank. Also when the
-                collective fails, as when a rank has died or the group's timeout has expired.
-            StragglerFoundError: On all ranks, with ``on_straggler="stop"``: a rank is slow.
+            RuntimeError: On all ranks, if ranks differ in their sections or have the same rank.
+                Also if the collective fails, because a rank died or the group's timeout expired.
+            StragglerFoundError: On all ranks, if a rank is slow and ``on_straggler`` is ``"stop"``.
         """
         if self._reporter is None:
             return False
@@ -491,55 +469,56 @@ class StragglerDetector:
             next_interval=self._pace.wanted_interval(),
         )
         self._pace.restart(rows.next_interval())
-        found = None
+        comparison = None
         if rows.has_interval:
             local_sections = {} if self._timers is None else self._timers.local_stats(stats)
-            found = self._reporter.compare(rows, local_sections)
-        has_logged = self.rank == 0 and found is not None and self._reporter.log(found)
-        self._apply(rows, found)
-        if found is not None and self._on_straggler != "log" and found.stragglers:
+            comparison = self._reporter.compare(rows, local_sections)
+        has_logged = self.rank == 0 and comparison is not None and self._reporter.log(comparison)
+        self._apply(rows, comparison)
+        # After the switch: a caller that catches the error can continue to report.
+        if comparison is not None and self._on_straggler != "log" and comparison.stragglers:
             if self._on_straggler == "stop":
-                raise StragglerFoundError(outlier_lines(found.stragglers))
-            self._on_straggler(found.report)
+                raise StragglerFoundError(outlier_lines(comparison.stragglers))
+            self._on_straggler(comparison.report)
         return has_logged
 
     def report_if_due(self, flops: float = 0.0) -> bool:
-        """Count a step, and :meth:`report` if ``report_every_s`` seconds have passed, about.
+        """Count a step, and :meth:`report` about every ``report_every_s`` seconds.
 
-        Every rank calls it after every step. The ranks agree on the number of steps to the next
-        report with each report, without further communication; the first comes after 16 steps.
+        Every rank calls it after every step. At each report the ranks agree on the number of steps
+        to the next, without further communication. The first report is after 16 steps.
 
         Args:
             flops: Operations of the whole job in this step.
 
         Returns:
-            What :meth:`report` returns; False without a report.
+            The result of :meth:`report`, or False without a report.
 
         Raises:
-            RuntimeError: As :meth:`report`.
+            RuntimeError: See :meth:`report`.
         """
         if self._reporter is None or not self._pace.step(flops):
             return False
         return self.report(self._pace.flops, self._pace.steps)
 
     def show(self, **scalars: float) -> None:
-        """Show numbers of the training to who looks at the controller: loss, tokens per second.
+        """Show numbers of the training on the controller: loss, tokens per second.
 
-        They stay until they are replaced. Only rank 0 listens. No communication.
+        Each number stays until it is replaced. Only rank 0 listens. No communication.
 
         Args:
-            **scalars: Numbers by name; ``show(**{"lm loss": 2.5})`` for any text.
+            **scalars: Numbers by name. Any text can be a name: ``show(**{"lm loss": 2.5})``.
 
         Raises:
-            TypeError: A value is no number.
+            TypeError: A value is not a number.
         """
         self._state.show({name: float(value) for name, value in scalars.items()})
 
     def close(self) -> None:
-        """Stop listening, switch timing off and release the events; a second call does nothing.
+        """Stop listening, switch timing off and release the events. A second call does nothing.
 
-        The detector stays configured and may keep calling :meth:`report`, so that other ranks do
-        not wait for it; rank 0 then switches all of them off.
+        The detector stays configured. It may continue to :meth:`report`, so other ranks do not wait
+        for it. Rank 0 then switches all of them off.
         """
         if self._listener is not None:
             self._listener.close()
@@ -552,9 +531,9 @@ class StragglerDetector:
 
     @classmethod
     def reset_singleton(cls) -> None:
-        """Close the detector and forget it: the next ``StragglerDetector()`` is a new one.
+        """Close the detector and forget it: the next ``StragglerDetector()`` is a new object.
 
-        For tests. All ranks of a group do it, or none. ``__straggler__`` keeps the old object.
+        For tests. All ranks of a group call it, or none. ``__straggler__`` keeps the old object.
         """
         instance = StragglerDetector._instance
         if instance is not None:
@@ -573,14 +552,14 @@ class StragglerDetector:
         self._state = ControllerState(rank=0, world_size=0, enabled=False)
 
     def _use_ranges(self, ranges: HostRanges) -> None:
-        """Take the object that times ranges, and turn it off."""
+        """Replace the object that times ranges, and switch timing off."""
         self._ranges = ranges
         self._local = ranges.local
         self._now_ns = ranges.now_ns
         self._set_enabled(False)
 
     def _set_enabled(self, enabled: bool) -> None:
-        """Start or stop timing ranges; one that is open is still closed and kept."""
+        """Start or stop timing. A range that is open is still closed and kept."""
         self._off = not enabled
         self.start: Callable[[], None] = self.start_method if enabled else self.null_method
         self.stop: Callable[[], None] = self.stop_method if enabled else self.null_method
@@ -588,15 +567,16 @@ class StragglerDetector:
             self._ranges.switched_on()
             self._begin = self._ranges.begin if self._ranges.has_begin else None
         else:
-            self._begin = _untimed
+            # While off, an entry inside an open range still has to leave something for its exit.
+            self._begin = lambda ranges, kind: UNTIMED
             self._ranges.clear_marks()
-        self._settle()
+        self._update_idle()
 
-    def _settle(self) -> None:
+    def _update_idle(self) -> None:
         self._idle = self._off and not self._ranges.has_open()
 
     def _open(self, kind: int) -> None:
-        """Open a range of a given kind, leaving the next one's mark alone."""
+        """Open a range of a given kind, without using up the mark of ``__call__``."""
         if not self._idle:
             ranges = self._local.ranges
             ranges.make_room(kind)
@@ -606,31 +586,31 @@ class StragglerDetector:
         begin = self._begin
         ranges.stack.append((kind, self._now_ns(), None) if begin is None else begin(ranges, kind))
 
-    def _apply(self, rows: GatheredRows, found: RankComparison | None) -> None:
-        """Take the state that rank 0 wants; no communication."""
+    def _apply(self, rows: GatheredRows, comparison: RankComparison | None) -> None:
+        """Switch to the state that rank 0 wants. No communication."""
         if self.rank == 0 and self._reporter is not None:
             self._reporter.log_switch(rows)
         elif self.rank != 0:
             self._state.request(rows.wanted)
         if rows.wanted != self.enabled:
             self._set_enabled(rows.wanted)
-        self._state.applied(rows.wanted, found)
+        self._state.applied(rows.wanted, comparison)
 
     def _check_toggle(self) -> None:
         """Switch timing on or off if that was requested, without a report.
 
-        The same collective as :meth:`report`; every rank of the group calls it.
+        Every rank of the group calls it. Collective: the all-gather of :meth:`report`.
         """
         if self._reporter is not None:
             wanted = self._state.wanted()
             self._apply(self._reporter.gather(enabled=self.enabled, wanted=wanted), None)
 
     def _handler(self) -> None:
-        """Start the listener on rank 0 where it does not run; it has a thread of its own."""
+        """Start the listener on rank 0 if it does not run. It uses a separate thread."""
         self._controller()
 
     def _controller(self) -> None:
-        """Start the listener on rank 0; a port that is in use is one warning. Else do nothing."""
+        """Start the listener on rank 0, with a warning if the port is in use. Else do nothing."""
         if self._listener is not None:
             self._listener.start(self._state)
 
@@ -646,7 +626,7 @@ class StragglerDetector:
     ) -> _StragglerData | None:
         """Find the extremes of given values over the ranks.
 
-        The same collective as :meth:`report`; every rank of the group calls it.
+        Every rank of the group calls it. Collective: the all-gather of :meth:`report`.
 
         Args:
             ptime: Time of the compute ranges per iteration, ms.
@@ -671,15 +651,6 @@ class StragglerDetector:
         if self.rank != 0 or self._off:
             return None
         return self._reporter.compare(rows, {}).data()
-
-
-def _untimed(ranges: ThreadRanges, kind: int) -> Entry:
-    """Return what an entry inside an open range leaves while timing is off."""
-    return UNTIMED
-
-
-def _whole(value: float) -> int:
-    return 0 if math.isnan(value) else round(value)
 
 
 __straggler__ = StragglerDetector()

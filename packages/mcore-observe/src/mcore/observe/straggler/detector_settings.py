@@ -1,117 +1,105 @@
-"""Settings of the straggler detector: what is allowed, and what is made of them."""
+"""The settings of the straggler detector, with their defaults and limits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import torch
 
-from mcore.observe.straggler.events import make_ranges
-from mcore.observe.straggler.exchange import Exchange
-from mcore.observe.straggler.outliers import OutlierRule
-from mcore.observe.straggler.ranges import HostRanges
-from mcore.observe.straggler.report import StragglerReport
-from mcore.observe.straggler.reporter import Reporter
-from mcore.observe.straggler.telemetry import guarded, telemetry_of
 from mcore.parallel.groups import GroupLike
-from mcore.tensor.device import current_device
 
 if TYPE_CHECKING:
-    from mcore.observe.straggler.controller import Listener
+    from mcore.observe.straggler.report import StragglerReport
 
 OnStraggler: TypeAlias = 'Literal["log", "stop"] | Callable[[StragglerReport], object]'
 
 _MAX_PORT = 65535
 
 
-@dataclass(frozen=True, kw_only=True)
-class DetectorSettings:
-    """What :meth:`StragglerDetector.configure` was given; ValueError for an impossible value."""
+@dataclass(frozen=True)
+class StragglerSettings:
+    """The arguments of :meth:`StragglerDetector.configure`.
+
+    Every rank of the group passes the same ``sections`` and ``enabled``.
+
+    Attributes:
+        world: The number of ranks of the group.
+        rank: This rank, from 0 to ``world - 1``. No two ranks share a number. Rank 0 logs, and
+            decides whether timing is on.
+        mmcnt: The number of ranks to list with the lowest and with the highest throughput. Values
+            below 1 count as 1.
+        amp: The time of a step over the timed part of it: 3.0 if only the forward pass is timed.
+        port: The port of the controller on rank 0, up to 65535. 0 chooses a free port.
+        prefill: The number of events to create when timing is first switched on.
+        enabled: Whether ranges are timed from the start.
+        group: The ranks that report together. None means the whole job.
+        device: The computing device. None means the accelerator, or the CPU if there is none.
+        sections: At most 64 names for :meth:`StragglerDetector.section`, known to all ranks.
+        sample_every: Time only every Nth range of a kind. Sums are multiplied by N.
+        bind: The address on which rank 0 listens.
+        token: The token that requests have to present. None reads ``MCORE_STRAGGLER_TOKEN``.
+        controller: Whether rank 0 listens for requests.
+        allow_get_toggle: Whether ``GET /`` toggles timing, as with Megatron-LM.
+        z_threshold: The distance of an outlier in standard deviations, above 0. It is raised with
+            the number of ranks and sections, to keep the chance of a false report the same.
+        relative_threshold: An outlier's relative score (time of the fastest ranks over the rank's)
+            is also below this.
+        individual_threshold: A rank stands out from its past if its individual score is below this.
+        telemetry: Returns temperature (C), power (W), utilisation (%) and clock (MHz). None reads
+            NVML, or amdsmi through torch.
+        report_every_s: About how often :meth:`StragglerDetector.report_if_due` reports, in seconds.
+        on_straggler: The action of a report with ``stragglers``, in addition to the warning on
+            rank 0. ``"log"`` does nothing more, ``"stop"`` raises :class:`StragglerFoundError` on
+            every rank, and a function is called with the report on every rank.
+
+    Raises:
+        ValueError: A value is out of range.
+
+    Example:
+        >>> StragglerSettings(world=8, rank=0, sections=("forward",)).amp
+        3.0
+    """
 
     world: int
     rank: int
-    mmcnt: int
-    amp: float
-    port: int
-    prefill: int
-    enabled: bool
-    group: GroupLike | None
-    device: torch.device | str | None
-    sections: Sequence[str]
-    sample_every: int
-    bind: str
-    token: str | None
-    controller: bool
-    allow_get_toggle: bool
-    z_threshold: float
-    relative_threshold: float
-    individual_threshold: float
-    telemetry: Callable[[], Sequence[float]] | None
-    report_every_s: float
-    on_straggler: OnStraggler
+    mmcnt: int = 1
+    amp: float = 3.0
+    port: int = 65535
+    prefill: int = 1024
+    enabled: bool = False
+    _: KW_ONLY
+    group: GroupLike | None = None
+    device: torch.device | str | None = None
+    sections: Sequence[str] = ()
+    sample_every: int = 1
+    bind: str = "127.0.0.1"
+    token: str | None = field(default=None, repr=False)  # a secret
+    controller: bool = True
+    allow_get_toggle: bool = False
+    z_threshold: float = 3.3
+    relative_threshold: float = 1.0
+    individual_threshold: float = 0.75
+    telemetry: Callable[[], Sequence[float]] | None = None
+    report_every_s: float = 300.0
+    on_straggler: OnStraggler = "log"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mmcnt", max(self.mmcnt, 1))
-        what = "straggler detector"
-        if self.world < 1:
-            raise ValueError(f"{what}: world is {self.world}; give at least 1")
-        if not 0 <= self.rank < self.world:
-            raise ValueError(f"{what}: rank is {self.rank}; give 0 to {self.world - 1}")
-        if not self.amp > 0:  # nor NaN
-            raise ValueError(f"{what}: amp is {self.amp}; give a number above 0")
-        if not 0 <= self.port <= _MAX_PORT:
-            raise ValueError(f"{what}: port is {self.port}; give 0 to {_MAX_PORT}")
-        if self.prefill < 0:
-            raise ValueError(f"{what}: prefill is {self.prefill}; give 0 or more")
-        if self.sample_every < 1:
-            raise ValueError(f"{what}: sample_every is {self.sample_every}; give at least 1")
-        if not self.z_threshold > 0:
-            raise ValueError(f"{what}: z_threshold is {self.z_threshold}; give a number above 0")
-        if not self.report_every_s > 0:
-            raise ValueError(
-                f"{what}: report_every_s is {self.report_every_s}; give seconds above 0"
-            )
-        if self.on_straggler not in ("log", "stop") and not callable(self.on_straggler):
-            raise ValueError(
-                f"{what}: on_straggler is {self.on_straggler!r}; give 'log', 'stop' or a function "
-                "of the report"
-            )
-
-    @property
-    def computing(self) -> torch.device:
-        """The device that computes; without an index, the one current when a range begins."""
-        return torch.device(current_device().type if self.device is None else self.device)
-
-    def make_listener(self) -> Listener | None:
-        """Return what is to listen for requests on rank 0, if anything is."""
-        if not self.controller or self.rank != 0:
-            return None
-        # This imports the standard library's HTTP server, which most ranks never need.
-        from mcore.observe.straggler.controller import Listener
-
-        return Listener(
-            bind=self.bind,
-            port=self.port,
-            token=self.token,
-            allow_get_toggle=self.allow_get_toggle,
-        )
-
-    def make_ranges(self) -> HostRanges:
-        """Return what times ranges."""
-        return make_ranges(self.computing, prefill=self.prefill, sample_every=self.sample_every)
-
-    def make_reporter(self, exchange: Exchange, names: Sequence[str]) -> Reporter:
-        """Return what makes reports of the sections."""
-        own = self.telemetry
-        return Reporter(
-            exchange,
-            telemetry_of(self.computing) if own is None else guarded(own),
-            world=self.world,
-            rank=self.rank,
-            amp=self.amp,
-            num_listed=self.mmcnt,
-            names=names,
-            rule=OutlierRule(self.z_threshold, self.relative_threshold, self.individual_threshold),
-        )
+        can_act = self.on_straggler in ("log", "stop") or callable(self.on_straggler)
+        # NaN fails every comparison, so it is out of range, too.
+        for name, is_valid, expected in (
+            ("world", self.world >= 1, "at least 1"),
+            ("rank", 0 <= self.rank < self.world, f"0 to {self.world - 1}"),
+            ("amp", self.amp > 0, "a number above 0"),
+            ("port", 0 <= self.port <= _MAX_PORT, f"0 to {_MAX_PORT}"),
+            ("prefill", self.prefill >= 0, "0 or more"),
+            ("sample_every", self.sample_every >= 1, "at least 1"),
+            ("z_threshold", self.z_threshold > 0, "a number above 0"),
+            ("report_every_s", self.report_every_s > 0, "seconds above 0"),
+            ("on_straggler", can_act, "'log', 'stop' or a function of the report"),
+        ):
+            if not is_valid:
+                value = getattr(self, name)
+                raise ValueError(f"straggler detector: {name} is {value!r}; give {expected}")

@@ -1,4 +1,4 @@
-"""Each rank's row of a report, and the one collective that brings it to all ranks.
+"""The rows of a report, one per rank, and the collective that sends them to all ranks.
 
 A row is float64 of fixed length: the columns below, then four numbers per section.
 """
@@ -59,8 +59,8 @@ def encode_row(
 ) -> torch.Tensor:
     """Return one rank's row, ``[row_length(num_sections)]`` on the CPU.
 
-    ``stats`` are by number of the section; those from ``num_sections`` on, which other ranks do not
-    know, are left out. ``metrics`` are in the order of :data:`METRICS`, NaN where unknown.
+    ``stats`` has a number for each section. Undeclared sections, from ``num_sections`` on, are left
+    out. ``metrics`` are in the order of :data:`METRICS`, NaN if unknown.
     """
     is_idle = COMPUTE_KIND not in stats
     row: list[float] = [_SCHEMA_VERSION, sections_hash, enabled, wanted, is_idle, *metrics]
@@ -68,20 +68,20 @@ def encode_row(
     for section in range(num_sections):
         of_section = stats.get(section, NO_STATS)
         row += (of_section.count, of_section.sum_ms, of_section.median_ms, of_section.max_ms)
-    # Takes a third of the time of torch.tensor, which inspects each number.
+    # torch.tensor inspects each number and needs three times as long.
     return torch.frombuffer(array("d", row), dtype=torch.float64)
 
 
 def row_length(num_sections: int) -> int:
-    """Return the length of a row; the two built-in sections are included."""
+    """Return the length of a row. ``num_sections`` includes the two built-in sections."""
     return SECTIONS_START + STATS_PER_SECTION * num_sections
 
 
 class GatheredRows:
-    """The rows of one exchange, ``[world, length]``, and what rank 0 decides with its own.
+    """The rows of one exchange, ``[world, length]``, and the decisions in the row of rank 0.
 
-    ``ranks`` has the rank of each row, as given to ``configure``: 0 to ``world - 1`` in some order;
-    ``order`` sorts the rows by rank, None where they are already sorted.
+    ``ranks`` has the rank of each row, as given to ``configure``: 0 to ``world - 1`` in any order.
+    ``order`` sorts the rows by rank. None means that they are sorted.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class GatheredRows:
         self._unlike = (matrix[:, _MUST_AGREE] != deciding[_MUST_AGREE]).nonzero().tolist()
 
     def next_interval(self) -> int:
-        """Return the steps to the next report: the most that a rank wants."""
+        """Return the steps to the next report: the largest number that a rank wants."""
         return int(self.matrix[:, NEXT_INTERVAL].max())
 
     def metrics(self) -> torch.Tensor:
@@ -108,16 +108,16 @@ class GatheredRows:
         return self.matrix[:, ELAPSED : ETPT + 1].t().contiguous()
 
     def ranks_unlike(self, column: int) -> list[int]:
-        """List the ranks that differ from rank 0 in ``SECTIONS_HASH`` or ``ENABLED``, in order."""
+        """List the ranks that differ from rank 0 in ``SECTIONS_HASH`` or ``ENABLED``."""
         place = column - _MUST_AGREE.start
         return [self.ranks[index] for index, differing in self._unlike if differing == place]
 
 
 class Exchange:
-    """The ranks that report together; a group of None is the world, or this process alone.
+    """The ranks that report together. A group of None is the world, or this process alone.
 
-    ``computing`` is what the others are told of this rank's device, None the current one. Raises
-    ValueError where ``world`` is not the size of the group or this rank is not a member.
+    ``computing`` is the device that this rank reports, None the current device. Raises ValueError
+    if ``world`` is not the size of the group or this rank is not a member.
     """
 
     def __init__(
@@ -133,16 +133,17 @@ class Exchange:
         size = 1 if member is None else member.size()
         if world != size:
             raise ValueError(
-                f"world is {world}, but the process group has {size} ranks; give its size, and "
-                "initialise torch.distributed before configure() for more than one"
+                f"world is {world}, but the process group has {size} ranks. Give its size. For more "
+                "than one rank, initialise torch.distributed before configure()"
             )
-        # Weakly: threads of a group that outlives destroy_process_group() abort the process's exit.
+        # A strong reference would keep the group's threads after destroy_process_group(), and they
+        # abort the process at its exit.
         self._group = weakref.ref(member) if size > 1 else None
         self._size = size
         self.device = torch.device("cpu") if size == 1 else comm_device(member)
         self._has_gloo = _has_gloo(member)
         self._computing = computing
-        # In the group's order, known after the introduction:
+        # In the group's order, set by introduce():
         self.hosts: tuple[str, ...] = ()
         self.devices: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
@@ -151,12 +152,13 @@ class Exchange:
     def introduce(self, *, rank: int, sections_hash: float) -> None:
         """Exchange host names, devices and sections, the first time it is called.
 
-        One all-gather of 104 bytes over the group; RuntimeError on all ranks if some differ.
+        Collective: an all-gather of 104 bytes over the group. RuntimeError on all ranks if
+        versions, sections or ranks do not match.
         """
         if self.hosts:
             return
         host = socket.gethostname().encode()[:_HOST_BYTES]
-        # Now: ranks choose their device after they have configured the detector, too.
+        # Not in __init__: a rank may choose its device after it has configured the detector.
         device = str(resolve_device(self._computing)).encode()[:_DEVICE_BYTES]
         mine = _INTRODUCTION.pack(_SCHEMA_VERSION, int(sections_hash), rank, host, device)
         rows = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), rank)
@@ -169,7 +171,7 @@ class Exchange:
         if sorted(ranks) != list(range(self._size)):
             raise RuntimeError(
                 f"straggler report: the ranks given to configure() are {list(ranks)} in the "
-                f"group's order; each of 0 to {self._size - 1} has to be given once"
+                f"group's order; give each of 0 to {self._size - 1} once"
             )
         self.ranks = ranks
         self._order = None if sorted(ranks) == list(ranks) else torch.tensor(ranks).argsort()
@@ -179,13 +181,13 @@ class Exchange:
         )
 
     def gather(self, row: torch.Tensor, rank: int) -> GatheredRows:
-        """Gather the rows of a report, on every rank; no communication for one rank.
+        """Gather the rows of a report on every rank. No communication for a single rank.
 
-        One all-gather over the group, with gloo as an all-to-all in which each rank sends its row
-        to all. RuntimeError on all ranks if some have other sections.
+        Collective: an all-gather over the group, which gloo runs as an all-to-all. RuntimeError on
+        all ranks if their sections differ.
         """
         rows = GatheredRows(self._gather(row, rank), self.ranks, self._order)
-        _reject(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
+        _reject_ranks(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
         return rows
 
     def _gather(self, row: torch.Tensor, rank: int) -> torch.Tensor:
@@ -201,10 +203,9 @@ class Exchange:
         rows = row.new_empty(self._size * row.numel())
         try:
             if self._has_gloo:
-                # gloo's all-gather passes the rows around a ring, hop by hop. Sending so short a
-                # row to each rank directly takes half the time with 4 ranks, and less with more.
-                # The group's own method saves a tenth of a report of 2 ranks over
-                # dist.all_to_all_single.
+                # gloo's all-gather passes the rows around a ring, hop by hop. Sending such a short
+                # row to each rank directly halves the time with 4 ranks, and saves more with more.
+                # dist.all_to_all_single would add a tenth to a report of 2 ranks.
                 for_each = torch.cat([row] * self._size)  # a fifth of the time of repeat()
                 group.alltoall_base(rows, for_each, [], []).wait()
             else:
@@ -212,9 +213,9 @@ class Exchange:
             return rows.cpu().view(self._size, -1)
         except RuntimeError as error:
             raise RuntimeError(
-                f"straggler report: gathering from {self._size} ranks failed on rank {rank}; a "
-                "rank died, hangs or does not call report() as often as the others, or one was "
-                f"configured again: {error}"
+                f"straggler report: gathering from {self._size} ranks failed on rank {rank}: a "
+                "rank died, hangs, was configured twice, or does not call report() as often as the "
+                f"others: {error}"
             ) from error
 
 
@@ -224,15 +225,15 @@ def _has_gloo(group: GroupLike | None) -> bool:
 
 
 def _reject_differing(values: Sequence[float], ranks: Sequence[int], what: str) -> None:
-    """Raise RuntimeError naming the ranks whose value is not that of rank 0."""
+    """Raise a RuntimeError that names the ranks with another value than rank 0."""
     expected = values[ranks.index(0)] if 0 in ranks else values[0]
     differing = [rank for rank, value in zip(ranks, values, strict=True) if value != expected]
-    _reject(differing, what, len(ranks))
+    _reject_ranks(differing, what, len(ranks))
 
 
-def _reject(ranks: Sequence[int], what: str, world: int) -> None:
+def _reject_ranks(ranks: Sequence[int], what: str, world: int) -> None:
     if ranks:
         raise RuntimeError(
             f"straggler report: ranks {sorted(ranks)} differ from rank 0 in the {what} given to "
-            f"configure(); give all {world} ranks the same"
+            f"configure(). Give all {world} ranks the same"
         )

@@ -1,4 +1,4 @@
-"""Findings of one report about all ranks."""
+"""The report about all ranks, and the comparison of their rows that it is made from."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cached_property, partial
 from heapq import nlargest, nsmallest
 from typing import Any, TypeAlias
 
@@ -14,19 +14,27 @@ import torch
 
 from mcore.observe.straggler.exchange import (
     METRICS,
+    SECTIONS_START,
+    STATS_PER_SECTION,
+    GatheredRows,
 )
 from mcore.observe.straggler.outliers import (
+    NUM_REPORTS,
+    Extremes,
     Outlier,
-)
-from mcore.observe.straggler.prometheus import family, labels
-from mcore.observe.straggler.ranges import SectionStats
-from mcore.observe.straggler.statistics import (
+    OutlierRule,
+    PastReports,
+    find_outliers,
+    relative_scores,
     row_extremes,
     row_medians,
 )
+from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
 
 ThroughputEnds: TypeAlias = tuple[list[tuple[float, int]], list[tuple[float, int]]]
 
+_MEDIANS = slice(SECTIONS_START + 2, None, STATS_PER_SECTION)  # of count, sum, median, max
+_PREFIX = "mcore_straggler_"
 # Metric -> name for Prometheus, factor to the base unit, help.
 _GAUGES = {
     "elapsed_ms": ("iteration_seconds", 1e-3, "Time of the compute ranges per iteration."),
@@ -42,12 +50,12 @@ _GAUGES = {
 class _ValueWithRank:
     """A number, the rank that measured it and its unit.
 
-    ``<``, ``>``, ``<=`` and ``>=`` compare the values alone; ``==`` compares all three.
+    ``<``, ``>``, ``<=`` and ``>=`` compare only the values. ``==`` compares all three.
 
     Args:
         value: The number.
         rank: The rank.
-        unit: Its unit, for the text.
+        unit: The unit, for the text.
 
     Example:
         >>> slow, fast = _ValueWithRank(48.0, 3, "ms"), _ValueWithRank(20.0, 1, "ms")
@@ -98,22 +106,22 @@ _NO_MS, _NO_C, _NO_W, _NO_PERCENT, _NO_MHZ = (
 
 @dataclass
 class _StragglerData:
-    """Smallest and largest value of each metric over the ranks, with NaN and rank -1 for none.
+    """Smallest and largest value of each metric over the ranks. NaN and rank -1 if unknown.
 
     Attributes:
-        min_elapsed: Time of the compute ranges per iteration, ms.
-        max_elapsed: The same, of the slowest rank.
-        min_btime: Longest data range, ms.
-        max_btime: The same, of the slowest rank.
-        min_temp: GPU temperature, C.
-        max_temp: The same, of the hottest.
-        min_power: GPU power, W.
-        max_power: The same, of the highest.
-        min_util: GPU utilisation, %.
-        max_util: The same, of the busiest.
-        min_clock: GPU clock, MHz.
-        max_clock: The same, of the fastest.
-        aflops: Estimated throughput of every rank, TFLOP/s, ascending; None where not asked for.
+        min_elapsed: Shortest time of the compute ranges per iteration, ms.
+        max_elapsed: Longest time of the compute ranges per iteration, ms.
+        min_btime: Shortest of the ranks' longest data ranges, ms.
+        max_btime: Longest data range of all ranks, ms.
+        min_temp: Lowest GPU temperature, C.
+        max_temp: Highest GPU temperature, C.
+        min_power: Lowest GPU power, W.
+        max_power: Highest GPU power, W.
+        min_util: Lowest GPU utilisation, %.
+        max_util: Highest GPU utilisation, %.
+        min_clock: Lowest GPU clock, MHz.
+        max_clock: Highest GPU clock, MHz.
+        aflops: Estimated throughput of every rank, TFLOP/s, ascending. None if not requested.
 
     Example:
         >>> str(_StragglerData().min_power)
@@ -137,30 +145,30 @@ class _StragglerData:
 
 @dataclass(frozen=True)
 class StragglerReport:
-    """Metrics, statistics and scores of all ranks over one interval; identical on every rank.
+    """Metrics, statistics and scores of all ranks over one interval. Identical on every rank.
 
-    Tuples are indexed by the rank in the group; ``ranks`` has the number that each rank gave to
-    ``configure``, which is the same for a job that passes its ranks. NaN means no data.
+    Tuples are indexed by the rank in the group. ``ranks`` has the numbers given to ``configure``,
+    which are usually the same. NaN means no data.
 
     Attributes:
-        unix_time: When it was made, in seconds since 1970.
+        unix_time: Time of the report, in seconds since 1970.
         world_size: The number of ranks.
         log_interval: Iterations since the last report, as given on rank 0.
         total_flops: Operations of the job in that time, as given on rank 0.
         hosts: Host name of each rank.
         metrics: ``elapsed_ms`` (compute ranges per iteration), ``data_ms`` (longest data range),
             ``temp_c``, ``power_w``, ``util_pct``, ``clock_mhz`` and ``etpt_tf``, by rank.
-        sections: Statistics by section and rank; ``"compute"`` and ``"data"`` are built in.
-        relative_scores: The fastest rank's median range time over the rank's own, from 0 to 1, by
-            section and rank; ``"compute"`` and the declared sections.
-        individual_scores: The rank's best median in the last 16 reports over its current one,
-            likewise.
+        sections: Statistics by section and rank. ``"compute"`` and ``"data"`` are built in.
+        relative_scores: The fastest rank's median range time over the rank's median, from 0 to 1,
+            by section and rank: ``"compute"`` and the declared sections.
+        individual_scores: The rank's best median in the last 16 reports over its current median,
+            by section and rank.
         outliers: Ranks that stand out in this report, the worst first.
-        stragglers: Ranks that stand out in the last three reports together, and in two of them,
-            the worst first; from the other ranks, or from their own past.
-        local_sections: Sections that were timed here without being declared; of this rank alone.
-        ranks: The number that each rank gave to ``configure``; empty means 0, 1, 2 and so on.
-        devices: Device that each rank computes on, such as ``"cuda:3"``; empty means not known.
+        stragglers: Ranks that stand out in the mean of the last three reports, and in two of them,
+            from the other ranks or from their past. The worst are first.
+        local_sections: Sections timed on this rank without being declared, for this rank only.
+        ranks: The number that each rank passed to ``configure``. Empty means 0, 1, 2 and so on.
+        devices: Device that each rank computes on, such as ``"cuda:3"``. Empty means unknown.
 
     Example:
         >>> report = StragglerReport(
@@ -196,23 +204,25 @@ class StragglerReport:
             object.__setattr__(self, "devices", ("",) * self.world_size)
 
     def __eq__(self, other: object) -> bool:
-        """Compare all fields; NaN, which is no data, equals NaN."""
+        """Compare all fields. NaN, which means no data, equals NaN."""
         if not isinstance(other, StragglerReport):
             return NotImplemented
-        is_equal: bool = _plain(asdict(self), math.isnan) == _plain(asdict(other), math.isnan)
+        is_equal: bool = _make_plain(asdict(self), math.isnan) == _make_plain(
+            asdict(other), math.isnan
+        )
         return is_equal
 
     def min_max(self, metric: str) -> tuple[_ValueWithRank, _ValueWithRank]:
-        """Return the smallest and the largest value of a metric, with the lowest rank that has it.
+        """Return the smallest and the largest value of a metric, each with its lowest rank.
 
         Args:
             metric: A key of ``metrics``.
 
         Returns:
-            ``(smallest, largest)``; NaN with rank -1 where no rank knows a value.
+            ``(smallest, largest)``. NaN with rank -1 if no rank has a value.
 
         Raises:
-            ValueError: No such metric.
+            ValueError: Unknown metric.
         """
         if metric not in METRICS:
             raise ValueError(f"metric is {metric!r}; give one of {list(METRICS)}")
@@ -229,7 +239,7 @@ class StragglerReport:
         """Return the ranks with the lowest and with the highest estimated throughput.
 
         Args:
-            num_ranks: How many at each end; fewer where fewer ranks know theirs.
+            num_ranks: The number of ranks at each end. Ranks without a value are left out.
 
         Returns:
             Two lists of TFLOP/s and rank, both ascending, equal values by rank.
@@ -239,24 +249,24 @@ class StragglerReport:
     def identify_stragglers(
         self, relative: float = 0.75, individual: float = 0.75
     ) -> dict[str, dict[str, tuple[int, ...]]]:
-        """List the ranks whose scores are too low.
+        """List the ranks with scores below a threshold.
 
         Args:
             relative: Threshold of the relative scores: 0.75 is a third slower than the fastest.
             individual: Threshold of the individual scores.
 
         Returns:
-            Under ``"relative"`` and ``"individual"``, the ranks below the threshold by section. A
-            rank without data is never one.
+            Under ``"relative"`` and ``"individual"``, the ranks below the threshold by section.
+            Ranks without data are left out.
         """
         return {
-            "relative": _below(self.relative_scores, relative, self.ranks),
-            "individual": _below(self.individual_scores, individual, self.ranks),
+            "relative": _select_below(self.relative_scores, relative, self.ranks),
+            "individual": _select_below(self.individual_scores, individual, self.ranks),
         }
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as dicts, lists, strings and numbers, with None for NaN."""
-        plain: dict[str, Any] = _plain(asdict(self), lambda value: not math.isfinite(value))
+        plain: dict[str, Any] = _make_plain(asdict(self), lambda value: not math.isfinite(value))
         return plain
 
     def to_json(self) -> str:
@@ -267,85 +277,259 @@ class StragglerReport:
         """Return the numbers of all ranks in Prometheus' text format 0.0.4.
 
         Args:
-            all_ranks: False gives the sections' least, median and most over the ranks, with the
-                label ``of``, rather than each rank's: 4,096 ranks fill megabytes otherwise.
+            all_ranks: Whether sections have a sample for each rank, which is megabytes for 4,096
+                ranks. False: the minimum, median and maximum over the ranks, with the label ``of``.
         """
         by_rank = zip(self.ranks, self.hosts, strict=True)
         ranks = [labels(rank=rank, host=host) for rank, host in by_rank]
         families = [
-            family(name, "gauge", text, _scaled(ranks, self.metrics[metric], factor))
+            family(name, "gauge", text, _scale(ranks, self.metrics[metric], factor))
             for metric, (name, factor, text) in _GAUGES.items()
             if metric in self.metrics
         ]
-        families += self._section_families(ranks if all_ranks else None)
-        for name, found, text in (
+        families += self._format_sections(ranks if all_ranks else None)
+        for name, outliers, text in (
             ("outlier", self.outliers, "1 for each rank and metric that stands out."),
             ("straggler", self.stragglers, "1 for each that has stood out in several reports."),
         ):
-            samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in found]
+            samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in outliers]
             families.append(family(name, "gauge", text, samples))
         return "".join(families)
 
-    def _section_families(self, ranks: Sequence[str] | None) -> Iterable[str]:
+    def _format_sections(self, ranks: Sequence[str] | None) -> Iterable[str]:
+        """Yield the families of the sections, with the labels of the ranks or ends and median."""
         sums = {name: [each.sum_ms for each in stats] for name, stats in self.sections.items()}
         per_iteration = 1e-3 / max(self.log_interval, 1)
         relative, individual = self.relative_scores, self.individual_scores
         for name, text, sections, factor in (
             ("section_seconds", "Time of the section per iteration.", sums, per_iteration),
             ("relative_score", "Median time of the fastest rank over own.", relative, 1.0),
-            ("individual_score", "Own best median of late over the current one.", individual, 1.0),
+            (
+                "individual_score",
+                "Best median of the last reports over the current.",
+                individual,
+                1.0,
+            ),
         ):
             samples: list[tuple[str, float]] = []
             for section, values in sections.items():
                 label = labels(section=section)
-                of_each, shown = (
-                    (_ENDS, _ends_and_median(values)) if ranks is None else (ranks, values)
-                )
-                samples += _scaled([f"{each},{label}" for each in of_each], shown, factor)
+                of_samples, shown = ranks, values
+                if of_samples is None:
+                    rows = torch.tensor([values], dtype=torch.float64)
+                    [((smallest, _), (largest, _))] = row_extremes(rows)
+                    of_samples, shown = _ENDS, (smallest, row_medians(rows)[0], largest)
+                samples += _scale([f"{each},{label}" for each in of_samples], shown, factor)
             yield family(name, "gauge", text, samples)
 
 
 def throughput_ends(
     values: Sequence[float], ranks: Sequence[int], num_ranks: int
 ) -> ThroughputEnds:
-    """Return the ``num_ranks`` ranks with the smallest values and those with the largest."""
+    """Return the ``num_ranks`` ranks with the smallest and with the largest values."""
     by_rank = zip(values, ranks, strict=True)
     known = [(value, rank) for value, rank in by_rank if math.isfinite(value)]
     return nsmallest(num_ranks, known), nlargest(num_ranks, known)[::-1]
 
 
-def _below(
+def _select_below(
     scores: Mapping[str, Sequence[float]], threshold: float, ranks: Sequence[int]
 ) -> dict[str, tuple[int, ...]]:
-    """Return the ranks whose score is below a threshold, by section; never those without data."""
+    """Return the ranks with a score below a threshold, by section. NaN is never below."""
     return {
         name: tuple(rank for rank, score in zip(ranks, by_rank, strict=True) if score < threshold)
         for name, by_rank in scores.items()
     }
 
 
-def _scaled(
-    of_samples: Sequence[str], values: Sequence[float], factor: float
-) -> Iterable[tuple[str, float]]:
-    return zip(of_samples, (value * factor for value in values), strict=True)
+def _make_plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
+    """Return a value with lists for tuples and None for missing numbers."""
+    if isinstance(value, dict):
+        return {key: _make_plain(item, is_missing) for key, item in value.items()}
+    if isinstance(value, (tuple, list)):
+        return [_make_plain(item, is_missing) for item in value]
+    if isinstance(value, float) and is_missing(value):
+        return None
+    return value
+
+
+def family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> str:
+    """Return one metric in Prometheus' text format 0.0.4: help, type, and samples with labels."""
+    lines = [f"# HELP {_PREFIX}{name} {text}", f"# TYPE {_PREFIX}{name} {kind}"]
+    for of_sample, value in samples:
+        braced = f"{{{of_sample}}}" if of_sample else ""
+        if math.isfinite(value):
+            number = f"{value:.12g}"
+        else:  # Prometheus and Python write these differently
+            number = "NaN" if math.isnan(value) else "+Inf" if value > 0 else "-Inf"
+        lines.append(f"{_PREFIX}{name}{braced} {number}")
+    return "\n".join(lines) + "\n"
+
+
+def labels(**values: object) -> str:
+    """Return the labels of a sample, with their values escaped."""
+    escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
+    return ",".join(f'{name}="{str(value).translate(escapes)}"' for name, value in values.items())
 
 
 _ENDS = [labels(of=end) for end in ("min", "median", "max")]
 
 
-def _ends_and_median(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the smallest value, the median and the largest; NaN where all are."""
-    rows = torch.tensor([values], dtype=torch.float64)
-    [((smallest, _), (largest, _))] = row_extremes(rows)
-    return smallest, row_medians(rows)[0], largest
+def _scale(
+    of_samples: Sequence[str], values: Sequence[float], factor: float
+) -> Iterable[tuple[str, float]]:
+    return zip(of_samples, (value * factor for value in values), strict=True)
 
 
-def _plain(value: Any, is_missing: Callable[[float], bool]) -> Any:
-    """Return a value with lists for tuples and None for the numbers that are missing."""
-    if isinstance(value, dict):
-        return {key: _plain(item, is_missing) for key, item in value.items()}
-    if isinstance(value, (tuple, list)):
-        return [_plain(item, is_missing) for item in value]
-    if isinstance(value, float) and is_missing(value):
-        return None
-    return value
+class RankComparison:
+    """Compares the rows of one exchange. Results are computed when they are first read.
+
+    ``names`` are those of all sections. ``past`` has the reports before, and keeps this one.
+    """
+
+    def __init__(
+        self,
+        rows: GatheredRows,
+        *,
+        unix_time: float,
+        hosts: tuple[str, ...],
+        names: Sequence[str],
+        rule: OutlierRule,
+        past: PastReports,
+        local_sections: Mapping[str, SectionStats] | None = None,
+        devices: tuple[str, ...] = (),
+    ) -> None:
+        self.unix_time = unix_time
+        self.world_size = len(rows.ranks)
+        self.total_flops = rows.total_flops
+        self._rows = rows
+        self._hosts, self._devices = hosts, devices or ("",) * self.world_size
+        self._names = names
+        self._rule = rule
+        self._local_sections = dict(local_sections or {})
+        self._metrics = rows.metrics()
+        medians = rows.matrix[:, _MEDIANS].t().contiguous()
+        self._medians = medians.where(medians > 0, torch.nan)
+        self._judged_names, self._num_times = past.row_names, past.num_times
+        self._history = past.add(rows)
+        self._best_medians = past.add_medians(self._medians)
+
+    @cached_property
+    def report(self) -> StragglerReport:
+        """The report of all ranks."""
+        numbers = self._rows.matrix[:, SECTIONS_START:]
+        numbers = numbers.reshape(self.world_size, len(self._names), STATS_PER_SECTION)
+        sections = {
+            name: tuple(SectionStats(int(count), *times) for count, *times in by_rank)
+            for name, by_rank in zip(self._names, numbers.transpose(0, 1).tolist(), strict=True)
+        }
+        return StragglerReport(
+            unix_time=self.unix_time,
+            world_size=self.world_size,
+            log_interval=self._rows.log_interval,
+            total_flops=self.total_flops,
+            hosts=self._hosts,
+            metrics=dict(zip(METRICS, map(tuple, self._metrics.tolist()), strict=True)),
+            sections=sections,
+            relative_scores=self._label_scores(relative_scores(self._medians)),
+            individual_scores=self._label_scores(self._best_medians / self._medians),
+            outliers=self._find_outliers(1),
+            local_sections=self._local_sections,
+            ranks=self._rows.ranks,
+            stragglers=self.stragglers,
+            devices=self._devices,
+        )
+
+    @property
+    def places(self) -> list[tuple[str, str]]:
+        """Host and device of each rank, by rank."""
+        order = range(self.world_size) if self._rows.order is None else self._rows.order.tolist()
+        return [(self._hosts[index], self._devices[index]) for index in order]
+
+    @property
+    def section_names(self) -> tuple[str, ...]:
+        """The sections of :meth:`by_rank`: all but ``"compute"``, which ``elapsed_ms`` shows."""
+        return tuple(self._names[COMPUTE_KIND + 1 :])
+
+    def by_rank(self) -> torch.Tensor:
+        """Return float32 ``[7 + num_sections, world]``: the metrics, then ms per iteration."""
+        sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION + 1 :: STATS_PER_SECTION]
+        per_iteration = sums.t() / max(self._rows.log_interval, 1)
+        values = torch.cat([self._metrics, per_iteration]).float()
+        return values if self._rows.order is None else values[:, self._rows.order]
+
+    @cached_property
+    def extremes(self) -> dict[str, Extremes]:
+        """The smallest and the largest value of each metric, with their ranks."""
+        order = self._rows.order
+        by_rank = self._metrics if order is None else self._metrics[:, order]
+        return dict(zip(METRICS, row_extremes(by_rank), strict=True))
+
+    @cached_property
+    def stragglers(self) -> tuple[Outlier, ...]:
+        """The ranks that stand out in the last reports, the worst first."""
+        return self._find_outliers(NUM_REPORTS)
+
+    def throughput_ends(self, num_ranks: int) -> ThroughputEnds:
+        """See :meth:`StragglerReport.throughput_ends`."""
+        return throughput_ends(self._metrics[-1].tolist(), self._rows.ranks, num_ranks)
+
+    def data(self) -> _StragglerData:
+        """Return the extremes, and the throughput of the ranks that have a value."""
+        ends: dict[str, _ValueWithRank] = {}
+        for name, metric in (
+            ("elapsed", "elapsed_ms"),
+            ("btime", "data_ms"),
+            ("temp", "temp_c"),
+            ("power", "power_w"),
+            ("util", "util_pct"),
+            ("clock", "clock_mhz"),
+        ):
+            for side, value in zip(("min", "max"), self.extremes[metric], strict=True):
+                ends[f"{side}_{name}"] = _ValueWithRank(*value, METRICS[metric])
+        by_rank = zip(self._metrics[-1].tolist(), self._rows.ranks, strict=True)
+        aflops = sorted((value, rank) for value, rank in by_rank if not math.isnan(value))
+        return _StragglerData(
+            **ends, aflops=[_ValueWithRank(value, rank, "TF") for value, rank in aflops]
+        )
+
+    def _find_outliers(self, num_reports: int) -> tuple[Outlier, ...]:
+        rows = self._rows
+        places = find_outliers(self._history, self._num_times, self._rule, num_reports=num_reports)
+        by_row = {row: self._read_judged_row(row) for row in {row for row, _, _ in places}}
+        outliers = []
+        for row, index, z in places:
+            values, median, scores = by_row[row]
+            outliers.append(
+                Outlier(
+                    self._judged_names[row],
+                    rows.ranks[index],
+                    self._hosts[index],
+                    values[index],
+                    median,
+                    z,
+                    scores[index],
+                    self._devices[index],
+                )
+            )
+        return tuple(outliers)
+
+    def _read_judged_row(self, row: int) -> tuple[list[float], float, list[float]]:
+        """Return values, their median and scores of the ranks for a judged metric or section."""
+        name = self._judged_names[row]
+        if name in METRICS:
+            values, section = self._metrics[list(METRICS).index(name)], COMPUTE_KIND
+        else:
+            section = self._names.index(name)
+            sums = self._rows.matrix[:, SECTIONS_START + STATS_PER_SECTION * section + 1]
+            values = sums / max(self._rows.log_interval, 1)
+        medians = self._medians[section]
+        scores = relative_scores(medians).fmin(self._best_medians[section] / medians)
+        return values.tolist(), row_medians(values.unsqueeze(0))[0], scores.tolist()
+
+    def _label_scores(self, scores: torch.Tensor) -> dict[str, tuple[float, ...]]:
+        return {
+            name: tuple(by_rank)
+            for kind, (name, by_rank) in enumerate(zip(self._names, scores.tolist(), strict=True))
+            if kind != DATA_KIND  # a fetch that prefetching hides delays no rank
+        }

@@ -1,4 +1,4 @@
-"""The making of reports: this rank's row, the comparison of all rows, and the log lines."""
+"""Makes reports: this rank's row, the comparison of all rows, and the log lines."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from mcore.observe.straggler.comparison import Past, RankComparison
 from mcore.observe.straggler.exchange import (
     ENABLED,
     METRICS,
@@ -16,17 +15,18 @@ from mcore.observe.straggler.exchange import (
     GatheredRows,
     encode_row,
 )
-from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
+from mcore.observe.straggler.outliers import OutlierRule, PastReports, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
+from mcore.observe.straggler.report import RankComparison
 from mcore.observe.straggler.sections import section_hash
 from mcore.observe.straggler.telemetry import Reading
 
 logger = logging.getLogger("mcore.observe.straggler")
 
 _MAX_NAMED_RANKS = 16
-_FIRST_STEPS = 16  # before the first report by the clock
+_FIRST_STEPS = 16  # before the first report of report_if_due()
 
-# What the first line prints, in this order: label and metric. Other tools read these lines.
+# Label and metric of the fields of the first line. Other tools parse it: keep names and order.
 _PRINTED = (
     ("Rtt", "elapsed_ms"),
     ("Pwr", "power_w"),
@@ -39,7 +39,7 @@ _PRINTED = (
 
 
 class Reporter:
-    """Talks to the other ranks for the detector, and remembers what they told."""
+    """Exchanges rows with the other ranks, and compares them with those of earlier reports."""
 
     def __init__(
         self,
@@ -60,12 +60,12 @@ class Reporter:
         self._names = names
         self._sections_hash = section_hash(names)
         self._rule = rule
-        self._past = Past(names)
+        self._past = PastReports(names)
 
     def metrics_of(
         self, stats: Mapping[int, SectionStats], total_flops: float, log_interval: int
     ) -> tuple[float, ...]:
-        """Return this rank's metrics in the order of ``METRICS``; reads the GPU."""
+        """Read the GPU, and return this rank's metrics in the order of ``METRICS``."""
         compute, data = stats.get(COMPUTE_KIND), stats.get(DATA_KIND)
         elapsed_ms = 0.0 if compute is None else compute.sum_ms
         return (
@@ -87,9 +87,9 @@ class Reporter:
         dropped: int = 0,
         next_interval: int = 0,
     ) -> GatheredRows:
-        """Exchange rows with the other ranks: the collective of a report.
+        """Exchange rows with the other ranks. Every rank calls it.
 
-        One all-gather over the group, and one of names at the first call; every rank calls it.
+        Collective: an all-gather over the group, and another of names at the first call.
         """
         self._exchange.introduce(rank=self._rank, sections_hash=self._sections_hash)
         row = encode_row(
@@ -121,73 +121,74 @@ class Reporter:
             local_sections=local_sections,
         )
 
-    def log(self, found: RankComparison) -> bool:
-        """Log the slow ranks, and a report if it has a throughput; return whether it does."""
-        has_throughput = found.total_flops > 0
+    def log(self, comparison: RankComparison) -> bool:
+        """Log the slow ranks, and the report if it has a throughput. Return whether it has."""
+        has_throughput = comparison.total_flops > 0
         if has_throughput and logger.isEnabledFor(logging.INFO):
-            for line in report_lines(found, num_ranks=self._num_listed):
+            for line in report_lines(comparison, num_ranks=self._num_listed):
                 logger.info("%s", line)
         if logger.isEnabledFor(logging.WARNING):
-            for line in outlier_lines(found.stragglers):
+            for line in outlier_lines(comparison.stragglers):
                 logger.warning("%s", line)
         return has_throughput
 
     def log_switch(self, rows: GatheredRows) -> None:
-        """Log that ranks disagree on the state, and that it changes."""
+        """Log if ranks disagree on the state, and if it changes."""
         differing = rows.ranks_unlike(ENABLED)
         if differing:
             named = ", ".join(str(rank) for rank in differing[:_MAX_NAMED_RANKS])
             logger.warning(
-                "straggler: rank 0 is %s and %d other ranks are not (%s); all take the state of "
-                "rank 0",
-                _word(rows.is_on),
+                "straggler: rank 0 is %s and %d other ranks are not (%s); all switch to the "
+                "state of rank 0",
+                _name_state(rows.is_on),
                 len(differing),
                 f"{named} ..." if len(differing) > _MAX_NAMED_RANKS else named,
             )
         if rows.wanted != rows.is_on:
-            logger.info("Toggling StragglerDetector State %s", _word(rows.wanted))
+            logger.info("Toggling StragglerDetector State %s", _name_state(rows.wanted))
 
 
-def report_lines(found: RankComparison, *, num_ranks: int) -> list[str]:
+def report_lines(comparison: RankComparison, *, num_ranks: int) -> list[str]:
     """Return the lines for a log: one, and two more with ``num_ranks`` ranks at each end.
 
-    Those two are left out where ``num_ranks`` is 1, or all.
+    The two lines are left out if ``num_ranks`` is 1 or includes all ranks.
     """
-    fields = [time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(found.unix_time))]
+    fields = [time.strftime("[%Y-%m-%d %H:%M:%S]", time.localtime(comparison.unix_time))]
     for label, metric in _PRINTED:
         unit = METRICS[metric]
-        (smallest, of_smallest), (largest, of_largest) = found.extremes[metric]
+        (smallest, of_smallest), (largest, of_largest) = comparison.extremes[metric]
         fields.append(f"Mn{label}/Rnk: {smallest:.2f}{unit}/{of_smallest}")
         fields.append(f"Mx{label}/Rnk: {largest:.2f}{unit}/{of_largest}")
     lines = [" | ".join(fields)]
-    if 1 < num_ranks < found.world_size:
-        lowest, highest = found.throughput_ends(num_ranks)
-        lines.append(f"^^^^ Bottom {num_ranks} Ranks with lowest  Etpt(TF): {_listed(lowest)}")
-        lines.append(f"^^^^ Top    {num_ranks} Ranks with highest Etpt(TF): {_listed(highest)}")
+    if 1 < num_ranks < comparison.world_size:
+        lowest, highest = comparison.throughput_ends(num_ranks)
+        lines.append(f"^^^^ Bottom {num_ranks} Ranks with lowest  Etpt(TF): {_list_ranks(lowest)}")
+        lines.append(f"^^^^ Top    {num_ranks} Ranks with highest Etpt(TF): {_list_ranks(highest)}")
     return lines
 
 
 def etpt_tf(total_flops: float, elapsed_ms: float, *, world: int, amp: float) -> float:
-    """Return the estimated throughput of one rank in TFLOP/s; 0.0 where no range was timed.
+    """Return the estimated throughput of one rank in TFLOP/s, 0.0 if no range was timed.
 
-    Its share of the job's operations over the time of its compute ranges, which are one ``amp``-th
-    of the step: 3 where only the forward pass is timed.
+    It is the rank's share of the job's operations, over the time of its compute ranges multiplied
+    by ``amp``: 3 if only the forward pass is timed.
     """
+    # Milliseconds and TFLOP: 1e12 / 1e3.
     return total_flops / (elapsed_ms * 1e9 * world * amp) if elapsed_ms > 0 else 0.0
 
 
-def _listed(values: list[tuple[float, int]]) -> str:
+def _list_ranks(values: list[tuple[float, int]]) -> str:
     return " ".join(f"{value:.2f}/{rank}," for value, rank in values)
 
 
-def _word(enabled: bool) -> str:
+def _name_state(enabled: bool) -> str:
     return "ON" if enabled else "OFF"
 
 
 class Pace:
-    """Turns seconds into a number of steps between reports, on which all ranks agree.
+    """Converts seconds between reports to a number of steps, on which all ranks agree.
 
-    The first report comes after 16 steps; it shows how long a step takes.
+    The first report is after 16 steps, from which the time of a step is measured.
     """
 
     def __init__(self, every_s: float) -> None:
@@ -197,18 +198,18 @@ class Pace:
         self.steps, self.flops = 0, 0.0
 
     def step(self, flops: float) -> bool:
-        """Count a step and its operations; return whether a report is due."""
+        """Count a step and its operations. Return whether a report is due."""
         self.steps += 1
         self.flops += flops
         return self.steps >= self._interval
 
     def wanted_interval(self) -> int:
-        """Return how many steps this rank takes in the time between reports, by the last ones."""
+        """Return the number of steps that this rank makes in the time between reports."""
         took_s = time.monotonic() - self._began
         return max(1, round(self.steps * self._every_s / took_s)) if took_s > 0 else _FIRST_STEPS
 
     def restart(self, interval: int) -> None:
-        """Begin to count the agreed number of steps."""
+        """Start to count the agreed number of steps."""
         self._interval = max(1, interval)
         self._began = time.monotonic()
         self.steps, self.flops = 0, 0.0

@@ -1,4 +1,4 @@
-"""Named sections: the names that all ranks know, and the context managers that time them."""
+"""Named sections: their names, which all ranks share, and the context managers that time them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MAX_UNDECLARED = 64
 _HASH_BITS = 52  # a float64 holds such an integer exactly
 
 
-def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
-    """Return the two built-in names followed by the declared ones, or raise ValueError."""
+def check_sections(sections: Sequence[str]) -> tuple[str, ...]:
+    """Return the two built-in names followed by the declared names, or raise ValueError."""
     if isinstance(sections, str):
         raise ValueError(f"sections is the text {sections!r}; give a sequence of names")
     if len(sections) > _MAX_SECTIONS:
@@ -36,7 +36,7 @@ def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
         _check_name(name)
         if names.count(name) > 1:
             raise ValueError(
-                f"section {name!r} is declared twice or built in; give each its own name "
+                f"section {name!r} is declared twice or built in; give each a different name "
                 f"(built in are {_BUILT_IN[0]!r} and {_BUILT_IN[1]!r})"
             )
     return names
@@ -44,13 +44,14 @@ def checked_sections(sections: Sequence[str]) -> tuple[str, ...]:
 
 def section_hash(names: Sequence[str]) -> float:
     """Return 52 bits of a hash of names in their order, which a float64 holds exactly."""
+    # With lengths, ("ab", "c") and ("a", "bc") differ.
     text = b"".join(len(name.encode()).to_bytes(8, "little") + name.encode() for name in names)
     digest = int.from_bytes(blake2b(text, digest_size=8).digest(), "little")
     return float(digest & ((1 << _HASH_BITS) - 1))
 
 
 class _Detector(Protocol):
-    """What opens and closes ranges."""
+    """Opens and closes ranges."""
 
     def _open(self, kind: int) -> None: ...
     def __exit__(
@@ -62,7 +63,7 @@ class _Detector(Protocol):
 
 
 class SectionTimer:
-    """Times the body of a with statement as a section. Threads may share it, and it nests."""
+    """Times the body of a with statement as a section. It nests, and threads may share it."""
 
     __slots__ = ("_detector", "_kind")
 
@@ -83,7 +84,7 @@ class SectionTimer:
 
 
 class SectionTimers:
-    """The timers of sections by name; those that were not declared are numbered as they come."""
+    """The timers of sections by name. Undeclared sections are numbered in order of first use."""
 
     def __init__(self, detector: _Detector, names: Sequence[str]) -> None:
         self._detector = detector
@@ -93,9 +94,9 @@ class SectionTimers:
         self._timers = {name: SectionTimer(detector, kind) for kind, name in enumerate(names)}
 
     def __getitem__(self, name: str) -> AbstractContextManager[None]:
-        """Return the timer of a section; ValueError for a name that is empty or not text."""
+        """Return the timer of a section. ValueError for a name that is empty or not text."""
         timer = self._timers.get(name)
-        return self._undeclared(name) if timer is None else timer
+        return self._add_undeclared(name) if timer is None else timer
 
     def local_stats(self, stats: Mapping[int, SectionStats]) -> dict[str, SectionStats]:
         """Return the statistics of the sections that were not declared, by name."""
@@ -104,47 +105,46 @@ class SectionTimers:
             names[kind]: of_kind for kind, of_kind in stats.items() if kind >= self._num_declared
         }
 
-    def _undeclared(self, name: str) -> AbstractContextManager[None]:
+    def _add_undeclared(self, name: str) -> AbstractContextManager[None]:
         _check_name(name)
         with self._lock:
             if name in self._timers:  # another thread was faster
                 return self._timers[name]
             if len(self._timers) >= self._num_declared + _MAX_UNDECLARED:
-                return self._one_too_many(name)
+                if not self._has_warned_of_many:
+                    self._has_warned_of_many = True
+                    logger.warning(
+                        "straggler: section %r and others are not timed: there are already %d "
+                        "sections that were not given to configure()",
+                        name,
+                        _MAX_UNDECLARED,
+                    )
+                return nullcontext()
             timer = SectionTimer(self._detector, len(self._timers))
             self._timers[name] = timer
             has_warned, self._has_warned = self._has_warned, True
         if not has_warned:
             logger.warning(
-                "straggler: section %r is not among the sections given to configure(); it is timed "
-                "on this rank alone, as any other such section",
+                "straggler: section %r is not among the sections given to configure(); it and "
+                "other such sections are timed on this rank only",
                 name,
             )
         return timer
 
-    def _one_too_many(self, name: str) -> AbstractContextManager[None]:
-        if not self._has_warned_of_many:
-            self._has_warned_of_many = True
-            logger.warning(
-                "straggler: section %r and others are not timed: there are already %d sections "
-                "that were not given to configure()",
-                name,
-                _MAX_UNDECLARED,
-            )
-        return nullcontext()
-
 
 def _check_name(name: object) -> None:
     if not isinstance(name, str) or not name:
-        raise ValueError(f"section {name!r} has no name; give a non-empty text")
+        raise ValueError(f"section name is {name!r}; give a non-empty text")
 
 
-def timed_calls(
+def time_calls(
     section: Callable[[str], AbstractContextManager[None]], fn: Callable[_P, _R], name: str
 ) -> Callable[_P, _R]:
     """See :meth:`StragglerDetector.wrap`."""
     if inspect.iscoroutinefunction(fn) or inspect.isgeneratorfunction(fn):
-        raise TypeError(f"wrap() got {fn!r}, which suspends; use section() around plain calls")
+        raise TypeError(
+            f"wrap() cannot time {fn!r}, which suspends; use section() around plain calls"
+        )
 
     @functools.wraps(fn)
     def timed(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -158,10 +158,10 @@ def replace_callables(
     wrap: Callable[[Callable[..., Any], str], Callable[..., Any]],
     callables: Mapping[str, tuple[Any, str]],
 ) -> Callable[[], None]:
-    """See :meth:`StragglerDetector.wrap_callables`; all are wrapped before any is replaced."""
+    """See :meth:`StragglerDetector.wrap_callables`. All are wrapped before any is replaced."""
     replaced = []
     for section, (owner, name) in callables.items():
-        plain = inspect.getattr_static(owner, name)
+        plain = inspect.getattr_static(owner, name)  # getattr would unwrap a static method
         kind = type(plain) if isinstance(plain, (staticmethod, classmethod)) else None
         if inspect.isclass(owner):
             function = plain.__func__ if kind else plain
@@ -180,7 +180,7 @@ def replace_callables(
             owner, name, _, has_own, plain = replaced.pop()
             if has_own:
                 setattr(owner, name, plain)
-            else:
+            else:  # it was inherited, or looked up on the class of the object
                 delattr(owner, name)
 
     return undo

@@ -1,4 +1,4 @@
-"""Temperature, power, utilisation and clock of the GPU, with NaN for what cannot be read."""
+"""Temperature, power, utilisation and clock of the GPU. A value that cannot be read is NaN."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _NOTHING: Reading = (math.nan,) * 4
 
 
 def telemetry_of(device: torch.device) -> Callable[[], Reading]:
-    """Return a function that reads a device and never raises; NaN for what is unknown.
+    """Return a function that reads a device and never raises. Unknown values are NaN.
 
-    NVML on NVIDIA, amdsmi through torch on ROCm, else nothing. A device without an index is the one
-    that is current at the first reading.
+    It reads NVML on NVIDIA, amdsmi through torch on ROCm, else nothing. A device without an index
+    is the current device at the first reading.
     """
     if device.type == "cpu" or not torch.cuda.is_available():
         return lambda: _NOTHING
     if torch.version.hip is not None:
-        return Sensors(lambda: _rocm_sensors(device.index)).read
-    return Sensors(lambda: _nvml_sensors(device.index)).read
+        return Sensors(lambda: _open_rocm_sensors(device.index)).read
+    return Sensors(lambda: _open_nvml_sensors(device.index)).read
 
 
-def guarded(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
-    """Wrap a user's telemetry: after its first failure, which is one warning, it returns NaN."""
+def guard_telemetry(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
+    """Wrap a user's telemetry. Its first failure is a warning, and it returns NaN from then on."""
     source: Callable[[], Sequence[float]] | None = telemetry
 
     def read() -> Reading:
@@ -44,7 +44,7 @@ def guarded(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
             temp_c, power_w, util_pct, clock_mhz = (float(value) for value in source())
         except Exception as error:
             source = None
-            _warn(f"telemetry ({_text(error)})")
+            _warn(f"telemetry ({_describe(error)})")
             return _NOTHING
         return temp_c, power_w, util_pct, clock_mhz
 
@@ -52,16 +52,20 @@ def guarded(telemetry: Callable[[], Sequence[float]]) -> Callable[[], Reading]:
 
 
 class Sensors:
-    """Four sensors that are opened at the first reading; one that fails is NaN from then on."""
+    """Four sensors, opened at the first reading. A sensor that fails is NaN from then on."""
 
     def __init__(self, open_sensors: Callable[[], Sequence[Callable[[], float]]]) -> None:
         self._open_sensors = open_sensors
         self._sensors: list[Callable[[], float] | None] | None = None
 
     def read(self) -> Reading:
-        """Read all sensors; those that fail for the first time make one warning."""
+        """Read all sensors. New failures are reported in one warning."""
         if self._sensors is None:
-            self._sensors = self._opened()
+            try:
+                self._sensors = list(self._open_sensors())
+            except Exception as error:
+                _warn(f"all sensors ({_describe(error)})")
+                self._sensors = [None] * 4
         failures: list[str] = []
         values = [math.nan] * 4
         for number, sensor in enumerate(self._sensors):
@@ -71,29 +75,22 @@ class Sensors:
                 values[number] = float(sensor())
             except Exception as error:
                 self._sensors[number] = None
-                failures.append(f"{_SENSOR_NAMES[number]} ({_text(error)})")
+                failures.append(f"{_SENSOR_NAMES[number]} ({_describe(error)})")
         if failures:
             _warn(", ".join(failures))
         temp_c, power_w, util_pct, clock_mhz = values
         return temp_c, power_w, util_pct, clock_mhz
 
-    def _opened(self) -> list[Callable[[], float] | None]:
-        try:
-            return list(self._open_sensors())
-        except Exception as error:
-            _warn(f"all sensors ({_text(error)})")
-            return [None] * 4
+
+def _warn(sensors: str) -> None:
+    logger.warning("straggler: cannot read the GPU: %s; reported as NaN from now on", sensors)
 
 
-def _warn(what: str) -> None:
-    logger.warning("straggler: cannot read the GPU: %s; reported as NaN from now on", what)
-
-
-def _text(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _nvml_sensors(index: int | None) -> list[Callable[[], float]]:
+def _open_nvml_sensors(index: int | None) -> list[Callable[[], float]]:
     nvml, handle = open_device_handle(index)
     return [
         lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
@@ -103,8 +100,8 @@ def _nvml_sensors(index: int | None) -> list[Callable[[], float]]:
     ]
 
 
-def _rocm_sensors(index: int | None) -> list[Callable[[], float]]:
-    """Temperature is the junction sensor's and power is in watts already; 0 means unknown."""
+def _open_rocm_sensors(index: int | None) -> list[Callable[[], float]]:
+    """Temperature is that of the junction sensor. Power is in watts. 0 means unknown."""
     cuda: Any = torch.cuda
     return [
         lambda: cuda.temperature(index) or math.nan,

@@ -27,8 +27,8 @@ _DISABLED = DisabledTimer()
 def gather_seconds(seconds: Sequence[float]) -> torch.Tensor:
     """Gather the times of every rank: ``[world_size, len(seconds)]`` float32 on the group's device.
 
-    One all-gather over the world group on every rank of the job; none without torch.distributed or
-    times.
+    One all-gather over the world group, which all ranks enter. No communication without
+    torch.distributed or without times.
     """
     mine = torch.tensor([list(seconds)], dtype=torch.float32)
     if not is_distributed() or not seconds:
@@ -43,8 +43,8 @@ class Timers:
     """The timers of a job, by name: ``timers("forward").start()``.
 
     Args:
-        log_level: Timers of a finer (higher) level do nothing: 0, 1 or 2; -1 disables all.
-        log_option: What :meth:`log` shows of the ranks: ``"max"``, ``"minmax"`` or ``"all"``.
+        log_level: 0, 1 or 2. Timers of a finer (higher) level do nothing. -1 disables all.
+        log_option: The ranks that :meth:`log` shows: ``"max"``, ``"minmax"`` or ``"all"``.
 
     Raises:
         ValueError: Unknown option.
@@ -59,7 +59,7 @@ class Timers:
 
     def __init__(self, log_level: int, log_option: str) -> None:
         if log_option not in OPTIONS:
-            raise ValueError(f"log_option is {log_option!r}; give one of {list(OPTIONS)}")
+            raise ValueError(f"log_option is {log_option!r}: give one of {list(OPTIONS)}")
         self._log_level = log_level
         self._log_option = log_option
         self._timers: dict[str, Timer] = {}
@@ -68,43 +68,41 @@ class Timers:
     def __call__(self, name: str, log_level: int | None = None) -> TimerLike:
         """Return the timer of that name, made at the first call.
 
-        Timers of level 0 and 1 wait for the accelerator at both ends of a range; those of level 2
+        Timers of level 0 and 1 wait for the accelerator at both ends of a range. Timers of level 2
         record events.
 
         Args:
             name: The name.
-            log_level: Its level, 0 to 2; None takes the timer as it is, or level 2 for a new one.
+            log_level: Its level, 0 to 2. None accepts any level of an existing timer and means
+                level 2 for a new one.
 
         Returns:
-            The timer, or one shared timer that does nothing for levels above that of the object.
+            The timer, or for a level above that of the object a shared timer that does nothing.
 
         Raises:
-            ValueError: A level above 2, or one that differs from the level the timer was made with.
+            ValueError: The level is above 2, or differs from that of the first call.
 
         Example:
             >>> Timers(0, "max")("forward", log_level=1).start()
         """
         if name in self._timers:
-            self._check_level(name, log_level)
+            if log_level is not None and log_level != self._levels[name]:
+                raise ValueError(
+                    f"timer {name!r} was made with level {self._levels[name]}, not {log_level}: "
+                    "leave the level out to get the existing timer"
+                )
             return self._timers[name]
         level = _FINEST_LEVEL if log_level is None else log_level
         if level > _FINEST_LEVEL:
-            raise ValueError(f"timer {name!r} has level {level}; give 0, 1 or {_FINEST_LEVEL}")
+            raise ValueError(f"timer {name!r} has level {level}: give 0, 1 or {_FINEST_LEVEL}")
         if level > self._log_level:
             return _DISABLED
         self._timers[name] = Timer(name, sync=level < _FINEST_LEVEL)
         self._levels[name] = level
         return self._timers[name]
 
-    def _check_level(self, name: str, log_level: int | None) -> None:
-        if log_level is not None and log_level != self._levels[name]:
-            raise ValueError(
-                f"timer {name!r} was made with level {self._levels[name]}, not {log_level}; "
-                "leave the level out to get it as it is"
-            )
-
     def find(self, name: str) -> Timer | None:
-        """Return the timer of that name if there is one that measures, else None.
+        """Return the timer of that name if it exists and measures, else None.
 
         Example:
             >>> Timers(0, "max").find("forward") is None
@@ -113,7 +111,7 @@ class Timers:
         return self._timers.get(name)
 
     def local_seconds(self, names: Sequence[str], *, reset: bool) -> list[float]:
-        """Return this rank's seconds since the last reset, one for each name; 0 for no such timer.
+        """Return this rank's seconds since the last reset for each name, 0 if it has no timer.
 
         Example:
             >>> Timers(0, "max").local_seconds(["forward"], reset=False)
@@ -131,17 +129,17 @@ class Timers:
     ) -> str | None:
         """Format the times of all ranks.
 
-        One all-gather over the world group, none if ``names`` is empty; all ranks call it and get
+        One all-gather over the world group, none if ``names`` is empty. All ranks call it and get
         the text.
 
         Args:
-            names: Names of the timers, the same on every rank; None means all of this rank.
+            names: Names of the timers, the same on every rank. None means all timers of this rank.
             normalizer: Divides the times.
-            reset: Start the timers again from zero.
+            reset: Restart the timers from zero.
             barrier: First wait for the other ranks.
 
         Returns:
-            The text, or None when no rank timed anything.
+            The text, or None if no rank timed anything.
 
         Raises:
             ValueError: ``normalizer`` is not above 0.
@@ -157,9 +155,9 @@ class Timers:
     def format(
         self, names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
     ) -> str | None:
-        """Format ``rows[rank][i]`` seconds for ``names[i]``, as this object's option asks.
+        """Format ``rows[rank][i]`` seconds for ``names[i]`` by the option of this object.
 
-        0 means not timed; None is returned when no rank timed anything.
+        0 means not timed. Returns None if no rank timed anything.
 
         Example:
             >>> print(Timers(0, "minmax").format(["forward"], [[0.001], [0.002]]))
@@ -176,15 +174,15 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Log the times of all ranks with level INFO on one rank; nothing if no timer ran.
+        """Log the times of all ranks at INFO on one rank. Logs nothing if no timer ran.
 
-        One all-gather over the world group, none if ``names`` is empty; all ranks call it.
+        One all-gather over the world group, none if ``names`` is empty. All ranks call it.
 
         Args:
             names: Names of the timers, the same on every rank.
-            rank: The rank that logs; None is the last one.
-            normalizer: Divides the times; usually the number of iterations.
-            reset: Start the timers again from zero.
+            rank: The rank that logs. None means the last rank.
+            normalizer: Divides the times, usually the number of iterations.
+            reset: Restart the timers from zero.
             barrier: First wait for the other ranks.
 
         Raises:
@@ -198,7 +196,7 @@ class Timers:
             self.log_text(self.format(names, rows.tolist(), normalizer))
 
     def log_text(self, text: str | None) -> None:
-        """Log a text of :meth:`format` with level INFO; nothing for None."""
+        """Log a text of :meth:`format` at INFO. Logs nothing for None."""
         if text is not None:
             logger.info(text)
 
@@ -213,14 +211,14 @@ class Timers:
     ) -> None:
         """Write ``{name}-time``, the longest time over the ranks in seconds, to TensorBoard.
 
-        One all-gather over the world group, none if ``names`` is empty; all ranks call it.
+        One all-gather over the world group, none if ``names`` is empty. All ranks call it.
 
         Args:
             names: Names of the timers, the same on every rank.
-            writer: Anything with ``add_scalar``, or None on ranks that do not write.
+            writer: An object with ``add_scalar``, or None on ranks that do not write.
             iteration: The step.
-            normalizer: Divides the times; usually the number of iterations.
-            reset: Start the timers again from zero.
+            normalizer: Divides the times, usually the number of iterations.
+            reset: Restart the timers from zero.
             barrier: First wait for the other ranks.
 
         Raises:
@@ -229,7 +227,7 @@ class Timers:
         Example:
             >>> Timers(0, "max").write(["forward"], None, 1)
         """
-        longest = self._longest(names, writer, normalizer, reset, barrier)
+        longest = self._gather_longest(names, writer, normalizer, reset, barrier)
         for name, seconds in longest.items():
             writer.add_scalar(name, seconds, iteration)
 
@@ -242,8 +240,8 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Do what :meth:`write` does, with one ``writer.log(dict, iteration)``."""
-        longest = self._longest(names, writer, normalizer, reset, barrier)
+        """Write the times of :meth:`write` with one ``writer.log(dict, iteration)``."""
+        longest = self._gather_longest(names, writer, normalizer, reset, barrier)
         if longest:
             writer.log(longest, iteration)
 
@@ -256,8 +254,8 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Do what :meth:`write` does, with one ``writer.log_metrics(dict, step=iteration)``."""
-        longest = self._longest(names, writer, normalizer, reset, barrier)
+        """Write the times of :meth:`write` with one ``writer.log_metrics(dict, step=...)``."""
+        longest = self._gather_longest(names, writer, normalizer, reset, barrier)
         if longest:
             named = {sanitize_metric_name(name): value for name, value in longest.items()}
             writer.log_metrics(named, step=iteration)
@@ -271,12 +269,12 @@ class Timers:
         reset: bool = True,
         barrier: bool = False,
     ) -> None:
-        """Do what :meth:`write` does, with one ``writer.log_metrics(dict, step=iteration)``."""
-        longest = self._longest(names, writer, normalizer, reset, barrier)
+        """Write the times of :meth:`write` with one ``writer.log_metrics(dict, step=...)``."""
+        longest = self._gather_longest(names, writer, normalizer, reset, barrier)
         if longest:
             writer.log_metrics(longest, step=iteration)
 
-    def _longest(
+    def _gather_longest(
         self, names: Sequence[str], writer: Any, normalizer: float, reset: bool, barrier: bool
     ) -> dict[str, float]:
         rows = self._gather(names, normalizer, reset, barrier)
@@ -295,7 +293,7 @@ class Timers:
 def format_times(
     names: Sequence[str], rows: Sequence[Sequence[float]], option: str, normalizer: float = 1.0
 ) -> str | None:
-    """Format ``rows[rank][i]`` seconds for ``names[i]`` in ms; None when no rank timed anything."""
+    """Format ``rows[rank][i]`` seconds for ``names[i]`` in ms, None if no rank timed anything."""
     header, format_one = OPTIONS[option]
     scale = 1e3 / normalizer
     lines = [
@@ -309,30 +307,30 @@ def format_times(
 def longest_times(
     names: Sequence[str], rows: Sequence[Sequence[float]], normalizer: float = 1.0
 ) -> dict[str, float]:
-    """Return ``{"<name>-time": seconds}``, the longest over the ranks, for timers that ran."""
+    """Return ``{"<name>-time": seconds}``, the longest over the ranks, of timers that ran."""
     longest = {name: max(row[i] for row in rows) for i, name in enumerate(names)}
     return {f"{name}-time": seconds / normalizer for name, seconds in longest.items() if seconds}
 
 
-def _max_line(name: str, timed: dict[int, float]) -> str:
-    return f"\n    {_dotted(name)}: {max(timed.values()):.2f}"
+def _format_max(name: str, timed: dict[int, float]) -> str:
+    return f"\n    {_pad_name(name)}: {max(timed.values()):.2f}"
 
 
-def _minmax_line(name: str, timed: dict[int, float]) -> str:
-    return f"\n    {_dotted(name)}: ({min(timed.values()):.2f}, {max(timed.values()):.2f})"
+def _format_minmax(name: str, timed: dict[int, float]) -> str:
+    return f"\n    {_pad_name(name)}: ({min(timed.values()):.2f}, {max(timed.values()):.2f})"
 
 
-def _all_lines(name: str, timed: dict[int, float]) -> str:
+def _format_all(name: str, timed: dict[int, float]) -> str:
     ranks = "".join(f"\n     rank {rank:2d}: {ms:.2f}" for rank, ms in timed.items())
     return f"\n  {name}:{ranks}"
 
 
-def _dotted(name: str) -> str:
+def _pad_name(name: str) -> str:
     return f"{name} ".ljust(_NAME_WIDTH, ".")
 
 
 OPTIONS: dict[str, tuple[str, Callable[[str, dict[int, float]], str]]] = {
-    "max": ("max time across ranks (ms):", _max_line),
-    "minmax": ("(min, max) time across ranks (ms):", _minmax_line),
-    "all": ("times across ranks (ms):", _all_lines),
+    "max": ("max time across ranks (ms):", _format_max),
+    "minmax": ("(min, max) time across ranks (ms):", _format_minmax),
+    "all": ("times across ranks (ms):", _format_all),
 }

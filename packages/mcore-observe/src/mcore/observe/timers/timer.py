@@ -1,4 +1,4 @@
-"""One named stopwatch, and the clocks of the host and of the accelerator that it reads."""
+"""A named stopwatch, and the clocks of the host and of the accelerator."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import torch.distributed as dist
 from mcore.parallel.torch_compat import is_distributed
 from mcore.tensor.device import current_device
 
-# Beyond this many unread pairs, those that the device has passed are summed up and reused.
+# With this many open pairs of events, the pairs that the device has passed are summed and reused.
 _MAX_OPEN_PAIRS = 256
 
 
 class TimerLike(Protocol):
-    """What callers may do with a timer, whether it runs or not."""
+    """The methods of a timer, enabled or disabled."""
 
     def start(self, barrier: bool = False) -> None: ...
     def stop(self, barrier: bool = False) -> None: ...
@@ -31,11 +31,11 @@ class Timer:
     """A stopwatch that adds up the ranges between ``start`` and ``stop``.
 
     Args:
-        name: What is timed, for messages.
+        name: Name for messages.
         sync: True waits for the accelerator at both ends of a range and reads the host's clock.
             False records events on the accelerator's current stream and waits when the time is
-            asked for. Without an accelerator both read the host's clock.
-        clock: What measures the ranges; None chooses by ``sync``.
+            read. Without an accelerator both read the host's clock.
+        clock: The clock that measures the ranges. None chooses by ``sync``.
 
     Example:
         >>> timer = Timer("forward")
@@ -62,7 +62,7 @@ class Timer:
         """Open a range.
 
         Args:
-            barrier: First wait for the other ranks of the barrier group; a no-op when
+            barrier: First wait for the other ranks of the barrier group. No effect if
                 torch.distributed is not initialised.
 
         Raises:
@@ -72,7 +72,7 @@ class Timer:
             >>> Timer("forward").start()
         """
         if self._running:
-            raise RuntimeError(f"timer {self.name!r} is already running; call stop() first")
+            raise RuntimeError(f"timer {self.name!r} is already running: call stop() first")
         if barrier:
             self._wait_for_ranks()
         self._clock.start()
@@ -91,17 +91,17 @@ class Timer:
             >>> Timer("forward").stop()
             Traceback (most recent call last):
             ...
-            RuntimeError: timer 'forward' is not running; call start() first
+            RuntimeError: timer 'forward' is not running: call start() first
         """
         if not self._running:
-            raise RuntimeError(f"timer {self.name!r} is not running; call start() first")
+            raise RuntimeError(f"timer {self.name!r} is not running: call start() first")
         if barrier:
             self._wait_for_ranks()
         self._clock.stop()
         self._running = False
 
     def reset(self) -> None:
-        """Forget the elapsed time, and the open range if there is one.
+        """Drop the elapsed time, and the open range if there is one.
 
         Example:
             >>> timer = Timer("forward")
@@ -115,7 +115,7 @@ class Timer:
         self._running = False
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
-        """Return this rank's seconds since the last reset; a running timer keeps running.
+        """Return this rank's seconds since the last reset. A running timer continues.
 
         Args:
             reset: Start again from zero.
@@ -137,7 +137,7 @@ class Timer:
         return seconds
 
     def active_time(self) -> float:
-        """Return this rank's seconds of all ranges since the timer was made, resets or not.
+        """Return this rank's seconds of all ranges since the timer was made, despite resets.
 
         Example:
             >>> Timer("forward").active_time()
@@ -159,7 +159,7 @@ class Timer:
         self._elapsed = float(value)
 
     def set_barrier_group(self, barrier_group: dist.ProcessGroup | None) -> None:
-        """Choose the ranks that ``barrier=True`` waits for; None, the default, is the world group.
+        """Choose the ranks that ``barrier=True`` waits for. The default None is the world group.
 
         Example:
             >>> Timer("forward").set_barrier_group(None)
@@ -177,7 +177,7 @@ class Timer:
 
 
 class DisabledTimer:
-    """A timer finer than the level that is measured: starting and stopping it does nothing."""
+    """A timer above the measured level. Starting and stopping it does nothing."""
 
     def start(self, barrier: bool = False) -> None:
         """Do nothing."""
@@ -196,7 +196,10 @@ class DisabledTimer:
 
     def elapsed(self, reset: bool = True, barrier: bool = False) -> float:
         """Raise RuntimeError: nothing was measured."""
-        raise RuntimeError("this timer is disabled: its level is above that of its Timers")
+        raise RuntimeError(
+            "this timer is disabled because its level is above that of its Timers: raise their "
+            "log_level to measure it"
+        )
 
     def active_time(self) -> float:
         """Raise RuntimeError: nothing was measured."""
@@ -204,7 +207,7 @@ class DisabledTimer:
 
 
 class Clock(Protocol):
-    """Measures ranges and hands over the seconds of those that ended."""
+    """Measures ranges and returns the seconds of those that ended."""
 
     def start(self) -> None: ...
     def stop(self) -> None: ...
@@ -212,7 +215,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The host's clock, which on request waits for the accelerator at both ends of a range."""
+    """The host's clock. With ``sync`` it waits for the accelerator at both ends of a range."""
 
     def __init__(self, *, sync: bool) -> None:
         self._sync = sync and torch.accelerator.is_available()
@@ -221,25 +224,25 @@ class HostClock:
 
     def start(self) -> None:
         """Open a range."""
-        self._began = self._now()
+        self._began = self._read_clock()
 
     def stop(self) -> None:
         """Close the range."""
-        self._seconds += self._now() - self._began
+        self._seconds += self._read_clock() - self._began
 
     def take(self) -> float:
         """Return the seconds of the ranges closed since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _now(self) -> float:
+    def _read_clock(self) -> float:
         if self._sync:
             torch.accelerator.synchronize()
         return time.perf_counter()
 
 
 class DeviceClock:
-    """Pairs of events on the current stream; it waits only when it is read."""
+    """Pairs of events on the current stream. Only reading waits for the device."""
 
     def __init__(self, make_event: Any) -> None:
         self._make_event = make_event
@@ -250,11 +253,11 @@ class DeviceClock:
 
     def start(self) -> None:
         """Open a range: record an event."""
-        self._begin = self._recorded_event()
+        self._begin = self._record_event()
 
     def stop(self) -> None:
         """Close the range: record an event, without waiting for it."""
-        self._pairs.append((self._begin, self._recorded_event()))
+        self._pairs.append((self._begin, self._record_event()))
         if len(self._pairs) >= _MAX_OPEN_PAIRS:
             self._fold([pair for pair in self._pairs if pair[1].query()])
 
@@ -266,7 +269,7 @@ class DeviceClock:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def _recorded_event(self) -> Any:
+    def _record_event(self) -> Any:
         event = self._free.pop() if self._free else self._make_event()
         event.record()
         return event
@@ -280,7 +283,7 @@ class DeviceClock:
 
 
 def default_clock(sync: bool) -> Clock:
-    """Return the host's clock to synchronise, or without an accelerator, else the device's."""
+    """Return the device's clock, or the host's for ``sync`` or without an accelerator."""
     if sync or not torch.accelerator.is_available():
         return HostClock(sync=sync)
     return DeviceClock(lambda: torch.Event(current_device(), enable_timing=True))

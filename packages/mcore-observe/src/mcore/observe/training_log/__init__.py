@@ -1,4 +1,4 @@
-"""The training log: called after every step by all ranks, writes to console and sinks."""
+"""The training log: all ranks call it after every step, it writes to the console and to sinks."""
 
 from mcore.observe.training_log.log import training_log
 

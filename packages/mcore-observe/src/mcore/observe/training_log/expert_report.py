@@ -6,7 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from mcore.observe.experts.moe_metrics import (
     MoEMetricsTracker,
@@ -18,9 +18,9 @@ from mcore.observe.experts.mtp_metrics import (
     get_mtp_metrics_tracker,
     has_mtp_metrics_tracker,
 )
+from mcore.observe.sinks.scalars import Scalars, as_number
 from mcore.observe.training_log.console import Field
 from mcore.observe.training_log.step import LogStep, is_on
-from mcore.observe.values.scalars import Scalars, as_number
 
 _MEGATRON_MOE = "megatron.core.transformer.moe.moe_utils"
 _MEGATRON_MOE_LOGGING = "megatron.core.transformer.moe.moe_logging"
@@ -33,55 +33,48 @@ _NAMES = (
 )
 
 
-class ExpertSource(Protocol):
-    """Keeps metrics that a model records in its steps, until they are reported."""
-
-    def end_step(self, step: LogStep) -> None:
-        """Keep what the step recorded, or drop it if the step was skipped. Never waits."""
-
-    def report(
-        self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
-    ) -> list[Field | str]:
-        """Add the metrics of some steps to scalars and totals; return fields for the console.
-
-        All ranks call it at every step. Fields that another library has formatted are texts.
-        """
-
-
 class ExpertReport:
     """Adds metrics of experts to the scalars, the totals and the line of the training log."""
 
     def __init__(self) -> None:
-        self._num_steps = 0  # whose metrics wait for the next report
-        self._foreign = {"moe": _Kept(), "mtp": _Kept()}
+        self._num_steps = 0  # steps since the last report, without skipped ones
+        self._foreign = {"moe": _ForeignSums(), "mtp": _ForeignSums()}
 
     def end_step(self, step: LogStep) -> None:
         """Keep the step's metrics, or drop them if it was skipped. No communication, no wait."""
-        if not step.skipped:
+        if not step.given.skipped:
             self._num_steps += 1
-        for source in self._sources(step):
-            source.end_step(step)
+        for source in self._find_sources(step):
+            if isinstance(source, _Foreign):
+                continue
+            if step.given.skipped:
+                source.tracker.discard_step()
+            else:
+                source.tracker.commit_step(1 / step.num_microbatches)
 
     def collect(self, step: LogStep, scalars: Scalars, totals: dict[str, Any]) -> list[Field | str]:
-        """Reduce the metrics over the ranks; what is added stays on the device."""
+        """Reduce the metrics over the ranks, on the device, and return their fields.
+
+        All ranks call it at every step. A text is a field that another library has formatted.
+        """
         fields: list[Field | str] = []
-        for source in self._sources(step):
+        for source in self._find_sources(step):
             fields += source.report(step, self._num_steps, scalars, totals)
         if step.logs:
             self._num_steps = 0
         return fields
 
-    def _sources(self, step: LogStep) -> Iterator[ExpertSource]:
+    def _find_sources(self, step: LogStep) -> Iterator[_Source]:
         if as_number(getattr(step.model_config, "num_moe_experts", None)) is not None:
-            tracker = _moe_tracker(step.global_state)
+            tracker = _find_moe_tracker(step.global_state)
             if isinstance(tracker, MoEMetricsTracker):
                 yield _OurExperts(tracker)
             else:
                 per_layer = is_on(step.model_config, "moe_per_layer_logging")
-                options = _moe_options(step) | {"per_layer_logging": per_layer}
+                options = _list_moe_options(step) | {"per_layer_logging": per_layer}
                 yield _Foreign(tracker.report, self._foreign["moe"], options)
         if as_number(getattr(step.model_config, "mtp_num_layers", None)) is not None:
-            tracker = _mtp_tracker(step.global_state)
+            tracker = _find_mtp_tracker(step.global_state)
             if isinstance(tracker, MTPMetricsTracker):
                 yield _OurPrediction(tracker)
             else:
@@ -94,16 +87,13 @@ class _OurExperts:
 
     tracker: MoEMetricsTracker
 
-    def end_step(self, step: LogStep) -> None:
-        _keep_or_discard(self.tracker, step)
-
     def report(
         self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
     ) -> list[Field | str]:
         if not step.logs or not num_steps:
             return []
         reduced = self.tracker.take(
-            1.0, total_loss_dict=totals, num_steps=num_steps, **_moe_options(step)
+            1.0, total_loss_dict=totals, num_steps=num_steps, **_list_moe_options(step)
         )
         scalars.add_all(reduced.values)
         if is_on(step.model_config, "moe_per_layer_logging"):
@@ -113,12 +103,9 @@ class _OurExperts:
 
 @dataclass(frozen=True)
 class _OurPrediction:
-    """Our tracker of multi-token prediction, likewise."""
+    """Our tracker of multi-token prediction, which adds up on the device until a step logs."""
 
     tracker: MTPMetricsTracker
-
-    def end_step(self, step: LogStep) -> None:
-        _keep_or_discard(self.tracker, step)
 
     def report(
         self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
@@ -128,8 +115,8 @@ class _OurPrediction:
         return []
 
 
-class _Kept:
-    """What a tracker of another library reported at the steps since the last report."""
+class _ForeignSums:
+    """Sums of the values that a foreign tracker reported since the last step that logs."""
 
     def __init__(self) -> None:
         self._sums: dict[str, Any] = {}
@@ -137,7 +124,7 @@ class _Kept:
         self.text = ""
 
     def add(self, reported: Scalars, text: Any) -> None:
-        """Keep what one step reported, on its device."""
+        """Add the values of one step, on their device."""
         for batch in reported.batches:
             for name, scalar in batch.items():
                 self._sums[name] = self._sums.get(name, 0) + scalar.value
@@ -155,37 +142,38 @@ class _Kept:
 class _Foreign:
     """A tracker of another library, which expects to be called at every step."""
 
-    ask: Callable[..., Any]
-    kept: _Kept
+    report_step: Callable[..., Any]
+    sums: _ForeignSums
     options: dict[str, Any] = field(default_factory=dict)
-
-    def end_step(self, step: LogStep) -> None:
-        pass
 
     def report(
         self, step: LogStep, num_steps: int, scalars: Scalars, totals: dict[str, Any]
     ) -> list[Field | str]:
         reported = Scalars()
-        text = self.ask(
+        text = self.report_step(
             loss_scale=1 / step.num_microbatches,
             iteration=step.iteration,
             writer=reported,
             wandb_writer=None,
-            total_loss_dict={} if step.skipped else totals,
+            total_loss_dict={} if step.given.skipped else totals,
             **self.options,
         )
-        if not step.skipped:
-            self.kept.add(reported, text)
+        if not step.given.skipped:
+            self.sums.add(reported, text)
         if not step.logs:
             return []
-        scalars.add_all(self.kept.take_means())
+        scalars.add_all(self.sums.take_means())
         if not step.ends_console_interval:
             return []
-        shown, self.kept.text = self.kept.text, ""
+        shown, self.sums.text = self.sums.text, ""
         return [shown] if shown else []
 
 
-def _moe_tracker(global_state: Any) -> Any:
+_Source: TypeAlias = "_OurExperts | _OurPrediction | _Foreign"
+
+
+def _find_moe_tracker(global_state: Any) -> Any:
+    """Return the state's tracker, else ours if used, else Megatron-LM's if loaded, else ours."""
     given = getattr(global_state, "moe_metrics", None)
     if given is not None:
         return given
@@ -198,7 +186,8 @@ def _moe_tracker(global_state: Any) -> Any:
     return get_moe_metrics_tracker() if function is None else _MegatronTracker(function)
 
 
-def _mtp_tracker(global_state: Any) -> Any:
+def _find_mtp_tracker(global_state: Any) -> Any:
+    """Return the state's tracker, else ours if used, else Megatron-LM's if loaded, else ours."""
     given = getattr(global_state, "mtp_metrics", None)
     if given is not None:
         return given
@@ -210,7 +199,7 @@ def _mtp_tracker(global_state: Any) -> Any:
 
 
 class _MegatronTracker:
-    """One of Megatron-LM's functions as a tracker; omits arguments that it does not take."""
+    """A function of Megatron-LM as a tracker; omits arguments that the function lacks."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -218,20 +207,13 @@ class _MegatronTracker:
 
     def report(self, **options: Any) -> Any:
         if "num_moe_layers" in options and "num_moe_layers" not in self._known:
-            # It knows no hybrid models: every layer that is counted must have experts.
+            # This version lacks hybrid models and counts every layer: give it those with experts.
             options["num_layers"] = options["num_moe_layers"] - (options["mtp_num_layers"] or 0)
             options["moe_layer_freq"] = None
         return self._function(**{k: v for k, v in options.items() if k in self._known})
 
 
-def _keep_or_discard(tracker: MoEMetricsTracker | MTPMetricsTracker, step: LogStep) -> None:
-    if step.skipped:
-        tracker.discard_step()
-    else:
-        tracker.commit_step(1 / step.num_microbatches)
-
-
-def _moe_options(step: LogStep) -> dict[str, Any]:
+def _list_moe_options(step: LogStep) -> dict[str, Any]:
     model_config = step.model_config
     mtp_num_layers = getattr(model_config, "mtp_num_layers", None)
     options = {
@@ -251,8 +233,8 @@ def _moe_options(step: LogStep) -> dict[str, Any]:
 def moe_metric_names(model_config: Any) -> list[str]:
     """List the router losses that a model's configuration produces.
 
-    A list of balancing types is matched exactly, a string by its parts: ``"seq_aux_loss"`` also
-    yields ``load_balancing_loss``, which then stays 0.
+    A list of balancing types is matched by its items, a string by substrings, as in Megatron-LM:
+    ``"seq_aux_loss"`` also yields ``load_balancing_loss``, which then stays 0.
     """
     kinds = getattr(model_config, "moe_router_load_balancing_type", None) or ()
     names = [name for kind, name in _NAMES if kind in kinds]

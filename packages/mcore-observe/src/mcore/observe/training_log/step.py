@@ -1,74 +1,114 @@
-"""A step as the training log sees it: what it needs to know, and the values it is given."""
+"""A step of training: the input of the log, and the facts that the log derives from it."""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from mcore.observe.model_groups import find_process_groups
-from mcore.observe.values.scalars import as_number
+from mcore.observe.rank_logging import is_last_rank
+from mcore.observe.sinks.scalars import as_number, only_numbers
 from mcore.parallel.groups import get_pg_size, world_size
+from mcore.parallel.reductions import reduce_max_stat_across_model_parallel_group
 from mcore.versioning.process_rank import process_world_size
 
 _CALCULATOR = "megatron.core.num_microbatches_calculator"
+_NUMBERS = (
+    "learning_rate",
+    "decoupled_learning_rate",
+    "loss_scale",
+    "grad_norm",
+    "params_norm",
+    "num_zeros_in_grad",
+    "log_max_attention_logit",
+)
+
+
+@dataclass(frozen=True)
+class StepInput:
+    """A step, or several at once, as a training loop passes it to the log.
+
+    Values are Python or NumPy numbers, tensors with one element, or None. The arguments of
+    :func:`mcore.observe.training_log` have the same names.
+    """
+
+    losses: Mapping[str, Any]
+    learning_rate: Any = None
+    decoupled_learning_rate: Any = None
+    loss_scale: Any = None
+    grad_norm: Any = None
+    params_norm: Any = None
+    num_zeros_in_grad: Any = None
+    log_max_attention_logit: Any = None
+    skipped: bool = False
+    steps: int = 1  # since the last call, with their average as losses
+    samples: float | None = None  # of these steps over all ranks, if the loop counts them
+    tokens: float | None = None  # of these steps over all ranks, if the loop counts them
+    scalars: Mapping[str, Any] = field(default_factory=dict)  # for the trackers alone
+    model: Any = None
+    pg_collection: Any = None
+    history_wct: Sequence[float] | None = None
+    loaded_iteration: int = 0
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True)
 class LogStep:
-    """A step, the same on every rank, with the containers of the run."""
+    """The facts of a step, the same on every rank except for ``writes``."""
 
+    given: StepInput
+    losses: Mapping[str, Any]  # the given losses that are numbers
     config: Any
     global_state: Any
     iteration: int
     num_microbatches: int
-    skipped: bool
-    ends_sink_interval: bool
-    ends_console_interval: bool
-    loaded_iteration: int
     world_size: int
     seq_length: int | None
     pg_collection: Any
+    ends_sink_interval: bool
+    ends_console_interval: bool
+    writes: bool  # this rank prints the line and warns of values that are not numbers
 
     @classmethod
-    def of(
-        cls,
-        config: Any,
-        global_state: Any,
-        model: Any,
-        *,
-        skipped_iter: int,
-        pg_collection: Any,
-        loaded_iteration: int,
-        seq_length: int | None,
-        steps: int = 1,
-    ) -> LogStep:
+    def of(cls, given: StepInput, config: Any, global_state: Any) -> LogStep:
         """Look the step up in the configuration and the state."""
         iteration = int(global_state.train_state.step)
-        groups = find_process_groups(pg_collection, model)
+        groups = find_process_groups(given.pg_collection, given.model)
+        seq_length = given.seq_length
         if seq_length is None:
             seq_length = getattr(getattr(config, "dataset", None), "seq_length", None)
         length = as_number(seq_length)
         sink_interval = getattr(config.logger, "tensorboard_log_interval", 1)
+        writes = is_last_rank()
         return cls(
+            given=given,
+            losses=only_numbers(given.losses, warns=writes),
             config=config,
             global_state=global_state,
             iteration=iteration,
             num_microbatches=find_num_microbatches(config, global_state, groups),
-            skipped=bool(skipped_iter),
-            ends_sink_interval=_ends(sink_interval, iteration, steps),
-            ends_console_interval=_ends(config.logger.log_interval, iteration, steps),
-            loaded_iteration=loaded_iteration,
             world_size=world_size(),
             seq_length=None if length is None else int(length),
             pg_collection=groups,
+            ends_sink_interval=_ends_interval(sink_interval, iteration, given.steps),
+            ends_console_interval=_ends_interval(
+                config.logger.log_interval, iteration, given.steps
+            ),
+            writes=writes,
         )
 
     @property
     def logs(self) -> bool:
         """Whether anything is logged at this step."""
         return self.ends_sink_interval or self.ends_console_interval
+
+    @property
+    def has_megatron_line(self) -> bool:
+        """Whether the console line is Megatron-LM's, as for settings without a format."""
+        return getattr(self.config.logger, "console_format", None) != "readable"
 
     @property
     def train_iters(self) -> int | None:
@@ -81,31 +121,37 @@ class LogStep:
         """The model's configuration, or None."""
         return getattr(self.config, "model", None)
 
+    @functools.cached_property
+    def batch_size(self) -> int:
+        """Samples of one step over all ranks."""
+        return samples_per_step(self.config, self.num_microbatches, self.pg_collection)
+
     def group(self, name: str) -> Any:
         """Return a group that has more than one rank, else None."""
         group = getattr(self.pg_collection, name, None)
         return group if get_pg_size(group) > 1 else None
 
+    def reduce_values(self) -> StepInput:
+        """Return the input with None for values that are not numbers, and the reduced rate.
 
-@dataclass(frozen=True)
-class StepValues:
-    """What the training loop hands over for a step: numbers, tensors of one element, or None."""
-
-    losses: Mapping[str, Any]
-    learning_rate: Any
-    decoupled_learning_rate: Any
-    loss_scale: Any
-    grad_norm: Any
-    params_norm: Any
-    num_zeros: Any
-    max_attention_logit: Any
-    batch_size: int
+        All ranks call it: the learning rate is the largest over ``mp``. The writing rank warns of
+        each value that is not a number.
+        """
+        given = {name: getattr(self.given, name) for name in _NUMBERS}
+        values: dict[str, Any] = dict.fromkeys(_NUMBERS)
+        values |= only_numbers(given, warns=self.writes)
+        group = self.group("mp")
+        if group is not None:
+            values["learning_rate"] = reduce_max_stat_across_model_parallel_group(
+                values["learning_rate"], group
+            )
+        return replace(self.given, losses=self.losses, **values)
 
 
 def is_on(settings: Any, name: str) -> bool:
-    """Return whether a switch is on; what is missing, or neither bool nor int, is off.
+    """Return whether a switch is on. A missing switch is off, as is one of another type.
 
-    :func:`mcore.modules.config.is_switched_on` takes any object for "on", so that a mock of a
+    :func:`mcore.modules.config.is_switched_on` accepts any object as "on": a mock of a
     configuration would switch everything on.
     """
     value = getattr(settings, name, False)
@@ -115,13 +161,13 @@ def is_on(settings: Any, name: str) -> bool:
 def find_num_microbatches(config: Any, global_state: Any = None, pg_collection: Any = None) -> int:
     """Return the number of forward passes of one step on one data-parallel rank, at least 1.
 
-    It comes from the state, else the configuration, else Megatron-LM's calculator if it is loaded.
+    It is read from the state, else the configuration, else Megatron-LM's calculator if loaded.
     """
     train = getattr(config, "train", None)
     for found in (
-        _called(global_state),
+        _call_calculator(global_state),
         as_number(getattr(train, "num_microbatches", None)),
-        _called(sys.modules.get(_CALCULATOR)),
+        _call_calculator(sys.modules.get(_CALCULATOR)),
     ):
         if found is not None:
             return max(int(found), 1)
@@ -138,14 +184,6 @@ def samples_per_step(config: Any, num_microbatches: int, pg_collection: Any = No
     return micro_batch_size * data_parallel_size(config, pg_collection) * num_microbatches
 
 
-def _ends(interval: Any, iteration: int, steps: int) -> bool:
-    """Return whether one of the last steps ended an interval."""
-    every = as_number(interval)
-    if every is None or every < 1:
-        raise ValueError(f"a logging interval is {interval!r}; give 1 step or more")
-    return iteration // int(every) > (iteration - steps) // int(every)
-
-
 def data_parallel_size(config: Any, pg_collection: Any = None) -> int:
     """Return the number of data-parallel ranks: as configured, else the size of ``dp``.
 
@@ -160,11 +198,19 @@ def data_parallel_size(config: Any, pg_collection: Any = None) -> int:
     return get_pg_size(getattr(pg_collection, "dp", None))
 
 
-def _called(holder: Any) -> float | int | None:
+def _ends_interval(interval: Any, iteration: int, steps: int) -> bool:
+    """Return whether one of the last steps ended an interval."""
+    every = as_number(interval)
+    if every is None or every < 1:
+        raise ValueError(f"a logging interval is {interval!r}; give 1 step or more")
+    return iteration // int(every) > (iteration - steps) // int(every)
+
+
+def _call_calculator(holder: Any) -> float | int | None:
     count = getattr(holder, "get_num_microbatches", None)
     if not callable(count):
         return None
     try:
         return as_number(count())
-    except (AttributeError, RuntimeError):  # a calculator that nobody has set up
+    except (AttributeError, RuntimeError):  # Megatron-LM's calculator before its set-up
         return None

@@ -1,7 +1,7 @@
 """Norms and scaled copies of many tensors at once, called like the kernels of apex's ``amp_C``.
 
-They take any mix of float dtypes and never read a tensor on the host. Non-finite data sets a flag,
-an integer tensor with one element, to 1; they never clear or obey the flag.
+They accept any mix of float dtypes and never read a tensor on the host. Non-finite data sets a
+flag, an integer tensor with one element, to 1. They never clear the flag and do not act on it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _Shards: TypeAlias = "tuple[DeviceMesh, tuple[int, ...]]"
 R = TypeVar("R")
 T = TypeVar("T")
 
-_CHUNK_SIZE = 2048 * 32  # what apex passes by default; its kernels need one
+_CHUNK_SIZE = 2048 * 32  # the default of apex. Its kernels require a chunk size
 _LARGEST_FLOAT32 = torch.finfo(torch.float32).max
 
 
@@ -50,14 +50,14 @@ def local_multi_tensor_applier(
     """Call a multi-tensor operation with the default chunk size.
 
     Args:
-        op: An operation of this module, or a foreign one with the same first three parameters:
+        op: An operation of this module, or another function with the same first three parameters:
             chunk size, flag and tensor lists.
-        noop_flag_buffer: The overflow flag to pass on.
-        tensor_lists: The lists of tensors to pass on.
+        noop_flag_buffer: The overflow flag for the operation.
+        tensor_lists: The lists of tensors for the operation.
         *args: Further arguments of the operation.
 
     Returns:
-        What the operation returns.
+        The result of the operation.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -82,28 +82,27 @@ def local_multi_tensor_l2_norm(
     """Return the L2 norm of all tensors together and, if requested, of each.
 
     Squares are summed in float32, those of float64 tensors in float64. Non-finite data, and finite
-    data whose sum of squares overflows, give a non-finite norm and set the flag. The norm is that
-    of the local tensors: no collective is performed, so callers that hold shards add up
-    ``norm ** 2`` over their group.
+    data whose sum of squares overflows, give a non-finite norm and set the flag. Only local tensors
+    count, without communication: callers with shards add up ``norm ** 2`` over their group.
 
     Args:
-        chunk_size: Accepted for the calling form and ignored.
-        noop_flag: An integer tensor with one element, set to 1 if the norm is not finite; or
+        chunk_size: Accepted for compatibility with apex and ignored.
+        noop_flag: An integer tensor with one element, set to 1 if the norm is not finite, or
             None. A flag on another device than the norm costs a copy.
-        tensor_lists: Lists of plain tensors, which are taken together as one list.
-        per_tensor: Whether to return the norm of each tensor too; None means no.
+        tensor_lists: Lists of plain tensors, joined to a single list.
+        per_tensor: Whether to return the norm of each tensor too. None means no.
         *args: Ignored.
 
     Returns:
         The norm, float32 of shape ``[1]``, and the norms of the ``n`` tensors in their order,
-        float32 of shape ``[n]``, or ``[0]`` where they are not requested; both on the device of the
-        first tensor, or where there is none on that of the flag, else the CPU.
+        float32 of shape ``[n]``, or ``[0]`` if they are not requested. Both are on the device of
+        the first tensor. Without tensors, on the device of the flag, else on the CPU.
 
     Raises:
-        TypeError: A DTensor, a sparse tensor, or one of an integer, boolean, complex or 8-bit
-            dtype; or the flag is not an integer tensor.
-        ValueError: The flag does not have exactly one element, or the tensors are on the meta
-            device and it is not, or only some of them are.
+        TypeError: A tensor is a DTensor or sparse, or has an integer, boolean, complex or 8-bit
+            dtype, or the flag is not an integer tensor.
+        ValueError: The flag does not have exactly one element, only some tensors are on the meta
+            device, or all are and the flag is not.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -131,30 +130,30 @@ def local_multi_tensor_l2_norm(
 def local_multi_tensor_scale(
     chunk_size: int, noop_flag: Tensor | None, tensor_lists: TensorLists, scale: float | Tensor
 ) -> None:
-    """Write each source tensor times a factor into its destination, and report non-finite sources.
+    """Write each source tensor times a factor into its destination, and flag non-finite sources.
 
     The product is computed in float32 (float64 if the source or the destination is float64), then
-    cast. The flag is set if an element of a source is not finite; a finite one that overflows a
-    narrower destination is written as infinity and leaves the flag alone. A factor of 1 makes this
-    a checked copy.
+    cast. The flag is set if an element of a source is not finite. A finite element that overflows
+    a narrower destination is written as infinity and does not set the flag. With a factor of 1
+    this is a checked copy.
 
     Args:
-        chunk_size: Accepted for the calling form and ignored.
-        noop_flag: An integer tensor with one element, set to 1 if a source is not finite; or
+        chunk_size: Accepted for compatibility with apex and ignored.
+        noop_flag: An integer tensor with one element, set to 1 if a source is not finite, or
             None. A flag on another device than the destinations costs a copy.
-        tensor_lists: ``[sources, destinations]``: plain tensors, as many of one as of the other,
-            with as many elements each. A tensor may be its own destination. Where the shapes of a
-            pair differ, elements go in the order of ``reshape(-1)``. The result is undefined where
-            different tensors overlap, or one pair writes what another reads.
-        scale: A number, or a tensor with one element, which is used without reading it on the host.
+        tensor_lists: ``[sources, destinations]``: two lists of plain tensors of the same length.
+            Both tensors of a pair have the same number of elements, or are the same tensor. If
+            their shapes differ, elements are copied in the order of ``reshape(-1)``. The result is
+            undefined if different tensors overlap, or if a pair writes memory that another reads.
+        scale: A number, or a tensor with one element, which is not read on the host.
 
     Raises:
-        ValueError: Not exactly two lists, or their lengths differ, or a pair differs in the number
-            of elements, or the flag or ``scale`` does not have exactly one, or only some of the
-            tensors are on the meta device, or they are and the flag is not. Nothing is written.
-        TypeError: A DTensor, a sparse tensor, or one of an integer, boolean, complex or 8-bit
-            dtype; or ``scale`` is not a real number; or the flag is not an integer tensor. Nothing
-            is written.
+        ValueError: There are not exactly two lists of the same length, a pair differs in the
+            number of elements, the flag or ``scale`` does not have exactly one element, only some
+            tensors are on the meta device, or all are and the flag is not. Nothing is written.
+        TypeError: A tensor is a DTensor or sparse, or has an integer, boolean, complex or 8-bit
+            dtype, ``scale`` is not a real number, or the flag is not an integer tensor. Nothing is
+            written.
 
     Example:
         >>> flag = torch.zeros(1, dtype=torch.int)
@@ -176,25 +175,25 @@ def local_multi_tensor_scale(
 
 @torch.no_grad()
 def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """Return the L2 norm of plain tensors and DTensors together, each DTensor taken as a whole.
+    """Return the L2 norm of plain tensors and DTensors together, over all shards of each DTensor.
 
-    Plain tensors count as this rank holds them. The squares of DTensors are summed over the ranks
-    among which they are split: one all-reduce (SUM of one number) for each mesh dimension, once
-    for all DTensors that are split over the same dimensions. All ranks of a mesh have to call it
-    with its DTensors in the same order, and all get the result. Nothing is communicated for
-    replicas, nor without DTensors, and no tensor is read on the host.
+    Plain tensors count as they are on this rank. The squares of DTensors are summed over the ranks
+    that hold their shards: one all-reduce (SUM of one number) for each mesh dimension, once for all
+    DTensors that are split over the same dimensions. All ranks of a mesh have to call it with its
+    DTensors in the same order, and all get the result. There is no communication for replicas or
+    without DTensors, and no tensor is read on the host.
 
     Args:
-        tensors: Tensors of any mix of float dtypes and devices; shards may be empty.
+        tensors: Tensors of any mix of float dtypes and devices. Shards may be empty.
 
     Returns:
-        The norm, float32 without dimensions, on the device of the first tensor, on the CPU where
-        there is none; within 2e-6 of the exact norm, unless that is below 1e-18, where squares
-        are too small for float32. As in ``local_multi_tensor_l2_norm``, squares that
+        The norm, float32 without dimensions, on the device of the first tensor, or on the CPU
+        without tensors. It is within 2e-6 of the exact norm, unless that is below 1e-18: such
+        squares are too small for float32. As in ``local_multi_tensor_l2_norm``, squares that
         overflow the float32 sum of a few of them make it infinite.
 
     Raises:
-        TypeError: A sparse tensor, or one of an integer, boolean, complex or 8-bit dtype; or
+        TypeError: A tensor is sparse, or has an integer, boolean, complex or 8-bit dtype, or
             ``tensors`` is a tensor.
         ValueError: A DTensor has a partial placement, or only some tensors are on the meta device.
 
@@ -223,13 +222,13 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
 
 
 def _shards(tensor: Tensor, index: int) -> _Shards | None:
-    """Return over what a DTensor is split; None for a plain tensor and for a whole one."""
+    """Return the mesh and mesh dimensions that split a DTensor, None for a plain tensor."""
     if not is_dtensor(tensor):
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         raise ValueError(
             f"tensors[{index}] is a DTensor with the placements {tensor.placements}: its norm is "
-            "unknown before it is reduced, so redistribute it first"
+            "unknown before it is reduced. Call redistribute() first"
         )
     mesh = tensor.device_mesh
     dims = (
@@ -253,7 +252,7 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
 
 
 def _zero(device: torch.device) -> Tensor:
-    dtype = torch.float32 if device.type == "mps" else torch.float64  # it has no float64
+    dtype = torch.float32 if device.type == "mps" else torch.float64  # mps has no float64
     return torch.zeros(1, dtype=dtype, device=device)
 
 
@@ -280,7 +279,7 @@ def _device_of_result(tensors: list[Tensor], flag: Tensor | None) -> torch.devic
 
 
 def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
-    """Return the root of the sum of all squares, float32 [1]; one scalar per device moves."""
+    """Return the root of the sum of all squares, float32 [1]. Copies one scalar per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
         by_device.setdefault(part.device, []).append(part.square().sum(0, keepdim=True))
@@ -292,14 +291,14 @@ def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
 
 
 def _sum(scalars: list[Tensor]) -> Tensor:
-    """Return the sum, in float64 if one of them is, so that nothing is narrowed on the way."""
+    """Return the sum, in float64 if one of the scalars is."""
     return scalars[0] if len(scalars) == 1 else torch.cat(scalars).sum(0, keepdim=True)
 
 
 def _in_order(
     parts: list[Tensor], groups: list[list[int]], num_tensors: int, device: torch.device
 ) -> Tensor:
-    """Return norms of groups of tensors, float32, in the tensors' order; others get zero."""
+    """Return norms of groups of tensors, float32, in the tensors' order. Others are zero."""
     here = [moved(part.to(torch.float32), device) for part in parts]
     if len(here) == 1 and len(groups[0]) == num_tensors:
         return here[0]
@@ -339,7 +338,7 @@ def _checked_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor
     if len(sources) != len(destinations):
         raise ValueError(
             f"there are {len(sources)} source tensors and {len(destinations)} destination tensors: "
-            "each source needs one destination"
+            "pass one destination for each source"
         )
     for index, (source, destination) in enumerate(zip(sources, destinations, strict=True)):
         if source is destination or source.shape == destination.shape:
@@ -347,7 +346,7 @@ def _checked_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor
         if source.numel() != destination.numel():
             raise ValueError(
                 f"pair {index} has a source of {source.numel()} elements and a destination of "
-                f"{destination.numel()}: both need the same number"
+                f"{destination.numel()}: pass tensors with the same number"
             )
         sources[index] = source.reshape(destination.shape)
     return sources, destinations
@@ -358,7 +357,7 @@ def _picked(items: list[T], indices: list[int]) -> list[T]:
 
 
 def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]]:
-    """Return the indices of tensors with elements, in groups that agree in device and dtype."""
+    """Return the indices of non-empty tensors, in groups of the same device and dtype."""
     if 0 not in lengths:
         return indices_by_kind(tensors)
     filled = [index for index, length in enumerate(lengths) if length > 0]
@@ -369,7 +368,7 @@ def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]
 def _pairs_by_kind(
     sources: list[Tensor], destinations: list[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
-    """Group the pairs with elements that agree in dtypes, devices and in being in place."""
+    """Group non-empty pairs by dtypes, devices, and whether source and destination are the same."""
     filled = [index for index, tensor in enumerate(destinations) if tensor.numel() > 0]
     in_place = [index for index in filled if sources[index] is destinations[index]]
     tensors = _picked(destinations, in_place)

@@ -1,4 +1,4 @@
-"""Checks of the arguments of multi-tensor operations, before anything is computed or written."""
+"""Checks of the arguments of multi-tensor operations, before the operation writes a tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def _check_tensor(tensor: object, where: str) -> None:
     if is_dtensor(tensor):
         raise TypeError(
             f"{where} is a DTensor: pass its local shard, to_local_if_dtensor(tensor), and reduce "
-            "over the ranks yourself"
+            "the result over the ranks"
         )
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{where} must be a torch.Tensor, got {type(tensor).__name__}")
@@ -62,7 +62,7 @@ def check_tensors(tensors: list[Tensor], name: str) -> None:
 
 
 def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
-    """Return the flag after checking that it is one integer in a tensor."""
+    """Return the flag after checking that it is an integer tensor with one element."""
     if noop_flag is None:
         return None
     if not isinstance(noop_flag, Tensor):
@@ -84,21 +84,21 @@ def checked_noop_flag(noop_flag: Tensor | None) -> Tensor | None:
 
 
 def check_data(heads: list[Tensor], noop_flag: Tensor | None, scale: object = None) -> None:
-    """Raise if meta tensors meet others; ``heads`` are one tensor of each kind."""
+    """Raise if meta tensors are mixed with others. ``heads`` has one tensor of each kind."""
     num_meta = sum(tensor.is_meta for tensor in heads)
     if 0 < num_meta < len(heads):
         raise ValueError("tensor_lists mixes meta tensors, which have no data, with others")
     if num_meta and noop_flag is not None and not noop_flag.is_meta:
         raise ValueError(
-            f"noop_flag is on {noop_flag.device}, but the tensors are on the meta device, where "
-            "nothing can set it: pass None, or a flag on the meta device"
+            f"noop_flag is on {noop_flag.device}, but the tensors are on the meta device and have "
+            "no data to check: pass None, or a flag on the meta device"
         )
     if heads and not num_meta and isinstance(scale, Tensor) and scale.is_meta:
         raise ValueError("scale is on the meta device and has no value, but the tensors have data")
 
 
 def indices_by_kind(*columns: list[Tensor]) -> list[list[int]]:
-    """Return the indices of items whose tensors agree in device and dtype, group by group."""
+    """Return the indices of items, in groups with the same devices and dtypes."""
     if not columns[0]:
         return []
     if all(_is_uniform(column) for column in columns):

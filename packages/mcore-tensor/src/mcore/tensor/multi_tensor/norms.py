@@ -1,7 +1,8 @@
-"""L2 norms of many tensors that share one device and one dtype.
+"""L2 norms of many tensors that share a device and a dtype.
 
-On the CPU an operation costs as much as thousands of additions, and a float32 sum over thousands of
-squares is off in the sixth digit: everything is summed in short rows, and short tensors are packed.
+On the CPU an operation costs as much as thousands of additions, so short tensors are packed. A
+float32 sum over thousands of squares is wrong in the sixth digit, so squares are summed in short
+rows.
 """
 
 from __future__ import annotations
@@ -14,17 +15,17 @@ from torch import Tensor
 from mcore.tensor.device import are_traced
 from mcore.tensor.multi_tensor.scaling import Scratch
 
-# Elements summed at once: some 64 to 256 in each lane of a vector, which is off by 2e-6 at most.
+# Elements summed at once: 64 to 256 in each lane of a vector register, with an error up to 2e-6.
 _ROW = 1 << 10
-_STREAMS = 4  # places of a long tensor read in turns: memory delivers up to 1.4 times as much
+_STREAMS = 4  # parts of a long tensor read alternately: up to 1.4 times the memory bandwidth
 _STRIDE = _STREAMS * _ROW
-_LONG = 1 << 14  # elements from which packing a tensor costs more than operations on it
-_PACK = 1 << 19  # elements packed together: they stay in the cache
+_LONG = 1 << 14  # tensors with more elements are not packed: the copy costs more than it saves
+_PACK = 1 << 19  # elements packed together, few enough for the cache
 _NARROW = (torch.float16, torch.bfloat16)
 
 
 def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
-    """Return norms, float32 or wider, of disjoint pieces that together are all the tensors."""
+    """Return norms, float32 or wider, of disjoint pieces that together cover the tensors."""
     if are_traced(tensors):
         return torch.cat([_row_norms_when_traced(tensor) for tensor in tensors])
     if tensors[0].device.type != "cpu":
@@ -48,7 +49,7 @@ def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return _norms_of_each(tensors)
     rows = _Rows(tensors[0].dtype, sum(lengths))
-    owners: list[int] = []  # for each stretch of rows, the tensor whose elements they hold
+    owners: list[int] = []  # for each run of rows, the index of its tensor
     num_rows: list[int] = []
     short: list[tuple[int, Tensor, int]] = []
     for index, (tensor, length) in enumerate(zip(tensors, lengths, strict=True)):
@@ -100,7 +101,7 @@ def _norms_of_each(tensors: list[Tensor]) -> Tensor:
 
 
 def _row_norms_when_traced(tensor: Tensor) -> Tensor:
-    """Return the norms of a tensor's short rows by operations that every compiler knows."""
+    """Return the norms of a tensor's short rows by operations that every compiler supports."""
     flat = tensor.reshape(-1).to(_wide(tensor.dtype))
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW))
     norms: Tensor = torch.linalg.vector_norm(padded.view(-1, _ROW), dim=1)
@@ -124,11 +125,11 @@ class _Rows:
         self._zero_and_one = torch.tensor([[[0.0]], [[1.0]]], device="cpu").unbind()
 
     def norms(self) -> Tensor:
-        """Return all norms in the order in which the rows were added."""
+        """Return all norms, in the order of the added rows."""
         return self._norms[0] if len(self._norms) == 1 else torch.cat(self._norms)
 
     def add_long(self, tensor: Tensor) -> Tensor | None:
-        """Add the full rows of a tensor, from all streams; return the elements left over."""
+        """Add the full rows of a tensor, from all streams. Return the remaining elements."""
         flat = tensor if tensor.is_contiguous() else _flattened(tensor).contiguous()
         flat = flat.view(-1)
         rest = None
@@ -142,7 +143,7 @@ class _Rows:
         return rest
 
     def add_packed(self, tensors: Iterable[Tensor], lengths: Iterable[int]) -> None:
-        """Add short tensors as if they were one."""
+        """Add short tensors, joined to one."""
         pack: list[Tensor] = []
         packed = 0
         for tensor, length in zip(tensors, lengths, strict=True):
@@ -169,17 +170,18 @@ class _Rows:
 
 
 def _narrow_row_norms(rows: Tensor, zero: Tensor, one: Tensor) -> Tensor:
-    """Return the float32 norms of 16-bit rows, read once and widened in registers only.
+    """Return the float32 norms of 16-bit rows, read once and widened only in registers.
 
-    No reduction of torch does that but the gradient of a group norm's weight: the sum, in float32,
-    of output gradient times input, less that of the output gradient times a mean, which is 0 here.
+    The only reduction of torch that does this is the gradient of a group norm's weight: the sum, in
+    float32, of (output gradient * input), minus the sum of (output gradient * mean). The rows are
+    passed as output gradient and as input, with a mean of 0.
     """
     num_rows = len(rows)
     channels, weight = rows.view(1, num_rows, _ROW), zero.new_empty(num_rows)
     squares: Tensor = torch.ops.aten.native_group_norm_backward.default(
         channels, channels, zero, one, weight, 1, num_rows, _ROW, 1, (False, True, False)
     )[1]
-    odd = squares.isnan().nonzero().view(-1)  # infinity times that mean is NaN
+    odd = squares.isnan().nonzero().view(-1)  # infinity * mean is NaN
     if len(odd):
         squares[odd] = rows[odd].float().square().sum(1)
     return squares.sqrt_()

@@ -1,6 +1,7 @@
 """Scaled copies of many tensors that share dtypes and devices, with a check for non-finite input.
 
-PyTorch checks and multiplies in one pass only in place, so other data goes in cache-sized batches.
+PyTorch checks and multiplies in one pass only in place. Other data is processed in batches that fit
+into the cache.
 """
 
 from __future__ import annotations
@@ -14,15 +15,16 @@ from torch import Tensor
 
 from mcore.tensor.device import are_traced
 
-_SMALL = 1 << 16  # elements up to which packing a tensor costs less than operations on it
-_TOGETHER = 1 << 17  # elements of small tensors copied before they are multiplied
-_PACK = 1 << 19  # elements of small tensors packed
-_CPU_BLOCK = 1 << 19  # elements of a long tensor worked on at a time
-_ACCELERATOR_BLOCK = 1 << 24  # bounds the memory of the wide products that a narrow result needs
+# All in elements.
+_SMALL = 1 << 16  # larger tensors are not packed: the copy costs more than it saves
+_TOGETHER = 1 << 17  # small tensors copied before they are multiplied
+_PACK = 1 << 19  # small tensors packed together
+_CPU_BLOCK = 1 << 19  # part of a long tensor processed at a time
+_ACCELERATOR_BLOCK = 1 << 24  # limits the memory of the wide products for a narrow result
 
 
 def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float | Tensor) -> Tensor:
-    """Write ``source * scale`` into each destination; return, on the device, if sources are finite.
+    """Write ``source * scale`` into each destination. Return a bool tensor: all sources are finite.
 
     Either all destinations are their sources or none is. The product is rounded once.
     """
@@ -44,7 +46,7 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
 
 
 def moved(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, without waiting for an accelerator to receive it."""
+    """Return a tensor on a device, without waiting for a copy to an accelerator."""
     if tensor.device == device:
         return tensor
     return tensor.to(device, non_blocking=device.type != "cpu")
@@ -59,7 +61,7 @@ def _factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> 
 
 
 class _CheckedMultiply:
-    """Multiplies by one factor and records, on the device, whether all input was finite."""
+    """Multiplies by a factor and records, on the device, whether all input was finite."""
 
     def __init__(
         self,
@@ -83,7 +85,8 @@ class _CheckedMultiply:
         if self.dtype == torch.float32:
             check_and_multiply(tensors, self._found_non_finite, self._factor)
             return
-        # The fused operation takes a float32 factor only: it checks, the product is float64.
+        # The fused operation accepts only a float32 factor: it checks here, and the multiplication
+        # in float64 is a separate operation.
         check_and_multiply(tensors, self._found_non_finite, torch.ones_like(self._found_non_finite))
         torch._foreach_mul_(tensors, self._factor)
 
@@ -92,10 +95,10 @@ class _CheckedMultiply:
         self.check(source, product)
 
     def check(self, source: Tensor, product: Tensor) -> None:
-        """Record whether a source is finite; it is wherever its product is.
+        """Record whether a source is finite. It is if the product is.
 
-        A sum is the fastest look at that, here in the CPU's memory. It is finite if all addends
-        are, unless it overflows.
+        The sum is the fastest check in CPU memory: a finite sum means finite elements. Otherwise
+        the sum may have overflowed, and the extremes decide.
         """
         total: Any = math.nan if self.is_traced else product.sum().tolist()
         if not math.isfinite(total):
@@ -147,7 +150,7 @@ def _scale_long(source: Tensor, destination: Tensor, multiply: _CheckedMultiply)
 
 
 def _are_one(source: Tensor, destination: Tensor) -> bool:
-    """Return whether two tensors are names of the same memory."""
+    """Return whether two tensors are the same memory."""
     return (
         source.data_ptr() == destination.data_ptr()
         and source.stride() == destination.stride()
@@ -191,7 +194,7 @@ def _scale_batch(
 
 
 def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
-    """Yield slices of the list with at most ``limit`` elements, or with one tensor."""
+    """Yield slices of the list with at most ``limit`` elements in total, or with one tensor."""
     start = batched = 0
     for index, tensor in enumerate(tensors):
         length = tensor.numel()
@@ -206,7 +209,7 @@ def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
 def _cut(
     sources: list[Tensor], destinations: list[Tensor], limit: int
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """Yield the same pairs, with those of more than ``limit`` elements in parts."""
+    """Return the same pairs, with pairs of more than ``limit`` elements split into parts."""
     if all(source.numel() <= limit for source in sources):
         return sources, destinations
     source_parts: list[Tensor] = []
@@ -223,7 +226,7 @@ def _cut(
 class Scratch:
     """Uninitialised CPU memory for one call in one thread, one piece per dtype.
 
-    Fresh memory for every step is mapped page by page, which costs more than the step itself.
+    The system maps new memory page by page, which takes longer than the operations on it.
     """
 
     def __init__(self, capacity: int) -> None:
@@ -231,7 +234,7 @@ class Scratch:
         self._memory: dict[torch.dtype, Tensor] = {}
 
     def take(self, length: int, dtype: torch.dtype) -> Tensor:
-        """Return a one-dimensional tensor; earlier ones of the same dtype become invalid."""
+        """Return a one-dimensional tensor. Earlier tensors of the same dtype become invalid."""
         memory = self._memory.get(dtype)
         if memory is None or memory.numel() < length:
             memory = torch.empty(max(length, self._capacity), dtype=dtype, device="cpu")

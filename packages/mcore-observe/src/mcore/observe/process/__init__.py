@@ -1,1 +1,0 @@
-"""The process: its rank in what it logs, and the status with which it ends."""

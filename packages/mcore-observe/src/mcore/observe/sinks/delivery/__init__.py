@@ -1,0 +1,1 @@
+"""Brings metrics to trackers in the background, and keeps them on the disk until they arrive."""

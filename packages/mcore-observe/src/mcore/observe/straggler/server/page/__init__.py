@@ -1,0 +1,1 @@
+"""The page that shows the ranks in a browser: its files, its history, and its data as JSON."""

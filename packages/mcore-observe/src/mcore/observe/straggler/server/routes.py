@@ -1,0 +1,326 @@
+"""The answers to requests, and the state that the controller shares with the detector."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import hmac
+import ipaddress
+import json
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from http import HTTPStatus
+
+from mcore.observe.straggler.report import RankComparison, StragglerReport, family, labels
+from mcore.observe.straggler.server.page.answers import (
+    FILE_HEADERS,
+    FILE_PATHS,
+    PageAnswers,
+    read_page_file,
+)
+from mcore.observe.straggler.server.page.history import History
+
+_TEXT = "text/plain; charset=utf-8"
+_JSON = "application/json"
+_PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+
+
+@dataclass(frozen=True)
+class ControllerStatus:
+    """A snapshot of the detector for HTTP clients, with its fields in the order of the JSON."""
+
+    enabled: bool
+    pending: bool | None  # the state after the next report, if it differs
+    rank: int
+    world_size: int
+    reports: int
+    last_report_unix: float | None
+
+
+class ControllerState:
+    """Holds the requested state until the next report applies it. Any thread may call it."""
+
+    def __init__(self, *, rank: int, world_size: int, enabled: bool) -> None:
+        self._lock = threading.Lock()
+        self._rank = rank
+        self._world_size = world_size
+        self._enabled = enabled
+        self._wanted = enabled
+        self._reports = 0
+        self._refused = 0
+        self._scalars: dict[str, float] = {}
+        self._last: RankComparison | None = None
+        self._history: History | None = None
+
+    def keep_history(self) -> History:
+        """Return the history for the page. The first call starts it."""
+        with self._lock:
+            if self._history is None:
+                self._history = History()
+            return self._history
+
+    @property
+    def last_report(self) -> StragglerReport | None:
+        """The last report. None before the first."""
+        last = self._last
+        return None if last is None else last.report
+
+    def status(self) -> ControllerStatus:
+        """Return a snapshot of the state."""
+        with self._lock:
+            return ControllerStatus(
+                enabled=self._enabled,
+                pending=None if self._wanted == self._enabled else self._wanted,
+                rank=self._rank,
+                world_size=self._world_size,
+                reports=self._reports,
+                last_report_unix=None if self._last is None else self._last.unix_time,
+            )
+
+    def count_refusal(self) -> None:
+        """Count a request without the right token."""
+        with self._lock:
+            self._refused += 1
+
+    def show(self, scalars: Mapping[str, float]) -> None:
+        """Show numbers of the training to clients, until they are replaced."""
+        with self._lock:
+            self._scalars.update(scalars)
+        if self._history is not None:
+            self._history.show(scalars)
+
+    def live_metrics(self) -> str:
+        """Return the values that change between reports, in Prometheus' text format."""
+        status = self.status()
+        with self._lock:
+            refused, scalars = self._refused, list(self._scalars.items())
+        made = [] if status.last_report_unix is None else [("", status.last_report_unix)]
+        named = [(labels(name=name), value) for name, value in scalars]
+        return "".join(
+            (
+                family("enabled", "gauge", "Whether ranges are timed.", [("", status.enabled)]),
+                family("reports_total", "counter", "Reports so far.", [("", status.reports)]),
+                family("refused_total", "counter", "Requests without the token.", [("", refused)]),
+                family("last_report_timestamp_seconds", "gauge", "Time of the report.", made),
+                family("training", "gauge", "Numbers of the training by name.", named),
+            )
+        )
+
+    def request(self, wanted: bool) -> bool:
+        """Request a state from the next report on, and return it. The last request counts."""
+        with self._lock:
+            self._wanted = wanted
+            return wanted
+
+    def toggle(self) -> bool:
+        """Request the other state, and return it. A second call before a report undoes it."""
+        with self._lock:
+            self._wanted = not self._wanted
+            return self._wanted
+
+    def wanted(self) -> bool:
+        """Return the state wanted after the next report."""
+        with self._lock:
+            return self._wanted
+
+    def applied(self, enabled: bool, comparison: RankComparison | None) -> None:
+        """Record the present state of all ranks, and the comparison of a report if there was any.
+
+        A request made during that report is kept for the next report.
+        """
+        if comparison is not None and self._history is not None:
+            self._history.add(comparison)
+        with self._lock:
+            self._enabled = enabled
+            if comparison is not None:
+                self._last = comparison
+                self._reports += 1
+
+
+@dataclass(frozen=True)
+class Answer:
+    """A response. ``packed`` is its body for clients that accept gzip."""
+
+    status: HTTPStatus
+    body: str
+    content_type: str = _TEXT
+    packed: bytes | None = None
+    headers: dict[str, str] = field(default_factory=dict)
+
+
+def error_answer(status: HTTPStatus, text: str, headers: dict[str, str] | None = None) -> Answer:
+    """Return the answer to a request that is refused. The text repeats nothing of the request."""
+    return Answer(status, _dump({"error": text}), _JSON, headers=headers or {})
+
+
+class Router:
+    """Answers requests from the shared state. No collective, no device."""
+
+    def __init__(
+        self, state: ControllerState, *, token: str | None, allow_get_toggle: bool
+    ) -> None:
+        self._state = state
+        self._lock = threading.Lock()
+        self._rendered: dict[str, _Rendered] = {}
+        self._page = PageAnswers(state.keep_history())
+        self._expected = None if token is None else token.encode()
+        root = self._toggle if allow_get_toggle else self._answer_status
+        # By path and method, each from the query.
+        self._routes: dict[str, dict[str, Callable[[str], Answer]]] = {
+            "/": {"GET": lambda _: root()},
+            "/status": {"GET": lambda _: self._answer_status()},
+            "/toggle": {"POST": lambda _: self._toggle()},
+            "/on": {"POST": lambda _: _accept(state.request(True))},
+            "/off": {"POST": lambda _: _accept(state.request(False))},
+            "/report": {"GET": lambda _: self._answer_report()},
+            "/metrics": {
+                "GET": lambda query: self._answer_metrics("ranks=all" in query.split("&"))
+            },
+            "/healthz": {"GET": lambda _: Answer(HTTPStatus.OK, "ok")},
+            "/ui/data": {
+                "GET": lambda query: self._answer_page(
+                    lambda text: self._page.data(text, asdict(state.status())), query
+                )
+            },
+            "/ui/rank": {"GET": lambda query: self._answer_page(self._page.rank, query)},
+        }
+        for path in FILE_PATHS:
+            self._routes[path] = {"GET": functools.partial(_answer_file, path)}
+
+    def refusal(
+        self,
+        method: str,
+        path: str,
+        *,
+        host: str | None,
+        authorization: list[str],
+        is_cross_site: bool,
+        is_visit: bool = False,
+    ) -> Answer | None:
+        """Return the answer 403 or 401 if a request is refused, else None. Nothing is changed.
+
+        The page's files contain no data of the job. They need no token, because a browser has none
+        until the page prompts for it. Links to the page itself are allowed (``is_visit``).
+        """
+        if is_cross_site and not (is_visit and (method, path) == ("GET", "/ui")):
+            return error_answer(HTTPStatus.FORBIDDEN, "requests of other web pages are refused")
+        if (method, path) == ("GET", "/healthz"):
+            return None
+        if self._expected is None:
+            # DNS rebinding: a foreign page whose host name resolves to this machine counts as the
+            # same site for a browser. Such a page needs a name, so names are refused.
+            if host is None or _is_address(host):
+                return None
+            return error_answer(
+                HTTPStatus.FORBIDDEN, "send requests to localhost or an IP address, not to a name"
+            )
+        if self._is_authorized(authorization) or (method == "GET" and path in FILE_PATHS):
+            return None
+        self._state.count_refusal()
+        return error_answer(
+            HTTPStatus.UNAUTHORIZED,
+            "send the header Authorization: Bearer <token>",
+            {"WWW-Authenticate": "Bearer"},
+        )
+
+    def answer(self, method: str, path: str, query: str = "") -> Answer:
+        """Answer a request: 404 for an unknown path, 405 for an unknown method."""
+        methods = self._routes.get(path)
+        if methods is None:
+            return error_answer(HTTPStatus.NOT_FOUND, "unknown path")
+        if method not in methods:
+            allowed = {"Allow": ", ".join(methods)}
+            return error_answer(
+                HTTPStatus.METHOD_NOT_ALLOWED, "this path has no such method", allowed
+            )
+        return methods[method](query)
+
+    def _is_authorized(self, authorization: list[str]) -> bool:
+        if self._expected is None:
+            return True
+        # Headers arrive decoded as latin-1: encoding gives the bytes that were sent.
+        scheme, _, given = authorization[0].partition(" ") if authorization else ("", "", "")
+        matches = hmac.compare_digest(given.strip().encode("latin-1"), self._expected)
+        return matches and len(authorization) == 1 and scheme.lower() == "bearer"
+
+    def _answer_status(self) -> Answer:
+        return Answer(HTTPStatus.OK, _dump(asdict(self._state.status())), _JSON)
+
+    def _toggle(self) -> Answer:
+        return _accept(self._state.toggle())
+
+    def _answer_report(self) -> Answer:
+        rendered = self._render("report", StragglerReport.to_json)
+        if rendered is None:
+            return error_answer(HTTPStatus.NOT_FOUND, "no report yet")
+        return Answer(HTTPStatus.OK, rendered.text, _JSON, rendered.packed)
+
+    def _answer_page(self, ask: Callable[[str], str], query: str) -> Answer:
+        try:
+            body = ask(query)
+        except ValueError as error:
+            return error_answer(HTTPStatus.BAD_REQUEST, str(error))
+        return Answer(HTTPStatus.OK, body, _JSON, gzip.compress(body.encode(), 1))
+
+    def _answer_metrics(self, all_ranks: bool) -> Answer:
+        live = self._state.live_metrics()
+        rendered = self._render(
+            "all" if all_ranks else "metrics",
+            lambda report: report.to_prometheus(all_ranks=all_ranks),
+        )
+        if rendered is None:
+            return Answer(HTTPStatus.OK, live, _PROMETHEUS)
+        # A gzip stream may have several members, so the report is compressed only once.
+        packed = gzip.compress(live.encode(), 1) + rendered.packed
+        return Answer(HTTPStatus.OK, live + rendered.text, _PROMETHEUS, packed)
+
+    def _render(self, form: str, render: Callable[[StragglerReport], str]) -> _Rendered | None:
+        """Render the last report, once for all clients. None before the first report."""
+        with self._lock:
+            report = self._state.last_report
+            if report is None:
+                return None
+            rendered = self._rendered.get(form)
+            if rendered is None or rendered.report is not report:
+                text = render(report)
+                rendered = _Rendered(report, text, gzip.compress(text.encode(), 1))
+                self._rendered[form] = rendered
+            return rendered
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A report as text, plain and packed with gzip."""
+
+    report: StragglerReport
+    text: str
+    packed: bytes
+
+
+def _is_address(host: str) -> bool:
+    """Return whether a Host header is an address or ``localhost``, with or without a port."""
+    name = host.strip()
+    name = name[1:].partition("]")[0] if name.startswith("[") else name.partition(":")[0]
+    if name.lower().rstrip(".") == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _answer_file(path: str, query: str) -> Answer:
+    text, content_type = read_page_file(path)
+    return Answer(HTTPStatus.OK, text, content_type, headers=FILE_HEADERS)
+
+
+def _accept(wanted: bool) -> Answer:
+    word = "ON" if wanted else "OFF"
+    text = f"Will turn StragglerDetector {word} at next logging interval"
+    return Answer(HTTPStatus.ACCEPTED, text)
+
+
+def _dump(value: object) -> str:
+    return json.dumps(value, separators=(",", ":"))

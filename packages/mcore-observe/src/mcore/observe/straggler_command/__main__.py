@@ -1,0 +1,8 @@
+"""``python -m mcore.observe.straggler_command``, the same as ``mcore-straggler``."""
+
+import sys
+
+from mcore.observe.straggler_command.command import main
+
+if __name__ == "__main__":
+    sys.exit(main())

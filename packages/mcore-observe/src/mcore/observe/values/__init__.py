@@ -1,1 +1,0 @@
-"""Numbers on devices: the scalars of a step, and sums of losses between two lines."""

@@ -1,0 +1,155 @@
+"""Runs as tables and charts, from files of real sinks."""
+
+import math
+import re
+
+import pytest
+
+from mcore.observe import JsonlSink, Outlier
+from mcore.observe.__main__ import main
+from mcore.observe.runs import log_slow_ranks
+from mcore.observe.runs.tables import Run
+from mcore.observe.sparkline import sparkline
+
+EVIL = "<b>\x1b[31m\u2028</script>"
+
+
+@pytest.fixture
+def folders(tmp_path):
+    for name, factor in (("first", 1.0), ("second", 0.5)):
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        for step in range(1, 101):
+            loss = math.nan if step == 50 else factor * 100 / step
+            sink.log({"lm loss": loss, "<odd> & name": factor}, step)
+        if name == "first":
+            sink.log({"only here": 1.0, "lm loss": 7.0}, 100)
+        sink.close()
+    return tmp_path / "first", tmp_path / "second"
+
+
+def test_a_table_has_the_ends_and_extremes_of_every_metric(folders, capsys):
+    assert main(["show", str(folders[0])]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["metric", "steps", "first", "last", "least", "largest"]
+    assert re.split(r"  +", lines[1])[:6] == ["lm loss", "1-100", "100", "7", "1.01", "100"]
+    assert re.split(r"  +", lines[1])[6][0] == "█"
+    assert lines[3].startswith("only here")
+
+
+def test_two_runs_are_compared_at_the_last_step_of_both(folders, capsys):
+    assert main(["compare", *map(str, folders), "--metric", "lm loss"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert re.split(r"  +", lines[1])[:5] == ["lm loss", "100", "7", "0.5", "-92.9%"]
+    assert len(lines) == 2
+    again = [str(folders[0]), *map(str, folders)]
+    assert main(["compare", *again, "--metric", "lm loss"]) == 0
+    columns = re.split(r"  +", capsys.readouterr().out.splitlines()[1])
+    assert columns[:7] == ["lm loss", "100", "7", "7", "0.5", "+0.0%", "-92.9%"]
+    assert main(["show", str(folders[0]), "--html", str(folders[0] / "page.html")]) == 0
+    assert (folders[0] / "page.html").read_text().startswith("<!doctype html>")
+
+
+def test_who_was_slow_is_kept_by_report_and_a_run_that_goes_back_forgets(folders, caplog):
+    run = folders[0]
+    assert Run.read(run).slow == {}
+    one = Outlier("forward", 1, "node1", 40.0, 10.0, 9.0, 0.25, "cuda:1")
+    hot = Outlier("temp_c", 3, EVIL, 90.0, math.inf, 5.0, math.nan, "")
+    log_slow_ranks(run, 10, [one])
+    log_slow_ranks(run, 20, [])
+    log_slow_ranks(run, 30, [hot, one])
+    found = Run.read(run).slow
+    assert list(found) == [10, 20, 30]
+    assert (found[10], found[20]) == ((one,), ())
+    first, second = found[30]
+    assert (first.host, first.value, second) == (EVIL, 90.0, one)
+    assert math.isnan(first.median)
+    assert math.isnan(first.score)
+    with (run / "slow_ranks.jsonl").open("a") as file:
+        file.write('{"step": 40, "slow": [{"rank": 7}, 3]}\n[]\n{"step": "x"}\n{"step": 50, "sl')
+    log_slow_ranks(run, 60, [one] * 1000)
+    found = Run.read(run).slow
+    assert {step: len(slow) for step, slow in found.items()} == {10: 1, 20: 0, 30: 2, 40: 1, 60: 64}
+    log_slow_ranks(run, 20, [hot])  # from a checkpoint at step 15
+    assert {step: len(slow) for step, slow in Run.read(run).slow.items()} == {10: 1, 20: 1}
+    (run / "slow_ranks.jsonl").unlink()
+    (run / "slow_ranks.jsonl").mkdir()
+    for step in (30, 40):
+        log_slow_ranks(run, step, [one])
+    assert Run.read(run).slow == {}
+    assert len([r for r in caplog.records if "slow_ranks.jsonl" in r.getMessage()]) == 1
+
+
+def test_values_as_far_apart_as_floats_can_be():
+    assert sparkline([-1.7e308, 0.0, 1.7e308], bars="01234567") == "047"
+
+
+def test_a_picture(folders, tmp_path):
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / "run.png"
+    assert main(["show", str(folders[0]), "--png", str(picture)]) == 0
+    assert picture.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["show", "nothing"], "nothing has no metrics"),
+        (["show", "{first}", "--metric", "x"], "first has no metric 'x'; it has ['<odd> & name'"),
+        (["replay", "nothing"], "there is no folder nothing"),
+    ],
+)
+def test_what_is_not_there_is_an_error_that_says_so(folders, capsys, words, message):
+    assert main([word.format(first=folders[0]) for word in words]) == 1
+    assert message in capsys.readouterr().err
+
+
+def test_sparklines():
+    assert sparkline([1, 2, 3, 4, 5, 6, 7, 8]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([3.0, 3.0]) == "▅▅"
+    assert sparkline([0.0, math.nan, 1.0]) == "▁x█"
+    assert sparkline([]) == ""
+    assert len(sparkline(range(1000))) == 32
+
+
+def test_a_damaged_file_shows_what_is_whole(tmp_path):
+    sink = JsonlSink(tmp_path / "metrics.jsonl")
+    sink.log({"loss": 2.0}, 1)
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'{"step": 2, "lo\n\x00\xff\n[1]\n{"loss": 9.0}\n{"step": "x", "loss": 9.0}\n')
+        file.write(b'{"step": 3, "loss": "abc", "other": [1], "good": 1}\n')
+    sink.log({"loss": 4.0}, 4)
+    sink.close()
+    assert Run.read(tmp_path).curves == {"loss": {1: 2.0, 4: 4.0}, "good": {3: 1.0}}
+    again = JsonlSink(tmp_path / "metrics.jsonl", resume_step=3)
+    again.log({"loss": 5.0}, 4)
+    again.close()
+    assert Run.read(tmp_path).curves["loss"] == {1: 2.0, 4: 5.0}
+
+
+def test_a_run_without_metrics_and_runs_without_common_ones_say_so(tmp_path, capsys):
+    for name, metric in (("empty", None), ("one", "a"), ("two", "b")):
+        (tmp_path / name).mkdir()
+        sink = JsonlSink(tmp_path / name / "metrics.jsonl")
+        if metric is not None:
+            sink.log({metric: 1.0}, 1)
+        sink.close()
+    assert main(["show", str(tmp_path / "empty")]) == 1
+    assert "empty has no metrics yet" in capsys.readouterr().err
+    assert main(["compare", str(tmp_path / "one"), str(tmp_path / "two")]) == 1
+    assert "one and two have no metric at the same step" in capsys.readouterr().err
+
+
+def test_two_runs_in_one_folder_are_one_warning_and_both_are_written(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    first, second = JsonlSink(path), JsonlSink(path)
+    for step in (1, 2):
+        first.log({"a": 1.0}, step)
+        second.log({"b": 2.0}, step)
+    assert [r.getMessage() for r in caplog.records] == [
+        f"another run writes {path} too: give each run a separate folder"
+    ]
+    assert Run.read(path).curves == {"a": {1: 1.0, 2: 1.0}, "b": {1: 2.0, 2: 2.0}}
+    first.close()
+    second.close()
+    JsonlSink(path).log({"a": 3.0}, 3)  # a run that goes on
+    assert len(caplog.records) == 1

@@ -1,0 +1,121 @@
+"""The agreements of the ranks at a start: their process group and their run folder."""
+
+from __future__ import annotations
+
+import datetime
+import socket
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
+
+from pretrain.cli.claim import LOCK_NAME, claim
+from pretrain.cli.options import Request
+from pretrain.run_folder import RunFolder, free_number, make_run_folder, name_run
+from pretrain.usage import UsageError
+
+_MEET_EVERY_S = 0.02
+_SEEN_WITHIN_S = 10.0  # network file systems show new files late
+
+
+def join(device: torch.device, timeout: datetime.timedelta) -> None:
+    """Create the process group of all ranks.
+
+    After a restart, torchrun's store still contains the addresses of the previous ranks, so each
+    start uses a separate prefix.
+    """
+    store, rank, world_size = next(rendezvous("env://", timeout=timeout))
+    name = _agree_on_name(store, rank, world_size, timeout.total_seconds())
+    dist.init_process_group(
+        dist.get_default_backend_for_device(device),
+        store=PrefixStore(name, store),
+        rank=rank,
+        world_size=world_size,
+        timeout=timeout,
+    )
+
+
+def _agree_on_name(store: Store, rank: int, world_size: int, timeout_s: float) -> str:
+    """Agree on a new name for this start: torchrun's restart count differs between nodes.
+
+    Rank 0 draws the name and answers every rank that writes hello, dead ranks of earlier starts
+    too, until each rank of this start has the name.
+    """
+    token = uuid.uuid4().hex
+    if rank:
+        store.set(f"hello/{rank}", token)
+        name = str(store.get(f"name/{token}").decode())
+        store.set(f"{name}/{rank}", "")
+        return name
+    deadline = time.monotonic() + timeout_s
+    missing = set(range(1, world_size))
+    while missing and time.monotonic() < deadline:
+        for other in sorted(missing):
+            if store.check([f"{token}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"hello/{other}"]):
+                store.set(f"name/{store.get(f'hello/{other}').decode()}", token)
+        time.sleep(_MEET_EVERY_S)
+    if missing:
+        raise TimeoutError(f"ranks {sorted(missing)} did not start within {timeout_s:g} s")
+    return token
+
+
+def agree_on_folder(request: Request, device: torch.device) -> RunFolder:
+    """The run's folder, equal on all ranks. Rank 0 names and creates a new folder."""
+    if request.resume is not None:
+        check_seen_by_all(request.resume, device)
+        return RunFolder(request.resume)
+    layout = request.settings.run_kind
+    facts = torch.zeros(3, dtype=torch.int64, device=device)
+    problem: UsageError | None = None
+    if dist.get_rank() == 0:
+        started = int(time.time())
+        number = free_number(request.runs_dir, layout, started)
+        try:
+            named = request.run_dir or name_run(request.runs_dir, layout, started, number)
+            request.claims.append(claim(make_run_folder(named).path))
+        except UsageError as error:
+            problem = error
+        facts.copy_(torch.tensor([started, number, int(problem is not None)]))
+    dist.broadcast(facts, src=0)
+    started, number, failed = facts.tolist()
+    path = request.run_dir or name_run(request.runs_dir, layout, started, number)
+    if failed:
+        raise problem or UsageError(f"rank 0 could not make the run folder {path}")
+    check_seen_by_all(path, device)
+    return RunFolder(path)
+
+
+def check_seen_by_all(folder: Path, device: torch.device) -> None:
+    """Raise UsageError on all ranks if a rank does not see the folder that rank 0 has claimed."""
+    path = folder / LOCK_NAME
+    deadline = time.monotonic() + _SEEN_WITHIN_S
+    while not path.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    rank = dist.get_rank()
+    lowest = torch.tensor(dist.get_world_size() if path.exists() else rank, device=device)
+    dist.all_reduce(lowest, op=dist.ReduceOp.MIN)
+    blind = int(lowest.item())
+    if blind == dist.get_world_size():
+        return
+    place = [socket.gethostname(), str(folder.absolute())]
+    dist.broadcast_object_list(place, src=blind, device=device)
+    raise UsageError(
+        f"rank {blind} on {place[0]} does not see the run folder {place[1]}: pass a folder that "
+        "all nodes share with --run-dir or --runs-dir"
+    )
+
+
+def report_another_layout(request: Request) -> None:
+    if request.stored_layout and dist.get_rank() == 0:
+        line = (
+            f"pretrain: continuing with the layout {request.settings.layout} instead of "
+            f"{request.stored_layout}, with new random streams"
+        )
+        print(line, file=sys.stderr, flush=True)

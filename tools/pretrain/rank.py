@@ -1,0 +1,88 @@
+"""One rank of the job, from its device to its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import sys
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from mcore.tensor import current_device
+from pretrain.cli.claim import still_ours
+from pretrain.cli.ending import Ending, end_after
+from pretrain.cli.handshake import agree_on_folder, join, report_another_layout
+from pretrain.cli.options import Request
+from pretrain.run.checkpoints import latest_step
+from pretrain.run.training import train
+from pretrain.run_folder import RunFolder
+from pretrain.usage import UsageError
+from pretrain.watch.logs import is_writer
+from pretrain.watch.mlflow_run import JobRun, warn_like_the_job
+from pretrain.watch.mlflow_target import choose_target
+
+
+def run_rank(request: Request) -> NoReturn:
+    """Train as the rank in the launcher's environment variables, and end the process."""
+    exit_code = _train_and_report(request)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An exception may still refer to a process group, whose threads abort an orderly exit.
+    os._exit(exit_code)
+
+
+def _train_and_report(request: Request) -> int:
+    settings = request.settings
+    ending = Ending(settings.grace_s)
+    device = _choose_device()
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // local_ranks))
+    join(device, datetime.timedelta(seconds=settings.timeout_s))
+    report_another_layout(request)
+    folder = None
+    try:
+        folder = agree_on_folder(request, device)
+        mlflow = _open_mlflow(request, folder, ending)
+        with mlflow or contextlib.nullcontext():
+            train(
+                settings,
+                folder,
+                device,
+                resume=request.resume,
+                past_damage=request.by_itself,
+                mlflow=mlflow,
+                signal=lambda: ending.requested,
+            )
+        # A rank that hangs after the others have left would block the launcher without end.
+        dist.barrier()
+    except (Exception, SystemExit) as error:
+        return end_after(error, folder)
+    dist.destroy_process_group()
+    return 0
+
+
+def _choose_device() -> torch.device:
+    if torch.accelerator.is_available():
+        index, count = int(os.environ.get("LOCAL_RANK", "0")), torch.accelerator.device_count()
+        if index >= count:
+            raise UsageError(
+                f"rank {os.environ['RANK']} is number {index} on its machine, which has "
+                f"{count} accelerators: start fewer ranks on that machine"
+            )
+        torch.accelerator.set_device_index(index)
+    return current_device()
+
+
+def _open_mlflow(request: Request, folder: RunFolder, ending: Ending) -> JobRun | None:
+    """Start opening the MLflow run (takes seconds) on the rank that writes logs."""
+    if not (request.settings.mlflow and is_writer()):
+        return None
+    target = choose_target(folder, request.mlflow_uri)
+    first_step = latest_step(folder) if request.resume is not None else 0
+    warn_like_the_job()
+    job = JobRun(request.settings, folder, target, first_step, still_ours(folder.path))
+    ending.last_call = lambda: job.end("KILLED")
+    return job
