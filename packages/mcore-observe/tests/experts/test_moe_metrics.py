@@ -94,9 +94,9 @@ def test_wrong_layers_are_refused_and_no_layer_is_ignored():
     tracker.record("z_loss", torch.tensor(1.0), None, 2)
     tracker.record("z_loss", torch.tensor(1.0), 1, 2)
     for layer in (0, 3):
-        with pytest.raises(ValueError, match=f"layer_number is {layer}; give 1 to 2"):
+        with pytest.raises(ValueError, match=f"layer_number is {layer}: give 1 to 2"):
             tracker.record("z_loss", torch.tensor(1.0), layer, 2)
-    with pytest.raises(ValueError, match="has 2 layers, num_layers is 3"):
+    with pytest.raises(ValueError, match="has 2 layers, but num_layers is 3"):
         tracker.record("z_loss", torch.tensor(1.0), 1, 3)
 
 

@@ -1,8 +1,7 @@
-import importlib.metadata
-
 import pytest
 
 from mcore.observe import ConfigContainer, LoggerConfig, ProfilingConfig
+from mcore.observe.runs import config
 from mcore.observe.sinks.trackers import TRACKERS
 
 NAMED = [spec for spec in TRACKERS if spec.named_by is not None]
@@ -36,15 +35,8 @@ def test_wrong_logger_settings_are_refused(settings, message):
         *(({spec.wanted_by: "e", spec.named_by: "r"}, spec.name) for spec in NAMED),
     ],
 )
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra(settings, extra, monkeypatch):
-    find = importlib.metadata.distribution
-
-    def not_found(name):
-        if name == "mcore-observe":
-            return find(name)
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(settings, extra, hide_libraries):
+    hide_libraries()
     with pytest.raises(ModuleNotFoundError, match=rf"mcore-observe\[{extra}\]"):
         LoggerConfig(**settings).finalize()
 
@@ -79,3 +71,18 @@ def test_the_container_checks_its_parts():
         ConfigContainer(logger=LoggerConfig(log_interval=0)).finalize()
     with pytest.raises(ValueError, match="profile_step_start"):
         ConfigContainer(profiling=ProfilingConfig(profile_step_start=-1)).finalize()
+
+
+def test_settings_without_effect_are_one_warning_each(caplog):
+    config._warn_no_effect.cache_clear()
+    for _ in range(2):
+        ProfilingConfig(record_shapes=True, nvtx_ranges=True).finalize()
+    assert [record.getMessage() for record in caplog.records] == [
+        "ProfilingConfig.record_shapes has no effect in mcore.observe: pass record_shapes=True to "
+        "torch.profiler.profile",
+        "ProfilingConfig.nvtx_ranges has no effect in mcore.observe: call "
+        "mcore.observe.configure_nvtx_profiling(True)",
+    ]
+    caplog.clear()
+    ProfilingConfig().finalize()
+    assert not caplog.records

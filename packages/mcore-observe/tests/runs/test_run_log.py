@@ -169,7 +169,7 @@ def test_a_setting_that_is_wrong_is_refused_on_every_rank(tmp_path):
         RunLog(tmp_path, console_format="pretty")
     with pytest.raises(TypeError, match="no_such_setting"):
         RunLog(tmp_path, no_such_setting=1)
-    with pytest.raises(ValueError, match="RunLog got batch_size=-4; give a number of at least 1"):
+    with pytest.raises(ValueError, match="RunLog got batch_size=-4: give a number of at least 1"):
         RunLog(tmp_path, batch_size=-4)
     with pytest.raises(ValueError, match="RunLog got seq_length=0"):
         RunLog(tmp_path, seq_length=0)
@@ -177,7 +177,7 @@ def test_a_setting_that_is_wrong_is_refused_on_every_rank(tmp_path):
 
 def test_counts_below_0_are_refused_and_count_nothing(tmp_path):
     with RunLog(tmp_path, batch_size=4, seq_length=10, log_every=1) as log:
-        with pytest.raises(ValueError, match="log_step got samples=-8; give those since"):
+        with pytest.raises(ValueError, match="log_step got samples=-8: give those since"):
             log.log_step(1.0, samples=-8)
         with pytest.raises(ValueError, match="log_step got tokens=-1"):
             log.log_step(1.0, tokens=-1)

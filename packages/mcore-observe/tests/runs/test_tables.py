@@ -94,7 +94,7 @@ def test_a_picture(folders, tmp_path):
     ("words", "message"),
     [
         (["show", "nothing"], "nothing has no metrics"),
-        (["show", "{first}", "--metric", "x"], "first has no metric 'x'; it has ['<odd> & name'"),
+        (["show", "{first}", "--metric", "x"], "first has no metric 'x': it has ['<odd> & name'"),
         (["replay", "nothing"], "there is no folder nothing"),
     ],
 )

@@ -14,7 +14,7 @@ from mcore.observe import GlobalState, MemorySink, TrainState, training_log
 
 @pytest.fixture
 def warnings(caplog):
-    from mcore.observe.values import scalars
+    from mcore.observe.sinks import scalars
 
     scalars._warn_left_out.cache_clear()
     return lambda: [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING]

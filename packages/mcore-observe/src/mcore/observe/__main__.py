@@ -1,4 +1,4 @@
-"""The command line: what a run has logged, runs side by side, and what is left to send."""
+"""The command line: show a run, compare runs, and send metrics that are not delivered yet."""
 
 from __future__ import annotations
 
@@ -17,37 +17,41 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
     parser = argparse.ArgumentParser(prog="python -m mcore.observe", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-    one = _command(commands, "show", "what a run has logged", _show)
+    one = _add_command(commands, "show", "show the metrics of a run", _show)
     one.add_argument("run", help="folder of a run, or its metrics.jsonl")
-    two = _command(commands, "compare", "the metrics of two runs or more", _compare)
+    two = _add_command(commands, "compare", "compare the metrics of two runs or more", _compare)
     two.add_argument("first", metavar="run", help="folder of a run, or its metrics.jsonl")
-    two.add_argument("others", metavar="run", nargs="+", help="others, compared with the first")
+    two.add_argument(
+        "others", metavar="run", nargs="+", help="further runs, compared with the first"
+    )
     for command in (one, two):
-        command.add_argument("--metric", action="append", default=[], help="only this one; repeats")
-        command.add_argument("--png", metavar="FILE", help="draw a picture (needs matplotlib)")
+        command.add_argument(
+            "--metric", action="append", default=[], help="only this metric (repeatable)"
+        )
+        command.add_argument("--png", metavar="FILE", help="write a picture (needs matplotlib)")
         command.add_argument(
             "--html",
             metavar="FILE",
-            help="draw one page that works offline",
+            help="write a self-contained HTML page",
         )
-    sending = _command(commands, "replay", "send what trackers have not taken", _replay)
+    sending = _add_command(commands, "replay", "send undelivered metrics to trackers", _replay)
     sending.add_argument("run", help="folder of the run")
-    sending.add_argument("--mlflow-uri", help="MLflow's server, if its address has a password")
+    sending.add_argument("--mlflow-uri", help="MLflow server, if its address contains a password")
     options = parser.parse_args(arguments)
     try:
         for line in options.call(options):
             print(line, flush=True)  # noqa: T201
-    except BrokenPipeError:  # of head, or a pager that was left
+    except BrokenPipeError:  # of head, or a closed pager
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     except Exception as error:
-        text = error.args[0] if isinstance(error, KeyError) else error
+        text = error.args[0] if isinstance(error, KeyError) else error  # str() of it adds quotes
         print(f"{parser.prog}: error: {text}", file=sys.stderr)  # noqa: T201
         return 1
     return 0
 
 
-def _command(
+def _add_command(
     commands: Any, name: str, text: str, call: Callable[[argparse.Namespace], Iterator[str]]
 ) -> argparse.ArgumentParser:
     parser: argparse.ArgumentParser = commands.add_parser(name, help=text, description=text)

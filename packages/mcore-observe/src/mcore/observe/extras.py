@@ -1,4 +1,4 @@
-"""The extras of this distribution and the optional libraries that they bring."""
+"""The extras of this distribution and their optional libraries."""
 
 from __future__ import annotations
 

@@ -10,16 +10,16 @@ from mcore.parallel.process_groups import get_default_process_groups
 
 
 def model_chunks(model: Any) -> list[Any]:
-    """Return the virtual-pipeline chunks of a model: a list of them, one module, or None."""
+    """Return the virtual-pipeline chunks of a model: a list, one module, or None."""
     if model is None:
         return []
     return list(model) if isinstance(model, (list, tuple)) else [model]
 
 
 def find_process_groups(pg_collection: Any, model: Any) -> Any:
-    """Return the given groups, else those of the first chunk or what it wraps, else the default.
+    """Return the given groups, else those of the first chunk or a module in it, else the default.
 
-    No communication. Without default groups it is None: one process.
+    No communication. The result is None without default groups, which means one process.
     """
     if pg_collection is not None:
         return pg_collection

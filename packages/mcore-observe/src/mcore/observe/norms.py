@@ -25,7 +25,7 @@ _PREFIX = "l2_norm/grad/"
 _CHUNK_SIZE = 2048 * 32
 _SUMMABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
-# The mesh of a DTensor and its dimensions over which the DTensor is split.
+# The mesh of a DTensor and the mesh dimensions that split it.
 _ShardSet: TypeAlias = "tuple[DeviceMesh, tuple[int, ...]]"
 
 
@@ -34,19 +34,20 @@ def report_l2_norm_grad(
 ) -> dict[str, float]:
     """Report the L2 norm of each parameter's gradient and of all of them together.
 
-    Gradients are ``main_grad`` where a parameter has one, else ``grad``; call it after they are
-    reduced and unscaled. DTensors are summed over the ranks that hold their shards; all ranks of
-    their mesh call it. Everything else counts on this rank alone, unless ``group`` is given: then
-    one all-reduce sums the squares over it, and all its ranks call it and get the result.
+    The gradient of a parameter is its ``main_grad`` if it has one, else its ``grad``. Call the
+    report after gradients are reduced and unscaled. DTensors are summed over the ranks that hold
+    their shards, and all ranks of their mesh call it. Other gradients are those of this rank alone
+    unless ``group`` is given: then one all-reduce sums the squares over the group, and all its
+    ranks call it and get the result.
 
     Args:
         model: One module or a list of chunks.
-        group: A group whose ranks hold shards of the same parameters. Those marked with
-            ``tensor_model_parallel`` False are whole on every rank, and count once.
+        group: A group of ranks that hold shards of the same parameters. Parameters marked with
+            ``tensor_model_parallel`` False are complete on every rank and count once.
 
     Returns:
         ``l2_norm/grad/{parameter}`` for each parameter that has a gradient, and
-        ``l2_norm/grad/global``, 0.0 when there is none. A name that an earlier chunk already has
+        ``l2_norm/grad/global``, 0.0 without gradients. A name that an earlier chunk has already
         gets the prefix ``chunk{i}.``, counting chunks from 0.
 
     Raises:
@@ -65,15 +66,19 @@ def report_l2_norm_grad(
 def gradient_norms(
     model: torch.nn.Module | list[torch.nn.Module], *, group: GroupLike | None = None
 ) -> dict[str, Any]:
-    """Compute what :func:`report_l2_norm_grad` returns, left on the gradients' device."""
-    named = dict(_named_gradients(model))
+    """Compute the norms of :func:`report_l2_norm_grad` and leave them on the device."""
+    named = dict(_iterate_gradients(model))
     if not named:
         return {f"{_PREFIX}global": 0.0}
-    squares = _squares_of_each([gradient for _, gradient in named.values()])
+    squares = _sum_squares_of_each([gradient for _, gradient in named.values()])
     if get_pg_size(group) > 1:
-        counts = [_gradient_counts_here(parameter, group) for parameter, _ in named.values()]
-        own = squares * torch.tensor(counts, dtype=squares.dtype, device=squares.device)
-        (squares,) = sum_over_group([own], group)
+        counts = [  # a complete copy counts on the first rank alone
+            getattr(parameter, "tensor_model_parallel", None) is not False
+            or get_pg_rank(group) == 0
+            for parameter, _ in named.values()
+        ]
+        counted = squares * torch.tensor(counts, dtype=squares.dtype, device=squares.device)
+        (squares,) = sum_over_group([counted], group)
     roots = torch.cat([squares, squares.sum(0, keepdim=True)]).sqrt().to(torch.float32)
     return {
         _PREFIX + name: root for name, root in zip([*named, "global"], roots.unbind(), strict=True)
@@ -91,23 +96,25 @@ def calc_params_l2_norm(
 ) -> float:
     """Return the L2 norm of all parameters over the whole job.
 
-    Each value counts once: parameters that every tensor-parallel rank holds whole count on the
-    first of them, those marked ``shared`` not at all. Squares are summed without a float32 copy.
+    Each value counts once: a parameter that every tensor-parallel rank holds complete counts on
+    the first of them, and a parameter marked ``shared`` does not count. Squares are summed without
+    a float32 copy.
 
-    Collectives, all sums, each only over a group with more than one rank: main parameters that
-    the optimizer splits over ``dp_cp``, and of experts over ``expt_dp``; DTensors over their
-    shards; then dense parameters over ``mp`` and experts over ``tp_ep_pp``. All ranks call it,
-    even those without experts, and all get the norm. One copy to the host.
+    The collectives are sums over each of these groups with more than one rank: first ``dp_cp``, and
+    ``expt_dp`` for experts, for main parameters that the optimizer splits, and the shards of
+    DTensors. Then ``mp`` for dense parameters and ``tp_ep_pp`` for experts. All ranks call it, even
+    without experts, and get the norm. One copy to the host.
 
     Args:
         model: One module or a list of chunks.
-        model_config: Something with ``bf16`` and ``fp16``: with either on, a parameter's
-            ``main_param`` counts where it has one.
-        use_megatron_fsdp: All parameters are DTensors of Megatron-FSDP: each chunk's
-            ``stop_communication()`` is called first, and only their shards are summed over.
+        model_config: An object with ``bf16`` and ``fp16``. If either is on, the ``main_param`` of
+            a parameter counts instead of the parameter.
+        use_megatron_fsdp: All parameters are DTensors of Megatron-FSDP. The
+            ``stop_communication()`` of each chunk is called first, and the squares are summed over
+            the shards alone.
         force_create_fp32_copy: Ignore ``main_param``.
-        pg_collection: The groups ``tp, expt_tp, mp, tp_ep_pp, dp_cp, expt_dp``; a missing one has
-            one rank. None takes ``pg_collection`` of the model, else the default ProcessGroups,
+        pg_collection: The groups ``tp, expt_tp, mp, tp_ep_pp, dp_cp, expt_dp``. A missing group has
+            one rank. None means ``pg_collection`` of the model, else the default ProcessGroups,
             else one process.
 
     Returns:
@@ -129,48 +136,66 @@ def calc_params_l2_norm(
             stop = getattr(chunk, "stop_communication", None)
             if callable(stop):
                 stop()
-        return _dtensor_norm(named for chunk in chunks for named in chunk.named_parameters())
+        return _compute_dtensor_norm(p for chunk in chunks for p in chunk.named_parameters())
     groups = find_process_groups(pg_collection, model)
-    use_main = not force_create_fp32_copy and _is_half(model_config)
-    # By whether they belong to experts, and whether they are split over data-parallel ranks too.
+    tp, expt_tp = getattr(groups, "tp", None), getattr(groups, "expt_tp", None)
+    is_half = any(getattr(model_config, name, False) is True for name in ("bf16", "fp16"))
+    use_main = is_half and not force_create_fp32_copy
+    # Keys: it belongs to an expert, and the optimizer splits it over data-parallel ranks.
     buckets: dict[tuple[bool, bool], list[torch.Tensor]] = {
         kind: [] for kind in product((False, True), (False, True))
     }
     for chunk in chunks:
         for parameter in chunk.parameters():
-            if _parameter_counts_here(parameter, groups):
-                value, is_split = _counted_value(parameter, use_main=use_main)
-                is_expert = getattr(parameter, "allreduce", True) is False
-                if value is not None:
-                    buckets[is_expert, is_split].append(value)
-    return _norm_over_groups(list(buckets.values()), groups)
+            if not param_is_not_shared(parameter):
+                continue
+            if not param_is_not_tensor_parallel_duplicate(parameter, tp, expt_tp):
+                continue
+            value, is_split = _find_counted_value(parameter, use_main=use_main)
+            is_expert = getattr(parameter, "allreduce", True) is False
+            if value is not None:
+                buckets[is_expert, is_split].append(value)
+    sums = [_sum_squares(bucket) for bucket in buckets.values()]
+    device = next((s.device for s in sums if s.device.type != "cpu"), sums[0].device)
+    dense, dense_split, expert, expert_split = (s.to(device).reshape(1) for s in sums)
+    # Split values first: their sums over data-parallel ranks then count like unsplit values.
+    dense_split, expert_split = _sum_pair(
+        dense_split, getattr(groups, "dp_cp", None), expert_split, getattr(groups, "expt_dp", None)
+    )
+    dense, expert = _sum_pair(
+        dense + dense_split,
+        getattr(groups, "mp", None),
+        expert + expert_split,
+        getattr(groups, "tp_ep_pp", None),
+    )
+    return _copy_root(dense + expert)
 
 
 @torch.no_grad()
 def calc_dtensor_params_l2_norm(params: Iterable[torch.Tensor]) -> float:
     """Return the L2 norm of DTensors over all their shards.
 
-    One all-reduce for each mesh dimension over which they are split, and each set of such
-    dimensions; all ranks of the mesh call it with the parameters in the same order, and get the
-    norm. Replicated dimensions are not summed over.
+    DTensors that are split over the same mesh dimensions share one all-reduce for each of these
+    dimensions. Replicated dimensions are not summed over. All ranks of the mesh call it with the
+    parameters in the same order, and get the norm.
 
     Args:
-        params: DTensors; shards may be empty.
+        params: DTensors. Shards may be empty.
 
     Returns:
-        The norm; 0.0 for no parameters.
+        The norm, 0.0 without parameters.
 
     Raises:
-        RuntimeError: One is not a DTensor, or has a partial placement.
+        RuntimeError: A parameter is not a DTensor, or has a partial placement.
 
     Example:
         >>> calc_dtensor_params_l2_norm([])
         0.0
     """
-    return _dtensor_norm((f"parameter {index}", param) for index, param in enumerate(params))
+    return _compute_dtensor_norm((f"parameter {i}", param) for i, param in enumerate(params))
 
 
-def _named_gradients(model: Any) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
+def _iterate_gradients(model: Any) -> Iterator[tuple[str, tuple[torch.Tensor, torch.Tensor]]]:
     taken: set[str] = set()
     for index, chunk in enumerate(model_chunks(model)):
         for name, parameter in chunk.named_parameters():
@@ -184,22 +209,9 @@ def _named_gradients(model: Any) -> Iterator[tuple[str, tuple[torch.Tensor, torc
             yield unique, (parameter, gradient)
 
 
-def _gradient_counts_here(parameter: torch.Tensor, group: GroupLike | None) -> bool:
-    is_whole = getattr(parameter, "tensor_model_parallel", None) is False
-    return not is_whole or get_pg_rank(group) == 0
-
-
-def _parameter_counts_here(parameter: torch.Tensor, groups: Any) -> bool:
-    return param_is_not_shared(parameter) and param_is_not_tensor_parallel_duplicate(
-        parameter, getattr(groups, "tp", None), getattr(groups, "expt_tp", None)
-    )
-
-
-def _is_half(model_config: Any) -> bool:
-    return any(getattr(model_config, name, False) is True for name in ("bf16", "fp16"))
-
-
-def _counted_value(parameter: torch.Tensor, *, use_main: bool) -> tuple[torch.Tensor | None, bool]:
+def _find_counted_value(
+    parameter: torch.Tensor, *, use_main: bool
+) -> tuple[torch.Tensor | None, bool]:
     """Return the tensor that counts for a parameter, and whether the optimizer splits it."""
     if not use_main or not hasattr(parameter, "main_param"):
         return parameter, False
@@ -209,77 +221,60 @@ def _counted_value(parameter: torch.Tensor, *, use_main: bool) -> tuple[torch.Te
     return (parameter if main is None else main), False
 
 
-def _norm_over_groups(buckets: Sequence[Sequence[torch.Tensor]], groups: Any) -> float:
-    """Return the norm of dense, split dense, expert and split expert values over their groups."""
-    sums = [_sum_of_squares(bucket) for bucket in buckets]
-    device = next((s.device for s in sums if s.device.type != "cpu"), sums[0].device)
-    dense, dense_split, expert, expert_split = (s.to(device).reshape(1) for s in sums)
-    dense_split, expert_split = _sum_pair(
-        dense_split, getattr(groups, "dp_cp", None), expert_split, getattr(groups, "expt_dp", None)
-    )
-    dense, expert = _sum_pair(
-        dense + dense_split,
-        getattr(groups, "mp", None),
-        expert + expert_split,
-        getattr(groups, "tp_ep_pp", None),
-    )
-    return _root(dense + expert)
-
-
 def _sum_pair(
     first: torch.Tensor,
     first_group: GroupLike | None,
     second: torch.Tensor,
     second_group: GroupLike | None,
 ) -> list[torch.Tensor]:
-    """Sum each over its group; in one collective when the groups have the same ranks."""
-    if _ranks(first_group) == _ranks(second_group):
+    """Sum each tensor over its group, in one collective if the groups have the same ranks."""
+    if _list_ranks(first_group) == _list_ranks(second_group):
         return sum_over_group([first, second], first_group)
     return sum_over_group([first], first_group) + sum_over_group([second], second_group)
 
 
-def _ranks(group: GroupLike | None) -> list[int] | None:
+def _list_ranks(group: GroupLike | None) -> list[int] | None:
     member = as_process_group(group)
     return None if member is None else dist.get_process_group_ranks(member)
 
 
-def _dtensor_norm(named: Iterable[tuple[str, torch.Tensor]]) -> float:
+def _compute_dtensor_norm(named: Iterable[tuple[str, torch.Tensor]]) -> float:
     parameters: list[torch.Tensor] = []
     for name, parameter in named:
         if not is_dtensor(parameter):
             raise RuntimeError(
-                f"{name} is a {type(parameter).__name__}, not a DTensor: its shards are unknown; "
-                "split the whole model, or call without use_megatron_fsdp"
+                f"{name} is a {type(parameter).__name__}, not a DTensor, so its shards are "
+                "unknown: split the whole model, or call without use_megatron_fsdp"
             )
         parameters.append(parameter)
-    return _root(_sum_of_squares(parameters))
+    return _copy_root(_sum_squares(parameters))
 
 
-def _root(squares: torch.Tensor) -> float:
-    """Return the root on the host, in the precision of the sums."""
+def _copy_root(squares: torch.Tensor) -> float:
+    """Return the square root on the host, rounded to float32."""
     return float(squares.sqrt().to(torch.float32).item())
 
 
-def _sum_of_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum the squares of all elements; one all-reduce for each set of dimensions with shards."""
+def _sum_squares(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum the squares of all elements, with one all-reduce for each set of split dimensions."""
     sums = [
-        _summed_over_shards(
-            _local_squares([tensors[i] for i in members], together=True), shards
+        _sum_over_shards(
+            _sum_local_squares([tensors[i] for i in members], together=True), shards
         ).squeeze(0)
-        for shards, members in _by_shards(tensors).items()
+        for shards, members in _group_by_shards(tensors).items()
     ]
     if not sums:
         return torch.zeros((), dtype=torch.float64)
     return torch.stack([s.to(sums[0].device) for s in sums]).sum()
 
 
-def _squares_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Sum the squares of each tensor by itself, with as many all-reduces: ``[len(tensors)]``."""
+def _sum_squares_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Sum the squares of each tensor separately, with the same all-reduces: ``[len(tensors)]``."""
     parts: list[torch.Tensor] = []
     order: list[int] = []
-    for shards, members in _by_shards(tensors).items():
-        squares = _local_squares([tensors[i] for i in members], together=False)
-        parts.append(_summed_over_shards(squares, shards))
+    for shards, members in _group_by_shards(tensors).items():
+        squares = _sum_local_squares([tensors[i] for i in members], together=False)
+        parts.append(_sum_over_shards(squares, shards))
         order += members
     unordered = torch.cat([part.to(parts[0].device) for part in parts])
     return torch.empty_like(unordered).index_copy_(
@@ -287,7 +282,7 @@ def _squares_of_each(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     )
 
 
-def _by_shards(tensors: Sequence[torch.Tensor]) -> dict[_ShardSet | None, list[int]]:
+def _group_by_shards(tensors: Sequence[torch.Tensor]) -> dict[_ShardSet | None, list[int]]:
     sets: dict[_ShardSet | None, list[int]] = {}
     for index, tensor in enumerate(tensors):
         sets.setdefault(_shard_set(tensor), []).append(index)
@@ -299,27 +294,27 @@ def _shard_set(tensor: torch.Tensor) -> _ShardSet | None:
         return None
     if any(placement.is_partial() for placement in tensor.placements):
         raise RuntimeError(
-            f"a DTensor of shape {tuple(tensor.shape)} has the placements {tensor.placements}; "
+            f"a DTensor of shape {tuple(tensor.shape)} has the placements {tensor.placements}, so "
             "its norm is unknown before it is reduced: redistribute it first"
         )
     split = (i for i, placement in enumerate(tensor.placements) if not placement.is_replicate())
     return tensor.device_mesh, tuple(split)
 
 
-def _local_squares(tensors: Sequence[torch.Tensor], *, together: bool) -> torch.Tensor:
-    local = [_summable(to_local_if_dtensor(tensor.detach())) for tensor in tensors]
+def _sum_local_squares(tensors: Sequence[torch.Tensor], *, together: bool) -> torch.Tensor:
+    local: list[torch.Tensor] = []
+    for tensor in tensors:
+        shard = to_local_if_dtensor(tensor.detach())
+        if shard.is_complex():
+            shard = torch.view_as_real(shard)
+        # The norm kernels lack the other types, such as float8.
+        local.append(shard if shard.dtype in _SUMMABLE else shard.float())
     norm, norms = local_multi_tensor_l2_norm(_CHUNK_SIZE, None, [local], not together)
     found = norm if together else norms
     return found.to(widest_float(found.device)).square()
 
 
-def _summable(tensor: torch.Tensor) -> torch.Tensor:
-    if tensor.is_complex():
-        return torch.view_as_real(tensor)
-    return tensor if tensor.dtype in _SUMMABLE else tensor.float()
-
-
-def _summed_over_shards(squares: torch.Tensor, shards: _ShardSet | None) -> torch.Tensor:
+def _sum_over_shards(squares: torch.Tensor, shards: _ShardSet | None) -> torch.Tensor:
     if shards is None:
         return squares
     mesh, dims = shards

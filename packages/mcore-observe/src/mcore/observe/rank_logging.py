@@ -1,4 +1,4 @@
-"""Log records that one rank, or one rank of each pipeline stage, writes."""
+"""Logging on one rank, or on one rank of each pipeline stage."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def safe_get_rank() -> int:
     No communication.
 
     Returns:
-        The rank in the world group; before that exists, the variable ``RANK`` or
+        The rank in the world group. Before that exists: the variable ``RANK`` or
         ``SLURM_PROCID``, else 0.
 
     Example:
@@ -44,7 +44,7 @@ def safe_get_world_size() -> int:
     No communication.
 
     Returns:
-        The size of the world group; before that exists, the variable ``WORLD_SIZE`` or
+        The size of the world group. Before that exists: the variable ``WORLD_SIZE`` or
         ``SLURM_NTASKS``, else 1.
 
     Example:
@@ -55,7 +55,7 @@ def safe_get_world_size() -> int:
 
 
 def is_last_rank() -> bool:
-    """Return whether this is the rank that writes logs: the last one, where pipelines end."""
+    """Return whether this is the last rank. It writes logs, since pipelines end there."""
     return process_rank() == process_world_size() - 1
 
 
@@ -66,19 +66,19 @@ def log_single_rank(
     group: GroupLike | None = None,
     **kwargs: Any,
 ) -> None:
-    """Log on one rank; the record names the caller's file, line and function.
+    """Log on one rank. The record names the caller's file, line and function.
 
-    Any subset of ranks may call it: no communication. Which rank this is comes from
-    torch.distributed, or before it is initialised from the variables that
-    :func:`safe_get_rank` reads; a process that cannot tell its rank logs.
+    Any subset of ranks may call it, since there is no communication. The rank is that of
+    torch.distributed. Before it is initialised, the rank is read from the variables of
+    :func:`safe_get_rank`, and a process without them logs.
 
     Args:
-        logger: Where the record goes. While it is disabled for the level, nothing else is read.
+        logger: The logger. While it is disabled for the level, nothing else is read.
         args: As for :meth:`logging.Logger.log`: level, message and the message's arguments.
-        rank: The rank that logs; negative ones count from the last. If it does not
-            exist, nobody logs.
-        group: Count ranks in this group instead of in the job; ranks outside it do not log.
-        kwargs: As for :meth:`logging.Logger.log`; ``stacklevel`` counts from the caller.
+        rank: The rank that logs. Negative ranks count from the last. If it does not exist, no
+            rank logs.
+        group: Count ranks in this group instead of in the job. Ranks outside it do not log.
+        kwargs: As for :meth:`logging.Logger.log`. ``stacklevel`` counts from the caller.
 
     Raises:
         TypeError: The level is missing or not an integer.
@@ -86,7 +86,7 @@ def log_single_rank(
     Example:
         >>> log_single_rank(logging.getLogger("train"), logging.INFO, "step %d", 7, rank=-1)
     """
-    if not logger.isEnabledFor(_level(args, kwargs)):
+    if not logger.isEnabledFor(_check_level(args, kwargs)):
         return
     if _is_rank(rank, group):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
@@ -102,18 +102,18 @@ def log_on_each_pipeline_stage(
 ) -> None:
     """Log on one rank of each pipeline stage: the first of its TP and of its DP-CP group.
 
-    Any subset of ranks may call it: no communication. Without torch.distributed, or in a job of
-    one rank, it logs.
+    Any subset of ranks may call it, since there is no communication. Without torch.distributed,
+    or in a job of one rank, it logs.
 
     Args:
-        logger: Where the record goes. While it is disabled for the level, no rank is read.
+        logger: The logger. While it is disabled for the level, no rank is read.
         args: As for :meth:`logging.Logger.log`: level, message and the message's arguments.
-        tp_group: Tensor parallel: a process group, a 1-D mesh or anything with ``rank()``. A rank
+        tp_group: Tensor parallel: a process group, a 1-D mesh or an object with ``rank()``. A rank
             outside of it does not log.
-        dp_cp_group: Data and context parallel, likewise. Give both groups or neither: then those
-            of the default ``ProcessGroups`` apply; without a default only global rank 0 logs,
-            and one WARNING asks for the groups.
-        kwargs: As for :meth:`logging.Logger.log`; ``stacklevel`` counts from the caller.
+        dp_cp_group: Data and context parallel, of the same types. Pass both groups or neither.
+            Neither means those of the default ``ProcessGroups``. Without a default only global
+            rank 0 logs, with one WARNING that the groups are missing.
+        kwargs: As for :meth:`logging.Logger.log`. ``stacklevel`` counts from the caller.
 
     Raises:
         ValueError: Only one of the groups is given.
@@ -126,30 +126,33 @@ def log_on_each_pipeline_stage(
         given, missing = "tp_group", "dp_cp_group"
         if dp_cp_group is not None:
             given, missing = missing, given
-        raise ValueError(f"got {given} without {missing}; give both groups, or neither")
-    if not logger.isEnabledFor(_level(args, kwargs)):
+        raise ValueError(f"got {given} without {missing}: give both groups or neither")
+    if not logger.isEnabledFor(_check_level(args, kwargs)):
         return
     if world_size() == 1 or _is_first_of_stage(tp_group, dp_cp_group):
         kwargs["stacklevel"] = kwargs.get("stacklevel", 1) + 1
         logger.log(*args, **kwargs)
 
 
-def _level(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+def _check_level(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     level = args[0] if args else kwargs.get("level")
     if not isinstance(level, int):
         raise TypeError(
-            f"got {level!r} as the level; give an integer such as logging.INFO after the logger"
+            f"got {level!r} as the level: give an integer such as logging.INFO after the logger"
         )
     return level
 
 
 def _is_rank(rank: int, group: GroupLike | None) -> bool:
-    """Return whether this process has a rank, or cannot tell."""
+    """Return whether this process has a rank, or its rank is unknown."""
     if group is not None and _is_outside(group):
         return False
-    mine = known_rank() if group is None else _rank_in(group)
+    mine = known_rank() if group is None else _get_rank(group)
     if rank < 0:
-        size = known_world_size() if group is None else _size_of(group)
+        if group is None:
+            size = known_world_size()
+        else:
+            size = get_pg_size(group) if isinstance(group, DeviceMesh) else group.size()
         if size is None:
             return True
         rank += size
@@ -163,7 +166,9 @@ def _is_first_of_stage(tp_group: GroupLike | None, dp_cp_group: GroupLike | None
             _warn_about_missing_groups()
             return process_rank() == 0
         return default.rank("tp") == 0 and default.rank("dp_cp") == 0
-    return all(not _is_outside(group) and _rank_in(group) == 0 for group in (tp_group, dp_cp_group))
+    return all(
+        not _is_outside(group) and _get_rank(group) == 0 for group in (tp_group, dp_cp_group)
+    )
 
 
 def _warn_about_missing_groups() -> None:
@@ -171,21 +176,17 @@ def _warn_about_missing_groups() -> None:
     if not _warned_about_missing_groups:
         _warned_about_missing_groups = True
         logger.warning(
-            "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups: only "
-            "rank 0 logs; pass tp_group and dp_cp_group, or call set_default_process_groups"
+            "log_on_each_pipeline_stage got no groups and there is no default ProcessGroups, so "
+            "only rank 0 logs. Pass tp_group and dp_cp_group, or call set_default_process_groups"
         )
 
 
 def _is_outside(group: object) -> bool:
-    """Return whether this rank is not a member; ``new_group`` gives such ranks an integer."""
+    """Return whether this rank is no member. ``new_group`` returns an integer on such ranks."""
     if isinstance(group, DeviceMesh):
         return group.get_coordinate() is None
     return group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int)
 
 
-def _rank_in(group: GroupLike) -> int:
+def _get_rank(group: GroupLike) -> int:
     return get_pg_rank(group) if isinstance(group, DeviceMesh) else group.rank()
-
-
-def _size_of(group: GroupLike) -> int:
-    return get_pg_size(group) if isinstance(group, DeviceMesh) else group.size()

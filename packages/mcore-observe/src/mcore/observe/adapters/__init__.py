@@ -1,1 +1,1 @@
-"""The log of a run and the detector of slow ranks in other libraries' trainers, a module each."""
+"""Run logs and comparison of ranks for the trainers of other libraries, one module each."""

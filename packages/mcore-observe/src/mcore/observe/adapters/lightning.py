@@ -1,4 +1,4 @@
-"""The log of a run and the detector of slow ranks for Lightning's ``Trainer``."""
+"""Run log and comparison of ranks for Lightning's ``Trainer``."""
 
 from __future__ import annotations
 
@@ -27,16 +27,15 @@ __all__ = ["ObserveCallback", "ObserveLogger"]
 class ObserveCallback(Callback):
     """Logs the steps of a ``Trainer``, with a console line, and compares its ranks.
 
-    Every rank of the job has one; the last rank writes. A step is one of the optimizer: its loss
-    is that of all its batches, its samples and tokens are those of this rank's batches times the
-    data-parallel ranks. Metrics of validation and test go to the sinks; give the trainer
-    :attr:`logger` as well for all that modules log. ``fit`` goes on with the run where its step
-    goes on, also from a checkpoint, which holds the counters; else it has a folder of its own
-    (``-2``). The run ends with an exception, or with the process.
+    Every rank of the job has one. The last rank writes. A step is one step of the optimizer: its
+    loss is the sum over its batches, its samples and tokens are those of this rank times the
+    data-parallel ranks. Metrics of validation and test are sent to the sinks. To log the values of
+    modules too, pass :attr:`logger` to the trainer. A ``fit`` that continues the last step, or a
+    checkpoint with the counters, continues the run. Otherwise it starts a run in a new folder
+    (``-2``). The run ends with an exception or with the process.
 
-    The time from a batch to the backward pass is compared over the ranks, and so is each wait for
-    data, about every five minutes. Where the forward pass has collectives, as with FSDP, it hides
-    who is slow.
+    The time from a batch to the backward pass, and each wait for data, is compared over the ranks
+    about every five minutes. Collectives in the forward pass, as with FSDP, hide slow ranks.
 
     Args:
         run_dir: Folder of the run.
@@ -46,7 +45,7 @@ class ObserveCallback(Callback):
 
     Raises:
         ValueError: A setting is out of range.
-        TypeError: A setting that there is not.
+        TypeError: A setting does not exist.
 
     Example:
         >>> import tempfile
@@ -62,7 +61,7 @@ class ObserveCallback(Callback):
         **settings: Any,
     ) -> None:
         self._runs = TrainerLog(run_dir, straggler, settings)
-        self._logger = ObserveLogger._of(self._runs)
+        self._logger = ObserveLogger._share(self._runs)
         self._loaded: Mapping[str, Any] = {}
         self._step = 0
         self._lr: float | None = None
@@ -85,15 +84,15 @@ class ObserveCallback(Callback):
         return {name: value.item() for name, value in self.run_log.state_dict().items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take the counters of a checkpoint.
+        """Load the counters of a checkpoint.
 
         Args:
-            state_dict: What :meth:`state_dict` returned.
+            state_dict: The result of :meth:`state_dict`.
         """
         self._loaded = state_dict
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin the run, or continue it."""
+        """Start the run, or continue it."""
         self._step, self._loss = trainer.global_step, None
         last = trainer.max_steps if trainer.max_steps > 0 else trainer.estimated_stepping_batches
         self._runs.begin(
@@ -105,7 +104,7 @@ class ObserveCallback(Callback):
         self._loaded = {}
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        """Begin to wait for data."""
+        """Start to wait for data."""
         self._runs.begin_wait()
 
     def on_train_batch_start(
@@ -132,14 +131,14 @@ class ObserveCallback(Callback):
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log a step of the optimizer; all ranks compare themselves where that is due."""
+        """Log a step of the optimizer, and compare the ranks if it is time."""
         self.on_before_backward(trainer, pl_module, None)
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, torch.Tensor):
             self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
         steps = trainer.global_step - self._step
         if steps > 0:
-            ranks = _data_parallel_ranks(trainer)
+            ranks = _count_dp_ranks(trainer)
             self._runs.end_step(ranks, steps=steps)
             losses = {} if self._loss is None else {"loss": self._loss}
             self._runs.log_line(losses, ranks, lr=self._lr)
@@ -148,13 +147,13 @@ class ObserveCallback(Callback):
         self._runs.begin_wait()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log metrics of the validation, and leave it out of the time of the steps."""
+        """Log validation metrics, and leave the validation out of the step time."""
         if not trainer.sanity_checking:
             self._log_evaluation(trainer)
         self._runs.begin_wait()
 
     def on_test_end(self, trainer: Any, pl_module: Any) -> None:
-        """Log metrics of the test."""
+        """Log test metrics."""
         self._log_evaluation(trainer)
 
     def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: Any) -> None:
@@ -162,15 +161,15 @@ class ObserveCallback(Callback):
         self._has_saved = True
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """End the training; a test may follow."""
+        """End the training. A test may follow."""
         self._runs.finish()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """End the run as failed or killed."""
-        self._runs.close(_status_of(exception))
+        self._runs.close(_find_status(exception))
 
     def close(self, status: str = "FINISHED") -> None:
-        """End the run before the process does; closing twice is fine.
+        """End the run before the process ends. A second call does nothing.
 
         Args:
             status: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
@@ -183,11 +182,11 @@ class ObserveCallback(Callback):
 
 
 class ObserveLogger(Logger):
-    """Writes what modules log to the files and trackers of a run, on the last rank.
+    """Writes the metrics of modules to the files and trackers of a run, on the last rank.
 
-    Steps count from 1, as everywhere here: Lightning's number plus one. Checkpoints go to the
-    run's folder. :class:`ObserveCallback` adds console lines, counters and the comparison of ranks;
-    its ``logger`` writes to the same run.
+    Steps count from 1, so they are Lightning's number plus one. Checkpoints are saved in the run's
+    folder. :class:`ObserveCallback` adds console lines, counters and the comparison of ranks. Its
+    ``logger`` writes to the same run.
 
     Args:
         run_dir: Folder of the run.
@@ -195,7 +194,7 @@ class ObserveLogger(Logger):
 
     Raises:
         ValueError: A setting is out of range.
-        TypeError: A setting that there is not.
+        TypeError: A setting does not exist.
 
     Example:
         >>> import tempfile
@@ -210,7 +209,8 @@ class ObserveLogger(Logger):
         self.params: Mapping[str, Any] = {}
 
     @classmethod
-    def _of(cls, runs: TrainerLog) -> ObserveLogger:
+    def _share(cls, runs: TrainerLog) -> ObserveLogger:
+        """Make a logger that writes to the runs of a callback and does not count steps."""
         made = cls.__new__(cls)
         Logger.__init__(made)
         made._runs, made._owns_steps, made.params = runs, False, {}
@@ -228,12 +228,12 @@ class ObserveLogger(Logger):
 
     @property
     def version(self) -> str:
-        """Empty: a folder is one run."""
+        """Empty, since a folder has one run."""
         return ""
 
     @property
     def save_dir(self) -> str:
-        """The folder of the run's folder."""
+        """The parent of the run's folder."""
         return str(self._runs.folder.parent)
 
     @property
@@ -244,19 +244,19 @@ class ObserveLogger(Logger):
     def log_hyperparams(
         self, params: Mapping[str, Any] | Namespace, *args: Any, **kwargs: Any
     ) -> None:
-        """Keep settings for the trackers, which show them from the start of the run.
+        """Keep settings for the trackers, which get them at the start of the run.
 
         Args:
-            params: Settings; keys, passwords and tokens are masked.
+            params: Settings. Keys, passwords and tokens are masked.
         """
         self.params = vars(params) if isinstance(params, Namespace) else dict(params)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        """Send metrics to the sinks; only the last rank does.
+        """Send metrics to the sinks, on the last rank only.
 
         Args:
             metrics: Numbers by name.
-            step: Lightning's number of the step; None is the present one.
+            step: Lightning's number of the step. None means the current step.
         """
         progress = self._runs.log.train_state
         if self._owns_steps and step is not None:
@@ -264,19 +264,19 @@ class ObserveLogger(Logger):
         self._runs.log.log_metrics(dict(metrics))
 
     def finalize(self, status: str) -> None:
-        """End the run if the trainer failed; else it goes on until the process ends.
+        """End the run if the trainer failed. Otherwise the run ends with the process.
 
         Args:
-            status: The trainer's.
+            status: The status of the trainer.
         """
         if status == "failed":
-            self._runs.close(_status_of(sys.exc_info()[1]) if sys.exc_info()[1] else "FAILED")
+            self._runs.close(_find_status(sys.exc_info()[1]) if sys.exc_info()[1] else "FAILED")
 
 
-def _status_of(error: BaseException | None) -> str:
+def _find_status(error: BaseException | None) -> str:
     return "KILLED" if isinstance(error, SIGTERMException) else status_of(error)
 
 
-def _data_parallel_ranks(trainer: Any) -> int:
+def _count_dp_ranks(trainer: Any) -> int:
     sampler = getattr(trainer.strategy, "distributed_sampler_kwargs", None) or {}
     return int(sampler.get("num_replicas", trainer.world_size))

@@ -1,4 +1,4 @@
-"""The log of a run and the detector of slow ranks for torchtitan."""
+"""Run log and comparison of ranks for torchtitan."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ _WAIT = "time_metrics/data_loading(s)"  # the average of the steps
 
 
 class ObserveLogger(BaseLogger):
-    """A logger for torchtitan's ``MetricsProcessor``, with a console line and compared ranks.
+    """A logger for torchtitan's ``MetricsProcessor``, with a console line and a rank comparison.
 
-    Every rank makes one, since all ranks log; the last rank writes. Lines come when torchtitan
-    logs (``log_freq``), with its loss of that step; tokens are those that it has seen. A first
-    line after step 1 continues the run from its checkpoint: what was logged from that step on is
-    dropped or overwritten. The run ends with ``close``, as failed during an exception.
+    Every rank makes one, since all ranks log. The last rank writes. There is a line whenever
+    torchtitan logs (``log_freq``), with its loss of that step and the tokens it has seen. A first
+    line after step 1 continues the run from its checkpoint: metrics from that step on are dropped
+    or overwritten. The run ends with ``close``, as failed if an exception is being handled.
 
-    Ranks are compared at each line, by the forward passes of the model. Where those have
-    collectives, as with FSDP, they hide who is slow.
+    Ranks are compared at each line by the forward passes of the model. Collectives in the forward
+    pass, as with FSDP, hide slow ranks.
 
     Args:
         run_dir: Folder of the run.
-        model: The model whose forward passes are timed; None times nothing.
+        model: The model to time. None times nothing.
         straggler: Whether to compare ranks, or settings of
             :meth:`mcore.observe.StragglerDetector.configure`.
-        settings: As for :class:`mcore.observe.RunLog`, but ``log_every``.
+        settings: As for :class:`mcore.observe.RunLog`, except ``log_every``.
 
     Raises:
         ValueError: A setting is out of range.
-        TypeError: A setting that there is not.
+        TypeError: A setting does not exist.
 
     Example:
         >>> import tempfile
@@ -75,7 +75,7 @@ class ObserveLogger(BaseLogger):
         return self._runs.log
 
     def log(self, metrics: Mapping[str, Any], step: int) -> None:
-        """Log what a processor has measured; with a loss of training it is a line.
+        """Log the values of a processor, with a line if they have a training loss.
 
         Args:
             metrics: Numbers by name.
@@ -84,7 +84,12 @@ class ObserveLogger(BaseLogger):
         values, last = dict(metrics), self.run_log.train_state.step
         seen = int(values.get("n_tokens_seen") or self._tokens_seen)
         if _LOSS in values and (not self._has_begun or step < last):
-            self._begin(step, seen)
+            self._has_begun = True
+            self._tokens_seen = seen - seen // max(step, 1)  # every step has the same number
+            counters = {"consumed_train_samples": self._tokens_seen // self._seq_length}
+            self._runs.begin(max(step, 1) - 1, counters, {}, is_timed=False)
+            if self._model is not None:
+                self._runs.watch_forward(self._model)
             last = self.run_log.train_state.step
         steps = step - last
         if _LOSS not in values or not steps:
@@ -106,13 +111,5 @@ class ObserveLogger(BaseLogger):
             self._runs.detector.report(0.0, steps)
 
     def close(self) -> None:
-        """End the run, as failed or killed while an exception is handled."""
+        """End the run, as failed or killed if an exception is being handled."""
         self._runs.close(status_of(sys.exc_info()[1]))
-
-    def _begin(self, step: int, seen: int) -> None:
-        self._has_begun = True
-        self._tokens_seen = seen - seen // max(step, 1)  # each step has as many
-        counters = {"consumed_train_samples": self._tokens_seen // self._seq_length}
-        self._runs.begin(max(step, 1) - 1, counters, {}, is_timed=False)
-        if self._model is not None:
-            self._runs.watch_forward(self._model)

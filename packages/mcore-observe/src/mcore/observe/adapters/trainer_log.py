@@ -1,4 +1,4 @@
-"""What the adapters share: the logs of a trainer's runs, the waits of its steps, and counts."""
+"""Shared by the adapters: the logs of a trainer's runs, its waits for data, and its counts."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ from mcore.observe.training_log.log import log_state_of
 from mcore.parallel.groups import world_size
 from mcore.parallel.torch_compat import is_distributed
 
-_OWN_NAMES = frozenset(inspect.signature(RunLog.log_step).parameters)
+_RESERVED_NAMES = frozenset(inspect.signature(RunLog.log_step).parameters)
 
 
 @dataclass
 class _TrainerConfig(ConfigContainer):
-    """The settings of a run, with those of its trainer, which trackers show as well."""
+    """The settings of a run and of its trainer. Trackers show both."""
 
     trainer: Mapping[str, Any] = field(default_factory=dict)
 
 
 class _NoWaitError(Exception):
-    """Leaves a range that turned out to be no wait for data, which drops it."""
+    """Raised into an open range to drop it, because it was no wait for data."""
 
 
 class TrainerLog:
-    """The logs of the runs of a trainer, one after the other, and what is counted for them.
+    """The logs of a trainer's consecutive runs, and the counts between two lines.
 
-    A run that starts from step 0 after another one has ``-2`` and so on at its folder's name. The
-    last one is closed when the process ends, as failed if it is still training then.
+    The folder of a second run from step 0 ends in ``-2``, and so on. The end of the process closes
+    the last run, as failed if it is still training.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrainerLog:
 
     @property
     def is_training(self) -> bool:
-        """Whether training has begun and not ended."""
+        """Whether training has started and not ended."""
         return self._is_training
 
     @property
@@ -86,13 +86,13 @@ class TrainerLog:
         train_iters: int | None = None,
         is_timed: bool = True,
     ) -> None:
-        """Begin to train, or go on, after a step; the counters are those of its checkpoint."""
+        """Start or continue training after a step, with the counters of its checkpoint."""
         before = self.log.train_state
         if self._is_training:
             self.finish()
             self._is_training = True
         if before.step != step and (before.step or self._is_closed):
-            self.log.extra_sinks = ()  # the next run goes on with them
+            self.log.extra_sinks = ()  # the next run uses them
             self.close("FAILED" if self._is_training else "FINISHED")
         if self._is_closed:
             self._num_runs += not step
@@ -107,40 +107,33 @@ class TrainerLog:
         if not self._is_watching:
             on_process_end(self._end_with_process, first=True)
         self._is_training = self._is_watching = True
-        self._show(trainer, train_iters)
-        if is_last_rank():
-            import_libraries(self.log.cfg.logger)
-        self._compare_ranks()
-        if is_timed:
-            log_state_of(self.log).meter.start()
-
-    def _show(self, trainer: Mapping[str, Any], train_iters: int | None) -> None:
         config = self.log.cfg
         self.log.cfg = _TrainerConfig(
             logger=config.logger, train=config.train, dataset=config.dataset, trainer=dict(trainer)
         )
         config.train.train_iters = train_iters
-
-    def _compare_ranks(self) -> None:
-        if not self._straggler or self.detector is not None:
-            return
-        self.detector = StragglerDetector()
-        given = self._straggler if isinstance(self._straggler, Mapping) else {}
-        self.detector.configure(
-            world_size(),
-            dist.get_rank() if is_distributed() else 0,
-            **{"enabled": True, "controller": False, **given},
-        )
+        if is_last_rank():
+            import_libraries(config.logger)
+        if self._straggler and self.detector is None:
+            self.detector = StragglerDetector()
+            given = self._straggler if isinstance(self._straggler, Mapping) else {}
+            self.detector.configure(
+                world_size(),
+                dist.get_rank() if is_distributed() else 0,
+                **{"enabled": True, "controller": False, **given},
+            )
+        if is_timed:
+            log_state_of(self.log).meter.start()
 
     def _end_with_process(self, status: str) -> None:
         if not self._is_closed:
-            is_cut_off = self._is_training and status == "FINISHED"
-            self.close("FAILED" if is_cut_off else status)
+            is_interrupted = self._is_training and status == "FINISHED"
+            self.close("FAILED" if is_interrupted else status)
 
     def watch_forward(self, model: torch.nn.Module) -> None:
-        """Time the forward passes of a model that trains, and count their batches."""
+        """Time the forward passes of a model in training mode, and count their batches."""
         self._hooks = [
-            model.register_forward_pre_hook(self._begin_forward, with_kwargs=True),
+            model.register_forward_pre_hook(self._start_forward, with_kwargs=True),
             model.register_forward_hook(self._end_forward, always_call=True),
         ]
 
@@ -159,9 +152,10 @@ class TrainerLog:
         samples: int = 0,
         most_samples: int | None = None,
     ) -> None:
-        """Count steps with their samples, 0 for those that as many ranks as this one have counted.
+        """Count steps with their samples over ``ranks``; 0 samples means the counted batches.
 
-        More than there can be, from a model that is called several times for a batch, is cut.
+        ``most_samples`` replaces a larger number, which a model called several times for a batch
+        gives, and 0.
         """
         samples = samples or self._batch_samples * ranks
         self._batch_samples = 0
@@ -175,20 +169,17 @@ class TrainerLog:
         self._samples += samples
 
     def report_ranks(self) -> None:
-        """Compare the ranks where that is due; all ranks call it after every step."""
+        """Compare the ranks if it is time. All ranks call it after every step."""
         if self.detector is None:
             return
         try:
             self.detector.report_if_due()
-        finally:  # also where a slow rank stops the job
+        finally:  # a slow rank may stop the job with an exception
             found = self.detector.last_report if is_last_rank() else None
             if found is not self._noted and found is not None:
-                log_slow_ranks(self._run_dir(), self.log.train_state.step, found.stragglers)
+                run_dir = Path(str(self.log.cfg.logger.run_dir))
+                log_slow_ranks(run_dir, self.log.train_state.step, found.stragglers)
                 self._noted = found
-
-    def _run_dir(self) -> Path:
-        """The folder of the present run."""
-        return Path(str(self.log.cfg.logger.run_dir))
 
     def log_line(
         self,
@@ -200,7 +191,7 @@ class TrainerLog:
         tokens: int | None = None,
         scalars: Mapping[str, Any] | None = None,
     ) -> None:
-        """Log the steps since the last call, whose average the losses are; all ranks call it."""
+        """Log the steps since the last call, with their average losses. All ranks call it."""
         progress, config = self.log.train_state, self.log.cfg
         if tokens is None and self._tokens is not None:
             tokens = self._tokens * ranks
@@ -212,7 +203,7 @@ class TrainerLog:
         config.train.micro_batch_size = samples // steps
         config.train.num_microbatches = config.data_parallel_size = 1
         named = {
-            f"trainer/{name}" if name in _OWN_NAMES else name: value
+            f"trainer/{name}" if name in _RESERVED_NAMES else name: value
             for name, value in (scalars or {}).items()
         }
         self.log.log_step(
@@ -226,7 +217,7 @@ class TrainerLog:
         )
 
     def finish(self) -> None:
-        """End the training, not the run: what is logged afterwards belongs to it."""
+        """End the training but not the run, which also gets later metrics."""
         self.end_wait(is_data=False)
         self._is_training = False
         while self._hooks:
@@ -239,7 +230,7 @@ class TrainerLog:
         self.log.close(status)
 
     def begin_wait(self) -> None:
-        """From here on training waits for data, unless it turns out not to."""
+        """Start a wait for data. :meth:`end_wait` drops it if it was for something else."""
         self.end_wait(is_data=False)
         if not self._is_training:
             return
@@ -248,7 +239,7 @@ class TrainerLog:
             self.detector(bdata=True).start()
 
     def end_wait(self, *, is_data: bool = True, is_step: bool = False) -> None:
-        """End a wait; one that was not for data is left out of the time, but for a step's own."""
+        """End a wait. Unless it was for data or part of a step, leave it out of the step time."""
         if self._waiting_since_s is None:
             return
         seconds = time.perf_counter() - self._waiting_since_s
@@ -263,7 +254,7 @@ class TrainerLog:
         elif self.detector is not None:
             self.detector.__exit__(_NoWaitError, _NoWaitError(), None)
 
-    def _begin_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+    def _start_forward(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
         if model.training:
             self.count(kwargs or args)
             if self.detector is not None:
@@ -275,7 +266,7 @@ class TrainerLog:
 
 
 def count_batch(batch: Any) -> tuple[int, int | None]:
-    """Return the samples of a batch, 0 if it has no tensor, and its ``input_ids`` if it has any."""
+    """Return the samples of a batch, 0 without a tensor, and the number of its ``input_ids``."""
     if isinstance(batch, Mapping):
         ids = batch.get("input_ids")
         if isinstance(ids, torch.Tensor) and ids.dim():

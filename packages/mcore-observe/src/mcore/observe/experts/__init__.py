@@ -1,4 +1,4 @@
-"""Metrics of experts and of multi-token prediction, and a writer that reaches all trackers."""
+"""Metrics of experts and of multi-token prediction, and a writer to all trackers."""
 
 from mcore.observe.experts.moe_fanout import _build_moe_metric_writer, _MoeMetricFanoutWriter
 from mcore.observe.experts.moe_metrics import MoEMetricsTracker, get_moe_metrics_tracker

@@ -1,4 +1,4 @@
-"""A writer shaped like TensorBoard's that sends MoE metrics to MLflow and Comet as well."""
+"""A writer with TensorBoard's interface that also sends MoE metrics to MLflow and Comet."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = logging.getLogger(__name__)
 class _MoeMetricFanoutWriter:
     """Sends each scalar to a TensorBoard writer, MLflow and Comet.
 
-    Attributes that it lacks are looked up on the TensorBoard writer.
+    Other attributes are those of the TensorBoard writer.
 
     Args:
         tb_writer: A ``SummaryWriter``, or None.
         comet_logger: A Comet experiment, or None.
-        mlflow_logger: Anything with MLflow's ``log_metrics``, or None.
+        mlflow_logger: An object with MLflow's ``log_metrics``, or None.
     """
 
     def __init__(self, tb_writer: Any, comet_logger: Any, mlflow_logger: Any) -> None:
@@ -35,10 +35,10 @@ class _MoeMetricFanoutWriter:
 
     @staticmethod
     def _sanitize(value: Any) -> Any:
-        """Turn tensors with one element and NumPy scalars into Python numbers.
+        """Convert tensors with one element and NumPy scalars to Python numbers.
 
-        A DTensor is gathered first, which is a collective over its mesh. Anything else, larger
-        tensors included, is returned unchanged.
+        A DTensor is gathered first, which is a collective over its mesh. Other values, larger
+        tensors included, are returned unchanged.
         """
         if is_dtensor(value):
             value = value.full_tensor()
@@ -48,15 +48,21 @@ class _MoeMetricFanoutWriter:
         return value if number is None else number
 
     def add_scalar(self, name: str, value: Any, iteration: int) -> None:
-        """Send one scalar: to TensorBoard as it is, to the others as a Python number.
+        """Send one scalar: to TensorBoard unchanged, to the others as a Python number.
 
-        A tensor with more than one element goes to TensorBoard only, with one warning per name.
+        A tensor with more than one element is sent to TensorBoard only, with one warning per name.
         """
         if self._tb_writer is not None:
             self._tb_writer.add_scalar(name, value, iteration)
         scalar = self._sanitize(value)
         if isinstance(scalar, torch.Tensor):
-            self._warn_of_shape(name, scalar)
+            if name not in self._warned:
+                self._warned.add(name)
+                logger.warning(
+                    "%s has shape %s and is not sent to MLflow and Comet, which need one number",
+                    name,
+                    tuple(scalar.shape),
+                )
             return
         if self._mlflow_logger is not None:
             self._mlflow_logger.log_metrics({sanitize_metric_name(name): scalar}, step=iteration)
@@ -64,7 +70,7 @@ class _MoeMetricFanoutWriter:
             self._comet_logger.log_metrics({name: scalar}, step=iteration)
 
     def add_scalars(self, *args: Any, **kwargs: Any) -> None:
-        """Pass a group of scalars on to TensorBoard, which alone can show one."""
+        """Send a group of scalars to TensorBoard, the only tracker that can show one."""
         if self._tb_writer is not None:
             self._tb_writer.add_scalars(*args, **kwargs)
 
@@ -76,28 +82,18 @@ class _MoeMetricFanoutWriter:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__.get("_tb_writer"), name)
 
-    def _warn_of_shape(self, name: str, value: torch.Tensor) -> None:
-        if name not in self._warned:
-            self._warned.add(name)
-            logger.warning(
-                "%s has shape %s and is not sent to MLflow and Comet, which take one number",
-                name,
-                tuple(value.shape),
-            )
-
 
 @internal_api
 def _build_moe_metric_writer(tb_writer: Any, comet_logger: Any, mlflow_logger: Any) -> Any:
-    """Return a writer that reaches all given trackers.
+    """Return a writer to all given trackers.
 
     Args:
         tb_writer: A ``SummaryWriter``, or None.
         comet_logger: A Comet experiment, or None.
-        mlflow_logger: Anything with MLflow's ``log_metrics``, or None.
+        mlflow_logger: An object with MLflow's ``log_metrics``, or None.
 
     Returns:
-        ``tb_writer`` itself when there is neither MLflow nor Comet, else a writer that sends to
-        all of them.
+        ``tb_writer`` itself without MLflow and Comet, else a writer that sends to all of them.
 
     Example:
         >>> _build_moe_metric_writer(None, None, None) is None

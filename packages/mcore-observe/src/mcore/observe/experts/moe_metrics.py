@@ -18,7 +18,7 @@ from mcore.parallel.reductions import sum_over_group
 
 @dataclass
 class _LayerMetric:
-    """Values by layer, ``[num_layers]``: of the current step, and of those before it."""
+    """Values by layer, ``[num_layers]``: of the current step, and of earlier steps."""
 
     pending: torch.Tensor
     kept: torch.Tensor
@@ -31,7 +31,7 @@ class _LayerMetric:
         return cls(torch.zeros(num_layers, device=device), torch.zeros(num_layers, device=device))
 
     def take(self) -> torch.Tensor:
-        """Return all values and start again from zero."""
+        """Return all values and reset them to zero."""
         taken = self.kept + self.pending
         self.kept.zero_()
         self.pending.zero_()
@@ -42,14 +42,14 @@ class _LayerMetric:
 class ReducedMoEMetrics:
     """Router metrics of all ranks, as means over the steps, still on the device.
 
-    ``values`` has one element for each metric, over the whole model; ``layers`` ``[num_layers]``.
+    ``values`` has one element for each metric over the whole model, ``layers`` ``[num_layers]``.
     """
 
     values: dict[str, torch.Tensor]
     layers: dict[str, torch.Tensor]
 
     def by_layer(self) -> dict[str, torch.Tensor]:
-        """Return every layer's value as ``moe/{name}_layer_{i}``, with layers from 0."""
+        """Return the value of every layer as ``moe/{name}_layer_{i}``, with layers from 0."""
         return {
             f"moe/{name}_layer_{index}": value
             for name, vector in self.layers.items()
@@ -57,15 +57,15 @@ class ReducedMoEMetrics:
         }
 
     def text_names(self) -> list[str]:
-        """Return the metrics that are not losses, which the console shows as text."""
+        """Return the names of the metrics that are not losses. The console shows them as text."""
         return [name for name in self.values if not name.endswith("loss")]
 
     def percentiles(
         self, wanted: Sequence[float] | Mapping[str, Sequence[float]] | None
     ) -> dict[str, torch.Tensor]:
-        """Return ``{name}_p{percent}`` over the layers whose value is not zero; copies to the host.
+        """Return ``{name}_p{percent}`` over the layers with a value other than zero.
 
-        ``wanted`` has the fractions, for all metrics or by name.
+        Copies to the host. ``wanted`` has the fractions, for all metrics or by name.
         """
         found: dict[str, torch.Tensor] = {}
         for name, vector in self.layers.items():
@@ -77,9 +77,9 @@ class ReducedMoEMetrics:
 
 
 class MoEMetricsTracker:
-    """Adds up what routers record, by metric and layer, and reports it over all ranks.
+    """Sums the values that routers record, by metric and layer, and reports them over all ranks.
 
-    Recording adds on the device and waits for nothing.
+    Recording adds on the device and never waits.
 
     Example:
         >>> tracker = MoEMetricsTracker()
@@ -108,10 +108,10 @@ class MoEMetricsTracker:
         """Add a value of one layer to the current step. No communication, no wait.
 
         Args:
-            name: The metric; names that end in ``loss`` count as losses.
+            name: The metric. Names that end in ``loss`` count as losses.
             value: One element.
-            layer_number: The layer, from 1; None is ignored.
-            num_layers: Layers of the whole model, those of multi-token prediction included.
+            layer_number: The layer, from 1. A call with None is ignored.
+            num_layers: Layers of the whole model, including those of multi-token prediction.
             reduce_group: The report sums over this group.
             avg_group: The report averages over this group.
             needs_dp_avg: The report averages over the data-parallel group.
@@ -122,24 +122,24 @@ class MoEMetricsTracker:
         if layer_number is None:
             return
         if not 1 <= layer_number <= num_layers:
-            raise ValueError(f"layer_number is {layer_number}; give 1 to {num_layers}")
+            raise ValueError(f"layer_number is {layer_number}: give 1 to {num_layers}")
         if name not in self._metrics:
             self._metrics[name] = _LayerMetric.zeros(num_layers, value.device)
         metric = self._metrics[name]
         if metric.pending.numel() != num_layers:
             raise ValueError(
-                f"{name!r} has {metric.pending.numel()} layers, num_layers is {num_layers}; give "
-                "the layers of the whole model each time"
+                f"{name!r} has {metric.pending.numel()} layers, but num_layers is {num_layers}: "
+                "give the layers of the whole model in each call"
             )
         metric.pending[layer_number - 1].add_(value.detach().reshape(()))
         metric.reduce_group, metric.avg_group = reduce_group, avg_group
         metric.needs_dp_avg = needs_dp_avg
 
     def commit_step(self, scale: float = 1.0) -> None:
-        """Keep what was recorded since the last call for the next report. Never waits.
+        """Keep the values recorded since the last call for the next report. Never waits.
 
         Args:
-            scale: Factor for the values, such as 1 / microbatches of this step, if that differs
+            scale: Factor for the values, such as 1 / microbatches of this step, if it differs
                 between the steps of one report.
         """
         for metric in self._metrics.values():
@@ -147,12 +147,12 @@ class MoEMetricsTracker:
             metric.pending.zero_()
 
     def discard_step(self) -> None:
-        """Drop what was recorded since the last :meth:`commit_step`: the step was skipped."""
+        """Drop the values recorded since the last :meth:`commit_step`, of a skipped step."""
         for metric in self._metrics.values():
             metric.pending.zero_()
 
     def reset(self) -> None:
-        """Forget everything, the number of layers included: another run starts."""
+        """Drop all metrics and the number of layers, for another run."""
         self._metrics = {}
 
     def take(
@@ -169,12 +169,15 @@ class MoEMetricsTracker:
         pg_collection: Any = None,
         num_steps: int = 1,
     ) -> ReducedMoEMetrics:
-        """Do what :meth:`report` does, but copy nothing to the host and write nothing.
+        """Reduce the metrics as :meth:`report` does, without copying to the host or writing.
 
         Returns:
             The metrics on the device.
         """
-        names = self._tracked(track_names)
+        if track_names is None:
+            names = sorted(self._metrics)
+        else:
+            names = [track_names] if isinstance(track_names, str) else list(track_names)
         if force_initialize:
             self._initialize(names, num_layers, mtp_num_layers)
         metrics = {name: self._metrics[name] for name in names if name in self._metrics}
@@ -187,7 +190,7 @@ class MoEMetricsTracker:
                 count = _count_moe_layers(total, moe_layer_freq) + (mtp_num_layers or 0)
             if count < 1:
                 raise ValueError(
-                    f"the model has {count} MoE layers; give the layers and their frequency, or "
+                    f"the model has {count} MoE layers: give the layers and their frequency, or "
                     "do not report MoE metrics"
                 )
             layers[name] = vector * (loss_scale / num_steps)
@@ -217,33 +220,33 @@ class MoEMetricsTracker:
         *,
         num_steps: int = 1,
     ) -> str:
-        """Reduce the metrics over the ranks, write them, and start again from zero.
+        """Reduce the metrics over the ranks, write them, and reset them to zero.
 
-        A metric is ``sum(values) * loss_scale / MoE layers``. Collectives, each over a group that
-        has more than one rank, and one for all metrics that share it: sum over ``reduce_group``,
-        sum over ``avg_group`` and over ``dp`` (then divided), sum over ``pp``. All ranks of
-        these groups call it with the same names and get the result.
+        A metric is ``sum(values) * loss_scale / MoE layers``. Collectives: a sum over
+        ``reduce_group``, means over ``avg_group`` and over ``dp``, a sum over ``pp``. Metrics that
+        share a group share one collective, and a group of one rank has none. All ranks of these
+        groups call it with the same names and get the result.
 
         Args:
             loss_scale: Factor for every value, usually 1 / number of microbatches.
             iteration: The step.
-            writer: Anything with ``add_scalar(name, value, step)``, or None.
-            wandb_writer: Anything with ``log(dict, step)``, or None.
-            per_layer_logging: Also write every layer's value.
+            writer: An object with ``add_scalar(name, value, step)``, or None.
+            wandb_writer: An object with ``log(dict, step)``, or None.
+            per_layer_logging: Also write the value of every layer.
             force_initialize: Take part with zeros for names that this rank never recorded, as
                 pipeline stages without MoE layers must.
-            track_names: The metrics; None means all that this rank recorded.
-            num_layers: Layers of the model without multi-token prediction; needed by
-                ``force_initialize``.
-            num_moe_layers: Number of MoE layers; replaces the next two.
-            moe_layer_freq: An int n for every n-th layer, or 0 or 1 for each layer; None means all.
+            track_names: The metrics. None means all that this rank recorded.
+            num_layers: Layers of the model without multi-token prediction. ``force_initialize``
+                needs it.
+            num_moe_layers: Number of MoE layers. It replaces the next two arguments.
+            moe_layer_freq: An int n for every n-th layer, or 0 or 1 for each layer. None means all.
             mtp_num_layers: Layers of multi-token prediction, which count as MoE layers.
-            total_loss_dict: Sums that get the metrics whose name ends in ``loss``.
-            percentiles: Fractions, for all metrics or by name: also write those percentiles over
-                the layers whose value is not zero, as ``{name}_p{percent}``.
-            pg_collection: Something with ``pp`` and ``dp``; None means the default ProcessGroups.
-            num_steps: Steps recorded since the last report: what is written is their mean, while
-                ``total_loss_dict`` gets their sum.
+            total_loss_dict: Sums to which the metrics with names that end in ``loss`` are added.
+            percentiles: Fractions, for all metrics or by name. Those percentiles over the layers
+                with a value other than zero are written as ``{name}_p{percent}``.
+            pg_collection: An object with ``pp`` and ``dp``. None means the default ProcessGroups.
+            num_steps: Steps recorded since the last report. Their mean is written, while their sum
+                is added to ``total_loss_dict``.
 
         Returns:
             `` {name}: {value:.2f} |`` for each metric that is not a loss.
@@ -265,16 +268,11 @@ class MoEMetricsTracker:
         )
         texts = {name: reduced.values[name] for name in reduced.text_names()}
         if writer is None and wandb_writer is None:
-            return _console_text(read_scalars(texts))
+            return _format_text(read_scalars(texts))
         by_layer = reduced.by_layer() if per_layer_logging else {}
         numbers = read_scalars(reduced.values | by_layer | reduced.percentiles(percentiles))
         write_scalars(numbers, iteration, writer, wandb_writer)
-        return _console_text({name: numbers[name] for name in texts})
-
-    def _tracked(self, track_names: str | Sequence[str] | None) -> list[str]:
-        if track_names is None:
-            return sorted(self._metrics)
-        return [track_names] if isinstance(track_names, str) else list(track_names)
+        return _format_text({name: numbers[name] for name in texts})
 
     def _initialize(
         self, names: Iterable[str], num_layers: int | None, mtp_num_layers: int | None
@@ -282,7 +280,7 @@ class MoEMetricsTracker:
         missing = [name for name in names if name not in self._metrics]
         if missing and num_layers is None:
             raise ValueError(
-                f"force_initialize needs num_layers to make zeros for {missing}; give the layers "
+                f"force_initialize needs num_layers to make zeros for {missing}: give the layers "
                 "of the whole model"
             )
         known = next(iter(self._metrics.values()), None)
@@ -295,7 +293,7 @@ class MoEMetricsTracker:
 def _reduce_over_ranks(
     metrics: Mapping[str, _LayerMetric], pg_collection: Any
 ) -> dict[str, torch.Tensor]:
-    """Sum the values by layer over the ranks, and start the metrics again from zero."""
+    """Sum the values by layer over the ranks, and reset the metrics to zero."""
     vectors = {name: metric.take() for name, metric in metrics.items()}
     pgs = get_default_process_groups() if pg_collection is None else pg_collection
     dp, pp = getattr(pgs, "dp", None), getattr(pgs, "pp", None)
@@ -303,7 +301,7 @@ def _reduce_over_ranks(
     _sum_by_group(vectors, {name: m.avg_group for name, m in metrics.items()}, mean=True)
     averaged = {name: dp if m.needs_dp_avg else None for name, m in metrics.items()}
     _sum_by_group(vectors, averaged, mean=True)
-    # Last: stages without MoE layers have none of these groups, and get whole sums this way.
+    # pp comes last: stages without MoE layers lack the other groups and get complete sums here.
     _sum_by_group(vectors, dict.fromkeys(metrics, pp), mean=False)
     return vectors
 
@@ -311,7 +309,7 @@ def _reduce_over_ranks(
 def _sum_by_group(
     vectors: dict[str, torch.Tensor], groups: Mapping[str, GroupLike | None], *, mean: bool
 ) -> None:
-    """Sum each vector over its group in place of the old one, with one collective per group."""
+    """Replace each vector by its sum over its group, with one collective per group."""
     distinct = {id(group): group for group in groups.values() if group is not None}
     for key, group in distinct.items():
         names = [name for name, other in groups.items() if id(other) == key]
@@ -339,13 +337,13 @@ def write_scalars(
         wandb_writer.log(dict(numbers), iteration)
 
 
-def _console_text(values: Mapping[str, float]) -> str:
+def _format_text(values: Mapping[str, float]) -> str:
     return "".join(f" {name}: {value:.2f} |" for name, value in values.items())
 
 
 @functools.cache
 def get_moe_metrics_tracker() -> MoEMetricsTracker:
-    """Return the tracker of this process, for layers that were given none.
+    """Return the tracker of this process, for layers without one.
 
     Returns:
         The same tracker at every call.

@@ -17,10 +17,10 @@ _LOSS, _ACCEPTED, _PREDICTED = range(3)
 
 
 class MTPMetricsTracker:
-    """Adds up losses and counts of multi-token prediction, and reports them over the ranks.
+    """Sums losses and counts of multi-token prediction, and reports them over the ranks.
 
-    Recording adds on the device and waits for nothing. Only ranks that record anything, those of
-    the last pipeline stage, take part in a report.
+    Recording adds on the device and never waits. Only ranks that have recorded values, those of the
+    last pipeline stage, take part in a report.
 
     Example:
         >>> tracker = MTPMetricsTracker()
@@ -36,7 +36,7 @@ class MTPMetricsTracker:
         self._has_counts = False
         self._reduce_group: GroupLike | None = None
         self._avg_group: GroupLike | None = None
-        # [loss, accepted, predicted] by depth, float64 so that counts of tokens stay exact.
+        # [loss, accepted, predicted] by depth. float64 keeps counts of tokens exact up to 2**53.
         self._pending: torch.Tensor | None = None
         self._kept: torch.Tensor | None = None
         self._ever: torch.Tensor | None = None
@@ -56,10 +56,10 @@ class MTPMetricsTracker:
 
         Args:
             loss: One element.
-            depth: Which token ahead, from 1.
+            depth: The distance of the predicted token, from 1.
             num_depths: Number of depths.
-            accepted: How many predictions the main head agreed with.
-            predicted: How many predictions there were.
+            accepted: Number of predictions that the main head accepted.
+            predicted: Number of predictions.
             reduce_group: The report sums losses and counts over this group.
             avg_group: The report averages losses and sums counts over this group.
 
@@ -68,7 +68,7 @@ class MTPMetricsTracker:
                 or one of the counts without the other.
         """
         if not 1 <= depth <= num_depths:
-            raise ValueError(f"depth is {depth}; give 1 to {num_depths}")
+            raise ValueError(f"depth is {depth}: give 1 to {num_depths}")
         if (accepted is None) != (predicted is None):
             raise ValueError("give accepted and predicted, or neither")
         if self._pending is None:
@@ -77,7 +77,7 @@ class MTPMetricsTracker:
             self._kept = torch.zeros_like(self._pending)
         if self._pending.shape[1] != num_depths:
             raise ValueError(
-                f"num_depths is {num_depths} but was {self._pending.shape[1]}; give the same"
+                f"num_depths is {num_depths} but was {self._pending.shape[1]}: give the same number"
             )
         self._pending[_LOSS, depth - 1].add_(loss.detach().reshape(()))
         if accepted is not None and predicted is not None:
@@ -87,10 +87,10 @@ class MTPMetricsTracker:
         self._reduce_group, self._avg_group = reduce_group, avg_group
 
     def commit_step(self, scale: float = 1.0) -> None:
-        """Keep what was recorded since the last call for the next report. Never waits.
+        """Keep the values recorded since the last call for the next report. Never waits.
 
         Args:
-            scale: Factor for the losses, such as 1 / microbatches of this step, if that differs
+            scale: Factor for the losses, such as 1 / microbatches of this step, if it differs
                 between the steps of one report.
         """
         if self._pending is not None and self._kept is not None:
@@ -99,12 +99,12 @@ class MTPMetricsTracker:
             self._pending.zero_()
 
     def discard_step(self) -> None:
-        """Drop what was recorded since the last :meth:`commit_step`: the step was skipped."""
+        """Drop the values recorded since the last :meth:`commit_step`, of a skipped step."""
         if self._pending is not None:
             self._pending.zero_()
 
     def reset(self) -> None:
-        """Forget everything, the cumulative counts included: the run starts again."""
+        """Drop all values and the cumulative counts, for another run."""
         self._pending = self._kept = self._ever = None
         self._has_counts = False
 
@@ -115,15 +115,20 @@ class MTPMetricsTracker:
         total_loss_dict: dict[str, Any] | None = None,
         num_steps: int = 1,
     ) -> dict[str, torch.Tensor]:
-        """Do what :meth:`report` does, but copy nothing to the host and write nothing.
+        """Reduce the metrics as :meth:`report` does, without copying to the host or writing.
 
         Returns:
-            One element each, by name; empty on ranks that recorded nothing.
+            One element each, by name. Empty on ranks that recorded nothing.
         """
         self.commit_step()
         if self._kept is None:
             return {}
-        sums = self._reduced(self._kept)
+        sums = self._kept
+        for group, is_mean in ((self._reduce_group, False), (self._avg_group, True)):
+            (flat,) = sum_over_group([sums.flatten()], group)
+            sums = flat.reshape(sums.shape).clone()
+            if is_mean:
+                sums[_LOSS] /= get_pg_size(group)
         self._kept.zero_()
         values: dict[str, torch.Tensor] = {}
         for index, loss in enumerate((sums[_LOSS] * loss_scale).unbind(), start=1):
@@ -132,8 +137,8 @@ class MTPMetricsTracker:
                 add_losses(total_loss_dict, {f"mtp_{index} loss": loss})
         if self._has_counts:
             self._ever = sums if self._ever is None else self._ever + sums
-            values |= _rates("acceptance_rate", sums)
-            values |= _rates("cumulative_acceptance_rate", self._ever)
+            values |= _compute_rates("acceptance_rate", sums)
+            values |= _compute_rates("cumulative_acceptance_rate", self._ever)
         return values
 
     def report(
@@ -146,21 +151,22 @@ class MTPMetricsTracker:
         *,
         num_steps: int = 1,
     ) -> str:
-        """Reduce the metrics over the ranks, write them, and start again from zero.
+        """Reduce the metrics over the ranks, write them, and reset them to zero.
 
-        For each depth ``i``: ``mtp_{i} loss``; in percent ``mtp_{i}_acceptance_rate`` since the
-        last report and ``mtp_{i}_cumulative_acceptance_rate`` since the run started, if counts
-        were recorded. Collectives: a sum over ``reduce_group`` and one over ``avg_group``, for
-        groups that have more than one rank; all their ranks call it and get the result.
+        For each depth ``i`` the metrics are ``mtp_{i} loss`` and, if counts were recorded, in
+        percent ``mtp_{i}_acceptance_rate`` since the last report and
+        ``mtp_{i}_cumulative_acceptance_rate`` since the start of the run. Collectives: one sum over
+        ``reduce_group`` and one over ``avg_group``, if the group has more than one rank. All their
+        ranks call it and get the result.
 
         Args:
             loss_scale: Factor for the losses, usually 1 / number of microbatches.
             iteration: The step.
-            writer: Anything with ``add_scalar(name, value, step)``, or None.
-            wandb_writer: Anything with ``log(dict, step)``, or None.
-            total_loss_dict: Sums that get the losses.
-            num_steps: Steps recorded since the last report: the losses that are written are
-                their mean, while ``total_loss_dict`` gets their sum.
+            writer: An object with ``add_scalar(name, value, step)``, or None.
+            wandb_writer: An object with ``log(dict, step)``, or None.
+            total_loss_dict: Sums to which the losses are added.
+            num_steps: Steps recorded since the last report. The mean of their losses is written,
+                while the sum is added to ``total_loss_dict``.
 
         Returns:
             An empty string: the console shows the losses through ``total_loss_dict``.
@@ -170,23 +176,15 @@ class MTPMetricsTracker:
             write_scalars(read_scalars(values), iteration, writer, wandb_writer)
         return ""
 
-    def _reduced(self, sums: torch.Tensor) -> torch.Tensor:
-        for group, is_mean in ((self._reduce_group, False), (self._avg_group, True)):
-            (flat,) = sum_over_group([sums.flatten()], group)
-            sums = flat.reshape(sums.shape).clone()
-            if is_mean:
-                sums[_LOSS] /= get_pg_size(group)
-        return sums
 
-
-def _rates(name: str, sums: torch.Tensor) -> dict[str, torch.Tensor]:
+def _compute_rates(name: str, sums: torch.Tensor) -> dict[str, torch.Tensor]:
     percent = 100 * sums[_ACCEPTED] / sums[_PREDICTED].clamp(min=1)
     return {f"mtp_{index}_{name}": rate for index, rate in enumerate(percent.unbind(), start=1)}
 
 
 @functools.cache
 def get_mtp_metrics_tracker() -> MTPMetricsTracker:
-    """Return the tracker of this process, for model code that was given none.
+    """Return the tracker of this process, for model code without one.
 
     Returns:
         The same tracker at every call.

@@ -62,7 +62,7 @@ class _RangeStack:
         return True
 
     def close_down_to(self, depth: int, opened: _OpenRange) -> None:
-        """Close a range at ``depth``, and first the ranges inside it, unless it is closed already."""
+        """Close an open range at ``depth`` after the ranges inside it, unless it is closed."""
         if depth < len(self.opened) and self.opened[depth] is opened:
             while len(self.messages) > depth:
                 self.close(self.messages[-1])
@@ -182,7 +182,7 @@ def nvtx_range_pop(msg: str | None = None, suffix: str | None = None) -> None:
 def nvtx_range(
     msg: str | None = None, suffix: str | None = None, color: str | None = None
 ) -> AbstractContextManager[None]:
-    """Make a context manager whose block is a range.
+    """Make a context manager that opens a range for its block.
 
     It closes its range even if ranges are switched off inside the block, and with it all ranges
     that were pushed in the block and not popped. Around an ``await`` use :func:`nvtx_decorator` on
@@ -210,7 +210,7 @@ def nvtx_range(
 def nvtx_decorator(
     message: str | None = None, color: str | None = None
 ) -> Callable[[_Func], _Func]:
-    """Make a decorator whose functions run inside a range.
+    """Make a decorator that runs functions inside a range.
 
     The switch is read at each call. The range of a coroutine, generator or async generator lasts
     from its first step to its end, may overlap others, and is not in the stack of its thread.

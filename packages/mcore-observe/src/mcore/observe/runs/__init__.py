@@ -1,4 +1,4 @@
-"""Runs: their log in one object, and what they have logged as tables and charts."""
+"""Runs: their log in one object, and their metrics as tables and charts."""
 
 from mcore.observe.runs.run_log import RunLog
 from mcore.observe.runs.run_page import draw_page

@@ -1,14 +1,17 @@
-"""Settings of a run that the logs read: what is logged and where, batch sizes, profiling."""
+"""Settings of a run that the log reads: values, intervals, trackers, batch sizes, profiling."""
 
 from __future__ import annotations
 
+import functools
+import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
+
+logger = logging.getLogger(__name__)
 
 CONSOLE_FORMATS = ("readable", "megatron")
 
@@ -17,8 +20,9 @@ CONSOLE_FORMATS = ("readable", "megatron")
 class LoggerConfig:
     """Settings of the training log.
 
-    The names are those of Megatron-Bridge. Any object with these attributes works too.
-    Settings that end in ``_to_tensorboard`` apply to every tracker.
+    It has the names of Megatron-Bridge. Any object with these attributes works too.
+    Settings that end in ``_to_tensorboard`` apply to every tracker. Settings of "the loop" have no
+    effect in the log itself: the training loop reads them.
 
     Attributes:
         log_interval: Steps between console lines.
@@ -29,47 +33,46 @@ class LoggerConfig:
         log_progress: The loop appends to a progress file.
         timing_log_level: Finest level of timers that run, -1 (none) to 2.
         timing_log_option: ``"max"``, ``"minmax"`` or ``"all"`` ranks in the timers' text.
-        tensorboard_dir: Folder of event files; None writes none.
+        tensorboard_dir: Folder of event files. None writes none.
         tensorboard_log_interval: Steps between scalars in trackers.
         tensorboard_queue_size: Events that TensorBoard buffers before it writes.
         log_timers_to_tensorboard: Log timers and the time of an iteration.
         log_loss_scale_to_tensorboard: Log the loss scale.
         log_validation_ppl_to_tensorboard: The loop logs validation perplexity.
         log_memory_to_tensorboard: Log memory statistics.
-        memory_keys: Statistics, as in :func:`mcore.observe.report_memory`; None for the default.
+        memory_keys: Statistics as in :func:`mcore.observe.report_memory`. None means the default.
         log_l2_norm_grad_to_tensorboard: Log the gradient norm of every parameter.
         log_num_zeros_in_grad: The loop counts zeros in the gradients.
         log_max_attention_logit: The loop tracks the largest attention logit.
         log_runtime_to_tensorboard: Log elapsed and remaining time.
         runtime_time_unit: ``"seconds"``, ``"minutes"``, ``"hours"`` or ``"days"``.
         log_world_size_to_tensorboard: Log the number of ranks.
-        log_energy: Measure energy where the device can.
+        log_energy: Measure energy if the device can.
         skip_train_metrics_log: Log no training metrics at all.
-        console_format: ``"readable"``, or ``"megatron"`` for the exact line of Megatron-LM, which
-            settings without this attribute get.
-        run_dir: Folder of the run: ``metrics.jsonl``, the trackers' run ids, and what they have
-            not taken yet. None writes no such file, and keeps the rest in ``mcore-spool`` in the
-            current folder while it is needed.
-        resume_step: The step of the checkpoint that the run continues from: trackers continue
-            their runs, and what was logged for later steps is dropped or overwritten. None starts
-            new runs.
-        closing_s: Seconds that the end of the run waits for a tracker that is away.
-        wandb_project: Weights & Biases project; None uses none.
-        wandb_exp_name: Name of the run there.
-        wandb_save_dir: Folder for its files.
+        console_format: ``"readable"``, or ``"megatron"`` for the exact line of Megatron-LM. It is
+            ``"megatron"`` for settings without this attribute.
+        run_dir: Folder of the run, with ``metrics.jsonl``, the run ids of the trackers, and metrics
+            not delivered yet. With None there is no ``metrics.jsonl``, and undelivered metrics are
+            kept in ``mcore-spool`` in the current folder.
+        resume_step: The step of the checkpoint that the run continues from. Trackers continue their
+            runs, and metrics of later steps are dropped or overwritten. None starts new runs.
+        closing_s: Seconds that the end of the run waits for a tracker that cannot be reached.
+        wandb_project: Weights & Biases project. None disables the tracker.
+        wandb_exp_name: Name of the W&B run.
+        wandb_save_dir: Folder for W&B's files.
         wandb_entity: Owner of the project.
-        wandb_run_id: A run to continue; None takes that of ``run_dir`` when resuming.
-        mlflow_experiment: MLflow experiment; None uses none.
-        mlflow_run_name: Name of the run there.
-        mlflow_tracking_uri: Server or database; None takes MLFLOW_TRACKING_URI, else SQLite. Its
-            user and password are never shown.
-        mlflow_tags: Tags of the run.
-        mlflow_description: Note shown with the run.
-        mlflow_run_id: A run to continue; None takes that of ``run_dir`` when resuming.
-        comet_project: Comet project; None uses none.
-        comet_experiment_name: Name of the experiment there.
+        wandb_run_id: A run to continue. None means that of ``run_dir`` when resuming.
+        mlflow_experiment: MLflow experiment. None disables the tracker.
+        mlflow_run_name: Name of the MLflow run.
+        mlflow_tracking_uri: Server or database. None means MLFLOW_TRACKING_URI, else SQLite. User
+            and password in it are never shown.
+        mlflow_tags: Tags of the MLflow run.
+        mlflow_description: Note shown with the MLflow run.
+        mlflow_run_id: A run to continue. None means that of ``run_dir`` when resuming.
+        comet_project: Comet project. None disables the tracker.
+        comet_experiment_name: Name of the Comet experiment.
         comet_workspace: Comet workspace.
-        comet_api_key: Comet key; None takes COMET_API_KEY. Never shown.
+        comet_api_key: Comet key. None means COMET_API_KEY. Never shown.
         comet_tags: Tags of the experiment.
 
     Example:
@@ -137,40 +140,30 @@ class LoggerConfig:
         Raises:
             ValueError: An interval below 1, an unknown option or unit, a timer level outside
                 -1..2, or a project or experiment without the name of its run.
-            ModuleNotFoundError: A configured tracker is not installed; names the extra.
+            ModuleNotFoundError: A configured tracker is not installed. The message names the extra.
 
         Example:
             >>> LoggerConfig(log_interval=0).finalize()
             Traceback (most recent call last):
             ...
-            ValueError: log_interval is 0; give 1 step or more
+            ValueError: log_interval is 0: give 1 step or more
         """
-        self._check_ranges()
-        for spec in TRACKERS:
-            if spec.is_wanted(self):
-                require_extra(spec.name, spec.wanted_by)
-
-    def _check_ranges(self) -> None:
         for name in ("log_interval", "tensorboard_log_interval"):
             if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}; give 1 step or more")
-        if self.timing_log_level not in (-1, 0, 1, 2):
-            raise ValueError(f"timing_log_level is {self.timing_log_level}; give -1, 0, 1 or 2")
-        if self.timing_log_option not in ("max", "minmax", "all"):
-            raise ValueError(
-                f"timing_log_option is {self.timing_log_option!r}; give 'max', 'minmax' or 'all'"
-            )
-        if self.console_format not in CONSOLE_FORMATS:
-            raise ValueError(
-                f"console_format is {self.console_format!r}; give one of {list(CONSOLE_FORMATS)}"
-            )
+                raise ValueError(f"{name} is {getattr(self, name)}: give 1 step or more")
+        for name, options in (
+            ("timing_log_level", (-1, 0, 1, 2)),
+            ("timing_log_option", ("max", "minmax", "all")),
+            ("console_format", CONSOLE_FORMATS),
+            ("runtime_time_unit", tuple(SECONDS_PER_UNIT)),
+        ):
+            if getattr(self, name) not in options:
+                raise ValueError(f"{name} is {getattr(self, name)!r}: give one of {list(options)}")
         if self.closing_s < 0:
-            raise ValueError(f"closing_s is {self.closing_s}; give 0 seconds or more")
-        if self.runtime_time_unit not in SECONDS_PER_UNIT:
-            raise ValueError(
-                f"runtime_time_unit is {self.runtime_time_unit!r}; "
-                f"give one of {list(SECONDS_PER_UNIT)}"
-            )
+            raise ValueError(f"closing_s is {self.closing_s}: give 0 seconds or more")
+        for spec in TRACKERS:
+            if spec.is_wanted(self):
+                spec.require()
 
 
 @dataclass
@@ -182,9 +175,9 @@ class TrainingConfig:
     Attributes:
         micro_batch_size: Samples of one forward pass on one data-parallel rank.
         global_batch_size: Samples of one step over all data-parallel ranks and microbatches.
-        train_iters: Steps of the whole run, or None when it ends otherwise.
-        num_microbatches: Forward passes of one step on one rank; None derives it.
-        data_parallel_size: Data-parallel ranks; None when the surrounding container gives them.
+        train_iters: Steps of the whole run, or None if it has no fixed length.
+        num_microbatches: Forward passes of one step on one rank. None derives it.
+        data_parallel_size: Data-parallel ranks. None means the process groups.
 
     Example:
         >>> TrainingConfig(micro_batch_size=2, global_batch_size=64, train_iters=1000).train_iters
@@ -200,18 +193,23 @@ class TrainingConfig:
 
 @dataclass
 class ProfilingConfig:
-    """What to profile, when, and on which ranks.
+    """Steps and ranks of a profile, and snapshots of the allocator.
+
+    It has the names of Megatron-Bridge. The log saves memory snapshots but runs no profiler: the
+    training loop does.
 
     Attributes:
-        use_nsys_profiler: Nsight Systems profiles the run.
-        use_pytorch_profiler: ``torch.profiler`` profiles the run.
-        profile_step_start: First step of the profile.
-        profile_step_end: Last step of the profile; the memory snapshot is saved then.
-        profile_ranks: Global ranks that profile; empty means none.
+        use_nsys_profiler: The loop profiles with Nsight Systems.
+        use_pytorch_profiler: The loop profiles with ``torch.profiler``.
+        profile_step_start: First step of the loop's profile.
+        profile_step_end: Last step of the profile. The memory snapshot is saved at this step.
+        profile_ranks: Global ranks that profile. Empty means none.
         record_memory_history: Record the allocator's history and save snapshots of it.
-        memory_snapshot_path: Where snapshots go; the rank is put before the extension.
-        record_shapes: Record tensor shapes.
-        nvtx_ranges: Open NVTX ranges.
+        memory_snapshot_path: File of the snapshots. The rank is added before the extension.
+        record_shapes: Accepted for Megatron-Bridge, no effect here: pass ``record_shapes`` to
+            ``torch.profiler.profile``.
+        nvtx_ranges: Accepted for Megatron-Bridge, no effect here: call
+            :func:`mcore.observe.configure_nvtx_profiling`.
 
     Example:
         >>> ProfilingConfig(profile_step_start=5, profile_step_end=8).finalize()
@@ -228,7 +226,7 @@ class ProfilingConfig:
     nvtx_ranges: bool = False
 
     def finalize(self) -> None:
-        """Check the settings against each other.
+        """Check the settings against each other, and warn once of settings without effect.
 
         Raises:
             ValueError: Both profilers are on, a step is negative, or the end is before the start.
@@ -237,28 +235,37 @@ class ProfilingConfig:
             >>> ProfilingConfig(profile_step_start=-1).finalize()
             Traceback (most recent call last):
             ...
-            ValueError: profile_step_start is -1; give a step of 0 or more
+            ValueError: profile_step_start is -1: give a step of 0 or more
         """
+        if self.record_shapes:
+            _warn_no_effect("record_shapes", "pass record_shapes=True to torch.profiler.profile")
+        if self.nvtx_ranges:
+            _warn_no_effect("nvtx_ranges", "call mcore.observe.configure_nvtx_profiling(True)")
         if self.use_nsys_profiler and self.use_pytorch_profiler:
             raise ValueError(
-                "use_nsys_profiler and use_pytorch_profiler are both on; choose one of them"
+                "use_nsys_profiler and use_pytorch_profiler are both on: choose one of them"
             )
         for name in ("profile_step_start", "profile_step_end"):
             if getattr(self, name) < 0:
-                raise ValueError(f"{name} is {getattr(self, name)}; give a step of 0 or more")
+                raise ValueError(f"{name} is {getattr(self, name)}: give a step of 0 or more")
         if self.profile_step_end < self.profile_step_start:
             raise ValueError(
                 f"profile_step_end is {self.profile_step_end}, before profile_step_start "
-                f"{self.profile_step_start}; give the same step or a later one"
+                f"{self.profile_step_start}: give the same step or a later one"
             )
+
+
+@functools.cache
+def _warn_no_effect(setting: str, instead: str) -> None:
+    logger.warning("ProfilingConfig.%s has no effect in mcore.observe: %s", setting, instead)
 
 
 @dataclass
 class DatasetConfig:
-    """What the logs read about the data.
+    """The settings of the data that the log reads.
 
     Attributes:
-        seq_length: Tokens of one sample; None or 0 when samples have no length.
+        seq_length: Tokens of one sample. None or 0 if samples have no fixed length.
 
     Example:
         >>> DatasetConfig(seq_length=2048).seq_length
@@ -270,18 +277,20 @@ class DatasetConfig:
 
 @dataclass
 class ConfigContainer:
-    """Everything that :func:`mcore.observe.training_log` reads about a run.
+    """The settings of a run that :func:`mcore.observe.training_log` reads.
 
-    Any object with these attributes works too, as does one that lacks some of them.
+    Any object with these attributes works too. Only ``logger`` and ``train`` are required.
 
     Attributes:
-        logger: What to log, how often and where.
+        logger: Values, intervals and trackers of the log.
         train: Batch sizes and length of the run.
         profiling: Profiling, or None.
-        model: The model's configuration; ``num_moe_experts`` and ``mtp_num_layers`` are read.
-        dataset: Something with ``seq_length``.
-        optimizer: Something with ``decoupled_lr``, or None.
-        data_parallel_size: Data-parallel ranks; None takes that of ``train``, else 1.
+        model: The model's configuration. ``num_moe_experts`` and ``mtp_num_layers`` decide whether
+            their metrics are logged.
+        dataset: An object with ``seq_length``.
+        optimizer: An object with ``decoupled_lr``, or None.
+        data_parallel_size: Data-parallel ranks. None means the number in ``train``, else
+            the size of the group ``dp``, else all ranks of the job.
 
     Example:
         >>> ConfigContainer(logger=LoggerConfig(log_interval=10)).logger.log_interval
@@ -301,7 +310,7 @@ class ConfigContainer:
 
         Raises:
             ValueError: A setting is out of range or contradicts another one.
-            ModuleNotFoundError: A configured tracker is not installed; names the extra.
+            ModuleNotFoundError: A configured tracker is not installed. The message names the extra.
 
         Example:
             >>> ConfigContainer().finalize()

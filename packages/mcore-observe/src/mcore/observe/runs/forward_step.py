@@ -1,4 +1,4 @@
-"""Injection of the state into forward-step functions that ask for it."""
+"""Injection of the state into forward-step functions with a parameter for it."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _IDENTIFIER = re.compile(rf"(?<!\w){_STATE_CLASS}(?!\w)")
 
 
 def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
-    """Return whether a forward-step function asks for the state.
+    """Return whether a forward-step function has a parameter for the state.
 
-    It does when a parameter is annotated with a class named ``GlobalState``, even as a string, in a
-    union, ``Optional`` or ``Annotated``; else when its first parameter is named ``state`` or
-    ``global_state``. Parameters that a ``partial`` has bound do not count.
+    This is a parameter annotated with a class named ``GlobalState``, even as a string, in a union,
+    ``Optional`` or ``Annotated``. Without such an annotation it is the first parameter if its name
+    is ``state`` or ``global_state``. Parameters that a ``partial`` has bound do not count.
 
     Args:
         forward_step_func: A function, method, partial or callable object.
 
     Returns:
-        Whether it asks; False for callables whose parameters cannot be inspected.
+        Whether it has one. False for callables that cannot be inspected.
 
     Example:
         >>> needs_global_state_injection(lambda state, data_iterator, model: None)
@@ -35,21 +35,21 @@ def needs_global_state_injection(forward_step_func: Callable[..., Any]) -> bool:
         >>> needs_global_state_injection(lambda data_iterator, model: None)
         False
     """
-    return _state_parameter(forward_step_func) is not None
+    return _find_state_parameter(forward_step_func) is not None
 
 
 def maybe_inject_state(
     forward_step_func: Callable[..., Any], state: Any, needs_injection: bool | None = None
 ) -> Callable[..., Any]:
-    """Bind the state to a function that asks for it.
+    """Bind the state to a function with a parameter for it.
 
     Args:
         forward_step_func: A function, method, partial or callable object.
-        state: The state; every call gets the same object, so that its changes are seen.
-        needs_injection: The result of :func:`needs_global_state_injection`; None calls it.
+        state: The state. Every call gets the same object, with its changes.
+        needs_injection: The result of :func:`needs_global_state_injection`. None calls it.
 
     Returns:
-        The function without its parameter for the state; or the function itself.
+        The function without its parameter for the state, or the function itself.
 
     Example:
         >>> maybe_inject_state(lambda state, model: (state, model), "the state")("the model")
@@ -57,7 +57,7 @@ def maybe_inject_state(
     """
     if needs_injection is False:
         return forward_step_func
-    found = _state_parameter(forward_step_func)
+    found = _find_state_parameter(forward_step_func)
     if found is None:
         if needs_injection is None:
             return forward_step_func
@@ -73,7 +73,7 @@ def maybe_inject_state(
 def prepare_forward_step_func(
     forward_step_func: Callable[..., Any], state: Any
 ) -> Callable[..., Any]:
-    """Inspect a function and bind the state if it asks for it.
+    """Bind the state to a function if it has a parameter for the state.
 
     Call it once, before the loop.
 
@@ -102,16 +102,16 @@ def _call_with_state(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call with the state at its place among the positional arguments, or by name before it."""
+    """Call with the state at its position, or by name if fewer positional arguments are given."""
     if len(args) >= index:
         return forward_step_func(*args[:index], state, *args[index:], **kwargs)
     return forward_step_func(*args, **kwargs, **{name: state})
 
 
-def _state_parameter(
+def _find_state_parameter(
     forward_step_func: Callable[..., Any],
 ) -> tuple[int, inspect.Parameter] | None:
-    """Find the parameter that takes the state, and its position."""
+    """Return the position and the parameter for the state."""
     try:
         signature = signature_of(forward_step_func)
     except (TypeError, ValueError):  # built-in functions may have none
@@ -122,23 +122,23 @@ def _state_parameter(
         for index, parameter in enumerate(signature.parameters.values())
         if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
-    if any(_names_state_class(p.annotation) for _, p in parameters if p.name in bound):
+    if any(_is_state_class(p.annotation) for _, p in parameters if p.name in bound):
         return None
     for index, parameter in parameters:
-        if _names_state_class(parameter.annotation):
+        if _is_state_class(parameter.annotation):
             return index, parameter
     if parameters and parameters[0][1].name in _STATE_NAMES and parameters[0][1].name not in bound:
         return parameters[0]
     return None
 
 
-def _names_state_class(annotation: Any) -> bool:
+def _is_state_class(annotation: Any) -> bool:
     if isinstance(annotation, ForwardRef):
         annotation = annotation.__forward_arg__
     if isinstance(annotation, str):
         return _IDENTIFIER.search(annotation) is not None
     if get_origin(annotation) is Annotated:
-        return _names_state_class(get_args(annotation)[0])
+        return _is_state_class(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return any(_names_state_class(part) for part in get_args(annotation))
+        return any(_is_state_class(part) for part in get_args(annotation))
     return isinstance(annotation, type) and annotation.__name__ == _STATE_CLASS

@@ -22,17 +22,17 @@ from mcore.observe.training_log.measures import DATA_TIMER
 class RunLog(GlobalState):
     """The log of a run: console, ``metrics.jsonl`` in the run's folder, and trackers.
 
-    Every rank makes one and calls :meth:`log_step`; the last rank writes. Use it in a ``with``
-    block, so that trackers learn how the run ended. Save :meth:`state_dict` with a checkpoint and
-    load it before the first step: counters go on, trackers continue their runs, and what was
-    logged after the checkpoint is dropped or overwritten. A run that loads nothing is a new one:
-    in the folder of an earlier run it first renames that one's ``metrics.jsonl``, with a WARNING.
+    Every rank makes one and calls :meth:`log_step`. The last rank writes. Use a ``with`` block to
+    report to trackers how the run ended. To resume, save :meth:`state_dict` with a checkpoint and
+    load it before the first step: counters and trackers continue, and metrics logged after the
+    checkpoint are dropped or overwritten. A run that loads nothing is new. If its folder has the
+    ``metrics.jsonl`` of an earlier run, that file is renamed, with a WARNING.
 
     Args:
-        run_dir: Folder of the run; ``python -m mcore.observe show`` reads it.
+        run_dir: Folder of the run. ``python -m mcore.observe show`` reads it.
         batch_size: Samples of one step on one rank.
         train_iters: Steps of the whole run, or None.
-        seq_length: Tokens of a sample, for tokens a second; None when samples have no length.
+        seq_length: Tokens of a sample, for tokens per second. None if samples have no fixed length.
         log_every: Steps between lines, and between values of trackers and files. Only these steps
             wait for the device.
         tensorboard: Write event files into the folder ``tensorboard`` of the run.
@@ -43,7 +43,7 @@ class RunLog(GlobalState):
 
     Raises:
         ValueError: A setting is out of range.
-        TypeError: A setting that there is not.
+        TypeError: A setting does not exist.
 
     Example:
         >>> import tempfile, torch
@@ -70,7 +70,7 @@ class RunLog(GlobalState):
     ) -> None:
         for argument, count in (("batch_size", batch_size), ("seq_length", seq_length)):
             if count is not None and count < 1:
-                raise ValueError(f"RunLog got {argument}={count}; give a number of at least 1")
+                raise ValueError(f"RunLog got {argument}={count}: give a number of at least 1")
         folder = Path(run_dir)
         name = folder.absolute().name
         chosen: dict[str, Any] = {
@@ -98,7 +98,7 @@ class RunLog(GlobalState):
 
     @contextmanager
     def data(self) -> Iterator[None]:
-        """Measure the wait for data, which the console line shows as a share of the time.
+        """Measure the wait for data. The console line shows it in percent of the time.
 
         Example:
             >>> import tempfile
@@ -114,7 +114,7 @@ class RunLog(GlobalState):
             timer.stop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the counters, to be saved with a checkpoint.
+        """Return the counters for a checkpoint.
 
         Returns:
             Tensors of :class:`mcore.observe.TrainState`.
@@ -130,7 +130,7 @@ class RunLog(GlobalState):
         """Continue a run from the counters of a checkpoint, before the first step is logged.
 
         Args:
-            state_dict: What :meth:`state_dict` returned.
+            state_dict: The result of :meth:`state_dict`.
 
         Example:
             >>> import tempfile

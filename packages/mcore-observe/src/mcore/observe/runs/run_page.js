@@ -142,7 +142,7 @@
       let [y0, y1] = [ys[cut], ys[ys.length - 1 - cut]];
       if (!(y1 >= y0)) {
         pen.fillStyle = css.getPropertyValue("--soft");
-        pen.fillText(state.log ? "nothing above zero here" : "nothing here", LEFT, HEIGHT / 2);
+        pen.fillText(state.log ? "no values above zero" : "no values", LEFT, HEIGHT / 2);
         box = null;
         return read(shown);
       }
@@ -260,7 +260,7 @@
     const low = known.reduce((a, b) => Math.min(a, b), Infinity), high = known.reduce((a, b) => Math.max(a, b), -Infinity);
     // Noise of a few percent stays pale.
     const span = Math.max(high - low, 0.25 * Math.max(Math.abs(low), Math.abs(high))) || 1;
-    // A rank that was slow is seen, however much slower another one was: three times is the most.
+    // Cut at three times, or one very slow rank would hide the others.
     const ofVerdict = (times) => (times > 1 ? Math.min(1, 0.4 + 0.3 * (times - 1)) : 0);
     const shareOf = (cell) => (map.isVerdict ? ofVerdict(cell) : (map.lowIsBad ? high - cell : cell - low) / span);
     let at = null, size = null;
@@ -420,7 +420,7 @@
   }
 
   const { charts, maps } = DATA.leftOut;
-  if (DATA.charts.some((chart) => chart.thinned)) byId("foot").append("Thinned curves show the least and the largest value of each stretch of steps. ");
+  if (DATA.charts.some((chart) => chart.thinned)) byId("foot").append("Thinned curves show the least and the largest value of each section. ");
   if (charts || maps) byId("foot").append(`Left out to keep the page small: ${charts} charts, ${maps} maps of ranks. `);
   byId("foot").append("Hover or use arrow keys to read values, drag to zoom, double-click or press Escape for the whole range.");
   showFigures();

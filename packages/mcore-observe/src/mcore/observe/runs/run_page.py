@@ -1,4 +1,4 @@
-"""Runs as one page of HTML that needs nothing else, of bounded size."""
+"""Runs as a single self-contained HTML file of bounded size."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from mcore.observe.runs.slow_ranks import SlowRank, factors_by_rank, slow_ranks
 from mcore.observe.runs.tables import Run
 
 _HERE = Path(__file__).parent
-_MOST_CHARTS = 240
-_MOST_POINTS = (100, 1000)  # of a curve: where there are many curves, where there are few
+_MAX_CHARTS = 240
+_MAX_POINTS = (100, 1000)  # of a curve on a page with many curves, and with few
 _ALL_POINTS = 400_000
-_MAP_ROWS, _MAP_COLUMNS, _MOST_MAPS = 128, 240, 24
-_MOST_CHARACTERS = 400  # of a text
-_MOST_SLOW = 64  # lines
-_OF_A_RANK = re.compile(r"(?:^|(?<=[/._ -]))rank[-_ ]?(\d+)(?=$|[/._ -])", re.IGNORECASE)
+_MAP_ROWS, _MAP_COLUMNS, _MAX_MAPS = 128, 240, 24
+_MAX_CHARACTERS = 400  # of a text
+_MAX_SLOW = 64  # lines
+_RANK_PART = re.compile(r"(?:^|(?<=[/._ -]))rank[-_ ]?(\d+)(?=$|[/._ -])", re.IGNORECASE)
 _GROUPS = (
     ("Memory", r"\bmem|memory|alloc"),
     ("Gradients and learning rate", r"grad|norm|learning[ _-]rate|\blr\b|loss[ _-]scale|zeros"),
@@ -38,27 +38,27 @@ _GROUPS = (
 )
 _ORDER = ("Loss", "Throughput", "Gradients and learning rate", "Memory", "Experts", "Timers")
 _OTHER = "Other"
-_WHAT_WORST_MEANS = (
-    "Worst: how many times as long as the fastest rank, or as the rank itself at its best; "
-    "of a device's readings, how far off the median."
+_WORST_NOTE = (
+    "Worst: the time divided by that of the fastest rank, or by the rank's own best time. "
+    "Device readings are relative to the median."
 )
 
 T = TypeVar("T")
-Point: TypeAlias = tuple[int, float]  # step and value; NaN stands for what is not finite
+Point: TypeAlias = tuple[int, float]  # step and value, NaN for values that are not finite
 
 
 def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
-    """Write a page about runs: curves, slow ranks, settings; it works without a network.
+    """Write a page about runs with curves, slow ranks and settings. It works without a network.
 
     Curves of more than 1,000 points are thinned to the least and the largest value of each
-    stretch, which the page says; metrics of ``rank<number>`` become one map of ranks and steps.
+    section, and the page notes it. Metrics of ``rank<number>`` become one map of ranks and steps.
 
     Args:
-        runs: The runs, each a curve in the charts of its metrics.
-        path: The HTML file, which is replaced as a whole.
+        runs: The runs. Each is a curve in the charts of its metrics.
+        path: The HTML file. It is replaced in one step.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
 
     Example:
         >>> import tempfile
@@ -67,55 +67,61 @@ def draw_page(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
         >>> "<script" in path.read_text() and "http:" not in path.read_text()
         True
     """
-    target = Path(path)
-    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
-    partial.write_text(_page(runs), encoding="utf-8")
-    partial.replace(target)
-
-
-def _page(runs: Sequence[Run]) -> str:
     script = (_HERE / "run_page.js").read_text(encoding="utf-8")
+    # The digest is part of the page's content security policy: only this script may run.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     data = json.dumps(page_data(runs), separators=(",", ":"), allow_nan=False)
     parts = {
         "title": html.escape(", ".join(run.name for run in runs)),
         "digest": digest,
         "style": (_HERE / "run_page.css").read_text(encoding="utf-8"),
-        "table": _table_of_values(runs),
-        "slow": _table_of_slow_ranks(runs),
-        # Neither a closing tag nor a comment can begin in it.
+        "table": _format_values(runs),
+        "slow": _format_slow_ranks(runs),
+        # Escaped, so that no text in the data can open a closing tag or a comment.
         "data": data.replace("<", "\\u003c"),
         "script": script,
     }
     template = (_HERE / "run_page.html").read_text(encoding="utf-8")
-    return re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    page = re.sub(r"\{\{(\w+)\}\}", lambda found: parts[found[1]], template)
+    target = Path(path)
+    partial = target.with_name(f"{target.name}.{os.getpid()}.partial")
+    partial.write_text(page, encoding="utf-8")
+    partial.replace(target)
 
 
 def page_data(runs: Sequence[Run]) -> dict[str, Any]:
-    """Return what the page draws, as JSON takes it."""
-    families = [_families(run) for run in runs]
+    """Return the content of the page as JSON values."""
+    families = [_find_families(run) for run in runs]
     mapped = {name for each in families for of_rank in each.values() for name in of_rank.values()}
-    maps = [one for index, run in enumerate(runs) for one in _strip(index, run)]
+    maps = []
+    for index, run in enumerate(runs):
+        factors = factors_by_rank(run.slow)
+        if factors:
+            verdicts = _build_map("Slow ranks", index, factors, low_is_bad=False)
+            maps.append(verdicts | {"isVerdict": True})
     for index, (run, each) in enumerate(zip(runs, families, strict=True)):
-        maps += _maps(index, run, each)
-    names = [name for name in _names(runs) if name not in mapped]
-    constants = {name: values for name in names if (values := _constants(name, runs))}
+        for name, of_rank in each.items():
+            low_is_bad = "score" in name or "util" in name or "tflops" in name
+            curves = {rank: run.curves[metric] for rank, metric in of_rank.items()}
+            maps.append(_build_map(name, index, curves, low_is_bad=low_is_bad))
+    names = [name for name in _list_names(runs) if name not in mapped]
+    constants = {name: values for name in names if (values := _find_constants(name, runs))}
     drawn = [name for name in names if name not in constants]
-    charts = _chosen(drawn)
+    charts = _choose_charts(drawn)
     num_curves = sum(name in run.curves for name in charts for run in runs)
-    fewest, most = _MOST_POINTS
+    fewest, most = _MAX_POINTS
     num_points = min(most, max(fewest, _ALL_POINTS // max(1, num_curves)))
     return {
-        "runs": [_run(run) for run in runs],
-        "charts": [_chart(name, runs, num_points) for name in charts],
-        "maps": maps[:_MOST_MAPS],
+        "runs": [_describe_run(run) for run in runs],
+        "charts": [_build_chart(name, runs, num_points) for name in charts],
+        "maps": maps[:_MAX_MAPS],
         "constants": constants,
-        "leftOut": {"charts": len(drawn) - len(charts), "maps": max(0, len(maps) - _MOST_MAPS)},
+        "leftOut": {"charts": len(drawn) - len(charts), "maps": max(0, len(maps) - _MAX_MAPS)},
     }
 
 
 def group_of(name: str) -> str:
-    """The part of the page that a metric belongs to."""
+    """Return the part of the page for a metric."""
     if re.search(r"loss[ _-]scale", name, re.IGNORECASE):
         return "Gradients and learning rate"
     return next(
@@ -124,14 +130,15 @@ def group_of(name: str) -> str:
 
 
 def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
-    """Return the least and the largest value of each stretch, in order, with both ends.
+    """Return the least and the largest value of each section, in order, with both ends.
 
-    A stretch with a value that is not finite keeps one of those too, which is a gap.
+    A section with values that are not finite also keeps one of them, drawn as a gap.
     """
     if len(points) <= most:
         return points
     kept = [points[0]]
-    for part in _parts(points[1:-1], max(1, (most - 2) // 3)):
+    # Three points of each section at most, and the two ends.
+    for part in _split(points[1:-1], max(1, (most - 2) // 3)):
         finite = [point for point in part if math.isfinite(point[1])]
         ends = {max(finite, key=_value), min(finite, key=_value)} if finite else set()
         if len(finite) < len(part):
@@ -140,7 +147,7 @@ def thinned(points: Sequence[Point], most: int) -> Sequence[Point]:
     return [*kept, points[-1]]
 
 
-def _chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
+def _build_chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
     curves = []
     is_thinned = False
     for index, run in enumerate(runs):
@@ -150,7 +157,7 @@ def _chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
         kept = thinned(points, num_points)
         is_thinned |= len(kept) < len(points)
         curve: dict[str, Any] = {"run": index, "x": [step for step, _ in kept]}
-        curve["y"] = [_rounded(value) for _, value in kept]
+        curve["y"] = [_round(value) for _, value in kept]
         if run.times:
             began = min(run.times.values())
             times = [run.times.get(step) for step, _ in kept]
@@ -159,7 +166,7 @@ def _chart(name: str, runs: Sequence[Run], num_points: int) -> dict[str, Any]:
     return {"name": name, "group": group_of(name), "curves": curves, "thinned": is_thinned}
 
 
-def _run(run: Run) -> dict[str, Any]:
+def _describe_run(run: Run) -> dict[str, Any]:
     steps = sorted({step for curve in run.curves.values() for step in (min(curve), max(curve))})
     times = run.times.values()
     return {
@@ -167,23 +174,23 @@ def _run(run: Run) -> dict[str, Any]:
         "steps": [steps[0], steps[-1]] if steps else None,
         "began": min(times, default=None),
         "seconds": max(times) - min(times) if times else None,
-        "settings": {name: text[:_MOST_CHARACTERS] for name, text in run.settings.items()},
-        "figures": list(_figures(run)),
+        "settings": {name: text[:_MAX_CHARACTERS] for name, text in run.settings.items()},
+        "figures": list(_summarize(run)),
     }
 
 
-def _figures(run: Run) -> Iterator[tuple[str, float | None, str]]:
-    """The numbers that people look for first: a label, the number and what it is."""
+def _summarize(run: Run) -> Iterator[tuple[str, float | None, str]]:
+    """Yield the most important numbers: a label, the number and a note."""
     losses = [name for name in run.curves if group_of(name) == "Loss"][:3]
     for name in losses:
         values = [value for _, value in run.points(name) if math.isfinite(value)]
         if values:
-            yield name, _rounded(values[-1]), f"last; least {min(values):.5g}"
+            yield name, _round(values[-1]), f"last; least {min(values):.5g}"
     rates = [name for name in run.curves if group_of(name) == "Throughput"]
     for name in sorted(rates, key=lambda name: ("token" not in name, "device" in name))[:2]:
         values = [value for _, value in run.points(name) if math.isfinite(value)]
         if values:
-            yield name, _rounded(median(values)), f"median; last {values[-1]:.5g}"
+            yield name, _round(median(values)), f"median; last {values[-1]:.5g}"
     if run.slow:
         named = Counter(rank for slow in run.slow.values() for rank in {one.rank for one in slow})
         [*most] = named.most_common(1)
@@ -191,38 +198,21 @@ def _figures(run: Run) -> Iterator[tuple[str, float | None, str]]:
         yield "slow ranks", len(named), f"{text}{len(run.slow)} reports"
 
 
-def _strip(index: int, run: Run) -> Iterator[dict[str, Any]]:
-    """The ranks that were slow as cells by rank and report, if any was."""
-    factors = factors_by_rank(run.slow)
-    if factors:
-        yield _map("Slow ranks", index, factors, low_is_bad=False) | {"isVerdict": True}
-
-
-def _maps(
-    index: int, run: Run, families: Mapping[str, Mapping[int, str]]
-) -> Iterator[dict[str, Any]]:
-    """The metrics of single ranks as cells by rank and step, neighbours taken together."""
-    for name, of_rank in families.items():
-        low_is_bad = "score" in name or "util" in name or "tflops" in name
-        curves = {rank: run.curves[metric] for rank, metric in of_rank.items()}
-        yield _map(name, index, curves, low_is_bad=low_is_bad)
-
-
-def _map(
+def _build_map(
     name: str, index: int, curves: Mapping[int, Mapping[int, float]], *, low_is_bad: bool
 ) -> dict[str, Any]:
-    """Values by rank and step as cells, each the worst of its ranks and steps."""
+    """Return cells by rank and step. A cell has the worst value of its ranks and steps."""
     ranks = sorted(curves)
     steps = sorted({step for curve in curves.values() for step in curve})
     worst = min if low_is_bad else max
-    rows, columns = list(_parts(ranks, _MAP_ROWS)), list(_parts(steps, _MAP_COLUMNS))
+    rows, columns = list(_split(ranks, _MAP_ROWS)), list(_split(steps, _MAP_COLUMNS))
     return {
         "name": name,
         "run": index,
-        "ranks": [_ends(row) for row in rows],
-        "steps": [_ends(column) for column in columns],
+        "ranks": [_format_ends(row) for row in rows],
+        "steps": [_format_ends(column) for column in columns],
         "cells": [
-            [_cell([curves[rank] for rank in row], column, worst) for column in columns]
+            [_find_worst([curves[rank] for rank in row], column, worst) for column in columns]
             for row in rows
         ],
         "lowIsBad": low_is_bad,
@@ -230,38 +220,40 @@ def _map(
     }
 
 
-def _cell(curves: Sequence[Mapping[int, float]], steps: Sequence[int], worst: Any) -> float | None:
+def _find_worst(
+    curves: Sequence[Mapping[int, float]], steps: Sequence[int], worst: Any
+) -> float | None:
     values = (curve.get(step, math.nan) for curve in curves for step in steps)
     found = worst((value for value in values if math.isfinite(value)), default=None)
-    return None if found is None else _rounded(found)
+    return None if found is None else _round(found)
 
 
-def _families(run: Run) -> dict[str, dict[int, str]]:
-    """Names of several ranks by what they share, and by rank."""
+def _find_families(run: Run) -> dict[str, dict[int, str]]:
+    """Return names with several ranks by their common part and rank: ``rank*/ms``, 3."""
     found: dict[str, dict[int, str]] = {}
     for name in run.curves:
-        of_rank = _OF_A_RANK.search(name)
+        of_rank = _RANK_PART.search(name)
         if of_rank is not None and len(of_rank[1]) < 10:
             shared = f"{name[: of_rank.start()]}rank*{name[of_rank.end() :]}"
             found.setdefault(shared, {})[int(of_rank[1])] = name
     return {shared: of_rank for shared, of_rank in found.items() if len(of_rank) > 1}
 
 
-def _constants(name: str, runs: Sequence[Run]) -> list[float | None]:
-    """The value of a metric in each run where it never changes in any; else none."""
+def _find_constants(name: str, runs: Sequence[Run]) -> list[float | None]:
+    """Return the value of a metric in each run if it is constant in all, else an empty list."""
     found: list[float | None] = []
     for run in runs:
         values = set(run.curves.get(name, {}).values())
         if len(values) > 1 or (values and len(run.curves[name]) < 2):
             return []
-        found.append(_rounded(values.pop()) if values else None)
+        found.append(_round(values.pop()) if values else None)
     return found if any(value is not None for value in found) else []
 
 
-def _table_of_values(runs: Sequence[Run]) -> str:
-    """Every metric's ends and extremes, for those who read rather than look."""
+def _format_values(runs: Sequence[Run]) -> str:
+    """Return a table of first, last, least and largest values, the charts in text."""
     rows = []
-    for name in _names(runs)[:_MOST_CHARTS]:
+    for name in _list_names(runs)[:_MAX_CHARTS]:
         for run in runs:
             points = run.points(name)
             values = [value for _, value in points if math.isfinite(value)]
@@ -269,16 +261,20 @@ def _table_of_values(runs: Sequence[Run]) -> str:
                 numbers = (values[0], values[-1], min(values), max(values))
                 cells = [name, run.name, f"{points[0][0]}-{points[-1][0]}"]
                 rows.append(cells + [f"{number:.5g}" for number in numbers])
-    return _html_table(("metric", "run", "steps", "first", "last", "least", "largest"), rows)
+    return _format_html_table(("metric", "run", "steps", "first", "last", "least", "largest"), rows)
 
 
-def _table_of_slow_ranks(runs: Sequence[Run]) -> str:
-    """Who was slow where, in what, when and how much; nothing where nobody was."""
+def _format_slow_ranks(runs: Sequence[Run]) -> str:
+    """Return a table of the slow ranks, empty if there were none."""
     rows = [
         [
             *((run.name,) if len(runs) > 1 else ()),
             *(str(one.rank), one.host, one.device, one.metric, f"{one.worst:.3g}x"),
-            *(f"{len(one.steps)} of {len(run.slow)}", _ends(one.steps), _when(run, one)),
+            *(
+                f"{len(one.steps)} of {len(run.slow)}",
+                _format_ends(one.steps),
+                _find_time(run, one),
+            ),
         ]
         for run in runs
         for one in slow_ranks(run.slow)
@@ -286,57 +282,58 @@ def _table_of_slow_ranks(runs: Sequence[Run]) -> str:
     if not rows:
         return ""
     titles = ["rank", "host", "device", "what", "worst", "reports", "steps", "since (UTC)"]
-    table = _html_table(["run"] * (len(runs) > 1) + titles, rows[:_MOST_SLOW])
-    more = f"and {len(rows) - _MOST_SLOW} more; " if len(rows) > _MOST_SLOW else ""
-    return f"{table}<p>{more}{_WHAT_WORST_MEANS}</p>"
+    table = _format_html_table(["run"] * (len(runs) > 1) + titles, rows[:_MAX_SLOW])
+    more = f"and {len(rows) - _MAX_SLOW} more. " if len(rows) > _MAX_SLOW else ""
+    return f"{table}<p>{more}{_WORST_NOTE}</p>"
 
 
-def _when(run: Run, one: SlowRank) -> str:
-    """The time of the first report that names a rank, by that of the next step logged."""
+def _find_time(run: Run, one: SlowRank) -> str:
+    """Return the time of the first report of a slow rank: that of the next step logged."""
     later = min((step for step in run.times if step >= one.steps[0]), default=None)
     if later is None:
         return "-"
     return datetime.fromtimestamp(run.times[later], timezone.utc).strftime("%Y-%m-%d %H:%M")
 
 
-def _html_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def _format_html_table(titles: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     head = "".join(f'<th scope="col">{title}</th>' for title in titles)
     body = "\n".join(
         "<tr>"
-        + "".join(f"<td>{html.escape(cell[:_MOST_CHARACTERS])}</td>" for cell in row)
+        + "".join(f"<td>{html.escape(cell[:_MAX_CHARACTERS])}</td>" for cell in row)
         + "</tr>"
         for row in rows
     )
     return f"<table><thead><tr>{head}</tr></thead><tbody>\n{body}\n</tbody></table>"
 
 
-def _names(runs: Sequence[Run]) -> list[str]:
+def _list_names(runs: Sequence[Run]) -> list[str]:
     return list(dict.fromkeys(name for run in runs for name in run.curves))
 
 
-def _chosen(names: Sequence[str]) -> list[str]:
-    """As many metrics as a page may have, by group; each group has its share."""
+def _choose_charts(names: Sequence[str]) -> list[str]:
+    """Return the metrics of the page in the order of their groups, a share for each group."""
     groups: dict[str, list[str]] = {group: [] for group in (*_ORDER, _OTHER)}
-    for name in sorted(names, key=lambda name: "device" in name):  # which repeats the others
+    # Rates per device repeat the others and come last.
+    for name in sorted(names, key=lambda name: "device" in name):
         groups[group_of(name)].append(name)
     places = {name: at for group in groups.values() for at, name in enumerate(group)}
-    kept = set(sorted(names, key=lambda name: places[name])[:_MOST_CHARTS])
+    kept = set(sorted(names, key=lambda name: places[name])[:_MAX_CHARTS])
     return [name for group in groups.values() for name in group if name in kept]
 
 
-def _parts(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
+def _split(values: Sequence[T], most: int) -> Iterator[Sequence[T]]:
     count = min(most, len(values))
     for at in range(count):
         yield values[at * len(values) // count : (at + 1) * len(values) // count]
 
 
-def _ends(part: Sequence[int]) -> str:
+def _format_ends(part: Sequence[int]) -> str:
     return str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}"
 
 
 _step, _value = itemgetter(0), itemgetter(1)
 
 
-def _rounded(value: float) -> float | None:
-    """A number with six figures, which fits the page; None for what is not finite."""
+def _round(value: float) -> float | None:
+    """Return a number with six digits for a small page, None if it is not finite."""
     return float(f"{value:.6g}") if math.isfinite(value) else None

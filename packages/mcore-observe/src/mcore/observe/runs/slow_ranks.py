@@ -1,4 +1,4 @@
-"""Who was slow in a run, report by report: kept in its folder, read again, and counted."""
+"""The slow ranks of a run by report: written to its folder, read, and counted."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ from mcore.observe.straggler.outliers import Outlier
 
 logger = logging.getLogger(__name__)
 
-_MOST_NAMED = 64  # in a report
+_MAX_RANKS = 64  # in a report
 
 Verdicts: TypeAlias = dict[int, tuple[Outlier, ...]]  # by step, of every report
 
 
 def log_slow_ranks(run_dir: str | os.PathLike[str], step: int, slow: Sequence[Outlier]) -> None:
-    """Note in a run's folder who was slow, which its page shows over the steps.
+    """Write the slow ranks of a report to a run's folder. The run's page shows them by step.
 
-    One process calls it after each report, also where nobody is slow. A run that goes back to a
-    checkpoint may note a step again: what was noted from there on does not count any more. Of more
-    than 64 only the first are kept. No communication. A file that cannot be written is a warning.
+    One process calls it after each report, even if no rank is slow. If a run returns to a
+    checkpoint and writes a step again, its entries replace those of this and later steps. Only the
+    first 64 ranks are kept. No communication. If the file cannot be written, it logs a warning.
 
     Args:
-        run_dir: Folder of the run, as given to :class:`mcore.observe.RunLog`.
-        step: The step after which the ranks were compared.
+        run_dir: Folder of the run, as passed to :class:`mcore.observe.RunLog`.
+        step: The step of the report.
         slow: The ``stragglers`` of a :class:`mcore.observe.StragglerReport`, or some of them.
 
     Example:
@@ -43,30 +43,37 @@ def log_slow_ranks(run_dir: str | os.PathLike[str], step: int, slow: Sequence[Ou
         '{"step": 10, "slow": [{"metric": "forward", "rank": 1, "host": "node1", ...}]}\\n'
     """
     path = RunFolder(Path(run_dir)).slow_ranks
-    named = [{key: _as_json(value) for key, value in asdict(one).items()} for one in slow]
+    named = [
+        {  # JSON has no NaN and no infinity
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in asdict(one).items()
+        }
+        for one in slow
+    ]
     try:
-        append_record(path, {"step": step, "slow": named[:_MOST_NAMED]})
+        append_record(path, {"step": step, "slow": named[:_MAX_RANKS]})
     except OSError as error:
-        _warn_of_the_file(path, error.strerror)
+        _warn_of_file(path, error.strerror)
 
 
 def read_slow_ranks(path: Path) -> Verdicts:
-    """Return who was slow by step, for every report; damaged lines are left out."""
+    """Return the slow ranks of every report by step. Damaged lines are left out."""
     verdicts: Verdicts = {}
     if not path.is_file():
         return verdicts
     for record in records_of(path):
         step, slow = record["step"], record.get("slow")
+        # The run returned to a checkpoint: drop the reports that it repeats.
         while verdicts and next(reversed(verdicts)) >= step:
             verdicts.popitem()
         if isinstance(slow, list):
-            verdicts[step] = tuple(_read(slow))
+            verdicts[step] = tuple(_parse(slow))
     return verdicts
 
 
 @dataclass(frozen=True)
 class SlowRank:
-    """A rank that was slow in something; ``worst`` is the largest of its :func:`factor`."""
+    """A rank that was slow by a metric. ``worst`` is the largest of its :func:`factor`."""
 
     rank: int
     host: str
@@ -77,7 +84,7 @@ class SlowRank:
 
 
 def slow_ranks(verdicts: Verdicts) -> list[SlowRank]:
-    """Return who was slow where and in what; who was in most reports comes first."""
+    """Return each slow rank with host, device and metric, sorted by the number of reports."""
     found: dict[tuple[int, str, str, str], list[tuple[int, float]]] = {}
     for step, slow in verdicts.items():
         for one in slow:
@@ -91,7 +98,7 @@ def slow_ranks(verdicts: Verdicts) -> list[SlowRank]:
 
 
 def factors_by_rank(verdicts: Verdicts) -> dict[int, dict[int, float]]:
-    """Return the worst factor of each rank that was ever slow, by step; 1 where it was not."""
+    """Return the worst factor by step of each rank that was ever slow, 1 if it was not slow."""
     ranks = sorted({one.rank for slow in verdicts.values() for one in slow})
     found = {rank: dict.fromkeys(verdicts, 1.0) for rank in ranks}
     for step, slow in verdicts.items():
@@ -101,22 +108,23 @@ def factors_by_rank(verdicts: Verdicts) -> dict[int, dict[int, float]]:
 
 
 def factor(one: Outlier) -> float:
-    """Return how many times as long as the fastest rank, or as itself at its best, a rank took.
+    """Return the time of a rank divided by that of the fastest rank, or by its own best time.
 
-    Readings of devices, and times without a score, are held against the median.
+    Device readings, and times without a score, are divided by the median.
     """
+    # A low clock or utilisation is slow, as is a long time or a high temperature.
     is_low_bad = one.metric in ("clock_mhz", "util_pct")
     is_time = not is_low_bad and one.metric != "temp_c"
-    times = 1 / one.score if is_time and one.score > 0 else _ratio(one.value, one.median)
-    return _ratio(one.median, one.value) if is_low_bad else times
+    times = 1 / one.score if is_time and one.score > 0 else _divide(one.value, one.median)
+    return _divide(one.median, one.value) if is_low_bad else times
 
 
-def _ratio(value: float, other: float) -> float:
+def _divide(value: float, other: float) -> float:
     ratio = value / other if other else math.nan
     return ratio if math.isfinite(ratio) else 1.0
 
 
-def _read(slow: Sequence[Any]) -> Iterator[Outlier]:
+def _parse(slow: Sequence[Any]) -> Iterator[Outlier]:
     for one in slow:
         if isinstance(one, Mapping) and isinstance(one.get("rank"), int):
             metric, host, device = (str(one.get(key, "")) for key in ("metric", "host", "device"))
@@ -125,10 +133,6 @@ def _read(slow: Sequence[Any]) -> Iterator[Outlier]:
             yield Outlier(metric, one["rank"], host, device=device, **numbers)
 
 
-def _as_json(value: Any) -> Any:
-    return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
 @functools.cache
-def _warn_of_the_file(path: Path, reason: str | None) -> None:
-    logger.warning("who is slow cannot be noted in %s: %s", path, reason)
+def _warn_of_file(path: Path, reason: str | None) -> None:
+    logger.warning("cannot write the slow ranks to %s: %s", path, reason)

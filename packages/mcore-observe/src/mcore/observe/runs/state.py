@@ -30,7 +30,7 @@ _DTYPES = {"int": torch.int64, "float": torch.float64, "bool": torch.bool}
 
 @dataclass
 class TrainState:
-    """Counters of a run. It is ``Stateful``: distributed checkpoints save and load it.
+    """Counters of a run. It is ``Stateful``, so distributed checkpoints save and load it.
 
     Attributes:
         step: Steps done.
@@ -75,8 +75,8 @@ class TrainState:
         """Load the fields that are present.
 
         Args:
-            state_dict: Tensors of one element, or numbers, by field. A field that is missing
-                gets its default; other keys are ignored.
+            state_dict: Tensors of one element, or numbers, by field. A missing field gets its
+                default. Other keys are ignored.
 
         Example:
             >>> state = TrainState()
@@ -90,12 +90,8 @@ class TrainState:
             setattr(self, field.name, plain)
 
 
-def _do_nothing() -> None:
-    pass
-
-
 class _Lazy:
-    """An attribute that is built when it is first read, None included; it may be assigned too."""
+    """An attribute that is built at its first read, even if it is None. It may be assigned too."""
 
     def __init__(self, build: Callable[[GlobalState], Any]) -> None:
         self._build = build
@@ -114,17 +110,17 @@ class _Lazy:
         state._built[self._name] = value
 
 
-def _logger_of(state: GlobalState) -> Any:
+def _get_logger_config(state: GlobalState) -> Any:
     return getattr(state.cfg, "logger", None)
 
 
 def _build_timers(state: GlobalState) -> Timers:
-    logger = _logger_of(state) or LoggerConfig()
+    logger = _get_logger_config(state) or LoggerConfig()
     return Timers(logger.timing_log_level, logger.timing_log_option)
 
 
 def _open_tracker(spec: TrackerSpec, state: GlobalState) -> Any:
-    settings = _logger_of(state)
+    settings = _get_logger_config(state)
     if not spec.is_wanted(settings) or not is_last_rank():
         return None
     return open_tracker(spec, settings, state.cfg, state._run_ids.pop(spec.attribute, None))
@@ -134,11 +130,11 @@ def _open_metrics_file(state: GlobalState) -> JsonlSink | None:
     if not is_last_rank():
         return None
     begins_anew = state._counter.first_step == 0
-    return open_metrics_file(_logger_of(state), state.start_time if begins_anew else None)
+    return open_metrics_file(_get_logger_config(state), state.start_time if begins_anew else None)
 
 
 def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
-    wanted = getattr(_logger_of(state), "log_energy", False)
+    wanted = getattr(_get_logger_config(state), "log_energy", False)
     if not wanted or not torch.accelerator.is_available():
         return None
     monitor = EnergyMonitor()
@@ -149,38 +145,38 @@ def _build_energy_monitor(state: GlobalState) -> EnergyMonitor | None:
 class GlobalState:
     """State of a training process, and the trackers that it writes to.
 
-    Trackers start to be opened when they are first read, in the background and on the last rank
-    only; elsewhere, and where the configuration names none, they are None. Whoever logs to them
-    waits neither for that nor for a server that is away. It is a context manager that closes the
-    trackers with the right status.
+    The first read of a tracker starts to open it, in the background and on the last rank only. On
+    other ranks, or if the configuration does not name it, it is None. Logging never waits for a
+    tracker to open or for a server that cannot be reached. The state is a context manager that
+    closes the trackers with the status of the block.
 
     Args:
         cfg: The configuration, :class:`mcore.observe.ConfigContainer` or an object like it. It
             may be assigned later, before the first tracker is read.
-        train_state: Progress; None starts at 0.
-        extra_sinks: Additional sinks that get every scalar the trackers get, on the last rank;
-            those of other ranks get nothing. :meth:`close` closes them.
+        train_state: Progress. None starts at 0.
+        extra_sinks: Additional sinks. On the last rank they get every scalar that trackers get,
+            on other ranks nothing. :meth:`close` closes them.
 
     Attributes:
         cfg: The configuration.
         train_state: Progress.
         extra_sinks: Additional sinks.
-        start_time: When this process started, in seconds of ``time.time()``.
-        straggler_timer: A straggler detector, or None; the training loop's own.
+        start_time: Start of this process, in seconds of ``time.time()``.
+        straggler_timer: A straggler detector for the training loop, or None.
         moe_metrics: The tracker of router metrics, or None for that of the process.
-        mtp_metrics: The tracker of multi-token prediction, likewise.
+        mtp_metrics: The tracker of multi-token prediction, or None for that of the process.
         timers: The timers, with level and option of the configuration.
-        tensorboard_logger: A ``SummaryWriter`` or None. Its ``add_scalar`` works in the
-            background; other attributes wait until it is open, as those of the next ones.
-        wandb_logger: A W&B run or None; ``log`` works in the background.
-        mlflow_logger: An MLflow run or None; ``log_metrics`` works in the background.
-        comet_logger: A Comet experiment or None; ``log_metrics`` works in the background.
+        tensorboard_logger: A ``SummaryWriter`` or None. ``add_scalar`` works in the background.
+            Its other attributes, and those of the next three, wait until it is open.
+        wandb_logger: A W&B run or None. ``log`` works in the background.
+        mlflow_logger: An MLflow run or None. ``log_metrics`` works in the background.
+        comet_logger: A Comet experiment or None. ``log_metrics`` works in the background.
         metrics_file: The :class:`mcore.observe.JsonlSink` in the run's folder, or None.
-        energy_monitor: An energy monitor or None; on all ranks or on none. It counts from when
-            it is first read.
+        energy_monitor: An energy monitor or None, on all ranks or on none. It counts from its
+            first read.
 
     Raises:
-        ValueError: When a tracker is read whose run has no name.
+        ValueError: A tracker is read, but its run has no name.
 
     Example:
         >>> from mcore.observe import MemorySink
@@ -215,12 +211,12 @@ class GlobalState:
         self._run_ids: dict[str, str | None] = {}  # by the tracker's attribute
         self._built: dict[str, Any] = {}
         self._counter = StepCounter()
-        self._stop_watching: Callable[[], None] = _do_nothing
+        self._stop_watching: Callable[[], None] = lambda: None
         if self.extra_sinks:
             self._watch()
 
     def _watch(self) -> None:
-        """Have the state closed when the process ends, unless it is gone by then."""
+        """Close the state when the process ends, unless the state was collected before."""
         state = weakref.ref(self)
 
         def close(status: str) -> None:
@@ -243,10 +239,10 @@ class GlobalState:
         self.close(status_of(error))
 
     def sinks(self) -> list[GuardedSink]:
-        """Return where this rank's metrics go: the trackers and the extra sinks, guarded.
+        """Return the sinks of this rank: the trackers and the extra sinks, guarded.
 
         Returns:
-            The sinks; empty on ranks that write nothing.
+            The sinks, empty on ranks that write nothing.
 
         Example:
             >>> GlobalState().sinks()
@@ -257,8 +253,8 @@ class GlobalState:
     def log_metrics(self, metrics: Mapping[str, Any], *, versus_samples: bool = True) -> None:
         """Send metrics of the current step to all sinks of this rank.
 
-        For what a loop logs besides :func:`mcore.observe.training_log`, such as validation.
-        Tensors are copied to the host at once; does nothing on ranks that write nothing. No
+        For metrics outside of :func:`mcore.observe.training_log`, such as validation metrics.
+        Tensors are copied to the host in one transfer. Does nothing on ranks that write nothing. No
         communication.
 
         Args:
@@ -295,27 +291,27 @@ class GlobalState:
         pg_collection: Any = None,
         **scalars: Any,
     ) -> None:
-        """Count a step and log it; all ranks call it after every step, or every few steps.
+        """Count a step and log it. All ranks call it after every step, or every few steps.
 
-        It does what :func:`mcore.observe.training_log` does, with the same collectives and the
-        same waits for the device, and keeps the counters, the sums and the time stamps itself.
+        It logs like :func:`mcore.observe.training_log`, with the same collectives and the same
+        waits for the device, and keeps the counters, the sums and the time stamps of the loop.
 
         Args:
-            losses: Losses of the step by name, or one loss, which is called ``loss``. What is shown
-                is the last rank's own, and on the line the largest too where another rank's is;
-                for the mean over data-parallel ranks give a loss that was averaged over them.
+            losses: Losses of the step by name, or one loss, which gets the name ``loss``. The last
+                rank's losses are logged. The line adds the largest of all ranks if it differs.
+                To log the mean over data-parallel ranks, average the loss over them before.
             lr: Learning rate.
             grad_norm: L2 norm of the gradients.
-            samples: Samples of the steps over all ranks; None takes the configured batch.
-            tokens: Tokens of the steps over all ranks; None takes samples times ``seq_length``.
-            steps: Steps since the last call, whose average the losses are.
+            samples: Samples of the steps over all ranks. None means the configured batch.
+            tokens: Tokens of the steps over all ranks. None means samples times ``seq_length``.
+            steps: Steps since the last call. The losses are their average.
             skipped: The optimizer skipped the step.
-            model: The model, where its norms are logged or it has the groups.
-            pg_collection: The process groups; None as in :func:`mcore.observe.training_log`.
+            model: The model, if its norms are logged or it has the groups.
+            pg_collection: The process groups. None is as in :func:`mcore.observe.training_log`.
             scalars: Further values for the trackers, by name.
 
         Raises:
-            ValueError: ``steps`` below 1, ``samples`` or ``tokens`` below 0.
+            ValueError: ``steps`` is below 1, or ``samples`` or ``tokens`` below 0.
 
         Example:
             >>> from mcore.observe import MemorySink
@@ -326,10 +322,10 @@ class GlobalState:
             (1, 2.5, 0.5)
         """
         if steps < 1:
-            raise ValueError(f"log_step got steps={steps}; give those since the last call")
+            raise ValueError(f"log_step got steps={steps}: give those since the last call")
         for name, count in (("samples", samples), ("tokens", tokens)):
             if count is not None and count < 0:
-                raise ValueError(f"log_step got {name}={count}; give those since the last call")
+                raise ValueError(f"log_step got {name}={count}: give those since the last call")
         config = self.cfg if self.cfg is not None else ConfigContainer()
         given = StepInput(
             losses=losses if isinstance(losses, Mapping) else {"loss": losses},
@@ -347,12 +343,12 @@ class GlobalState:
         self._counter.log(given, config, self)
 
     def reset_for_restart(self) -> None:
-        """Forget what belongs to this start of training, before it restarts in this process.
+        """Reset the state before training restarts in this process.
 
-        The TensorBoard writer is closed and the W&B run finished; MLflow continues the same run,
-        W&B and Comet get new ones. Trackers, timers and the
-        energy monitor are made again when next read. Progress starts at 0, until a checkpoint
-        is loaded; the configuration and the extra sinks stay.
+        The TensorBoard writer is closed and the W&B run finished. MLflow continues the same run,
+        W&B and Comet get new runs. The next read makes trackers, timers and the energy monitor
+        anew. Progress is 0 until a checkpoint is loaded. The configuration and the extra sinks
+        stay.
 
         Example:
             >>> state = GlobalState(train_state=TrainState(step=5))
@@ -380,22 +376,22 @@ class GlobalState:
         self._flops_at_last_log = None
 
     def close(self, status: str = "FINISHED") -> None:
-        """Flush and close the trackers and the extra sinks; closing twice is fine.
+        """Flush and close the trackers and the extra sinks. A second call does nothing.
 
-        Those that were never read are not opened. A failure is a warning, and the others are
-        still closed. Trackers that are away are waited for at the same time, ``closing_s`` of the
-        logger's settings in all; what they have not taken then is on the disk, and
-        ``python -m mcore.observe replay`` sends it. What is logged later is only on the console,
-        with one warning. A process that ends closes the state itself.
+        Trackers that were never read are not opened. A failure gives a warning, and the others are
+        still closed. Trackers that cannot be reached are waited for together, at most ``closing_s``
+        of the logger's settings. Metrics not delivered by then stay on disk, and
+        ``python -m mcore.observe replay`` sends them. Metrics logged later appear only on the
+        console, with one warning. The end of the process closes the state too.
 
         Args:
-            status: How the run ended: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
+            status: The end of the run: ``"FINISHED"``, ``"FAILED"`` or ``"KILLED"``.
 
         Example:
             >>> GlobalState().close()
         """
         self._stop_watching()
-        for tracker in TRACKERS:  # do not open now what was never read
+        for tracker in TRACKERS:  # do not open a tracker that was never read
             self._built.setdefault(tracker.attribute, None)
         self._built.setdefault("metrics_file", None)
         clients = [self._built[tracker.attribute] for tracker in TRACKERS]

@@ -16,18 +16,18 @@ from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.secrets import config_params
 from mcore.observe.sparkline import sparkline
 
-_LATEST_S = 1e11  # since 1970; what is later is no time
+_LATEST_S = 1e11  # since 1970, the year 5138: a larger number is no time
 _COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 
 
 @dataclass(frozen=True)
 class Run:
-    """The metrics of a run: values by step, by name, in the order in which they first came.
+    """The metrics of a run: values by name and step, in the order of their first lines.
 
-    A step that was logged again has its last value; NaN stands for what is not finite. ``times``
-    are in seconds since 1970 by step, of the lines that have one; ``settings`` are texts by name,
-    without secrets, from ``config.json`` beside the metrics; ``slow`` has the ranks that each
-    report named, by step, from what :func:`log_slow_ranks` wrote there.
+    A step that was logged twice has its last value. Values that are not finite are NaN. ``times``
+    are in seconds since 1970 by step, for lines with a time. ``settings`` are texts by name without
+    secrets, from the ``config.json`` next to the metrics. ``slow`` are the ranks in each report by
+    step, from the file of :func:`log_slow_ranks`.
     """
 
     name: str
@@ -41,13 +41,13 @@ class Run:
         """Read a run.
 
         Args:
-            path: The run's folder, or a file that a :class:`mcore.observe.JsonlSink` wrote.
+            path: The run's folder, or a file of a :class:`mcore.observe.JsonlSink`.
 
         Returns:
             The run, named after its folder.
 
         Raises:
-            FileNotFoundError: It has no metrics.
+            FileNotFoundError: The run has no metrics.
 
         Example:
             >>> import tempfile
@@ -63,7 +63,7 @@ class Run:
             raise FileNotFoundError(f"{given} has no metrics: there is no {file}")
         run = cls(
             given.absolute().name if given.is_dir() else given.absolute().parent.name,
-            settings=_settings(file.parent / "config.json"),
+            settings=_read_settings(file.parent / "config.json"),
             slow=read_slow_ranks(RunFolder(file.parent).slow_ranks),
         )
         for record in records_of(file, with_time=True):
@@ -78,23 +78,23 @@ class Run:
         return run
 
     def points(self, name: str) -> list[tuple[int, float]]:
-        """Return steps and values of a metric in order; none for one that it has not."""
+        """Return steps and values of a metric in order, none if the run lacks the metric."""
         return sorted(self.curves.get(name, {}).items())
 
 
 def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a table of a run's metrics, with a sparkline each.
+    """Yield a table of a run's metrics with sparklines.
 
     Args:
         run: The run.
-        names: The metrics; none means all.
+        names: The metrics. None given means all.
 
     Yields:
         Lines.
 
     Raises:
-        KeyError: It has no such metric.
-        ValueError: It has none at all.
+        KeyError: The run lacks one of the metrics.
+        ValueError: The run has no metrics.
 
     Example:
         >>> lines = list(show(Run("r", {"loss": {1: 4.0, 2: 2.0}})))
@@ -108,7 +108,7 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
         points = run.points(name)
         values = [value for _, value in points if math.isfinite(value)]
         if not points:
-            raise KeyError(f"{run.name} has no metric {name!r}; it has {sorted(run.curves)}")
+            raise KeyError(f"{run.name} has no metric {name!r}: it has {sorted(run.curves)}")
         rows.append(
             (
                 name,
@@ -120,21 +120,21 @@ def show(run: Run, names: Sequence[str] = ()) -> Iterator[str]:
                 sparkline([value for _, value in points]),
             )
         )
-    yield from _table(rows)
+    yield from _format_table(rows)
 
 
 def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
-    """Yield a table of the metrics of runs at the last step that all of them have.
+    """Yield a table of the metrics of several runs at their last common step.
 
     Args:
-        runs: Two runs or more; changes are against the first.
-        names: The metrics; none means all that they share.
+        runs: Two runs or more. Changes are relative to the first.
+        names: The metrics. None given means all common metrics.
 
     Yields:
         Lines.
 
     Raises:
-        ValueError: They have no metric at the same step.
+        ValueError: The runs have no metric at the same step.
 
     Example:
         >>> for line in compare([Run("a", {"x": {1: 2.0, 2: 4.0}}), Run("b", {"x": {1: 3.0}})]):
@@ -152,23 +152,26 @@ def compare(runs: Sequence[Run], names: Sequence[str] = ()) -> Iterator[str]:
             continue
         before, *after = [values[common] for values in by_step]
         lines = "  ".join(sparkline(list(values.values())) for values in by_step)
-        figures = [f"{value:.4g}" for value in (before, *after)]
-        changes = [_change(before, value) for value in after]
-        rows.append((name, str(common), *figures, *changes, lines))
+        numbers = [f"{value:.4g}" for value in (before, *after)]
+        changes = [
+            f"{(value - before) / abs(before):+.1%}" if before else f"{value - before:+.4g}"
+            for value in after
+        ]
+        rows.append((name, str(common), *numbers, *changes, lines))
     if len(rows) == 1:
         raise ValueError(f"{' and '.join(shown)} have no metric at the same step")
-    yield from _table(rows)
+    yield from _format_table(rows)
 
 
 def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
-    """Draw a chart for each metric into a picture; needs matplotlib, and no display.
+    """Draw a chart for each metric into a picture. Needs matplotlib, but no display.
 
     Args:
         runs: The runs.
-        path: The file; its ending says which format.
+        path: The file. Its extension is the format.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed; names the extra.
+        ModuleNotFoundError: matplotlib is not installed. The message names the extra.
 
     Example:
         >>> draw_picture([Run.read("runs/first")], "first.png")  # doctest: +SKIP
@@ -199,21 +202,17 @@ def draw_picture(runs: Sequence[Run], path: str | os.PathLike[str]) -> None:
     figure.savefig(path, dpi=100)
 
 
-def _change(before: float, after: float) -> str:
-    return f"{(after - before) / abs(before):+.1%}" if before else f"{after - before:+.4g}"
-
-
-def _settings(file: Path) -> dict[str, str]:
-    """What a run's job wrote about itself; nothing where there is no whole file."""
+def _read_settings(file: Path) -> dict[str, str]:
+    """Return the settings that a run's job wrote, none if the file is missing or incomplete."""
     try:
-        said = json.loads(file.read_text(encoding="utf-8"))
+        config = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
         return {}
-    own = said.pop("settings", None) if isinstance(said, dict) else None
-    return config_params(own) | config_params(said)
+    nested = config.pop("settings", None) if isinstance(config, dict) else None
+    return config_params(nested) | config_params(config)
 
 
-def _table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
+def _format_table(rows: Sequence[Sequence[str]]) -> Iterator[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     for first, *others, last in rows:
         cells: Iterable[str] = (

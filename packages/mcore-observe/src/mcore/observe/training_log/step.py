@@ -202,7 +202,7 @@ def _ends_interval(interval: Any, iteration: int, steps: int) -> bool:
     """Return whether one of the last steps ended an interval."""
     every = as_number(interval)
     if every is None or every < 1:
-        raise ValueError(f"a logging interval is {interval!r}; give 1 step or more")
+        raise ValueError(f"a logging interval is {interval!r}: give 1 step or more")
     return iteration // int(every) > (iteration - steps) // int(every)
 
 
