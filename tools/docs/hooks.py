@@ -98,13 +98,16 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) 
             return found[0]
         folder = posixpath.dirname(source) if target == found[1] else ""
         file = posixpath.normpath(posixpath.join(folder, path))
-        if file.startswith(pages):
-            return found[0]
-        file = file if file in places else f"{file}/README.md"
-        if file not in places:
-            return f"]({address}/blob/main/{file.removesuffix('/README.md')})"
-        place = posixpath.relpath(places[file], posixpath.dirname(uri))
-        return f"]({place}{'#' * bool(heading)}{heading})"
+        if file.startswith(f"{pages}/"):
+            place = file.removeprefix(f"{pages}/")
+        else:
+            file = file if file in places else f"{file}/README.md"
+            if file not in places:
+                return f"]({address}/blob/main/{file.removesuffix('/README.md')})"
+            place = places[file]
+        return (
+            f"]({posixpath.relpath(place, posixpath.dirname(uri))}{'#' * bool(heading)}{heading})"
+        )
 
     return "".join(
         part if part.lstrip().startswith("```") else _LIST.sub(r"\1\n\n", _LINK.sub(link, part))

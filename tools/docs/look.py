@@ -1,7 +1,7 @@
 """The built site in a real browser: no page may scroll sideways or log an error.
 
-``hatch run docs-look`` looks at every page on a phone and on a desktop; with ``--pictures FOLDER``
-it also leaves screenshots there, light and dark.
+``hatch run docs-look`` opens every page on a phone and on a desktop. With ``--pictures FOLDER`` it
+also saves screenshots there, light and dark.
 """
 
 from __future__ import annotations
