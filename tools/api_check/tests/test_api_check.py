@@ -145,7 +145,7 @@ def test_an_unknown_revision_or_package_cannot_be_checked(
     assert main([*root, "--baseline", "nowhere"]) == 2
     assert "'nowhere' is not a revision" in capsys.readouterr().out
     assert main([*root, "--package", "mcore-nothing"]) == 2
-    assert "there are: mcore-tensor" in capsys.readouterr().err
+    assert "Packages: mcore-tensor" in capsys.readouterr().err
     assert main(root) == 0
     assert "no release tag yet" in capsys.readouterr().out
     with pytest.raises(SystemExit) as refused:
