@@ -26,7 +26,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from mcore.observe.sinks import sanitize_metric_name
-from mcore.parallel.checkpoint.files.manifest import read_index
+from mcore.parallel.checkpoint.files.index import read_index
 from pretrain.cli import SLOW_IMPORTS, launch
 from pretrain.cli.command import main
 from pretrain.run.steps import Steps

@@ -98,7 +98,7 @@ from pretrain.cli import launch
 from pretrain.settings import Settings
 launch._GRACE_AFTER_S = 0.5
 launch.PContext.close.__defaults__ = (None, {LAUNCHER_S})
-ranks = launch.elastic_launch(launch._launch_config(Settings(dp=2, grace_s=0.5)), "sh")
+ranks = launch.elastic_launch(launch._make_launch_config(Settings(dp=2, grace_s=0.5)), "sh")
 ranks("-c", "trap '' TERM; touch up-$LOCAL_RANK; sleep 600")
 """
 

@@ -100,7 +100,7 @@ def test_a_layout_that_is_named_leaves_nothing_of_the_stored_one(tmp_path: Path)
 
 def test_another_number_of_ranks_is_no_layout(tmp_path: Path) -> None:
     write_settings(Settings(tp=2, cp=1, dp=2), tmp_path, [])
-    with pytest.raises(UsageError, match="has 4 ranks and 2 were started: start 4, or name"):
+    with pytest.raises(UsageError, match="has 4 ranks and 2 were started: start 4, or set"):
         resolve(parse(["--resume", str(tmp_path)]), 2)
 
 

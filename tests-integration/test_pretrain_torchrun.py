@@ -1,4 +1,4 @@
-"""The main job under torchrun: the README's line on two nodes, and a restart after a lost rank."""
+"""The main job under torchrun: the guide's line on two nodes, and a restart after a lost rank."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from pretrain_runs import TINY, TOOLS, beginning_with, losses_of, ranks_below, w
 from rank_testing import run_ranks
 from rank_testing.ports import free_port
 
-README = TOOLS / "pretrain" / "README.md"
+GUIDE = TOOLS / "docs" / "pages" / "guides" / "main-job-options.md"
 
 
-def readme_line(port: int) -> list[str]:
-    """The words of the README's torchrun command, for this host and a free port."""
-    [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", README.read_text(), re.MULTILINE)
+def guide_line(port: int) -> list[str]:
+    """The words of the guide's torchrun command, for this host and a free port."""
+    [line] = re.findall(r"^hatch run (torchrun .*\\\n.*)$", GUIDE.read_text(), re.MULTILINE)
     return shlex.split(line.replace("\\\n", " ").replace("HOST:29400", f"127.0.0.1:{port}"))
 
 
@@ -49,8 +49,8 @@ if "RANK" in os.environ:
 
 
 @pytest.mark.slow
-def test_the_readme_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
-    words = [*readme_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
+def test_the_guide_s_line_on_two_nodes_and_again_after_lost_ranks(tmp_path: Path) -> None:
+    words = [*guide_line(free_port()), *TINY, "--no-mlflow", "--save-interval", "3"]
     folder = RunFolder(tmp_path / "runs" / "first")
     env = beginning_with(HALTING, tmp_path)
     nodes = [

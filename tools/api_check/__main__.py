@@ -4,55 +4,101 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from monorepo.workspace import REPOSITORY, WorkspaceError, load_workspace
 
-COULD_NOT_CHECK = 2
+if TYPE_CHECKING:
+    from api_check.outcome import Outcome
+
+_COULD_NOT_CHECK = 2
+_VERDICTS = {0: "ok", _COULD_NOT_CHECK: "could not check"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Compare the packages with their last releases; 1: unannounced breaks, 2: not checkable."""
-    options = _parser().parse_args(arguments)
-    try:
-        # Here, so that its absence is an answer and not a traceback.
-        importlib.import_module("griffe")
-    except ImportError:
-        print("griffe is not installed; add it to the environment", file=sys.stderr)
-        return COULD_NOT_CHECK
-    from api_check.outcome import check_package
-    from api_check.output import FORMATS
+    """Compare the packages with their last releases. Returns 1 for unannounced breaks.
 
-    try:
-        packages = load_workspace(options.root).chosen(options.package)
-    except WorkspaceError as error:
-        print(error, file=sys.stderr)
-        return COULD_NOT_CHECK
-    outcomes = [
-        check_package(
-            options.root,
-            package,
-            baseline=options.baseline,
-            current=options.current,
-            strict=options.strict,
-        )
-        for package in packages
-    ]
-    print(FORMATS[options.format](outcomes, strict=options.strict))
-    return max(outcome.status for outcome in outcomes)
-
-
-def _parser() -> argparse.ArgumentParser:
+    Returns 2 if a package cannot be checked.
+    """
     parser = argparse.ArgumentParser(prog="python -m api_check", description=__doc__)
     parser.add_argument("--package", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--baseline", metavar="REF", help="default: the package's last tag")
     parser.add_argument("--current", metavar="REF", help="default: the working tree")
-    parser.add_argument("--format", choices=("text", "json", "github"), default="text")
+    parser.add_argument("--format", choices=tuple(_FORMATS), default="text")
     parser.add_argument("--strict", action="store_true", help="fail on overdue removals")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    return parser
+    options = parser.parse_args(arguments)
+    try:
+        # Imported here, so its absence is an error message and not a traceback.
+        importlib.import_module("griffe")
+    except ImportError:
+        print("griffe is not installed; add it to the environment", file=sys.stderr)
+        return _COULD_NOT_CHECK
+    from api_check.outcome import check_package
+
+    try:
+        packages = load_workspace(options.root).choose(options.package)
+    except WorkspaceError as error:
+        print(error, file=sys.stderr)
+        return _COULD_NOT_CHECK
+    revisions = {"baseline": options.baseline, "current": options.current}
+    outcomes = [
+        check_package(options.root, package, strict=options.strict, **revisions)
+        for package in packages
+    ]
+    print("\n".join(_FORMATS[options.format](outcomes, options.strict)))
+    return max(outcome.status for outcome in outcomes)
+
+
+def _format_text(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
+    for outcome in outcomes:
+        yield f"{outcome.package}: {_VERDICTS.get(outcome.status, 'FAILED')}: {outcome.notice}"
+        for one in outcome.findings:
+            verdict = "FAIL" if one.fails(strict=strict) else "covered" if one.covered else "note"
+            place = f"{one.file}:{one.line}" if one.line else one.file
+            yield f"  {verdict:7} {one} [{place}]"
+
+
+def _format_json(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
+    packages = [
+        {
+            "package": outcome.package,
+            "status": outcome.status,
+            "notice": outcome.notice,
+            "findings": [
+                {**one.as_dict(), "fails": one.fails(strict=strict)} for one in outcome.findings
+            ],
+        }
+        for outcome in outcomes
+    ]
+    yield json.dumps({"strict": strict, "packages": packages}, indent=2)
+
+
+def _format_github(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
+    """Workflow commands that GitHub shows at the lines of a change."""
+    for outcome in outcomes:
+        level = "error" if outcome.status else "notice"
+        yield f"::{level}::{_escape(f'{outcome.package}: {outcome.notice}')}"
+        for one in outcome.findings:
+            fails = one.fails(strict=strict)
+            level = "error" if fails else "notice" if one.covered else "warning"
+            place = f" file={one.file},line={max(one.line, 1)},title={one.kind}"
+            yield f"::{level}{place}::{_escape(f'{one.path}: {one.change}')}"
+
+
+def _escape(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+_FORMATS: Mapping[str, Callable[[Sequence[Outcome], bool], Iterator[str]]] = {
+    "text": _format_text,
+    "json": _format_json,
+    "github": _format_github,
+}
 
 
 if __name__ == "__main__":

@@ -8,10 +8,10 @@ from enum import Enum
 
 
 class Weight(str, Enum):
-    """What a finding means for the outcome.
+    """The effect of a finding on the outcome.
 
-    ``WARNING`` is shown only. ``OVERDUE`` fails in strict mode. ``BREAKAGE`` fails unless the
-    version says so. ``BROKEN_PROMISE`` fails always.
+    ``WARNING`` is only shown. ``OVERDUE`` fails in strict mode. ``BREAKAGE`` fails unless the
+    version announces it. ``BROKEN_PROMISE`` always fails.
     """
 
     WARNING = "warning"
@@ -28,12 +28,12 @@ class Finding:
         package: The distribution.
         kind: In capitals, such as ``PARAMETER_REMOVED``.
         path: The public path, as users import it.
-        old: What was.
-        new: What is.
-        file: Where, relative to the repository.
-        line: The line there, from 1; 0 where there is none.
-        weight: What it means.
-        covered: Whether the version of the package allows for it.
+        old: The old text.
+        new: The new text.
+        file: The file, relative to the repository.
+        line: The line in it, from 1, or 0 if there is none.
+        weight: The effect on the outcome.
+        covered: Whether the version of the package announces it.
     """
 
     package: str
@@ -52,7 +52,7 @@ class Finding:
 
     @property
     def change(self) -> str:
-        """What was and what is."""
+        """The old and the new text."""
         return f"{self.old or '(nothing)'} -> {self.new or '(nothing)'}"
 
     def as_dict(self) -> dict[str, str | int | bool]:
@@ -67,7 +67,7 @@ class Finding:
 
 
 def cover(findings: Iterable[Finding]) -> list[Finding]:
-    """The findings after a bump of the version that announces breakages."""
+    """The findings for a version that announces breakages."""
     return [
         replace(one, covered=True) if one.weight is Weight.BREAKAGE else one for one in findings
     ]

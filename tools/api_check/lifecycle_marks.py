@@ -1,4 +1,4 @@
-"""Which decorators of mcore.versioning an object carries, read without running it."""
+"""The decorators of mcore.versioning on an object, read without running it."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _EXTRA = "api_check"
 
 
 class PropertyDecorators(griffe.Extension):
-    """Keeps the decorators of properties, which griffe turns into attributes without any."""
+    """Keeps the decorators of properties, which griffe drops when it makes attributes of them."""
 
     def on_attribute_instance(
         self, *, node: Any, attr: griffe.Attribute, agent: Any, **_: Any
     ) -> None:
-        """Store the decorators of an attribute that is written as a function."""
+        """Store the decorators of an attribute that the source defines as a function."""
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             attr.extra[_EXTRA]["decorators"] = [
                 griffe.Decorator(value, lineno=each.lineno, endlineno=each.end_lineno)
@@ -31,12 +31,12 @@ class PropertyDecorators(griffe.Extension):
 
 @dataclass(frozen=True)
 class Marks:
-    """The decorators that decide what users were promised.
+    """The decorators that limit the promise to users.
 
     Attributes:
         exempt: The exempting decorators, sorted.
         deprecated: Whether it is deprecated.
-        removal_version: From when on it may be gone.
+        removal_version: The version from which it may be gone.
         unreadable: The source of a removal version that is not a literal version.
     """
 
@@ -46,14 +46,14 @@ class Marks:
     unreadable: str | None = None
 
 
-def marks_of(found: griffe.Object | griffe.Alias | None) -> Marks:
-    """Read the decorators of an object itself, not of what it inherits from."""
-    named = [(_lifecycle_name(one), one) for one in _decorators(found)]
+def read_marks(found: griffe.Object | griffe.Alias | None) -> Marks:
+    """Read the decorators of an object itself, not of its base classes."""
+    named = [(_name_decorator(one), one) for one in _list_decorators(found)]
     exempt = tuple(sorted({name for name, _ in named if name in EXEMPTING}))
     first = next((one for name, one in named if name == "deprecated"), None)
     if first is None:
         return Marks(exempt)
-    source = _argument(first, 1, "removal_version")
+    source = _read_argument(first, 1, "removal_version")
     try:
         literal = None if source is None else ast.literal_eval(source)
         removal = None if literal is None else Version(literal)
@@ -62,7 +62,7 @@ def marks_of(found: griffe.Object | griffe.Alias | None) -> Marks:
     return Marks(exempt, deprecated=True, removal_version=removal)
 
 
-def _decorators(found: griffe.Object | griffe.Alias | None) -> list[griffe.Decorator]:
+def _list_decorators(found: griffe.Object | griffe.Alias | None) -> list[griffe.Decorator]:
     if isinstance(found, griffe.Alias):
         found = found.final_target
     if isinstance(found, griffe.Function | griffe.Class):
@@ -73,14 +73,14 @@ def _decorators(found: griffe.Object | griffe.Alias | None) -> list[griffe.Decor
     return []
 
 
-def _lifecycle_name(decorator: griffe.Decorator) -> str | None:
-    """The name within mcore.versioning, through whatever alias it was imported."""
+def _name_decorator(decorator: griffe.Decorator) -> str | None:
+    """The name within mcore.versioning, under any import alias."""
     path = decorator.callable_path
     return path.rpartition(".")[2] if path.startswith(DECORATORS) else None
 
 
-def _argument(decorator: griffe.Decorator, position: int, name: str) -> str | None:
-    """The source of an argument; None where it is not given."""
+def _read_argument(decorator: griffe.Decorator, position: int, name: str) -> str | None:
+    """The source of an argument, or None if it is not given."""
     call = decorator.value
     if not isinstance(call, griffe.ExprCall):
         return None

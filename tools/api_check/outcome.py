@@ -27,7 +27,7 @@ class Outcome:
     Attributes:
         package: The distribution.
         status: 0, 1 or 2, as the exit status.
-        notice: What happened, in a line.
+        notice: A summary, in a line.
         findings: The differences.
     """
 
@@ -78,7 +78,7 @@ def _compare(
     comparison = Comparison(
         package, read_surface(old), read_surface(new), version, (now.root, before.root)
     )
-    findings = judge(comparison.findings(), package, (old.version, version), now)
+    findings = judge(comparison.list_findings(), package, (old.version, version), now)
     failed = sum(one.fails(strict=strict) for one in findings)
     notice = f"{version} against {baseline}: {len(findings)} findings, {failed} of them fail"
     return Outcome(package, FAILED if failed else PASSED, notice, findings)
@@ -86,7 +86,7 @@ def _compare(
 
 @contextmanager
 def _tree_at(root: Path, revision: str | None) -> Iterator[Workspace]:
-    """The packages of a revision, whose files are gone afterwards; None is the working tree."""
+    """The packages of a revision in a temporary folder, or of the working tree if it is None."""
     if revision is None:
         yield load_workspace(root)
         return
@@ -108,14 +108,14 @@ def judge(
     step: tuple[Version, Version],
     workspace: Workspace,
 ) -> list[Finding]:
-    """Mark what the version covers, and add the dependants that accept both sides of a break."""
+    """Mark announced breaks, and add the dependants that accept both sides of a break."""
     breaks = any(one.weight is Weight.BREAKAGE for one in findings)
     if not breaks or not announces_breakage(*step):
         return list(findings)
-    return [*cover(findings), *_unrevisited(package, step, workspace)]
+    return [*cover(findings), *_find_unrevisited(package, step, workspace)]
 
 
-def _unrevisited(
+def _find_unrevisited(
     package: str, step: tuple[Version, Version], workspace: Workspace
 ) -> Iterator[Finding]:
     for name in workspace.direct_dependants(package):
@@ -124,8 +124,8 @@ def _unrevisited(
             both = all(requirement.specifier.contains(one, prereleases=True) for one in step)
             if sibling.name == package and both:
                 file = (dependant.folder / "pyproject.toml").relative_to(workspace.root).as_posix()
-                told = f"has to leave out {step[0]} or {step[1]}, between which {package} broke"
+                advice = f"has to leave out {step[0]} or {step[1]}, between which {package} broke"
                 yield Finding(
-                    package, "DEPENDANT_RANGE", name, str(requirement), told, file, 0,
+                    package, "DEPENDANT_RANGE", name, str(requirement), advice, file, 0,
                     Weight.BROKEN_PROMISE,
                 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The names of a package that users may rely on, by the paths under which they see them."""
+"""The public names of a package, by the paths that users import."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Entry:
         path: The public path.
         owner: The public path of the module or class that has it.
         name: The last part of the path.
-        found: Its definition; None where it lies in another distribution or is made at run time.
+        found: Its definition, or None if another distribution or the running program makes it.
         target: The path of the definition.
         top_level: Whether its owner is a module.
     """
@@ -55,7 +55,7 @@ class Surface:
     modules: dict[str, griffe.Module] = field(default_factory=dict)
 
     def defines(self, path: str) -> bool:
-        """Whether something is still defined under a full path, public or not."""
+        """Whether a full path is still defined, public or not."""
         inside = path.removeprefix(f"{self.module.path}.")
         if inside == path:
             return False
@@ -69,10 +69,16 @@ class Surface:
 def read_surface(package: Distribution) -> Surface:
     """Read what is public, without importing anything.
 
-    Public: ``__all__``, subpackages with one, ``[tool.mcore] public-modules``, members of public
-    classes; without ``__all__``, what is defined or re-exported under a name without underscore.
+    Public are: the names in ``__all__``, subpackages with an ``__all__``, the modules in
+    ``[tool.mcore] public-modules``, and members of public classes. In a module without ``__all__``,
+    names without an underscore that it defines or re-exports are public.
     """
-    _refuse_unparsable(package)
+    for file in sorted(package.source.rglob("*.py")):
+        try:
+            ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+        except (SyntaxError, ValueError) as error:
+            shown = file.relative_to(package.folder)
+            raise CannotCheckError(f"{package.name}: cannot parse {shown}: {error}") from error
     loader = griffe.GriffeLoader(
         search_paths=[package.source],
         extensions=griffe.load_extensions(PropertyDecorators),
@@ -82,30 +88,20 @@ def read_surface(package: Distribution) -> Surface:
         module = loader.load(package.module)
         loader.resolve_aliases(implicit=False, external=False)
     except (griffe.GriffeError, ImportError) as error:
-        raise CannotCheckError(f"{package.name}: {package.module} can't be read: {error}") from None
+        raise CannotCheckError(f"{package.name}: cannot read {package.module}: {error}") from None
     if not isinstance(module, griffe.Module):
         raise CannotCheckError(f"{package.name}: {package.module} is not a module")
     surface = Surface(module)
     _add_module(surface, module)
-    for name in _listed_modules(package):
+    for name in _list_public_modules(package):
         listed = module[name]
         if f"{module.path}.{name}" not in surface.modules and isinstance(listed, griffe.Module):
             _add_module(surface, listed)
     return surface
 
 
-def _refuse_unparsable(package: Distribution) -> None:
-    """Make sure that a package can be read as a whole."""
-    for file in sorted(package.source.rglob("*.py")):
-        try:
-            ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
-        except (SyntaxError, ValueError) as error:
-            shown = file.relative_to(package.folder)
-            raise CannotCheckError(f"{package.name}: {shown} can't be parsed: {error}") from error
-
-
 def resolve(found: griffe.Object | griffe.Alias) -> griffe.Object | None:
-    """What an alias stands for; None where that lies outside of the package."""
+    """The target of an alias, or None if it is outside the package."""
     if not isinstance(found, griffe.Alias):
         return found
     try:
@@ -114,14 +110,14 @@ def resolve(found: griffe.Object | griffe.Alias) -> griffe.Object | None:
         return None
 
 
-def _listed_modules(package: Distribution) -> list[str]:
+def _list_public_modules(package: Distribution) -> list[str]:
     table = read_toml(package.folder / "pyproject.toml")
     return list(table.get("tool", {}).get("mcore", {}).get("public-modules", ()))
 
 
 def _add_module(surface: Surface, module: griffe.Module) -> None:
     surface.modules[module.path] = module
-    for name in _public_names(module):
+    for name in _list_public_names(module):
         member = module.members.get(name)
         path = f"{module.path}.{name}"
         if isinstance(member, griffe.Module):
@@ -135,7 +131,7 @@ def _add_module(surface: Surface, module: griffe.Module) -> None:
             _add_module(surface, member)
 
 
-def _public_names(module: griffe.Module) -> list[str]:
+def _list_public_names(module: griffe.Module) -> list[str]:
     if module.exports is not None:
         return sorted({str(name) for name in module.exports} - _UNPROMISED)
     return [
@@ -154,7 +150,7 @@ def _is_implicit_reexport(module: griffe.Module, member: griffe.Object | griffe.
     target = f"{member.target_path}."
     if target.startswith(f"{module.path}."):
         return True
-    # What decorates the package's own functions is imported for use, not for users.
+    # Decorators of the package's functions are imported for use, not for users.
     return target.startswith(NAMESPACE) and not target.startswith(DECORATORS)
 
 

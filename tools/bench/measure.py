@@ -7,9 +7,10 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from timeit import Timer
 from typing import Any
 
@@ -102,16 +103,21 @@ def paired(
     _check_counts(number, repeats)
     ours()
     peer()
-    ours_s, peer_s = math.inf, math.inf
     with _pause_collector():
-        for round_ in range(repeats):
-            if round_ % 2:
-                peer_s = min(peer_s, _time_batch(peer, number))
-                ours_s = min(ours_s, _time_batch(ours, number))
-            else:
-                ours_s = min(ours_s, _time_batch(ours, number))
-                peer_s = min(peer_s, _time_batch(peer, number))
-    return ours_s, peer_s
+        ours_s, peer_s = alternate(
+            [partial(_time_batch, fn, number) for fn in (ours, peer)], repeats
+        )
+    return min(ours_s), min(peer_s)
+
+
+def alternate(sides: Sequence[Callable[[], float]], rounds: int) -> list[list[float]]:
+    """The results of each side in all rounds. Each round starts with another side."""
+    results: list[list[float]] = [[] for _ in sides]
+    for round_ in range(rounds):
+        for offset in range(len(sides)):
+            side = (round_ + offset) % len(sides)
+            results[side].append(sides[side]())
+    return results
 
 
 def single(fn: Callable[[], Any], *, number: int, repeats: int = 7) -> float:
@@ -120,6 +126,16 @@ def single(fn: Callable[[], Any], *, number: int, repeats: int = 7) -> float:
     fn()
     with _pause_collector():
         return min(_time_batch(fn, number) for _ in range(repeats))
+
+
+def cpu_seconds(fn: Callable[[], Any], *, repeats: int = 3) -> float:
+    """CPU time of a call on all threads, on which other processes have little effect."""
+    best_s = math.inf
+    for _ in range(repeats):
+        started_s = time.process_time()
+        fn()
+        best_s = min(best_s, time.process_time() - started_s)
+    return best_s
 
 
 def loop(function: Callable[..., Any], *arguments: Any, calls: int) -> Callable[[], float]:
@@ -136,15 +152,16 @@ def compare_imports(
     ours: str, module: str, peer: str, target: float | None = None, *, repeats: int
 ) -> Row:
     """The row of two imports in new interpreters, which alternate. The first of each warms up."""
-    best = {ours: math.inf, module: math.inf}
-    for repeat in range(repeats + 1):
-        for name in best:
-            command = [sys.executable, "-W", "ignore", "-c", _IMPORT_TIMER.format(module=name)]
-            done = subprocess.run(command, check=True, capture_output=True, text=True)
-            if repeat:
-                best[name] = min(best[name], float(done.stdout.splitlines()[-1]))
+
+    def time_import(name: str) -> float:
+        command = [sys.executable, "-I", "-W", "ignore", "-c", _IMPORT_TIMER.format(module=name)]
+        done = subprocess.run(command, check=True, capture_output=True, text=True)
+        return float(done.stdout.splitlines()[-1])
+
+    times = alternate([partial(time_import, name) for name in (ours, module)], repeats + 1)
+    ours_s, peer_s = (min(side[1:]) for side in times)
     note = "fresh processes, the import statement"
-    return Row(f"import {ours}", best[ours], peer, best[module], target, note=note)
+    return Row(f"import {ours}", ours_s, peer, peer_s, target, note=note)
 
 
 def _time_batch(fn: Callable[[], Any], number: int) -> float:

@@ -15,18 +15,10 @@ from bench.measure import Row
 from bench.running import SuiteResult
 from results.journal import JournalError, read_journal, write_whole
 from results.machine import join_facts
-from results.page import format_duration, markdown_table
+from results.page import format_duration, markdown_table, read_head
 
 COLUMNS = ("case", "here", "compared with", "ratio", "aim", "checked first", "note")
 _FORMAT = 1
-_HEAD = """# Benchmarks
-
-Both sides of each figure were measured in the same run: they take turns in one process, after their
-results have been compared. The ratio is the peer's time over ours. The aim is a lower limit for
-later changes. On an idle machine, `hatch run bench --record` measures every suite, and
-`hatch run bench tensor --record` measures only one. Both write this page from
-[the results](benchmarks.jsonl).
-"""
 
 
 def read_results(path: Path) -> dict[str, SuiteResult]:
@@ -51,7 +43,7 @@ def page(results: Mapping[str, SuiteResult]) -> str:
     }
     sections = [_format_section(results[name], common) for name in sorted(results)]
     head = f"{join_facts(common)}\n" if common else ""
-    return "\n".join([_HEAD, head, *sections]).rstrip() + "\n"
+    return "\n".join([read_head(__file__), head, *sections]).rstrip() + "\n"
 
 
 def cells(row: Row) -> tuple[str, ...]:

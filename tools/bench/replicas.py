@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -15,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from bench.measure import Row, compare, paired
+from bench.measure import Row, compare, cpu_seconds, paired
 from bench.peers import megatron, megatron_groups, name_of, simulated_world
 from mcore.parallel.replicas import check_param_hashes_across_dp_replicas, param_hashes
 from mcore.parallel.torch_compat import all_gather_single
@@ -51,23 +49,13 @@ def _hashing(peer: Callable[..., bool], name: str, dtype: torch.dtype, target: f
     theirs = _record_digests(peer, model)
     is_same = list(param_hashes(model, bit_exact=False).values()) == theirs
     calls = partial(_check, model), partial(peer, model, True)
-    ours_cpu_s, peer_cpu_s = map(_cpu_seconds, calls)
+    ours_cpu_s, peer_cpu_s = map(cpu_seconds, calls)
     return compare(
         f"check 256 MiB of {dtype}, raw bytes", calls[0], name, calls[1], target,
         agreement=f"{len(theirs)} SHA-1 with bit_exact=False",
         difference="" if is_same else f"{len(theirs)} digests of the values as float32",
         repeats=_REPEATS, note=f"{ours_cpu_s:.3g} s against {peer_cpu_s:.3g} s of CPU time",
     )  # fmt: skip
-
-
-def _cpu_seconds(call: Callable[[], object]) -> float:
-    """CPU time of this process and all its threads, on which other processes have little effect."""
-    best_s = math.inf
-    for _ in range(3):
-        started_s = time.process_time()
-        call()
-        best_s = min(best_s, time.process_time() - started_s)
-    return best_s
 
 
 def _exchange(peer: Callable[..., bool], name: str) -> Row:

@@ -9,9 +9,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from importlib import import_module
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,20 +29,18 @@ _PEER_THRESHOLD = 0.75  # its default
 _Verdicts = list[set[int]]  # per report, the reported ranks
 
 
-@dataclass(frozen=True)
-class Case:
+class _Case(NamedTuple):
     """Equal ranks, some of which become slow after twelve reports."""
 
     name: str
-    slow_share: float = 0.0
+    slow_share: float = 0.0  # of the ranks, rounded up
     factor: float = 1.0
 
-    def slow(self, world: int) -> set[int]:
-        """The ranks that become slow."""
-        return set(range(math.ceil(self.slow_share * world)))
+    def count_slow(self, world: int) -> int:
+        return math.ceil(self.slow_share * world)
 
 
-_SLOW = (Case("one rank takes 30 % longer", 1e-9, 1.3), Case("half take twice as long", 0.5, 2.0))
+_SLOW = (_Case("one rank takes 30 % longer", 1e-9, 1.3), _Case("half take twice as long", 0.5, 2.0))
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -58,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for world in (2, 4, 64, 1024, 16384):
         judges = [judge_by_detector, judge_by_scores]
         if world <= 4:
-            times = simulate_times(Case(""), world, 50, seed=1)
+            times = simulate_times(_Case(""), world, 50, seed=1)
             if judge_by_scores(times) != run_ranks(judge_by_peer, world, times.tolist())[0]:
                 print(f"{world} ranks: the peer's report disagrees with its scores")
                 return 1
@@ -72,12 +69,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def simulate_times(case: Case, world: int, reports: int, *, seed: int) -> torch.Tensor:
+def simulate_times(case: _Case, world: int, reports: int, *, seed: int) -> torch.Tensor:
     """Times of an iteration in ms, ``[reports, world]``."""
     generator = torch.Generator().manual_seed(seed)
     noise = torch.randn(reports, world, generator=generator, dtype=torch.float64)
     times = noise.mul_(_NOISE).add_(1).mul_(100)
-    times[_BEFORE:, sorted(case.slow(world))] *= case.factor
+    times[_BEFORE:, : case.count_slow(world)] *= case.factor
     return times
 
 
@@ -135,14 +132,14 @@ def judge_by_peer(times: list[list[float]]) -> _Verdicts:
 
 
 def _share_wrong(judge: Callable[[torch.Tensor], _Verdicts], world: int, reports: int) -> float:
-    verdicts = judge(simulate_times(Case("equal"), world, reports, seed=0))
+    verdicts = judge(simulate_times(_Case("equal"), world, reports, seed=0))
     return sum(bool(named) for named in verdicts) / reports
 
 
 def _share_found(
-    judge: Callable[[torch.Tensor], _Verdicts], case: Case, world: int, num_jobs: int
+    judge: Callable[[torch.Tensor], _Verdicts], case: _Case, world: int, num_jobs: int
 ) -> float:
-    slow, found = case.slow(world), 0
+    slow, found = set(range(case.count_slow(world))), 0
     for seed in range(num_jobs):
         verdicts = judge(simulate_times(case, world, _BEFORE + _WITHIN, seed=seed))
         found += any(slow <= named for named in verdicts[_BEFORE:])

@@ -16,7 +16,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
-from monorepo.changelog import fold, fragments
+from monorepo.changelog import fold, list_fragments
 from monorepo.workspace import REPOSITORY, Distribution, load_workspace
 
 RESULTS = {
@@ -174,7 +174,7 @@ def _reference_page(module: str, names: Mapping[str, str]) -> str:
 
 def _changelog(package: Distribution) -> str:
     """The changelog of a package, with what the next release brings."""
-    if not fragments(package):
+    if not list_fragments(package):
         return (package.folder / "CHANGELOG.md").read_text(encoding="utf-8")
     today = date.today()
     text = fold(package, package.version, today)

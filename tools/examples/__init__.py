@@ -1,1 +1,1 @@
-"""One file a trainer: how the packages go into it."""
+"""One file for each trainer that uses the packages."""

@@ -21,7 +21,7 @@ VOCABULARY, LENGTH = 64, 16
 
 
 class Counting(Dataset[dict[str, torch.Tensor]]):
-    """Rows of numbers that follow one another, from anywhere."""
+    """Rows of consecutive numbers with a random start."""
 
     def __len__(self) -> int:
         return 1000
@@ -61,10 +61,10 @@ def train(folder: str, steps: int) -> Trainer:
 
 
 def main(words: list[str]) -> int:
-    """Train on the ranks that torchrun started, or on one."""
+    """Train on the ranks of torchrun, or on one rank."""
     parser = argparse.ArgumentParser(description="The Trainer of transformers")
-    parser.add_argument("folder", help="of the run; a second start continues it")
-    parser.add_argument("--steps", type=int, default=40, help="to which it trains")
+    parser.add_argument("folder", help="run folder. A second start continues the run")
+    parser.add_argument("--steps", type=int, default=40, help="last step")
     train(**vars(parser.parse_args(words)))
     return 0
 

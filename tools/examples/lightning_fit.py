@@ -20,7 +20,7 @@ from mcore.observe.adapters.lightning import ObserveCallback
 
 
 class Sine(pl.LightningModule):
-    """Learns the sine; what it logs goes to the same run."""
+    """Learns the sine. Its metrics are logged to the same run."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,8 +64,8 @@ def train(folder: str, steps: int, devices: int) -> pl.Trainer:
 def main(words: list[str]) -> int:
     """Train on one rank or several."""
     parser = argparse.ArgumentParser(description="Lightning's Trainer")
-    parser.add_argument("folder", help="of the run; a second start continues it")
-    parser.add_argument("--steps", type=int, default=60, help="to which it trains")
+    parser.add_argument("folder", help="run folder. A second start continues the run")
+    parser.add_argument("--steps", type=int, default=60, help="last step")
     parser.add_argument("--devices", type=int, default=1)
     train(**vars(parser.parse_args(words)))
     return 0

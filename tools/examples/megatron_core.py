@@ -1,10 +1,10 @@
-"""A GPT of megatron-core with the log, the random streams and the checkpoints beside it.
+"""A GPT of megatron-core with our log, random streams and checkpoints.
 
 torchrun --nproc-per-node 2 tools/examples/megatron_core.py runs/gpt
 torchrun --nproc-per-node 1 tools/examples/megatron_core.py runs/gpt --steps 60
 
-The ranks are tensor-parallel; another number of ranks continues the checkpoint. Without a GPU,
-``use_cpu`` gives megatron-core the two things that it asks one for.
+The ranks are tensor-parallel. A checkpoint resumes on another number of ranks. Without a GPU,
+``use_cpu`` replaces the two parts of megatron-core that need one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 8
 
 
 def use_cpu() -> None:
-    """Give megatron-core a device and random streams that need no GPU."""
+    """Replace megatron-core's device and random streams, which need a GPU."""
     stand_in: Any = torch.cuda
     stand_in.current_device = lambda: "cpu"
     tensor_parallel.get_cuda_rng_tracker = mcore.parallel.get_cuda_rng_tracker
@@ -61,7 +61,7 @@ def build_model(ranks: int) -> GPTModel:
 
 
 def loss_of(model: GPTModel, step: int) -> torch.Tensor:
-    """Return the mean loss on rows of numbers that follow one another."""
+    """Return the mean loss on rows of consecutive numbers."""
     start = torch.randint(VOCABULARY, (BATCH, 1), generator=torch.Generator().manual_seed(step))
     tokens = (start + torch.arange(LENGTH + 1)) % VOCABULARY
     positions = torch.arange(LENGTH).expand(BATCH, -1)
@@ -97,10 +97,10 @@ def train(folder: str, steps: int, ranks: int) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Train on the ranks that torchrun started."""
+    """Train on the ranks of torchrun."""
     parser = argparse.ArgumentParser(description="A GPT of megatron-core")
-    parser.add_argument("folder", help="of the run; a second start continues it")
-    parser.add_argument("--steps", type=int, default=40, help="to which it trains")
+    parser.add_argument("folder", help="run folder. A second start continues the run")
+    parser.add_argument("--steps", type=int, default=40, help="last step")
     options = parser.parse_args(words)
     dist.init_process_group()
     ranks = dist.get_world_size()

@@ -1,4 +1,4 @@
-"""A plain PyTorch loop: the log, who is slow, and checkpoints that any number of ranks continues.
+"""A plain PyTorch loop: the log, slow ranks, and checkpoints that resume on any number of ranks.
 
 python tools/examples/plain_loop.py runs/plain
 torchrun --nproc-per-node 2 tools/examples/plain_loop.py runs/plain --steps 80 --slow-rank 1
@@ -47,7 +47,9 @@ def train(folder: str, steps: int, slow_rank: int | None, rank: int, ranks: int)
         for step in range(found["step"] + 1, steps + 1):
             with log.data(), detector(bdata=True):
                 inputs, wanted = batch_of(step, rank, ranks)
-            with detector:  # the forward pass, which has no collective
+            with (
+                detector
+            ):  # only the forward pass: in a collective all ranks wait for the slow rank
                 loss = nn.functional.mse_loss(model(inputs), wanted)
                 if rank == slow_rank:
                     time.sleep(0.02)
@@ -70,11 +72,11 @@ def train(folder: str, steps: int, slow_rank: int | None, rank: int, ranks: int)
 
 
 def main(words: list[str]) -> int:
-    """Train on the ranks that torchrun started, or on one."""
+    """Train on the ranks of torchrun, or on one rank."""
     parser = argparse.ArgumentParser(description="A plain PyTorch loop")
-    parser.add_argument("folder", help="of the run; a second start continues it")
-    parser.add_argument("--steps", type=int, default=80, help="to which it trains")
-    parser.add_argument("--slow-rank", type=int, help="a rank to make slow")
+    parser.add_argument("folder", help="run folder. A second start continues the run")
+    parser.add_argument("--steps", type=int, default=80, help="last step")
+    parser.add_argument("--slow-rank", type=int, help="slow this rank down")
     options = parser.parse_args(words)
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     if ranks > 1:

@@ -26,7 +26,7 @@ REPORT_EVERY = 10
 
 
 def train_worker(settings: dict[str, Any]) -> None:
-    """Train on one worker; Ray has joined them by ``torch.distributed``."""
+    """Train on one worker. Ray has initialized ``torch.distributed``."""
     folder, steps = settings["folder"], settings["steps"]
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)
@@ -65,12 +65,12 @@ def train_worker(settings: dict[str, Any]) -> None:
 
 
 def main(words: list[str]) -> int:
-    """Start Ray on this machine, or use a cluster that ``RAY_ADDRESS`` names."""
+    """Start Ray on this machine, or use the cluster in ``RAY_ADDRESS``."""
     parser = argparse.ArgumentParser(description="Ray Train")
-    parser.add_argument("folder", help="of the run; a second start continues it")
-    parser.add_argument("--steps", type=int, default=60, help="to which it trains")
+    parser.add_argument("folder", help="run folder. A second start continues the run")
+    parser.add_argument("--steps", type=int, default=60, help="last step")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--slow-rank", type=int, help="a rank to make slow")
+    parser.add_argument("--slow-rank", type=int, help="slow this rank down")
     options = parser.parse_args(words)
     folder = os.path.abspath(options.folder)
     ray.init(num_cpus=options.workers, include_dashboard=False)

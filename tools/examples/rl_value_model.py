@@ -1,4 +1,4 @@
-"""PPO with a value model made of the policy: its output layer is replaced by a value head.
+"""PPO with a value model made of the policy: a value head replaces its output layer.
 
 python tools/examples/rl_value_model.py runs/ppo
 """
@@ -20,7 +20,7 @@ VOCABULARY, LENGTH, SEQUENCES, HIDDEN = 8, 6, 128, 64
 
 
 class LanguageModel(nn.Module):
-    """A small model with the parts of any other; only ``output_layer`` is found by name."""
+    """A small language model. The value head replaces the attribute ``output_layer``."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,39 +31,41 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """Return the outputs ``[b, s, n]`` for tokens ``[b, s]``."""
         output = self.output_layer(self.layers(self.embedding(tokens))[0])
-        return output[0] if isinstance(output, tuple) else output  # a value head gives its bias too
+        return (
+            output[0] if isinstance(output, tuple) else output
+        )  # a value head also returns its bias
 
 
 def value_model_of(policy: LanguageModel) -> nn.Module:
-    """Return a copy of the policy that says what the rest of a sequence is worth."""
+    """Return a copy of the policy that predicts the return of the rest of a sequence."""
     hook = create_value_head_hook(HIDDEN, sequence_parallel=False)
     return hook(copy.deepcopy(policy))[0]
 
 
 @dataclass
 class Rollout:
-    """Sequences of a policy: tokens ``[b, s + 1]``, the rest each ``[b, s]``."""
+    """Sequences of a policy: tokens ``[b, s + 1]``, other fields ``[b, s]``."""
 
     tokens: torch.Tensor
     log_probs: torch.Tensor
-    returns: torch.Tensor  # of rewards from a token to the end
+    returns: torch.Tensor  # sum of the rewards from a token to the end
     rewards: torch.Tensor
 
 
 @torch.no_grad()
 def play(policy: LanguageModel) -> Rollout:
-    """Let the policy write; a token earns 1 where it is 1 more than the one before."""
+    """Sample from the policy. A token that is 1 more than the previous token has reward 1."""
     tokens = torch.randint(VOCABULARY, (SEQUENCES, 1))
     for _ in range(LENGTH):
-        chances = policy(tokens)[:, -1].softmax(-1)
-        tokens = torch.cat([tokens, torch.multinomial(chances, 1)], dim=1)
+        probabilities = policy(tokens)[:, -1].softmax(-1)
+        tokens = torch.cat([tokens, torch.multinomial(probabilities, 1)], dim=1)
     rewards = (tokens[:, 1:] == (tokens[:, :-1] + 1) % VOCABULARY).float()
     returns = rewards.flip(1).cumsum(1).flip(1)
     return Rollout(tokens, log_probs(policy, tokens), returns, rewards)
 
 
 def log_probs(policy: LanguageModel, tokens: torch.Tensor) -> torch.Tensor:
-    """Return the logarithm of each written token's chance ``[b, s]``."""
+    """Return the log probability of each sampled token ``[b, s]``."""
     chosen = tokens[:, 1:, None]
     return policy(tokens[:, :-1]).log_softmax(-1).gather(-1, chosen).squeeze(-1)
 
@@ -74,7 +76,7 @@ def improve(
     optimizer: torch.optim.Optimizer,
     rollout: Rollout,
 ) -> torch.Tensor:
-    """Make PPO's updates with a rollout; return the value loss before them."""
+    """Update both models by PPO with a rollout. Return the value loss before the updates."""
     inputs = rollout.tokens[:, :-1]
     with torch.no_grad():
         surprise = rollout.returns - value_model(inputs).squeeze(-1)
@@ -109,7 +111,7 @@ def train(folder: str, steps: int) -> tuple[LanguageModel, nn.Module]:
 def main(words: list[str]) -> int:
     """Train in one process."""
     parser = argparse.ArgumentParser(description="PPO with a value model")
-    parser.add_argument("folder", help="of the run")
+    parser.add_argument("folder", help="run folder")
     parser.add_argument("--steps", type=int, default=60)
     train(**vars(parser.parse_args(words)))
     return 0

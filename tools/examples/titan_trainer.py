@@ -1,4 +1,4 @@
-"""torchtitan's own trainer with the log, the detector of slow ranks, and the checkpoints.
+"""torchtitan's trainer with the log, the detector of slow ranks, and the checkpoints.
 
 torchrun --nproc-per-node 2 tools/examples/titan_trainer.py runs/titan --slow-rank 1
 """
@@ -19,7 +19,7 @@ from torchtitan.tools import utils
 
 
 class CpuDevice:
-    """What the trainer calls of ``torch.cuda``, for machines that have no GPU."""
+    """A stand-in for ``torch.cuda`` on machines without a GPU."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(torch.cpu, name, lambda *args: None)
@@ -55,7 +55,7 @@ class NoTokenizer(BaseTokenizer):
 
 
 class Counting(BaseDataLoader):
-    """Rows of numbers that follow one another, from anywhere."""
+    """Rows of consecutive numbers with a random start."""
 
     Config: Any = dataclass(kw_only=True, slots=True)(type("Config", (BaseDataLoader.Config,), {}))
 
@@ -71,7 +71,7 @@ class Counting(BaseDataLoader):
 
 
 def build_trainer(folder: str, steps: int) -> Trainer:
-    """Return torchtitan's trainer of its smallest Llama, which every rank has a copy of."""
+    """Return torchtitan's trainer with its smallest Llama, replicated on every rank."""
     config = llama3_debugmodel()
     config.dump_folder, config.optimizer.implementation = f"{folder}/torchtitan", "for-loop"
     config.tokenizer, config.dataloader = NoTokenizer.Config(), Counting.Config()
@@ -98,7 +98,7 @@ def train(folder: str, steps: int, slow_rank: int | None) -> None:
     checkpoints.load_latest(model, optimizers, **state)
     trainer.dataloader.read = trainer.step
     batches = trainer.batch_generator(trainer.dataloader)
-    while trainer.step < steps:  # trainer.train() of 0.3 wants a torch newer than 2.13
+    while trainer.step < steps:  # trainer.train() of 0.3 needs a torch newer than 2.13
         trainer.step += 1
         trainer.train_step(batches)
         checkpoints.save(model, optimizers, step=trainer.step, **state)
@@ -113,7 +113,7 @@ def train(folder: str, steps: int, slow_rank: int | None) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="torchtitan's trainer")
-    parser.add_argument("folder", help="of the run")
+    parser.add_argument("folder", help="run folder")
     parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--slow-rank", type=int, help="a rank to make slow")
+    parser.add_argument("--slow-rank", type=int, help="slow this rank down")
     train(**vars(parser.parse_args()))

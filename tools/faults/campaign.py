@@ -58,11 +58,11 @@ class Campaign:
             raise ValueError(f"no launcher of {', '.join(sorted(set(launchers)))} has such faults")
         self.report = report
         self.journal = Journal(folder, seed, timeout_s)
-        names = sorted(set(self.launchers))
-        self.dealer = Dealer(seed, names, with_disk=with_disk, is_chosen=is_chosen)
-        for launcher in set(names) & set(self.journal.drawn):
-            happened = self.journal.happened_under(launcher)
-            self.dealer.replay(launcher, self.journal.drawn[launcher], happened)
+        happened = {
+            name: [one.fault for one in self.result.happened if one.launcher == name]
+            for name in set(self.launchers)
+        }
+        self.dealer = Dealer(seed, happened, with_disk=with_disk, is_chosen=is_chosen)
         self._lateness = Lateness()
         self._tracker: Tracker | None = None
         self._references: dict[str, Path] = {}
@@ -124,8 +124,7 @@ class Campaign:
         name = f"trial-{number:03d}"
         self.dealer.put_back(launcher, outcome.unused)
         seconds, self._recorded_at = time.time() - self._recorded_at, time.time()
-        drawn = self.dealer.count_drawn(launcher)
-        self.journal.add(name, launcher, outcome, drawn=drawn, seconds=seconds)
+        self.journal.add(name, outcome, seconds)
         for one in outcome.happened:
             ended = "" if one.ended_s is None else f", ended after {one.ended_s:.1f} s"
             recovered = f"after {one.recovered_s:.1f} s" if one.recovered_s is not None else "not"

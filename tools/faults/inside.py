@@ -84,8 +84,8 @@ def _prepare(events: _Events) -> None:
         for place in phase.places:
             _wrap(place, wrap)
     _wrap("pretrain.rank:join", lambda f: _record_first(f, events, "join"))
-    _wrap("pretrain.run.saving:Saver.save", lambda f: _record_sync_saves(f, events))
-    _wrap("pretrain.run.saving:Saver.wait", lambda f: _record_async_saves(f, events))
+    _wrap("pretrain.run.saving:Saver.save", lambda f: _record_saves(f, events))
+    _wrap("pretrain.run.saving:Saver.wait", lambda f: _record_saves(f, events))
     _wrap("pretrain.run.checkpoints:CheckpointedState.load", lambda f: _record_loads(f, events))
     _wrap("pretrain.run.loop:training_log", lambda f: _record_first(f, events, "step"))
 
@@ -194,25 +194,19 @@ _ACTIONS: dict[str, Callable[[Path], object]] = {
 }
 
 
-def _record_sync_saves(function: Function, events: _Events) -> Function:
+def _record_saves(function: Function, events: _Events) -> Function:
+    """Record a save that ``Saver.save`` or ``Saver.wait`` has finished."""
+
     @functools.wraps(function)
-    def save(self: Any, step: int) -> None:
-        function(self, step)
-        if self._pending is None:
-            events.record("saved", step=step)
-
-    return save
-
-
-def _record_async_saves(function: Function, events: _Events) -> Function:
-    @functools.wraps(function)
-    def wait(self: Any) -> None:
+    def finish(self: Any, *step: int) -> None:
         pending = self._pending
-        function(self)
-        if pending is not None:
+        function(self, *step)
+        if not step and pending is not None:
             events.record("saved", step=int(pending.path.name.removeprefix("step_")))
+        elif step and self._pending is None:
+            events.record("saved", step=step[0])
 
-    return wait
+    return finish
 
 
 def _record_loads(function: Function, events: _Events) -> Function:
@@ -225,16 +219,14 @@ def _record_loads(function: Function, events: _Events) -> Function:
 
 
 def _record_first(function: Function, events: _Events, event: str) -> Function:
-    seen: list[bool] = []
+    record = functools.cache(events.record)  # only the first call has an effect
 
     @functools.wraps(function)
-    def log(*args: Any, **kwargs: Any) -> Any:
-        if not seen:
-            events.record(event)
-            seen.append(True)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        record(event)
         return function(*args, **kwargs)
 
-    return log
+    return call
 
 
 def _launch_this(elastic_launch: Function) -> Function:

@@ -45,16 +45,10 @@ class Result:
 
 
 class Journal:
-    """The journal of a campaign, in its folder.
-
-    Attributes:
-        result: all recorded trials.
-        drawn: the number of faults drawn for each launcher.
-    """
+    """The journal of a campaign, in its folder. ``result`` has all recorded trials."""
 
     def __init__(self, folder: Path, seed: int, timeout_s: float) -> None:
         self._path = folder / "campaign.jsonl"
-        self.drawn: dict[str, int] = {}
         self.result = Result(seed, timeout_s, sessions=0)
         # A line that was cut off is skipped: the faults of its trial are dealt again.
         for line in read_journal(self._path, dict, on_broken=print):
@@ -66,19 +60,14 @@ class Journal:
         self.result.next_trial = 1 + max(numbers, default=-1)
         append_line(self._path, {"event": "start", "seed": seed, "timeout_s": timeout_s})
 
-    def add(
-        self, name: str, launcher: str, outcome: Outcome, *, drawn: int, seconds: float
-    ) -> None:
+    def add(self, name: str, outcome: Outcome, seconds: float) -> None:
         """Add and record a finished trial."""
         self.result.add(name, outcome, seconds)
         facts = dataclasses.asdict(outcome)
         del facts["unused"]
-        facts |= {"launcher": launcher, "drawn": drawn, "seconds": round(seconds, 1)}
-        append_line(self._path, {"event": "trial", "name": name, **facts})
-
-    def happened_under(self, launcher: str) -> list[Fault]:
-        """The faults that have happened under a launcher."""
-        return [one.fault for one in self.result.happened if one.launcher == launcher]
+        append_line(
+            self._path, {"event": "trial", "name": name, "seconds": round(seconds, 1), **facts}
+        )
 
     def _replay(self, line: Mapping[str, Any]) -> None:
         if line["event"] == "start":
@@ -93,7 +82,6 @@ class Journal:
         happened = [_parse_happened(**facts) for facts in line["happened"]]
         outcome = Outcome(happened, [], line["problems"], line["starts"])
         self.result.add(line["name"], outcome, line["seconds"])
-        self.drawn[line["launcher"]] = max(self.drawn.get(line["launcher"], 0), line["drawn"])
 
 
 def _parse_happened(fault: dict[str, Any], **facts: Any) -> Happened:

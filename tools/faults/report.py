@@ -9,24 +9,8 @@ from faults.deck import KINDS, PHASES, RANKS, STEPS
 from faults.journal import Result
 from faults.trial import BEYOND_TIMEOUT_S, Happened
 from results.machine import describe_machine, join_facts, timestamp
-from results.page import markdown_table
+from results.page import markdown_table, read_head
 
-_HEAD = f"""# Faults
-
-`hatch run faults` injects faults into every phase of the main job and checks that it recovers
-without data loss. The result is compared with an undisturbed run of the same seed:
-
-- the final weights and optimizer, bit by bit,
-- every metric of every step in `metrics.jsonl` and MLflow,
-- every checkpoint whose save had returned.
-
-Each job has {RANKS} ranks and {STEPS} steps. Most ranks are forked and ended as by torchrun. Others
-are restarted by torchrun, by torchrun on two nodes with a separate store, or by a scheduler that
-repeats the command. The job has no code for this: `tools/faults/inside.py` wraps its functions, and
-a new phase is a row in `tools/faults/deck.py`. With `--keep FOLDER` an interrupted campaign
-continues. `hatch run dev:python -m faults.slurm` tests the Slurm batch file on this machine.
-
-"""
 _LATE = "over the bound because the machine was late"
 _COLUMNS = ("fault", "times", "recovered", "ranks ended after at most", "steps after at most")
 
@@ -35,7 +19,7 @@ def page(result: Result, command: str, had_disk: bool) -> str:
     """The whole page of a campaign."""
     kinds = [kind for kind in KINDS if any(one.fault.kind == kind for one in result.happened)]
     parts = [
-        f"{_HEAD}The command was `{command}`.\n",
+        read_head(__file__, RANKS=RANKS, STEPS=STEPS, command=command),
         markdown_table(("", ""), _list_facts(result, had_disk)),
         "",
         markdown_table(("phase", *kinds), _count_phases(result.happened, kinds)),

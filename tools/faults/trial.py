@@ -19,7 +19,7 @@ from faults.deck import DAMAGES, Fault, Variant
 from faults.inside import BALLAST, events_in
 from faults.tracker import Tracker
 from faults.verdict import differences, is_good, newest_good, step_of
-from mcore.parallel.checkpoint.files.manifest import read_index
+from mcore.parallel.checkpoint.files.index import read_index
 from rank_testing.scripts import Script
 
 BEYOND_TIMEOUT_S = 10.0

@@ -9,9 +9,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from mcore.parallel.checkpoint.inspection.comparing import diff
+from mcore.parallel.checkpoint.inspection.diff import diff
 from mcore.parallel.checkpoint.inspection.output import Output
-from mcore.parallel.checkpoint.inspection.verifying import verify
+from mcore.parallel.checkpoint.inspection.verify import verify
 from results.journal import read_journal
 
 # Metrics that depend on a clock or on the number of starts.

@@ -12,34 +12,10 @@ from layouts.cell import Result
 from layouts.combinations import RANKS, STEPS
 from pretrain.settings import Settings
 from results import RECORDS
-from results.page import markdown_table
+from results.page import markdown_table, read_head
 
 _EXPERT = re.compile(r"\.own\.\d+\.")
 _RECORD = "/".join((RECORDS / "layouts").parts[-3:])
-_HEAD = f"""# Every layout of the main job
-
-`hatch run parity` trains {STEPS} steps of a tiny model in every layout of tp, cp, pp, vpp, dp,
-fsdp, hsdp and ep, with eight experts or without, on 1, 2, 4 and 8 ranks. The reference is the same
-model in plain PyTorch, in float64 on one process. Three numbers are compared: each step's loss,
-each step's gradient norm, and the norm of every parameter's first gradient. Then four other
-layouts, on 1, 2, 4 and 8 ranks if possible, load the checkpoint and train two more steps. These are
-compared too.
-
-On 1 and 2 ranks each layout is run with every set of sp, recompute, packed and bf16. On 4 and 8
-ranks it is run with one set, chosen to bring together any two values of two dimensions (`--all`
-runs every set). There is a layer for each stage, and there are two without a pipeline.
-
-`loss` and `gradient` are the largest relative differences, and `bound` is the limit of rounding
-errors: 1e-5 in fp32. For bf16 `tools/layouts/table.py` derives it. `seconds` is for the {STEPS}
-steps, the checkpoint and its loads. [layouts.jsonl](layouts.jsonl) has all rows. This command runs
-the missing rows and writes the page:
-
-`hatch run parity --resume --results {_RECORD}.jsonl --output {_RECORD}.md`
-
-It has found two errors, both corrected. On a CPU, torch's layer norm sums its gradients in bf16:
-they were off by 7.7e-2 here without sp, and 79 % of a bias gradient was lost over 16,384 tokens.
-A layout given with `--resume` kept the `--vpp`, `--ep` and `--hsdp-outer` of the stored layout.
-"""
 _NUM_WORST = 10
 _NUMBERS = ("ranks", "layers", "loss", "gradient", "bound", "loads", "seconds")
 _GROUP_NUMBERS = ("ranks", "green", "loss", "gradient", "of the bound", "loads", "seconds")
@@ -168,7 +144,8 @@ def page(rows: Sequence[Row], count: int) -> str:
         dates = sorted(row.when for row in rows)
         status += f" They were run from {dates[0]} to {dates[-1]} on {machines}."
     columns = ("ranks", "precision", "experts", *_GROUP_NUMBERS[1:])
-    parts = [_HEAD, f"{status}\n", markdown_table(columns, _summarize(rows), right=_GROUP_NUMBERS)]
+    head = read_head(__file__, STEPS=STEPS, RECORD=_RECORD)
+    parts = [head, f"{status}\n", markdown_table(columns, _summarize(rows), right=_GROUP_NUMBERS)]
     worst = sorted(rows, key=lambda row: row.share, reverse=True)[:_NUM_WORST]
     # Failures are all listed, however many there are.
     for title, listed in (("Nearest to the bound", worst), ("Failures", red)):

@@ -1,4 +1,4 @@
-"""Calls that mean something else after the move, and what to do about each."""
+"""Calls that behave differently after the move, and how to adapt each."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import libcst as cst
 
 from .table import Home
 
-# The group of a call: its place among the arguments (None: only by keyword), and its names.
+# The group of a call: its position (None: only by keyword), and its names.
 _GROUPS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "get_data_parallel_group_if_dtensor": (1, ("data_parallel_group",)),
     "GlobalSymmetricMemoryBuffer": (1, ("process_group",)),
@@ -33,7 +33,7 @@ _GROUPS: dict[str, tuple[int | None, tuple[str, ...]]] = {
     "report_l2_norm_grad": (None, ("group",)),
     "training_log": (None, ("pg_collection",)),
 }
-# How many arguments may come without a name; what follows is keyword-only.
+# The number of positional arguments. The others are keyword-only.
 POSITIONAL = {
     "calc_params_l2_norm": 4,
     "check_param_hashes_across_dp_replicas": 2,
@@ -46,7 +46,7 @@ POSITIONAL = {
     "report_throughput": 5,
     "training_log": 14,
 }
-# What holds for every call.
+# Differences of every call.
 _ALWAYS = {
     "local_multi_tensor_applier": "a flag that it hands on is an integer tensor with one "
     "element (a float one is refused) or None",
@@ -67,10 +67,10 @@ _VERSION_CHECKS = {_VERSION_CHECK.format(one) for one in ("torch", "te", "fa", "
 
 
 def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[str]:
-    """What a call of a moved name does otherwise than before, a sentence each.
+    """The differences of a call of a moved name, a sentence each.
 
     Args:
-        home: The name that is called.
+        home: The called name.
         call: The call.
         is_statement: Whether nothing uses its result.
     """
@@ -81,15 +81,15 @@ def differences(home: Home, call: cst.Call, *, is_statement: bool) -> Iterator[s
     by_name = {one.keyword.value: one.value for one in call.args if one.keyword is not None}
     most = POSITIONAL.get(home.name)
     if most is not None and len(positional) > most:
-        yield f"takes {most} arguments by position; name the others"
+        yield f"accepts {most} positional arguments: name the others"
     if home.absent_group and not unpacked and _has_no_group(home.name, positional, by_name):
         yield f"no group is given, which now means: {home.absent_group}"
     if home.name == "get_batch_on_this_cp_rank" and is_statement:
-        yield "returns a new dict and leaves the batch as it is: use what it returns"
+        yield "returns a new dict and does not change the batch: use the result"
     equality = by_name.get("check_equality") or (
         positional[1].value if len(positional) > 1 else None
     )
-    if home.name in _VERSION_CHECKS and _is(equality, "False"):
+    if home.name in _VERSION_CHECKS and _is_word(equality, "False"):
         yield "an equal version with a local part (2.13.0+cpu for 2.13.0) no longer counts as newer"
 
 
@@ -100,9 +100,9 @@ def _has_no_group(
     if not names:
         return False
     if place is not None and len(positional) > place:
-        return _is(positional[place].value, "None")
-    return all(one not in by_name or _is(by_name[one], "None") for one in names)
+        return _is_word(positional[place].value, "None")
+    return all(one not in by_name or _is_word(by_name[one], "None") for one in names)
 
 
-def _is(expression: cst.BaseExpression | None, word: str) -> bool:
+def _is_word(expression: cst.BaseExpression | None, word: str) -> bool:
     return isinstance(expression, cst.Name) and expression.value == word

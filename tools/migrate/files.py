@@ -1,4 +1,4 @@
-"""Files of Python: found below folders, looked into, and put back in one step."""
+"""Python files: found below folders, read, and replaced in one step."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _TAKEN = (".py", ".pyi", _NOTEBOOK)
 
 @dataclass(frozen=True)
 class Result:
-    """What became of a file that was looked into.
+    """The result of reading a file.
 
     Attributes:
         path: The file.
         before: Its bytes.
-        after: What they are rewritten to; None where it can't be read.
-        error: Why it can't be.
+        after: The rewritten source, or None if the file cannot be read or written.
+        error: The reason.
     """
 
     path: Path
@@ -44,23 +44,23 @@ class Result:
 
     @property
     def notes(self) -> list[Note]:
-        """What a person has to look at."""
+        """The places that a person has to check."""
         return [] if self.after is None else self.after.notes
 
 
 def python_files(paths: Iterable[Path]) -> Iterator[Path]:
-    """The files that are named, and the Python files of folders, each once and in order."""
+    """The named files and the Python files of named folders, each once and in order."""
     seen = set()
     for path in paths:
-        for file in sorted(_files_of(path)) if path.is_dir() else [path]:
+        for file in sorted(_walk_files(path)) if path.is_dir() else [path]:
             place = os.path.realpath(file)
             if place not in seen:
                 seen.add(place)
                 yield file
 
 
-def _files_of(folder: Path) -> Iterator[Path]:
-    """The files below a folder; links are taken that lead to a file in it."""
+def _walk_files(folder: Path) -> Iterator[Path]:
+    """The files below a folder, and links to files in it."""
     top = os.path.realpath(folder)
     for root, folders, files in os.walk(folder):
         folders[:] = [
@@ -76,13 +76,13 @@ def _files_of(folder: Path) -> Iterator[Path]:
 
 
 def read(file: Path, table: Table) -> Result | None:
-    """Work out the rewriting of a file; None where it does not speak of Megatron."""
+    """Rewrite the source of a file, without writing it. None if it does not name Megatron."""
     try:
         source = file.read_bytes()
     except OSError as error:
         return Result(file, b"", None, f"can't be read: {error.strerror}")
     if file.suffix == _NOTEBOOK:
-        return _notebook(file, source, table)
+        return _describe_notebook(file, source, table)
     if not table.may_concern(source):
         return None
     try:
@@ -94,20 +94,20 @@ def read(file: Path, table: Table) -> Result | None:
         return Result(file, source, None, f"is not Python that can be read: {first}")
 
 
-def _notebook(file: Path, source: bytes, table: Table) -> Result | None:
-    """What is said of a notebook, which is left as it is."""
+def _describe_notebook(file: Path, source: bytes, table: Table) -> Result | None:
+    """The note about a notebook, which is not rewritten."""
     for line, text in enumerate(source.decode(errors="replace").split("\n"), 1):
         for module in sorted(table.modules):
             if module in text:
-                told = "notebooks are not rewritten; change its cells by hand"
+                advice = "notebooks are not rewritten: change its cells yourself"
                 return Result(
-                    file, source, Rewritten(source, notes=[Note(line, module, told, True)])
+                    file, source, Rewritten(source, notes=[Note(line, module, advice, True)])
                 )
     return None
 
 
 def written(result: Result) -> Result:
-    """Put the new bytes into the file's place in one step, with its permissions and owner."""
+    """Replace the file in one step, keeping its permissions and owner."""
     if result.after is None or not result.differs:
         return result
     place = Path(os.path.realpath(result.path))
@@ -117,18 +117,18 @@ def written(result: Result) -> Result:
             return replace(result, after=None, error="can't be written: it is read-only")
         if place.read_bytes() != result.before:
             return replace(result, after=None, error="is left: it has changed since it was read")
-        _put(result.after.source, place, status)
+        _replace_file(result.after.source, place, status)
     except OSError as error:
         return replace(result, after=None, error=f"can't be written: {error.strerror}")
     return replace(result, after=result.after.placed())
 
 
-def _put(source: bytes, place: Path, status: os.stat_result) -> None:
+def _replace_file(source: bytes, place: Path, status: os.stat_result) -> None:
     descriptor, name = tempfile.mkstemp(dir=place.parent, prefix=f".{place.name[:99]}.")
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(source)
-        with suppress(OSError, AttributeError):  # who may not give a file away owns what he writes
+        with suppress(OSError, AttributeError):  # without the right to change the owner
             os.chown(name, status.st_uid, status.st_gid)
         os.chmod(name, stat.S_IMODE(status.st_mode))
         os.replace(name, place)

@@ -1,4 +1,4 @@
-"""What changes in one file's source: imports, uses through a module, and the texts of patches."""
+"""The changes of one file's source: imports, uses through a module, and the strings of patches."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ Import = cst.Import | cst.ImportFrom
 
 @dataclass(frozen=True)
 class Note:
-    """Something that a person has to look at.
+    """A place that a person has to check.
 
     Attributes:
         line: Its line, from 1.
-        name: What it is about.
-        text: What to do.
-        is_left: Whether it was left because it could not be rewritten.
+        name: The name concerned.
+        text: The advice.
+        is_left: Whether it could not be rewritten and stays as it is.
     """
 
     line: int
@@ -47,7 +47,7 @@ class Note:
 
 
 class Findings(cst.CSTVisitor):
-    """What changes in a file, by the identity of its nodes."""
+    """The changes of a file, by the identity of its nodes."""
 
     METADATA_DEPENDENCIES = (PositionProvider, ScopeProvider)
 
@@ -57,43 +57,43 @@ class Findings(cst.CSTVisitor):
         self.packages: set[str] = set()
         self.notes: list[Note] = []
         self.stays: set[str] = set()
-        # Names of a from-import that move, uses through a module, texts, imports to add or to drop.
+        # Names of a from-import that move, uses through a module, strings, imports to add or drop.
         self.moves: dict[cst.ImportFrom, dict[str, str]] = {}
         self.uses: dict[cst.Attribute, Home] = {}
         self.texts: dict[cst.SimpleString, str] = {}
         self.added: dict[Import, set[str]] = {}
         self.unused: dict[Import, list[cst.ImportAlias]] = {}
-        # Where each line of imports is.
+        # The number of each line of imports.
         self.lines: dict[cst.SimpleStatementLine, int] = {}
-        # Which imports give a name its meaning, and where the names that an import binds are used.
+        # The imports that may bind a name, and the uses of the names that an import binds.
         self._providers: dict[cst.Name, list[Import]] = {}
         self._users: dict[Import, dict[str, list[cst.Name]]] = {}
         self._roots: set[cst.CSTNode] = set()
         self._statements: set[cst.CSTNode] = set()
         self._exported: set[str] = set()
-        # Without a comment, so that a line of them may go.
+        # Statements without a comment: a line of them may be deleted.
         self._top_level: set[cst.CSTNode] = set()
         # Imports whose names are attributes of a class.
         self._attributes: set[cst.CSTNode] = set()
-        # Uses of what an old module is known to have, and whether they can mean nothing else.
+        # Uses of known names of old modules, and whether they can mean nothing else.
         self._candidates: list[tuple[cst.Attribute, Home, bool]] = []
-        # Names that are bound where ScopeProvider does not look.
+        # Names bound in places that ScopeProvider does not read.
         self._bound: set[str] = set()
         self._taken: set[str] = set()
 
     @property
     def changes(self) -> bool:
-        """Whether anything is to be rewritten."""
+        """Whether there is anything to rewrite."""
         return bool(self.moves or self.uses or self.texts)
 
     def alias_of(self, module: str) -> str:
-        """The name under which the file imports a module that it uses as a whole."""
+        """The name under which the file imports a module as a whole."""
         alias = module.replace(".", "_")
         while alias in self._taken:
             alias += "_"
         return alias
 
-    # What is there
+    # Visiting the source
 
     def visit_Module(self, node: cst.Module) -> None:
         lines = [one for one in node.body if isinstance(one, cst.SimpleStatementLine)]
@@ -108,7 +108,7 @@ class Findings(cst.CSTVisitor):
         for scope in scopes:
             for one in scope.assignments if scope else ():
                 if isinstance(one, ImportAssignment) and isinstance(one.node, Import):
-                    roots = [_root(use.node) for use in one.references]
+                    roots = [_find_root(use.node) for use in one.references]
                     self._users.setdefault(one.node, {})[one.name] = roots
                     if isinstance(scope, ClassScope):
                         self._attributes.add(one.node)
@@ -118,7 +118,7 @@ class Findings(cst.CSTVisitor):
     def visit_Name(self, node: cst.Name) -> None:
         if not node.value.startswith("mcore_"):
             return
-        names = self._names(node)
+        names = self._list_names(node)
         modules = {one.name for one in names if one.source is QualifiedNameSource.IMPORT}
         if {one.replace(".", "_") for one in modules} != {node.value}:
             self._taken.add(node.value)
@@ -128,7 +128,7 @@ class Findings(cst.CSTVisitor):
 
     def visit_SimpleStatementLine(self, node: cst.SimpleStatementLine) -> None:
         if any(isinstance(one, Import) for one in node.body):
-            self.lines[node] = self._line(node)
+            self.lines[node] = self._find_line(node)
         self._exported |= {
             text.evaluated_value
             for one in node.body
@@ -142,11 +142,11 @@ class Findings(cst.CSTVisitor):
         for text in matchers.findall(node, matchers.SimpleString()):
             value = cst.ensure_type(text, cst.SimpleString).evaluated_value
             for path in _DOTTED.findall(value) if isinstance(value, str) else ():
-                for name in self._names(node, path):
+                for name in self._list_names(node, path):
                     home = self.table.find(name.name)
                     if home is not None and "." in path:
-                        told = f"it is in a text; write {home.module}.{home.name}"
-                        self._leave(text, home.name, told)
+                        advice = f"it is in a string: write {home.module}.{home.name}"
+                        self._leave(text, home.name, advice)
 
     def visit_ImportFrom(self, node: cst.ImportFrom) -> None:
         module = module_of(node)
@@ -154,9 +154,9 @@ class Findings(cst.CSTVisitor):
             return
         if isinstance(node.names, cst.ImportStar):
             if module in self.table.modules:
-                self._leave(node, f"{module}.*", "name what is imported, and run this again")
+                self._leave(node, f"{module}.*", "name the imports, then run this once more")
             return
-        homes = {str(one.evaluated_name): self._home(module, one) for one in node.names}
+        homes = {str(one.evaluated_name): self._find_home(module, one) for one in node.names}
         self.stays |= self.table.without_home(f"{module}.{name}" for name in homes)
         moved = {name: home.module for name, home in homes.items() if home is not None}
         if moved:
@@ -164,9 +164,9 @@ class Findings(cst.CSTVisitor):
             self.packages |= {home.package for home in homes.values() if home is not None}
 
     def visit_Attribute(self, node: cst.Attribute) -> bool:
-        if _root(node) not in self._providers:
+        if _find_root(node) not in self._providers:
             return True
-        names = self._names(node)
+        names = self._list_names(node)
         paths = {one.name for one in names if one.source is QualifiedNameSource.IMPORT}
         homes = [home for home in map(self.table.find, paths) if home is not None]
         if not homes:
@@ -191,46 +191,46 @@ class Findings(cst.CSTVisitor):
         self._bind(node.name)  # of a ``global``: a function may import it
 
     def visit_AssignTarget(self, node: cst.AssignTarget) -> None:
-        self._tell_replaced(node.target)
+        self._visit_replaced(node.target)
 
     def visit_Del(self, node: cst.Del) -> None:
-        self._tell_replaced(node.target)
+        self._visit_replaced(node.target)
 
     def visit_Call(self, node: cst.Call) -> None:
         parts = (get_full_name_for_node(node.func) or "").split(".")
         target = next((one.value for one in node.args if _is_target(one)), None)
         first = node.args[0].value if node.args else None
         if {*parts[-2:]} & {*_PATCHING}:
-            self._text(target or first, is_whole=parts[-1] != "multiple")
-            self._member(node.args)
+            self._visit_text(target or first, is_whole=parts[-1] != "multiple")
+            self._visit_member(node.args)
         elif parts[-1] in _BY_TEXT:
-            self._text(first, is_whole=False)
-        self._tell(node, node, is_statement=node in self._statements)
+            self._visit_text(first, is_whole=False)
+        self._note_differences(node, node, is_statement=node in self._statements)
 
     def visit_Decorator(self, node: cst.Decorator) -> None:
         if not isinstance(node.decorator, cst.Call):
-            self._tell(node, cst.Call(node.decorator), is_statement=False)
+            self._note_differences(node, cst.Call(node.decorator), is_statement=False)
 
     def leave_Module(self, original_node: cst.Module) -> None:
-        """Find the uses that move, and the imports that nothing needs any more."""
+        """Find the uses that move, and the imports that nothing needs any longer."""
         for node, home, is_sure in self._candidates:
-            root = _root(node)
+            root = _find_root(node)
             if is_sure and root.value not in self._bound:
                 self._use(node, home, root)
             else:
-                text = "its module is something else on another path; change it by hand"
+                text = "its module is something else on another path: change it yourself"
                 self._leave(node, home.name, text)
         for statement in self.added:
             for alias in aliases_of(statement):
                 if self._is_unused(alias, statement):
                     self.unused.setdefault(statement, []).append(alias)
         there: set[str] = set()
-        for statement in sorted(self.added, key=self._line):
+        for statement in sorted(self.added, key=self._find_line):
             if statement in self._top_level:
                 self.added[statement] -= there
                 there |= self.added[statement]
 
-    # How it is found
+    # Recording the changes
 
     def _use(self, node: cst.Attribute, home: Home, root: cst.Name) -> None:
         self.uses[node] = home
@@ -243,28 +243,28 @@ class Findings(cst.CSTVisitor):
         if isinstance(node, cst.Name):
             self._bound.add(node.value)
 
-    def _home(self, module: str, alias: cst.ImportAlias) -> Home | None:
+    def _find_home(self, module: str, alias: cst.ImportAlias) -> Home | None:
         return self.table.find(f"{module}.{alias.evaluated_name}")
 
-    def _names(self, node: cst.CSTNode, path: str = "") -> Sequence[QualifiedName]:
-        """What a node, or a dotted path in its place, may mean."""
+    def _list_names(self, node: cst.CSTNode, path: str = "") -> Sequence[QualifiedName]:
+        """The possible meanings of a node, or of a dotted path in its place."""
         scope: Any = self.get_metadata(ScopeProvider, node, None)
         found = scope.get_qualified_names_for(path or node) if scope else ()
         return sorted(found, key=lambda one: one.name)
 
-    def _tell(self, node: cst.CSTNode, call: cst.Call, *, is_statement: bool) -> None:
-        """Note what a call of a moved name does otherwise than before."""
-        if _root(call.func) not in self._providers:
+    def _note_differences(self, node: cst.CSTNode, call: cst.Call, *, is_statement: bool) -> None:
+        """Note the differences of a call of a moved name."""
+        if _find_root(call.func) not in self._providers:
             return
-        for name in self._names(call.func):
+        for name in self._list_names(call.func):
             home = self.table.find(name.name.removesuffix(".configure"))
             if home is not None and name.source is QualifiedNameSource.IMPORT:
-                told = differences(home, call, is_statement=is_statement)
-                self.notes += [Note(self._line(node), home.name, text) for text in told]
+                found = differences(home, call, is_statement=is_statement)
+                self.notes += [Note(self._find_line(node), home.name, text) for text in found]
                 return
 
     def _is_unused(self, alias: cst.ImportAlias, statement: Import) -> bool:
-        """Whether only what was rewritten uses a name that an import binds."""
+        """Whether all uses of a name that an import binds were rewritten."""
         name = str(alias.evaluated_alias or alias.evaluated_name)
         users = self._users[statement].items()
         roots = [root for bound, of in users if f"{name}.".startswith(f"{bound}.") for root in of]
@@ -274,14 +274,14 @@ class Findings(cst.CSTVisitor):
             is_public |= name == alias.evaluated_name  # ``import x as x`` re-exports it
         return rewritten and not is_public
 
-    def _text(self, value: cst.BaseExpression | None, *, is_whole: bool) -> None:
-        """Move the path that a text names, or tell that it is left."""
-        text = _text_of(value)
+    def _visit_text(self, value: cst.BaseExpression | None, *, is_whole: bool) -> None:
+        """Move the path in a string, or note that it stays."""
+        text = _read_text(value)
         if value is None or text is None:
             return
         moved = self.table.moved(text)
         if text in self.table.modules:
-            self._leave(value, text, "name what is used of it one by one")
+            self._leave(value, text, "name each part of it separately")
         elif moved is not None and is_whole and isinstance(value, cst.SimpleString):
             self.texts[value] = moved
             self.packages.add("-".join(moved.split(".")[:2]))
@@ -289,36 +289,36 @@ class Findings(cst.CSTVisitor):
         elif moved is not None:
             self._leave(value, text, f"write {moved}")
 
-    def _member(self, arguments: Sequence[cst.Arg]) -> None:
-        """Tell of a name that is replaced in an old module: ``patch.object(utils, "divide")``."""
+    def _visit_member(self, arguments: Sequence[cst.Arg]) -> None:
+        """Note a patch of a name in an old module: ``patch.object(utils, "divide")``."""
         if len(arguments) < 2 or not isinstance(arguments[0].value, cst.Name | cst.Attribute):
             return
-        module, text = arguments[0].value, _text_of(arguments[1].value)
-        for path in self._names(module):
+        module, text = arguments[0].value, _read_text(arguments[1].value)
+        for path in self._list_names(module):
             home = self.table.find(f"{path.name}.{text}")
             if home is not None:
-                told = f"Megatron's is replaced by this; give it {home.module}"
-                self._leave(module, home.name, told)
+                advice = f"this patches Megatron's name: patch {home.module} instead"
+                self._leave(module, home.name, advice)
 
-    def _tell_replaced(self, target: cst.BaseExpression) -> None:
-        for path in self._names(target) if isinstance(target, cst.Attribute) else ():
+    def _visit_replaced(self, target: cst.BaseExpression) -> None:
+        for path in self._list_names(target) if isinstance(target, cst.Attribute) else ():
             home = self.table.find(path.name)
             if home is not None and path.source is QualifiedNameSource.IMPORT:
                 self._note_replaced(target, f"{home.module}.{home.name}")
 
     def _note_replaced(self, node: cst.CSTNode, moved: str) -> None:
-        told = f"what Megatron itself calls is no longer replaced by this, only {moved} is"
-        self.notes.append(Note(self._line(node), moved.rpartition(".")[2], told))
+        text = f"this now replaces only {moved}, and no longer the name that Megatron calls"
+        self.notes.append(Note(self._find_line(node), moved.rpartition(".")[2], text))
 
     def _leave(self, node: cst.CSTNode, name: str, text: str) -> None:
-        self.notes.append(Note(self._line(node), name, text, is_left=True))
+        self.notes.append(Note(self._find_line(node), name, text, is_left=True))
 
-    def _line(self, node: cst.CSTNode) -> int:
+    def _find_line(self, node: cst.CSTNode) -> int:
         return int(self.get_metadata(PositionProvider, node).start.line)
 
 
-def _root(node: cst.CSTNode) -> cst.Name:
-    """The name that a dotted expression begins with."""
+def _find_root(node: cst.CSTNode) -> cst.Name:
+    """The first name of a dotted expression."""
     while isinstance(node, cst.Attribute):
         node = node.value
     return node  # type: ignore[return-value]
@@ -328,8 +328,8 @@ def _is_target(argument: cst.Arg) -> bool:
     return argument.keyword is not None and argument.keyword.value == "target"
 
 
-def _text_of(value: cst.BaseExpression | None) -> str | None:
-    """A text as far as it is known before it runs."""
+def _read_text(value: cst.BaseExpression | None) -> str | None:
+    """The value of a string as far as the source shows it."""
     if isinstance(value, cst.SimpleString | cst.ConcatenatedString):
         text = value.evaluated_value
         return text if isinstance(text, str) else None

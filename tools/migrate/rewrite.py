@@ -1,4 +1,4 @@
-"""One file's source, rewritten: imports, uses through a module, and the texts of patches."""
+"""Rewrite one file's source: imports, uses through a module, and the strings of patches."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from .imports import alias_import, split, without, without_names
 from .table import Table
 
 _BLANKS = b" \t\f\r\n"
-# Comments that hold for each statement that an import becomes.
+# Comments that apply to every statement made of an import.
 _FOR_TOOLS = re.compile(r"#\s*(noqa|type:|pylint:|pyright:|ruff:|pragma:|fmt: *skip|isort: *skip)")
 
 
 class LayoutError(ValueError):
-    """A source that can't be kept byte for byte."""
+    """A source that cannot be kept byte for byte."""
 
 
 @dataclass
@@ -30,9 +30,9 @@ class Rewritten:
     Attributes:
         source: Its bytes.
         packages: The packages that it now needs.
-        notes: What to look at, by line.
-        stays: What it goes on taking from the old modules, since no package has it.
-        shifts: Lines before the rewriting, and how many more the file has behind each.
+        notes: Places to check, by line.
+        stays: Names that it still imports from the old modules, since no package has them.
+        shifts: Line numbers before the rewriting, and the number of lines added after each.
     """
 
     source: bytes
@@ -42,7 +42,7 @@ class Rewritten:
     shifts: list[tuple[int, int]] = field(default_factory=list)
 
     def placed(self) -> Rewritten:
-        """The same with the lines that the notes have after the rewriting."""
+        """The same, with the notes' line numbers after the rewriting."""
         notes = [
             replace(one, line=one.line + sum(more for at, more in self.shifts if at < one.line))
             for one in self.notes
@@ -51,33 +51,33 @@ class Rewritten:
 
 
 def rewrite(source: bytes, table: Table) -> Rewritten:
-    """Rewrite the source of a file, and leave all else in it byte for byte.
+    """Rewrite the source of a file. All other bytes stay.
 
     Raises:
         libcst.ParserSyntaxError: It is not Python.
-        LayoutError: It can't be written back as it is.
+        LayoutError: It cannot be kept byte for byte.
     """
     wrapper = MetadataWrapper(cst.parse_module(source), unsafe_skip_copy=True)
-    if _ended_like(source, wrapper.module.bytes) != source:
-        raise LayoutError("it has blanks that would not be kept; rewrite it by hand")
+    if _end_like(source, wrapper.module.bytes) != source:
+        raise LayoutError("it has blanks that would not be kept: rewrite it yourself")
     found = Findings(table)
     wrapper.visit(found)
     notes = sorted(dict.fromkeys(found.notes), key=lambda one: one.line)
     rewriter = _Rewriter(found)
     if found.changes:
-        source = _ended_like(source, wrapper.module.visit(rewriter).bytes)
+        source = _end_like(source, wrapper.module.visit(rewriter).bytes)
     return Rewritten(source, found.packages, notes, found.stays, rewriter.shifts)
 
 
-def _ended_like(source: bytes, text: bytes) -> bytes:
-    """A text with the byte order mark and the end of its source, which LibCST may drop."""
+def _end_like(source: bytes, text: bytes) -> bytes:
+    """A text with the byte order mark and the end of its source. LibCST may drop both."""
     begin = codecs.BOM_UTF8 if source.startswith(codecs.BOM_UTF8) else b""
     end = source[len(source.rstrip(_BLANKS)) :]
     return begin + text.removeprefix(codecs.BOM_UTF8).rstrip(_BLANKS) + end
 
 
 class _Rewriter(cst.CSTTransformer):
-    """The changes of :class:`Findings`, made."""
+    """Makes the changes of :class:`Findings`."""
 
     def __init__(self, found: Findings) -> None:
         super().__init__()
@@ -104,26 +104,26 @@ class _Rewriter(cst.CSTTransformer):
     def leave_SimpleStatementLine(
         self, original_node: cst.SimpleStatementLine, updated_node: cst.SimpleStatementLine
     ) -> cst.BaseStatement | cst.FlattenSentinel[cst.BaseStatement] | cst.RemovalSentinel:
-        body = self._rewritten(original_node.body, updated_node.body)
-        lines = _lines_of(body, updated_node, is_one=len(original_node.body) > 1)
+        body = self._rewrite_body(original_node.body, updated_node.body)
+        lines = _make_lines(body, updated_node, is_one=len(original_node.body) > 1)
         if original_node in self._found.lines:
-            more = _length(lines) - _length([original_node])
+            more = _count_lines(lines) - _count_lines([original_node])
             self.shifts.append((self._found.lines[original_node], more))
         return cst.FlattenSentinel(lines) if lines else cst.RemoveFromParent()
 
     def leave_SimpleStatementSuite(
         self, original_node: cst.SimpleStatementSuite, updated_node: cst.SimpleStatementSuite
     ) -> cst.SimpleStatementSuite:
-        body = self._rewritten(original_node.body, updated_node.body)
+        body = self._rewrite_body(original_node.body, updated_node.body)
         return updated_node.with_changes(body=body)
 
-    def _rewritten(
+    def _rewrite_body(
         self, original: Sequence[cst.BaseSmallStatement], updated: Sequence[cst.BaseSmallStatement]
     ) -> list[cst.BaseSmallStatement]:
         """The small statements of a line, with the imports among them replaced."""
         body: list[cst.BaseSmallStatement] = []
         for before, after in zip(original, updated, strict=True):
-            made = list(self._replaced(before, after))
+            made = list(self._replace_statement(before, after))
             if len(made) > 1 and isinstance(after, Import):
                 made[-1] = made[-1].with_changes(semicolon=after.semicolon)
                 made[:-1] = [
@@ -132,7 +132,7 @@ class _Rewriter(cst.CSTTransformer):
             body += made
         return body
 
-    def _replaced(
+    def _replace_statement(
         self, before: cst.BaseSmallStatement, after: cst.BaseSmallStatement
     ) -> Iterator[cst.BaseSmallStatement]:
         found = self._found
@@ -149,10 +149,10 @@ class _Rewriter(cst.CSTTransformer):
             yield alias_import(module, found.alias_of(module))
 
 
-def _lines_of(
+def _make_lines(
     body: Sequence[cst.BaseSmallStatement], line: cst.SimpleStatementLine, *, is_one: bool
 ) -> list[cst.SimpleStatementLine]:
-    """Statements in the place of a line: on one as before, or each on its own."""
+    """Statements in place of a line: on one line as before, or each on a separate line."""
     if is_one or len(body) < 2:
         return [line.with_changes(body=body)] if body else []
     first, *others = body
@@ -163,5 +163,5 @@ def _lines_of(
     return [line.with_changes(body=[first]), *rest]
 
 
-def _length(lines: Sequence[cst.SimpleStatementLine]) -> int:
+def _count_lines(lines: Sequence[cst.SimpleStatementLine]) -> int:
     return sum(cst.Module([]).code_for_node(one).count("\n") for one in lines)

@@ -1,4 +1,4 @@
-"""Where each documented name was imported from and is imported from now: the migration page."""
+"""The migration page: the old and the new module of each documented name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ from pathlib import Path
 _HERE = Path(__file__).parent
 _PAGE = "migration.md"
 _ROW = re.compile(r"^\| `(\w+)` \| `([^|]+)` \| `([\w.]+)` \|(?: ([^|]*)\|)?", re.MULTILINE)
-# What the page calls by its place in Megatron-LM is on the package index by another.
+# The page names the module in Megatron-LM. The package on the index has another name.
 _ALSO = {"megatron.core.distributed.fsdp.src.megatron_fsdp": "megatron_fsdp"}
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a name lives now.
+    """The new place of a name.
 
     Attributes:
         name: The name.
         module: The module that it is imported from, such as ``mcore.tensor``.
-        absent_group: What its call means where no group is given, in words; often empty.
+        absent_group: The meaning of a call without a group, in words. Often empty.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Home:
 
     @property
     def package(self) -> str:
-        """What pip calls the package: ``mcore-tensor`` for ``mcore.tensor``."""
+        """The name of the package for pip: ``mcore-tensor`` for ``mcore.tensor``."""
         return "-".join(self.module.split(".")[:2])
 
 
@@ -58,7 +58,7 @@ class Table:
         }
 
     def may_concern(self, source: bytes) -> bool:
-        """Whether a source speaks of an old module, or can't be read."""
+        """Whether a source names an old module, or cannot be parsed."""
         if not any(root.encode() in source for root in self._roots):
             return False
         try:
@@ -70,7 +70,7 @@ class Table:
         return any(map(self._is_about, ast.walk(tree)))
 
     def _is_about(self, node: ast.AST) -> bool:
-        """Whether a node imports an old module or from one, or is a text that names one."""
+        """Whether a node imports an old module or from it, or is a string that names it."""
         if isinstance(node, ast.Import):
             return any(one.name.partition(".")[0] in self._roots for one in node.names)
         if isinstance(node, ast.ImportFrom):
@@ -81,11 +81,11 @@ class Table:
         return isinstance(text, str) and text.startswith(tuple(self.modules))
 
     def find(self, path: str) -> Home | None:
-        """The new home of what a dotted path names; None where it stays."""
+        """The new place of a dotted path, or None if it stays."""
         return self.homes.get(path)
 
     def without_home(self, paths: Iterable[str]) -> set[str]:
-        """Those of the paths that lie in an old module, and in no package."""
+        """The paths that belong to an old module and to no package."""
         return {
             one
             for one in paths
@@ -95,7 +95,7 @@ class Table:
         }
 
     def moved(self, path: str) -> str | None:
-        """The new spelling of a path to a name or to something inside of one; None if it stays."""
+        """The new form of a path to a name or to an attribute of it, or None if it stays."""
         for module in self.modules:
             rest = path.removeprefix(f"{module}.")
             if rest != path:
@@ -107,7 +107,7 @@ class Table:
 
 
 def read_table() -> Table:
-    """The table of the page, which lies beside this file once it is installed."""
+    """The table of the page. In an installation the page is in this folder."""
     beside = _HERE / _PAGE
     page = beside if beside.exists() else _HERE.parent / "docs" / _PAGE
     return Table(page.read_text(encoding="utf-8"))

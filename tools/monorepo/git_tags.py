@@ -1,4 +1,4 @@
-"""What git knows about a release: its tags, the files changed since, and the files it had."""
+"""Release tags, changed files and old files, read from git."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from packaging.version import InvalidVersion, Version
 
 
 class GitError(RuntimeError):
-    """git refused, or the folder is not a repository."""
+    """A git command failed, or the folder is not a repository."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +35,12 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def parse_tag(text: str, packages: Collection[str]) -> ReleaseTag:
-    """Split a tag such as ``mcore-tensor-v0.1.0``; the longest package name that fits wins."""
+    """Split a tag such as ``mcore-tensor-v0.1.0``. The longest package name that fits wins."""
     tag = text.removeprefix("refs/tags/")
-    fitting = [name for name in packages if tag.startswith(f"{name}-v")]
-    if not fitting:
+    package = max((name for name in packages if tag.startswith(f"{name}-v")), key=len, default=None)
+    if package is None:
         known = ", ".join(sorted(packages))
         raise ValueError(f"tag {tag!r} has to be PACKAGE-vVERSION with one of: {known}")
-    package = max(fitting, key=len)
     written = tag[len(package) + 2 :]
     try:
         version = Version(written)
@@ -53,10 +52,9 @@ def parse_tag(text: str, packages: Collection[str]) -> ReleaseTag:
 
 
 def release_tags(root: Path, package: str, packages: Collection[str]) -> list[ReleaseTag]:
-    """The tags of a package that are part of the history of HEAD, lowest version first."""
-    listed = git(root, "tag", "--list", f"{package}-v*", "--merged", "HEAD").split()
+    """The tags of a package in the history of HEAD, lowest version first."""
     found = []
-    for text in listed:
+    for text in git(root, "tag", "--list", f"{package}-v*", "--merged", "HEAD").split():
         try:
             tag = parse_tag(text, packages)
         except ValueError:
@@ -86,7 +84,7 @@ def last_tag(
 def changed_files(root: Path, since: str, folders: Sequence[str]) -> list[str]:
     """Files below some folders that differ between a revision and the working tree.
 
-    Untracked files count, ignored ones do not; a rename counts with both of its names.
+    Untracked files count, ignored files do not. A rename counts with both of its names.
     """
     tracked = git(root, "diff", "--name-only", "--no-renames", "-z", since, "--", *folders)
     new = git(root, "ls-files", "--others", "--exclude-standard", "-z", "--", *folders)
@@ -104,7 +102,7 @@ def commit_exists(root: Path, revision: str) -> bool:
 
 
 def published_branch(root: Path) -> str | None:
-    """The branch that releases are made from: main as it was pushed, else the local one."""
+    """The branch of the releases: main as it was pushed, else the local main, else None."""
     names = ("origin/main", "main")
     return next((name for name in names if commit_exists(root, name)), None)
 
@@ -115,7 +113,7 @@ def is_in(root: Path, revision: str, branch: str) -> bool:
 
 
 def export_tree(root: Path, revision: str, target: Path, *folders: str) -> None:
-    """Write the files of a revision into a folder; the repository itself is only read."""
+    """Write the files of a revision into a folder. The repository is only read."""
     packed = _run(root, ["archive", "--format=tar", revision, *folders])
     with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
         archive.extractall(target, filter="data")
@@ -135,6 +133,6 @@ def _run(root: Path, arguments: Sequence[str]) -> bytes:
     except OSError as error:
         raise GitError(f"git could not be started: {error}") from error
     if finished.returncode:
-        said = finished.stderr.decode().strip() or f"exit status {finished.returncode}"
-        raise GitError(f"git {arguments[0]} in {root}: {said}")
+        reason = finished.stderr.decode().strip() or f"exit status {finished.returncode}"
+        raise GitError(f"git {arguments[0]} in {root}: {reason}")
     return finished.stdout

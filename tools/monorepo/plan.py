@@ -1,4 +1,4 @@
-"""Command line: ``python -m monorepo.plan [--base REF | --release TAG]``.
+"""Command line: ``python -m monorepo.plan [--base REF | --release TAG | --oldest]``.
 
 Prints the test matrix of a change as one line of JSON, or the packages that a release concerns.
 Needs Python >= 3.11 and ``packaging`` only.
@@ -14,32 +14,53 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+from packaging.version import Version
+
 from monorepo.git_tags import GitError, changed_files, merge_base, parse_tag
-from monorepo.hatch_settings import Cell, matrix_cells
+from monorepo.hatch_settings import Cell, read_cells
 from monorepo.workspace import PACKAGES_FOLDER, REPOSITORY, Distribution, Workspace, load_workspace
 
-# More jobs than that in one matrix are refused by GitHub.
-MOST_JOBS = 256
+MOST_JOBS = 256  # GitHub refuses a larger matrix
+_INTEGRATION_FOLDER = "tests-integration"
+_DOCS_FOLDERS = (".", ".github")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the plan, and the reason for it on the error stream; 1 if it cannot be run."""
-    options = _parser().parse_args(arguments)
+    """Print the plan, and the reason for it on the error stream. Returns 1 if it cannot run."""
+    parser = argparse.ArgumentParser(
+        prog="python -m monorepo.plan", description="Print the test matrix of a change."
+    )
+    parser.add_argument(
+        "--base", default="", metavar="REF", help="revision to compare with; default: test all"
+    )
+    parser.add_argument("--release", metavar="TAG", help="a release tag or a package")
+    parser.add_argument(
+        "--oldest", action="store_true", help="print the hatch environment with the oldest torch"
+    )
+    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
     workspace = load_workspace(options.root)
+    cells = read_cells(workspace.root)
     if options.release:
         return _print_release(workspace, options.release)
-    made = plan(workspace, matrix_cells(workspace.root), what_changed(workspace, options.base))
+    if options.oldest:
+        # On a Python in the middle, which has all libraries of the tools.
+        pythons = sorted({cell.python for cell in cells}, key=Version)
+        oldest = min((cell.torch for cell in cells), key=Version)
+        print(f"matrix.py{pythons[len(pythons) // 2]}-{oldest}")
+        return 0
+    made = make_plan(workspace, cells, find_change(workspace, options.base))
     print(made["reason"], file=sys.stderr)
-    told = refusal(made)
-    if told:
-        print(f"{told} in {workspace.root / 'hatch.toml'}", file=sys.stderr)
+    fault = find_fault(made)
+    if fault:
+        print(f"{fault} in {workspace.root / 'hatch.toml'}", file=sys.stderr)
         return 1
     print(json.dumps(made, separators=(",", ":")))
     return 0
 
 
 def _print_release(workspace: Workspace, text: str) -> int:
-    """Print the package of a tag, or one that is named, and its dependants as NAME=VALUE."""
+    """Print a package, given by its tag or name, and its dependants as NAME=VALUE."""
     try:
         name = text if text in workspace.names else parse_tag(text, workspace.names).package
     except ValueError as error:
@@ -50,11 +71,11 @@ def _print_release(workspace: Workspace, text: str) -> int:
     return 0
 
 
-def refusal(made: Mapping[str, Any]) -> str | None:
-    """What is wrong with a plan, as the beginning of a sentence; None where it can be run."""
+def find_fault(made: Mapping[str, Any]) -> str | None:
+    """The reason why a plan cannot run, as the beginning of a sentence, or None."""
     count = len(made["include"])
     if count > MOST_JOBS:
-        return f"{count} jobs, and a matrix may have {MOST_JOBS}: take cells out of [envs.matrix]"
+        return f"{count} jobs, and a matrix may have {MOST_JOBS}: remove cells of [envs.matrix]"
     tested = {job["package"] for job in made["include"]}
     left_out = [name for name in made["packages"] if name not in tested]
     if left_out:
@@ -62,44 +83,97 @@ def refusal(made: Mapping[str, Any]) -> str | None:
     return None
 
 
-def what_changed(workspace: Workspace, base: str) -> Affected:
-    """What the work since the merge base with a revision touches, uncommitted work included.
+@dataclass(frozen=True)
+class Change:
+    """The packages to test.
 
-    Everything, where there is no such commit: a first push, a shallow clone, a forced push.
+    Attributes:
+        direct: Packages whose files changed, siblings before the packages that need them.
+        dependants: Packages that need one of those, directly or indirectly.
+        integration: Whether the packages have to be tested together.
+        reason: A short explanation.
+    """
+
+    direct: tuple[str, ...]
+    dependants: tuple[str, ...]
+    integration: bool
+    reason: str
+
+
+def find_change(workspace: Workspace, base: str) -> Change:
+    """The change since the merge base with a revision, including uncommitted work.
+
+    If there is no such commit, everything counts as changed: after a first push, in a shallow
+    clone, after a forced push.
     """
     if not base.strip("0"):
-        return everything(workspace, "everything: no base to compare with")
+        return Change(workspace.names, (), True, "everything: no base to compare with")
     try:
         since = merge_base(workspace.root, base)
-        return affected(workspace, changed_files(workspace.root, since, ["."]))
+        return sort_files(workspace, changed_files(workspace.root, since, ["."]))
     except GitError as error:
-        said = " ".join(str(error).split())
-        return everything(workspace, f"everything: no merge base with {base} ({said})")
+        reason = f"everything: no merge base with {base} ({' '.join(str(error).split())})"
+        return Change(workspace.names, (), True, reason)
 
 
-def plan(workspace: Workspace, cells: Iterable[Cell], change: Affected) -> dict[str, Any]:
-    """The matrix of a change, one entry of ``include`` per job; cells are oldest first."""
-    every = list(cells)
+def sort_files(workspace: Workspace, files: Iterable[str]) -> Change:
+    """The packages that changed files concern.
+
+    A file outside the packages may matter to all of them, so all are tested, unless it is a
+    document or an integration test.
+    """
+    folders = {one.folder.name: one.name for one in workspace.distributions.values()}
+    direct, integration, reason = set(), False, "nothing changed"
+    for path in map(PurePosixPath, files):
+        first, *rest = path.parts
+        if path.suffix == ".md" and (
+            first == PACKAGES_FOLDER or path.parent.as_posix() in _DOCS_FOLDERS
+        ):
+            reason = "only documents changed" if reason == "nothing changed" else reason
+            continue
+        reason = "changed"
+        if first == PACKAGES_FOLDER and len(rest) > 1 and rest[0] in folders:
+            direct.add(folders[rest[0]])
+        elif first == _INTEGRATION_FOLDER:
+            integration = True
+        else:
+            return Change(workspace.names, (), True, f"everything: {path} changed")
+    return Change(
+        direct=workspace.order(direct),
+        dependants=workspace.dependants(direct),
+        integration=integration or bool(direct),
+        reason=reason,
+    )
+
+
+def make_plan(workspace: Workspace, cells: Sequence[Cell], change: Change) -> dict[str, Any]:
+    """The matrix of a change, with one entry of ``include`` per job. Cells are oldest first.
+
+    Packages that changed are tested in all cells, their dependants in the oldest and the newest.
+    """
     include = []
-    for name in workspace.ordered((*change.direct, *change.dependants)):
-        possible = jobs(workspace, workspace[name], every)
-        direct = name in change.direct
-        kept = possible if direct else newest_and_oldest(possible)
-        include += [{"package": name, **job, "direct": direct} for job in kept]
+    packages = workspace.order((*change.direct, *change.dependants))
+    for name in packages:
+        jobs = list_jobs(workspace, workspace[name], cells)
+        is_direct = name in change.direct
+        kept = jobs if is_direct else _take_ends(jobs)
+        include += [{"package": name, **job, "direct": is_direct} for job in kept]
+    pythons = sorted({cell.python for cell in cells}, key=Version)
     return {
         "include": include,
-        "packages": list(workspace.ordered((*change.direct, *change.dependants))),
+        "packages": list(packages),
+        "pythons": _take_ends(pythons),
         "integration": change.integration,
         "reason": change.reason,
     }
 
 
-def jobs(
+def list_jobs(
     workspace: Workspace, package: Distribution, cells: Iterable[Cell]
 ) -> list[dict[str, str]]:
-    """The cells that a package and all that it needs can be installed in, oldest first.
+    """The cells in which a package and its siblings can be installed, oldest first.
 
-    Where none of them needs torch, the cells of one Python are one job.
+    If none of them needs torch, there is one job per Python.
     """
     needed = [package, *(workspace[name] for name in workspace.closure(package.name))]
     floors = [one.specifier for each in needed for one in each.dependencies if one.name == "torch"]
@@ -110,87 +184,12 @@ def jobs(
         and all(floor.contains(cell.torch, prereleases=True) for floor in floors)
     ]
     if floors:
-        return [{"python": cell.python, "torch": cell.torch} for cell in possible]
+        return [cell._asdict() for cell in possible]
     return [{"python": python} for python in dict.fromkeys(cell.python for cell in possible)]
 
 
-def newest_and_oldest(possible: Sequence[dict[str, str]]) -> list[dict[str, str]]:
-    """The two ends of a list of jobs; the one job where there is no other."""
-    return [*possible[:1], *possible[1:][-1:]]
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m monorepo.plan", description="Print the test matrix of a change."
-    )
-    parser.add_argument(
-        "--base", default="", metavar="REF", help="what it is compared with; without, everything"
-    )
-    parser.add_argument("--release", metavar="TAG", help="a release tag, or just a package")
-    parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    return parser
-
-
-_INTEGRATION_FOLDER = "tests-integration"
-_DOCS_FOLDERS = (".", ".github")
-
-
-@dataclass(frozen=True)
-class Affected:
-    """What has to be tested.
-
-    Attributes:
-        direct: Packages whose own files changed, siblings before those that need them.
-        dependants: Packages that need one of those, directly or not.
-        integration: Whether the packages have to be tested together.
-        reason: Why, in a few words.
-    """
-
-    direct: tuple[str, ...]
-    dependants: tuple[str, ...]
-    integration: bool
-    reason: str
-
-
-def everything(workspace: Workspace, reason: str) -> Affected:
-    """All packages, as if each had changed."""
-    return Affected(workspace.names, (), True, reason)
-
-
-def affected(workspace: Workspace, files: Iterable[str]) -> Affected:
-    """What a change of files touches.
-
-    A file that belongs to no package may matter to any of them, so it stands for all of them,
-    unless it is known not to.
-    """
-    changed = [PurePosixPath(file) for file in files]
-    folders = {one.folder.name: one.name for one in workspace.distributions.values()}
-    direct = set()
-    integration = False
-    for path in changed:
-        first, *rest = path.parts
-        if _is_docs(path):
-            continue
-        if first == PACKAGES_FOLDER and len(rest) > 1 and rest[0] in folders:
-            direct.add(folders[rest[0]])
-        elif first == _INTEGRATION_FOLDER:
-            integration = True
-        else:
-            return everything(workspace, f"everything: {path} changed")
-    reason = "changed" if direct or integration else "only documents changed"
-    return Affected(
-        direct=workspace.ordered(direct),
-        dependants=workspace.dependants(direct),
-        integration=integration or bool(direct),
-        reason=reason if changed else "nothing changed",
-    )
-
-
-def _is_docs(path: PurePosixPath) -> bool:
-    """Documents of the repository or of a package; not those that a tool or a test may read."""
-    if path.suffix != ".md":
-        return False
-    return path.parts[0] == PACKAGES_FOLDER or path.parent.as_posix() in _DOCS_FOLDERS
+def _take_ends(ordered: Sequence[Any]) -> list[Any]:
+    return [*ordered[:1], *ordered[1:][-1:]]
 
 
 if __name__ == "__main__":

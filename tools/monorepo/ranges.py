@@ -1,4 +1,4 @@
-"""Every range that a package puts on a sibling has to take the sibling as it is here."""
+"""Every range that a package puts on a sibling has to accept the sibling's present version."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from packaging.version import Version
 from monorepo.workspace import Distribution, Workspace
 
 
-def misfits(workspace: Workspace) -> Iterator[str]:
-    """The requirements between packages that are no range around the sibling beside them."""
+def find_misfits(workspace: Workspace) -> Iterator[str]:
+    """The requirements between packages that are no range around the sibling's version."""
     for package in workspace.distributions.values():
         for requirement, sibling in sibling_requirements(package, workspace):
             if not requirement.specifier.contains(sibling.version, prereleases=True):
@@ -20,14 +20,20 @@ def misfits(workspace: Workspace) -> Iterator[str]:
                 fault = "which has to be a range with a floor and a cap"
             else:
                 continue
-            advice = _advice(requirement, sibling.version)
-            yield f"{package.name} requires {spelled(requirement)}, {fault}; write {advice}"
+            fresh = make_range(sibling.version)
+            kept = widen_range(requirement, sibling.version) or fresh
+            advice = f'"{write_requirement(requirement, kept)}"'
+            if kept != fresh:
+                other = write_requirement(requirement, fresh)
+                advice += f', or "{other}" if it needs the new version'
+            shown = format_requirement(requirement)
+            yield f"{package.name} requires {shown}, {fault}; write {advice}"
 
 
 def sibling_requirements(
     package: Distribution, workspace: Workspace
 ) -> Iterator[tuple[Requirement, Distribution]]:
-    """The requirements of a package, those of its extras included, that siblings meet."""
+    """The requirements of a package and its extras that siblings satisfy."""
     for requirement in package.requirements:
         sibling = workspace.distributions.get(requirement.name)
         if sibling is not None:
@@ -39,40 +45,31 @@ def next_breaking(version: Version) -> str:
     return str(version.major + 1) if version.major else f"0.{version.minor + 1}"
 
 
-def fresh_range(version: Version) -> str:
+def make_range(version: Version) -> str:
     """The range from a version until the next break: 0.2.0 -> ``>=0.2,<0.3``."""
     plain = Version(version.public)
     floor = str(plain).removesuffix(".0") if not plain.is_prerelease else str(plain)
     return f">={floor},<{next_breaking(version)}"
 
 
-def widened(requirement: Requirement, version: Version) -> str | None:
-    """The range with its cap moved behind a version; None where only a fresh one will do."""
+def widen_range(requirement: Requirement, version: Version) -> str | None:
+    """The range with its cap raised above a version, or None if only a new range will do."""
     floors = [one for one in requirement.specifier if one.operator == ">="]
     if len(floors) != 1 or Version(floors[0].version) > version:
         return None
     return f">={floors[0].version},<{next_breaking(version)}"
 
 
-def written(requirement: Requirement, specifier: str) -> str:
-    """A requirement with another range, as it is written."""
+def write_requirement(requirement: Requirement, specifier: str) -> str:
+    """A requirement with another range, as written in a pyproject.toml."""
     extras = f"[{','.join(sorted(requirement.extras))}]" if requirement.extras else ""
     marker = f"; {requirement.marker}" if requirement.marker else ""
     return f"{requirement.name}{extras}{specifier}{marker}"
 
 
-def spelled(requirement: Requirement) -> str:
+def format_requirement(requirement: Requirement) -> str:
     """A requirement with its lower bound first, as people write it."""
     bounds = sorted(
         requirement.specifier, key=lambda one: (not one.operator.startswith(">"), str(one))
     )
-    return written(requirement, ",".join(str(one) for one in bounds))
-
-
-def _advice(requirement: Requirement, version: Version) -> str:
-    fresh = fresh_range(version)
-    kept = widened(requirement, version) or fresh
-    advice = f'"{written(requirement, kept)}"'
-    if kept != fresh:
-        advice += f', or "{written(requirement, fresh)}" if it needs the new version'
-    return advice
+    return write_requirement(requirement, ",".join(str(one) for one in bounds))

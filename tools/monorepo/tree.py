@@ -1,4 +1,4 @@
-"""The shape of the source tree, checked."""
+"""The shape of the source tree: import circles, small modules, equal names."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _LAYOUT = {
 
 
 class Root(NamedTuple):
-    """An importable package: the folder to put on the path, and the modules that users import."""
+    """An importable package: its folder on the path, and the modules that users import by name."""
 
     source: Path
     public: set[str]
@@ -47,16 +47,15 @@ def import_roots(workspace: Workspace) -> dict[str, Root]:
 
 
 def problems(roots: Mapping[str, Root]) -> Iterator[str]:
-    """What is wrong with the packages, in a line each."""
+    """Faults of the packages, a line each."""
     files = {name: module_files(name, root.source) for name, root in roots.items()}
     every = {module: file for modules in files.values() for module, file in modules.items()}
     imports = imported_modules(roots, every)
-    yield from _circle(imports)
-    yield from _small_modules(
-        every, imports, {one for root in roots.values() for one in root.public}
-    )
+    yield from _find_circle(imports)
+    public = {one for root in roots.values() for one in root.public}
+    yield from _find_small_modules(every, imports, public)
     for modules in files.values():
-        yield from _equal_names(modules)
+        yield from _find_equal_names(modules)
 
 
 def module_files(name: str, source: Path) -> dict[str, Path]:
@@ -70,7 +69,7 @@ def module_files(name: str, source: Path) -> dict[str, Path]:
 
 
 def imported_modules(roots: Mapping[str, Root], files: Mapping[str, Path]) -> dict[str, set[str]]:
-    """The modules of the roots that each of them imports, anywhere in its text."""
+    """The modules of the roots that each module imports, anywhere in its text."""
     sources = sorted({str(root.source) for root in roots.values()})
     sys.path[:0] = sources
     try:
@@ -81,7 +80,7 @@ def imported_modules(roots: Mapping[str, Root], files: Mapping[str, Path]) -> di
 
 
 def code_lines(text: str) -> int:
-    """The lines of a source that hold code: no comment, no docstring, not blank."""
+    """The number of lines with code: no comment, no docstring, not blank."""
     documented: set[int] = set()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -95,14 +94,14 @@ def code_lines(text: str) -> int:
     return len(lines - documented)
 
 
-def _circle(imports: Mapping[str, set[str]]) -> Iterator[str]:
+def _find_circle(imports: Mapping[str, set[str]]) -> Iterator[str]:
     try:
         TopologicalSorter(imports).prepare()
     except CycleError as error:
-        yield f"{' <- '.join(error.args[1])}: an import circle; move what both need below them"
+        yield f"{' <- '.join(error.args[1])}: an import circle; move the shared code below both"
 
 
-def _small_modules(
+def _find_small_modules(
     files: Mapping[str, Path], imports: Mapping[str, set[str]], public: set[str]
 ) -> Iterator[str]:
     for module, file in files.items():
@@ -116,7 +115,7 @@ def _small_modules(
             yield f"{module}: {lines} lines of code for {importers[0]} alone; merge it into that"
 
 
-def _equal_names(files: Mapping[str, Path]) -> Iterator[str]:
+def _find_equal_names(files: Mapping[str, Path]) -> Iterator[str]:
     by_name: dict[str, list[str]] = {}
     for module, file in files.items():
         if file.stem not in _NOT_A_CONCEPT:

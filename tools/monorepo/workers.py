@@ -12,8 +12,8 @@ import pytest
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object]:
-    """Ask for workers before pytest-xdist reads its options."""
-    if _are_wanted(config):
+    """Request workers before pytest-xdist reads its options."""
+    if _wants_workers(config):
         config.option.numprocesses = "auto"
         if config.option.dist == "no":
             config.option.dist = "loadgroup"
@@ -22,15 +22,15 @@ def pytest_cmdline_main(config: pytest.Config) -> Generator[None, object, object
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    """Tell a worker about groups: it reads the command line again, which does not name them."""
+    """Inform a worker about groups, which its copy of the command line does not name."""
     node.workerinput["keeps_groups"] = node.config.option.dist == "loadgroup"
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keep tests of a group, and those that share a fixture of their file, on one worker.
+    """Keep tests of a group, and tests that share a fixture of their file, on one worker.
 
-    What is marked as slow comes first, so that no worker has it alone at the end.
+    Slow tests come first, so no worker is left alone with one at the end.
     """
     if not getattr(config, "workerinput", {}).get("keeps_groups"):
         return
@@ -42,21 +42,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Take what is imported by now out of garbage collections, of which tests ask for many."""
+    """Exclude everything imported so far from garbage collections, which many tests trigger."""
     gc.collect()
     gc.freeze()
 
 
 def _shares_a_fixture(item: pytest.Item) -> bool:
-    """Return whether another test of the file uses what one of the test's fixtures made."""
+    """Whether a fixture of the test has the scope of its file."""
     found = getattr(item, "_fixtureinfo", None)
-    if found is None:  # no function, so without fixtures
+    if found is None:  # no test function, so without fixtures
         return False
     return any(made[-1].scope == "module" for made in found.name2fixturedefs.values() if made)
 
 
-def _are_wanted(config: pytest.Config) -> bool:
-    """Return whether pytest-xdist is installed, nobody chose, and more than a file is to be run."""
+def _wants_workers(config: pytest.Config) -> bool:
+    """Whether pytest-xdist is installed, no option decides, and more than a file is to run."""
     options = config.option
     if hasattr(config, "workerinput") or getattr(options, "numprocesses", 0) is not None:
         return False

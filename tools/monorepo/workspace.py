@@ -1,4 +1,4 @@
-"""The distributions of the repository, read from their own files."""
+"""The packages of the repository, read from their files."""
 
 from __future__ import annotations
 
@@ -15,8 +15,14 @@ from packaging.specifiers import SpecifierSet
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 REPOSITORY = Path(__file__).parents[2]
 PACKAGES_FOLDER = "packages"
+TEST_TOOL = "rank_testing"
 VERSION_LINE = re.compile(r"""^(__version__ *= *["'])([^"']*)""", re.MULTILINE)
 
 
@@ -26,23 +32,23 @@ class WorkspaceError(ValueError):
 
 @dataclass(frozen=True)
 class Distribution:
-    """One distribution as its own files describe it.
+    """One package as its files describe it.
 
     Attributes:
         name: Canonical name, such as ``mcore-tensor``.
         module: Importable name, such as ``mcore.tensor``.
         folder: Absolute path of its folder.
-        version_file: Absolute path of the file that states the version.
-        version: What that file states.
+        version_file: Absolute path of the file with its version.
+        version: The version in that file.
         requires_python: Versions of Python that it supports.
-        dependencies: What an installation without extras brings.
-        extras: What each extra adds.
-        test_dependencies: What its tests need besides the above (dependency group ``test``).
-        lowest_constraints: Limits on what the lowest versions of its dependencies need in turn,
-            where the newest is too new for them (dependency group ``lowest``).
+        dependencies: Requirements of an installation without extras.
+        extras: Additional requirements of each extra.
+        test_dependencies: Additional requirements of its tests (dependency group ``test``).
+        lowest_constraints: Limits for indirect requirements at the lowest versions of the direct
+            requirements, which do not work with newer ones (dependency group ``lowest``).
         not_on_an_index: Optional modules that no requirement can bring
             (``[tool.monorepo] not-on-an-index``).
-        siblings: Names of the distributions of this repository among the dependencies, sorted.
+        siblings: Names of the required packages of this repository, sorted.
     """
 
     name: str
@@ -60,7 +66,7 @@ class Distribution:
 
     @property
     def source(self) -> Path:
-        """The folder to put on the path so that the module can be imported."""
+        """The folder from which the module is imported."""
         return self.folder / "src"
 
     @property
@@ -69,20 +75,20 @@ class Distribution:
         return (*self.dependencies, *(one for extra in self.extras.values() for one in extra))
 
     def requires(self, name: str) -> bool:
-        """Whether an installation without extras asks for a distribution directly."""
+        """Whether an installation without extras requires a distribution directly."""
         wanted = canonicalize_name(name)
         return any(canonicalize_name(one.name) == wanted for one in self.dependencies)
 
 
 @dataclass(frozen=True)
 class Workspace:
-    """All distributions of a repository, in an order in which each follows those it needs."""
+    """All packages of a repository, each after the packages that it needs."""
 
     root: Path
     distributions: Mapping[str, Distribution]
 
     def __getitem__(self, name: str) -> Distribution:
-        """The distribution of that name."""
+        """The package of that name."""
         try:
             return self.distributions[canonicalize_name(name)]
         except KeyError:
@@ -91,32 +97,32 @@ class Workspace:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Every name, siblings before those that depend on them."""
+        """Every name, siblings before the packages that need them."""
         return tuple(self.distributions)
 
-    def chosen(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those that were named, all by default, siblings first."""
-        return self.ordered([self[name].name for name in names] or self.names)
+    def choose(self, names: Iterable[str]) -> tuple[str, ...]:
+        """The named packages, all by default, siblings first."""
+        return self.order([self[name].name for name in names] or self.names)
 
     def closure(self, name: str) -> tuple[str, ...]:
-        """The siblings that come with an installation, direct or not, without itself."""
+        """The siblings that an installation brings, direct or indirect."""
         direct = self[name].siblings
-        return self.ordered({*direct, *(one for each in direct for one in self.closure(each))})
+        return self.order({*direct, *(one for each in direct for one in self.closure(each))})
 
     def direct_dependants(self, name: str) -> tuple[str, ...]:
-        """Those that name a distribution among their dependencies."""
+        """The packages that require a package directly."""
         wanted = self[name].name
         return tuple(one.name for one in self.distributions.values() if wanted in one.siblings)
 
     def dependants(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Those that need one of the named, directly or not, without the named themselves."""
+        """The packages that need one of the named, without the named packages."""
         given = {self[name].name for name in names}
         return tuple(
             name for name in self.names if name not in given and given & {*self.closure(name)}
         )
 
-    def ordered(self, names: Iterable[str]) -> tuple[str, ...]:
-        """Sort names so that siblings come before those that depend on them."""
+    def order(self, names: Iterable[str]) -> tuple[str, ...]:
+        """Sort names: siblings before the packages that need them."""
         wanted = set(names)
         return tuple(name for name in self.distributions if name in wanted)
 
@@ -128,10 +134,12 @@ def load_workspace(root: Path) -> Workspace:
     if not files:
         raise WorkspaceError(f"no packages/*/pyproject.toml in {root}; give the repository's root")
     tables = [(file, read_toml(file)) for file in files]
-    names = {canonicalize_name(_entry(file, table, "project", "name")) for file, table in tables}
+    names = {
+        canonicalize_name(_read_text(file, table, "project", "name")) for file, table in tables
+    }
     if len(names) != len(tables):
         raise WorkspaceError(f"two packages in {root / PACKAGES_FOLDER} have the same name")
-    found = {one.name: one for one in (_distribution(*each, names) for each in tables)}
+    found = {one.name: one for one in (_read_package(*each, names) for each in tables)}
     try:
         order = list(
             TopologicalSorter({one.name: one.siblings for one in found.values()}).static_order()
@@ -143,25 +151,27 @@ def load_workspace(root: Path) -> Workspace:
     return Workspace(root, {name: found[name] for name in order})
 
 
-def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
-    project, own = table["project"], table["tool"].get("monorepo", {})
-    version_file = file.parent / _entry(file, table, "tool", "hatch", "version", "path")
-    dependencies = _requirements(project.get("dependencies", ()))
+def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
+    project, settings = table["project"], table["tool"].get("monorepo", {})
+    version_file = file.parent / _read_text(file, table, "tool", "hatch", "version", "path")
+    if not version_file.is_relative_to(file.parent / "src"):
+        raise WorkspaceError(f"{version_file} has to be in {file.parent / 'src'}")
+    dependencies = _parse(project.get("dependencies", ()))
     extras = project.get("optional-dependencies", {})
     groups = table.get("dependency-groups", {})
     required = {canonicalize_name(one.name) for one in dependencies}
     return Distribution(
         name=canonicalize_name(project["name"]),
-        module=_module(file.parent, version_file),
+        module=".".join(version_file.parent.relative_to(file.parent / "src").parts),
         folder=file.parent,
         version_file=version_file,
         version=Version(read_version(version_file)),
-        requires_python=SpecifierSet(_entry(file, table, "project", "requires-python")),
+        requires_python=SpecifierSet(_read_text(file, table, "project", "requires-python")),
         dependencies=dependencies,
-        extras={name: _requirements(texts) for name, texts in extras.items()},
-        test_dependencies=_requirements(groups.get("test", ())),
-        lowest_constraints=_requirements(groups.get("lowest", ())),
-        not_on_an_index=tuple(own.get("not-on-an-index", ())),
+        extras={name: _parse(texts) for name, texts in extras.items()},
+        test_dependencies=_parse(groups.get("test", ())),
+        lowest_constraints=_parse(groups.get("lowest", ())),
+        not_on_an_index=tuple(settings.get("not-on-an-index", ())),
         siblings=tuple(sorted(required.intersection(names))),
     )
 
@@ -169,38 +179,24 @@ def _distribution(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
 def read_version(file: Path) -> str:
     """The string that a file assigns to ``__version__``, without running the file."""
     if not file.is_file():
-        raise WorkspaceError(f"{file} does not exist; it has to state __version__")
+        raise WorkspaceError(f"{file} does not exist; it has to contain __version__")
     found = VERSION_LINE.findall(file.read_text(encoding="utf-8"))
     if len(found) != 1:
         raise WorkspaceError(f'{file} has {len(found)} lines such as __version__ = "0.1.0", not 1')
     return str(found[0][1])
 
 
-def _module(folder: Path, version_file: Path) -> str:
-    """The module that holds the version file."""
-    try:
-        return ".".join(version_file.parent.relative_to(folder / "src").parts)
-    except ValueError:
-        raise WorkspaceError(f"{version_file} has to lie in {folder / 'src'}") from None
-
-
-def _requirements(texts: Iterable[str]) -> tuple[Requirement, ...]:
+def _parse(texts: Iterable[str]) -> tuple[Requirement, ...]:
     return tuple(Requirement(text) for text in texts)
 
 
-def _entry(file: Path, table: Mapping[str, Any], *keys: str) -> str:
+def _read_text(file: Path, table: Mapping[str, Any], *keys: str) -> str:
     value: Any = table
     for key in keys:
         value = value.get(key) if isinstance(value, Mapping) else None
     if not isinstance(value, str):
         raise WorkspaceError(f"{file} has no text under {'.'.join(keys)}")
     return value
-
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 
 def read_toml(path: Path) -> dict[str, Any]:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from mcore.parallel.agreement import reports_of_failures
+from mcore.parallel.agreement import gathered_reports
 from pretrain.packing import PackedText
 from pretrain.settings import Settings, read_fact
 from pretrain.text.cache import TokenCache, find_cache, make_cache, open_cache, read_borders
@@ -136,7 +136,7 @@ def _run_on_all(work: Callable[[], Result], group: dist.ProcessGroup) -> Result:
         results.append(work())
     except UsageError as error:
         report = str(error)
-    for failure in reports_of_failures(report, group).values():
+    for failure in gathered_reports(report, group).values():
         raise UsageError(failure)
     return results[0]
 

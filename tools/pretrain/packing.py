@@ -54,7 +54,12 @@ class PackedText:
         ``starts`` is 1, so the mean of the masked losses is the mean over all labels of the batch.
         """
         all_firsts = starts.numpy() // self.multiple * self.multiple
-        weight = starts.numel() * seq_length / max(1, self._labels_in(all_firsts, seq_length))
+        # Counted from the ends of the windows, without a look at each place.
+        labels_before, labels_to_end = map(
+            self._count_labels_before, (all_firsts, all_firsts + seq_length)
+        )
+        num_labels = int((labels_to_end - labels_before).sum())
+        weight = starts.numel() * seq_length / max(1, num_labels)
         firsts = all_firsts[rows, None]
         places = firsts + np.arange(seq_length)
         document, inside = self._find(places)
@@ -62,8 +67,8 @@ class PackedText:
         positions = places - np.maximum(firsts, places - inside)
         begins = np.flatnonzero(positions == 0)
         return {
-            "tokens": self._tokens_at(document, inside),
-            "labels": self._tokens_at(document, np.minimum(inside, last) + 1),
+            "tokens": self._take_tokens(document, inside),
+            "labels": self._take_tokens(document, np.minimum(inside, last) + 1),
             "loss_mask": torch.from_numpy(np.where(inside < last, weight, 0.0)).float(),
             "position_ids": torch.from_numpy(positions),
             "cu_seqlens": torch.from_numpy(np.append(begins, positions.size)),
@@ -74,18 +79,14 @@ class PackedText:
         document = np.searchsorted(self._places, places, side="right") - 1
         return document, places - self._places[document]
 
-    def _tokens_at(self, document: Numbers, inside: Numbers) -> torch.Tensor:
-        """Tokens by their documents and places there; zeros behind the ends."""
+    def _take_tokens(self, document: Numbers, inside: Numbers) -> torch.Tensor:
+        """Tokens at places of documents, with zeros after the end of a document."""
         is_there = inside < self._lengths[document]
         tokens = self.tokens[np.where(is_there, self._firsts[document] + inside, 0)]
         return torch.from_numpy(np.where(is_there, tokens, 0).astype(np.int64))
 
-    def _labels_in(self, firsts: Numbers, seq_length: int) -> int:
-        """How many labels windows have, found without a look at each place."""
-        return int((self._labels_before(firsts + seq_length) - self._labels_before(firsts)).sum())
-
-    def _labels_before(self, places: Numbers) -> Numbers:
-        """How many places with a label come before each place; the last is where the text ends."""
+    def _count_labels_before(self, places: Numbers) -> Numbers:
+        """The number of labels before each place. The last place is the end of the text."""
         document = np.searchsorted(self._places[1:-1], places, side="right")
         inside = np.minimum(places - self._places[document], self._lengths[document] - 1)
         counted: Numbers = self._labels[document] + inside

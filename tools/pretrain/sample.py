@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Print the prompt and its continuation. Returns 0, or 2 after a one-line error."""
     try:
         given = _parse(argv)
-        settings = _read_run(given.run)
+        settings = Settings(**{**read_settings(given.run, "--run"), **_ALONE})
+        if settings.value_head:
+            raise UsageError(f"--run {given.run} has a value head (--value-head), no text")
         tokenizer = _open_run_tokenizer(settings, given.tokenizer)
         prompt = _encode(tokenizer, given.prompt)
         model = load_model(settings, RunFolder(given.run))
@@ -125,13 +127,6 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         if not 0 <= getattr(given, flag) < math.inf:
             raise UsageError(f"--{flag.replace('_', '-')} must be at least 0 and finite")
     return given
-
-
-def _read_run(run_dir: Path) -> Settings:
-    settings = Settings(**{**read_settings(run_dir, "--run"), **_ALONE})
-    if settings.value_head:
-        raise UsageError(f"--run {run_dir} has a value head (--value-head), no text")
-    return settings
 
 
 def _open_run_tokenizer(settings: Settings, moved_to: str | None) -> Tokenizer:

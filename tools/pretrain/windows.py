@@ -60,7 +60,8 @@ def permute(places: NDArray[Any], size: int, key: str) -> NDArray[Any]:
     (Black and Rogaway 2002, "Ciphers with Arbitrary Finite Domains"). Needs no memory per place.
     """
     half = np.uint64(max(1, ((size - 1).bit_length() + 1) // 2))
-    keys = [_derive_round_key(f"{key} {number}") for number in range(_ROUNDS)]
+    digests = [hashlib.sha256(f"{key} {number}".encode()).digest() for number in range(_ROUNDS)]
+    keys = [np.array(int.from_bytes(digest[:8], "little"), np.uint64) for digest in digests]
     result = places.astype(np.uint64)
     outside = np.ones(len(result), dtype=bool)
     while outside.any():
@@ -86,7 +87,3 @@ def _mix(numbers: NDArray[Any]) -> NDArray[Any]:
         numbers = (numbers ^ (numbers >> np.uint64(shift))) * np.uint64(factor)
     mixed: NDArray[Any] = numbers ^ (numbers >> np.uint64(31))
     return mixed
-
-
-def _derive_round_key(name: str) -> NDArray[Any]:
-    return np.array(int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little"), np.uint64)

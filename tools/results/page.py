@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 _UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 
@@ -39,3 +40,8 @@ def markdown_line(texts: Iterable[str]) -> str:
     """One line of a Markdown table."""
     escaped = (" ".join(text.replace("|", "\\|").split()) for text in texts)
     return "|" + "".join(f" {text} |" if text else " |" for text in escaped)
+
+
+def read_head(module: str, **values: object) -> str:
+    """The first paragraphs of a page, from ``page.txt`` next to a module, with values filled in."""
+    return Path(module).with_name("page.txt").read_text(encoding="utf-8").format_map(values)

@@ -31,8 +31,6 @@ def test_all_is_complete(path):
 
 def test_names_of_configurations_have_a_module_of_their_own():
     assert {
-        "GraphConfigLike",
-        "ModuleConfigLike",
         "TransformerConfig",
         "is_switched_on",
         "read_field",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -57,6 +58,22 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _missing(what: str) -> None:
     """Skip a test that cannot run here; where all are to run, fail instead."""
     (pytest.fail if os.environ.get("GITHUB_ACTIONS") else pytest.skip)(f"needs {what}")
+
+
+@pytest.fixture
+def hide_libraries(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Hides the metadata of all distributions but this one, and one more if given."""
+    find = importlib.metadata.distribution
+
+    def hide(*, but: str = "") -> None:
+        def distribution(name):
+            if name in ("mcore-observe", but):
+                return find("mcore-observe")
+            raise importlib.metadata.PackageNotFoundError(name)
+
+        monkeypatch.setattr(importlib.metadata, "distribution", distribution)
+
+    return hide
 
 
 @pytest.fixture(scope="session")

@@ -11,15 +11,8 @@ from mcore.observe.sinks.trackers import TRACKERS
 pytest_plugins = ["pytester"]
 
 
-def test_a_missing_library_is_named_with_its_extra(monkeypatch):
-    find = importlib.metadata.distribution
-
-    def not_found(name):
-        if name == "mcore-observe":
-            return find(name)
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+def test_a_missing_library_is_named_with_its_extra(hide_libraries):
+    hide_libraries()
     assert not is_extra_installed("comet")
     with pytest.raises(ModuleNotFoundError) as caught:
         require_extra("comet", "comet_project")
@@ -28,15 +21,8 @@ def test_a_missing_library_is_named_with_its_extra(monkeypatch):
     )
 
 
-def test_any_distribution_with_the_library_will_do(monkeypatch):
-    find = importlib.metadata.distribution
-
-    def only_skinny(name):
-        if name in ("mcore-observe", "mlflow-skinny"):
-            return find("mcore-observe")
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", only_skinny)
+def test_any_distribution_with_the_library_will_do(hide_libraries):
+    hide_libraries(but="mlflow-skinny")
     assert is_extra_installed("mlflow")
     require_extra("mlflow", "mlflow_experiment")
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from mcore.parallel import agreement
 from mcore.parallel.agreement import (
     first_difference,
+    gathered_reports,
     highest,
     max_or_raise,
-    reports_of_failures,
     text_digest,
 )
 from mcore.parallel.torch_compat import can_order_ranks
@@ -88,9 +88,9 @@ def reports_and_messages() -> list[object]:
     counted(dist, "broadcast")
     counted(agreement, "all_gather_single")
     return [
-        reports_of_failures(None, group),
-        reports_of_failures(["first", None, "\u00e4" * 5000][rank], group),
-        reports_of_failures("" if rank == 1 else None, group),
+        gathered_reports(None, group),
+        gathered_reports(["first", None, "\u00e4" * 5000][rank], group),
+        gathered_reports("" if rank == 1 else None, group),
         highest([rank, -rank], group),
         max_or_raise([rank], None, group),
         outcome([rank], ValueError("no") if rank == 1 else None)[1:2],  # type: ignore[index]
@@ -111,10 +111,8 @@ def test_reports_of_all_failing_ranks_reach_all_in_small_messages() -> None:
         assert raised == (("no",) if rank == 1 else ("rank 1 of the process group failed: no",))
         assert differences == [1, 1]
         assert messages == [
-            ("all_reduce", 512),
-            *[("all_reduce", 512), ("all_gather_single", 3 * 4096)] * 2,
-            ("all_reduce", 512),
-            ("all_reduce", 512),
+            *[("all_gather_single", 3 * 4096)] * 3,
+            *[("all_reduce", 512)] * 2,
             *[("all_reduce", 512), ("broadcast", 2048)],
             ("all_reduce", 2 * 12),
             ("all_reduce", 2 * 4),

@@ -145,7 +145,7 @@ def test_a_new_world_warns_again_but_a_new_block_does_not(fake_world) -> None:
                     get_tensor_model_parallel_group_if_none(None)
         counts.append([str(item.message) for item in caught if item.category is DeprecationWarning])
     assert [len(messages) for messages in counts] == [1, 1]
-    assert "pass tp_group explicitly" in counts[0][0]
+    assert "Pass tp_group explicitly" in counts[0][0]
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

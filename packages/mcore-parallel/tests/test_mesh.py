@@ -55,7 +55,7 @@ def test_a_mesh_without_names_lists_none(fake_world) -> None:
     mesh = DeviceMesh("cpu", torch.arange(8).reshape(2, 4))
     assert get_mesh_names(mesh) == []
     assert contains_submesh(mesh, "tp") is False
-    with pytest.raises(ValueError, match="no dimension 'tp'; it has: no names"):
+    with pytest.raises(ValueError, match=r"no dimension 'tp'\. It has: no names"):
         resolve_submesh(mesh, "tp")
 
 
@@ -184,7 +184,7 @@ def test_what_torch_slices_is_what_comes_back(fake_world) -> None:
 @pytest.mark.parametrize(
     ("names", "text"),
     [
-        ("other", "no dimension 'other'; it has: dp_outer, dp_shard, tp, hsdp"),
+        ("other", "no dimension 'other'. It has: dp_outer, dp_shard, tp, hsdp"),
         (("tp", None), "no dimension None"),
         ((), "no dimension names"),
         (None, "no dimension names"),
@@ -203,7 +203,7 @@ def test_a_flattened_dimension_of_other_ranks_is_not_handed_out(fake_world) -> N
     fake_world(5, 8)
     tp = root_of_eight()["tp"]
     assert dist.get_process_group_ranks(tp.get_group("hsdp")) == [1, 3, 5, 7]  # torch hands it out
-    with pytest.raises(ValueError, match="no dimension 'hsdp'; it has: tp"):
+    with pytest.raises(ValueError, match=r"no dimension 'hsdp'\. It has: tp"):
         resolve_submesh(tp, "hsdp")
 
 

@@ -505,7 +505,7 @@ def test_refused_meshes(fake_world) -> None:
         ({"mesh": dense, "names": {"dp": "data"}}, r"dp to 'data', which mesh does not have"),
         ({"mesh": dense, "names": {"dp": "tp"}}, "'tp' of mesh stands for tp and for dp"),
         ({"mesh": dense, "names": {"dp": ("dp", "dp")}}, "in which a dimension appears twice"),
-        ({"mesh": mixed}, r"'ep' \(2 ranks\); .* names=\{'dp': \('dp', 'ep'\)\}"),
+        ({"mesh": mixed}, r"'ep' \(2 ranks\)\. .* names=\{'dp': \('dp', 'ep'\)\}"),
         ({"mesh": DeviceMesh("cpu", list(range(16)))}, "no dimension names"),
         ({"mesh": dense, "groups": ("hcp",)}, "levels are not known"),
         ({"mesh": dense, "groups": ("xp",)}, "'xp'"),

@@ -152,7 +152,7 @@ def test_embedding_choice_drops_repeats_and_empty_pipelines() -> None:
 
 
 def test_embedding_choice_must_stay_in_its_pipeline() -> None:
-    with pytest.raises(ValueError, match=r"pos_embd: chose ranks \[2\].*pipeline \[0, 1\]"):
+    with pytest.raises(ValueError, match=r"pos_embd has ranks \[2\].*pipeline \[0, 1\]"):
         embedding_lists([[0, 1], [2, 3]], lambda ranks: [2], "pos_embd")
 
 

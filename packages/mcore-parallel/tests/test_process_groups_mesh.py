@@ -154,7 +154,7 @@ def test_the_hierarchy_of_context_parallelism_is_never_another_group(fake_world)
 @pytest.mark.parametrize(
     ("sizes", "names", "text"),
     [
-        ({"zone": 2, "tp": 4}, {}, r"'zone' \(2 ranks\); .*names=\{'dp': \('zone',\)\}"),
+        ({"zone": 2, "tp": 4}, {}, r"'zone' \(2 ranks\)\. .*names=\{'dp': \('zone',\)\}"),
         ({"dp_replicate": 2, "zone": 4}, {}, r"names=\{'dp': \('dp_replicate', 'zone'\)\}"),
         ({"a": 2, "tp": 4}, {"cp": "a", "dp": "a"}, "'a' of mesh stands for cp and for dp"),
         ({"a": 2, "tp": 4}, {"tp_dp_cp": ("a", "tp")}, "stand for no parallelism.* 'a' "),
@@ -162,7 +162,7 @@ def test_the_hierarchy_of_context_parallelism_is_never_another_group(fake_world)
         (
             {"a": 2, "tp": 4},
             {"dp": ("a", "b")},
-            "dp to 'b', which mesh does not have; it has a, tp",
+            "dp to 'b', which mesh does not have. It has a, tp",
         ),
     ],
     ids=str,

@@ -219,8 +219,8 @@ def test_what_one_rank_cannot_encode_raises_on_all() -> None:
     assert "expected values by name, got list" in first[8]
     for found in (*first[10:-1], *second[10:-1]):
         assert found.startswith("ValueError: the ranks of the process group disagree")
-    assert "(global rank 1) has keys (2): 'a', 'b'; the first rank has keys (1): 'a'" in second[11]
-    assert "(global rank 0) has keys (1): 'a'; others have something else" in first[11]
+    assert "(global rank 1) has keys (2): 'a', 'b'. The first rank has keys (1): 'a'" in second[11]
+    assert "(global rank 0) has keys (1): 'a'. Other ranks have other values" in first[11]
     assert first[-1] == second[-1] == "1.0"  # the group still works
 
 

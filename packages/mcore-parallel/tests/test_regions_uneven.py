@@ -152,7 +152,7 @@ def refuse_bad_sizes() -> None:
         (
             gather_from_sequence_parallel_region,
             {"output_split_sizes": [1, 1, 1]},
-            rf"gives rank {dist.get_rank()} of the group 1 row, its input of shape \(4, 2\) has 4",
+            rf"1 row for rank {dist.get_rank()} of the group, its input of shape \(4, 2\) has 4",
         ),
         (all_to_all, {}, "equal parts to the 3 ranks"),
         (all_to_all, {"input_split_sizes": [4, 0, 0], "output_split_sizes": [4]}, "3 numbers"),

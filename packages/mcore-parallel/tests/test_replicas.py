@@ -208,7 +208,7 @@ def test_other_parameters_on_one_rank_are_an_error_on_all() -> None:
             assert text.startswith(start + f"rank {rank} has "), text
         extra = ["nothing", "'w1' of model chunk 0, shape (2,), torch.float32"][rank]
         for text in found[:2]:
-            assert f"has {1 + rank}, the group between 1 and 2; the first difference is" in text
+            assert f"has {1 + rank}, the group between 1 and 2. The first difference is" in text
             assert f"number 2, here {extra}. " in text
         second = ["'b'", "'w1'"][rank]
         assert f"number 2, here {second} of model chunk 0" in found[2]
@@ -379,18 +379,18 @@ def changed_hybrid(whole: torch.Tensor, mesh: DeviceMesh) -> nn.Module:
 
 
 def test_dtensors_are_compared_between_the_ranks_that_hold_the_same_shard() -> None:
-    nobody_has_copies = {"sharded over the whole group", "sharded twice"}
+    nobody_has_replicas = {"sharded over the whole group", "sharded twice"}
     for rank, found in enumerate(run_ranks(compare_dtensors, 4)):
         for case in ("hybrid", "replicated", "shards of both meshes"):
             assert found[case] == [True, True, rank != 3, False], (rank, case)
-        for case in nobody_has_copies:
+        for case in nobody_has_replicas:
             assert found[case] == [True, True, True, True], (rank, case)
         group_of_3 = rank in (1, 3)
         assert found["tensor parallel"] == [True, True, rank != 3, not group_of_3]
         assert found["on half of the world"] == [True, True, True, True]  # 3 holds nothing
         # rank 1 holds the first copy of the second shard, so rank 3 differs from it
         assert found["log"] == [
-            "DEBUG: 1 sharded parameters have no copies and are not compared",
+            "DEBUG: 1 sharded parameters have no replicas and are not compared",
             *["ERROR: [Rank 3] Hash not matching for d in model chunk 0"] * (rank == 3),
         ]
         assert "do not have the same parameters" in found["other meshes"][0]

@@ -81,7 +81,7 @@ def test_staged_pieces_are_the_bytes_in_order(
     tensor = torch.arange(numel).to(dtype)
     pieces = BytePieces(staging_bytes, as_float32=as_float32)
     expected = tensor.float() if as_float32 else tensor
-    staged = joined(p.view(torch.uint8).numpy() for p in pieces._staged(tensor))
+    staged = joined(p.view(torch.uint8).numpy() for p in pieces._stage(tensor))
     assert staged == memory(expected)
     assert len(staged) == stored_bytes(tensor, as_float32=as_float32)
     assert joined(pieces.of(tensor)) == staged
@@ -90,7 +90,7 @@ def test_staged_pieces_are_the_bytes_in_order(
 def test_the_next_copy_is_under_way_while_a_piece_is_read() -> None:
     tensor = torch.arange(48, dtype=torch.uint8)
     pieces = BytePieces(16, as_float32=False)
-    staged = pieces._staged(tensor)
+    staged = pieces._stage(tensor)
     first = next(staged)
     assert first.tolist() == list(range(16))
     assert pieces._buffers[1].tolist() == list(range(16, 32))
@@ -103,7 +103,7 @@ def test_only_two_buffers_of_the_given_size_are_used_for_any_number_of_tensors()
     pieces = BytePieces(16, as_float32=True)
     for numel in (1, 100, 1000):
         assert joined(
-            p.view(torch.uint8).numpy() for p in pieces._staged(torch.ones(numel).bfloat16())
+            p.view(torch.uint8).numpy() for p in pieces._stage(torch.ones(numel).bfloat16())
         ) == memory(torch.ones(numel))
     assert [buffer.nbytes for buffer in pieces._buffers] == [16, 16]
 

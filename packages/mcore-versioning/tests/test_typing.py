@@ -250,7 +250,8 @@ def test_other_functions_have_useful_types(check) -> None:
         "packaging.version.Version | None",
         "tuple[bool, str | None]",
         "int | str | None",
-        "mcore.versioning.deprecation_info.DeprecationInfo | None",
+        "tuple[str, str | None, str | None, str | None, str, "
+        "fallback=mcore.versioning.deprecation.DeprecationInfo] | None",
     ]
 
 

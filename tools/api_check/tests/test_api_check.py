@@ -1,4 +1,4 @@
-"""The check of public names on temporary repositories."""
+"""The check of public names, on temporary repositories."""
 
 import json
 import sys
@@ -156,7 +156,7 @@ def test_an_unknown_revision_or_package_cannot_be_checked(
 def test_unparsable_source_cannot_be_checked(repository: SampleRepository) -> None:
     outcome = _after(repository, "def f(): ...\n", "def f(:\n")
     assert outcome.status == 2
-    assert "src/mcore/tensor/__init__.py can't be parsed" in outcome.notice
+    assert "cannot parse src/mcore/tensor/__init__.py" in outcome.notice
 
 
 def test_the_worst_package_decides_and_all_are_checked(

@@ -1,4 +1,4 @@
-"""What is read from the source has to be what the running packages say."""
+"""The marks read from the source equal those of the running packages."""
 
 import importlib
 import inspect
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from api_check.lifecycle_marks import marks_of
+from api_check.lifecycle_marks import read_marks
 from api_check.surface import read_surface
 from mcore.versioning import get_deprecation, is_experimental_api, is_internal_api
 from monorepo.workspace import load_workspace
@@ -49,7 +49,7 @@ def test_every_public_name_is_marked_alike(name: str) -> None:
             running = _functions(_running(path))
         except AttributeError:
             continue  # made by a decorator, such as the constructor of a dataclass
-        marks = marks_of(found)
+        marks = read_marks(found)
         internal = "internal_api" in marks.exempt
         experimental = bool({one for one in marks.exempt if one.startswith("experimental")})
         assert is_internal_api(running) == internal, path

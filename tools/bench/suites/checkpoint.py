@@ -13,14 +13,14 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import json
-import math
 import os
 import shutil
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -31,19 +31,19 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-from bench.measure import Row, compare
+from bench.measure import Row, alternate, compare
 from bench.replicas import replica_rows
 from mcore.parallel.checkpoint import (
     ShardedTensor,
     load_sharded_state_dict,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.index import Piece
+from mcore.parallel.checkpoint.files.index import read_index
 from mcore.parallel.checkpoint.files.manifest import (
     MANIFEST_FILE,
     FileRecord,
-    manifest_of,
-    read_index,
+    Piece,
+    encode_manifest,
 )
 from mcore.parallel.tensor_memory import memory_of
 from rank_testing import run_ranks
@@ -68,13 +68,13 @@ def run() -> Iterable[Row]:
 
 def _checkpoint_rows() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
-        first, second = run_ranks(_measure, 2, folder, timeout_s=600)
-    if not (first.agrees and second.agrees):
+        measured = run_ranks(_measure, 2, folder, timeout_s=600)
+    if not all(agrees for agrees, _ in measured):
         yield Row.disagreement(f"save and load {_SIZE}", _STOCK, "loaded values")
         return
-    for case in first.seconds:
-        sides = first.seconds[case]
-        slower = {name: max(sides[name], second.seconds[case][name]) for name in sides}
+    (_, first), (_, second) = measured
+    for case, sides in first.items():
+        slower = {name: max(sides[name], second[case][name]) for name in sides}
         yield from _make_rows(case, slower)
 
 
@@ -94,7 +94,7 @@ def _make_rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
         if side in seconds:
             named, stock = f"{name}, {setting}", seconds["stock"]
             yield Row(named, seconds[side], _STOCK, stock, None, agreement)
-    rate = 2 * _rank_bytes() / seconds["raw"] / 1e9
+    rate = _NUM_TENSORS * _ROWS * _COLUMNS * 4 / seconds["raw"] / 1e9
     yield Row(name, ours, _RAW, seconds["raw"], None, agreement, f"raw: {rate:.2f} GB/s")
 
 
@@ -155,28 +155,11 @@ def _write_large_manifest(root: Path) -> None:
             for at, key in enumerate(keys)
         ]
         files[name] = FileRecord(len(pieces) * span, pieces)
-    (root / MANIFEST_FILE).write_bytes(manifest_of(keys, files, {}))
+    (root / MANIFEST_FILE).write_bytes(encode_manifest(keys, files, {}))
 
 
-def _rank_bytes() -> int:
-    return _NUM_TENSORS * _ROWS * _COLUMNS * 4 // 2
-
-
-@dataclass(frozen=True)
-class _Measured:
-    """The findings of one rank.
-
-    Attributes:
-        agrees: Whether loads returned the saved values.
-        seconds: The shortest time of each side, by case.
-    """
-
-    agrees: bool
-    seconds: dict[str, dict[str, float]]
-
-
-def _measure(folder: str) -> _Measured:
-    """Time all sides on one rank."""
+def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
+    """One rank: whether loads return the saved values, and the time of each side by case."""
     rank, root, mesh = dist.get_rank(), Path(folder), init_device_mesh("cpu", (2,))
     generator = torch.Generator().manual_seed(rank)
     tensors = [torch.randn(_ROWS // 2, _COLUMNS, generator=generator) for _ in range(_NUM_TENSORS)]
@@ -197,19 +180,19 @@ def _measure(folder: str) -> _Measured:
         "ours": lambda turn: save_sharded_state_dict(ours, root / f"save-{turn}"),
         "stock, synced": saved_by_stock(sync=True),
         "stock, not synced": saved_by_stock(sync=False),
-        "raw": lambda turn: write_raw(root / f"save-{turn}-{rank}", tensors),
+        "raw": lambda turn: _write_raw(root / f"save-{turn}-{rank}", tensors),
     }
     seconds = {"save": _rounds(saves, _clean_before(root))}
     save_sharded_state_dict(ours, root / "ours")
     saved_by_stock(sync=True)(0)
     _on_first_rank(lambda: (root / "save-0").rename(root / "stock"))
-    write_raw(root / f"raw-{rank}", tensors)
+    _write_raw(root / f"raw-{rank}", tensors)
     loads: dict[str, Work] = {
         "ours": lambda _: load_sharded_state_dict(ours, root / "ours"),
         "ours, before": lambda _: load_sharded_state_dict(ours, root / "ours", verify="before"),
         "ours, unchecked": lambda _: load_sharded_state_dict(ours, root / "ours", verify=False),
         "stock": lambda _: load(stock, checkpoint_id=root / "stock"),
-        "raw": lambda _: read_raw(root / f"raw-{rank}", tensors),
+        "raw": lambda _: _read_raw(root / f"raw-{rank}", tensors),
     }
     crossed: list[Callable[[], object]] = [
         lambda: load_sharded_state_dict(ours, root / "stock"),
@@ -220,8 +203,8 @@ def _measure(folder: str) -> _Measured:
         for work in [*crossed, *(lambda work=work: work(0) for work in loads.values())]
     )
     seconds["load, files in memory"] = _rounds(loads, lambda: None)
-    seconds["load, files on disk"] = _rounds(loads, lambda: _on_first_rank(lambda: forget(root)))
-    return _Measured(agrees, seconds)
+    seconds["load, files on disk"] = _rounds(loads, lambda: _on_first_rank(lambda: _forget(root)))
+    return agrees, seconds
 
 
 def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
@@ -238,20 +221,19 @@ def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
 
 
 def _rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[str, float]:
-    """The shortest time of each side until all ranks are done, in rounds that rotate the order."""
-    names = list(sides)
-    best = dict.fromkeys(names, math.inf)
-    turn = 0
-    for round_ in range(_REPEATS):
-        for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            turn += 1
-            prepare()
-            dist.barrier()
-            started_s = time.perf_counter()
-            sides[name](turn)
-            dist.barrier()
-            best[name] = min(best[name], time.perf_counter() - started_s)
-    return best
+    """The shortest time of each side until all ranks are done."""
+    turns = itertools.count(1)
+
+    def time_once(work: Work) -> float:
+        prepare()
+        dist.barrier()
+        started_s = time.perf_counter()
+        work(next(turns))
+        dist.barrier()
+        return time.perf_counter() - started_s
+
+    times = alternate([functools.partial(time_once, work) for work in sides.values()], _REPEATS)
+    return dict(zip(sides, map(min, times), strict=True))
 
 
 def _clean_before(root: Path) -> Callable[[], None]:
@@ -276,9 +258,9 @@ def _on_first_rank(work: Callable[[], object]) -> None:
 _PIECE_BYTES = 1 << 24
 
 
-def forget(folder: Path) -> None:
+def _forget(folder: Path) -> None:
     """Drop the files below a folder from the page cache: the next read uses the disk."""
-    for path in _files(folder):
+    for path in (path for path in folder.rglob("*") if path.is_file()):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)  # only written pages can be dropped
@@ -287,7 +269,7 @@ def forget(folder: Path) -> None:
             os.close(descriptor)
 
 
-def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
+def _write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
     """Write the bytes of tensors one after the other, and sync them to disk."""
     with path.open("xb", buffering=0) as stream:
         for tensor in tensors:
@@ -297,15 +279,11 @@ def write_raw(path: Path, tensors: list[torch.Tensor]) -> None:
         os.fsync(stream.fileno())
 
 
-def read_raw(path: Path, tensors: list[torch.Tensor]) -> None:
-    """Read a file of ``write_raw`` into the tensors."""
+def _read_raw(path: Path, tensors: list[torch.Tensor]) -> None:
+    """Read a file of ``_write_raw`` into the tensors."""
     with path.open("rb", buffering=0) as stream:
         for tensor in tensors:
             content = memory_of(tensor)
             done = 0
             while done < len(content):
                 done += stream.readinto(content[done : done + _PIECE_BYTES])
-
-
-def _files(folder: Path) -> list[Path]:
-    return [path for path in folder.rglob("*") if path.is_file()]

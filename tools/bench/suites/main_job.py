@@ -17,12 +17,13 @@ import math
 import tempfile
 import time
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-from bench.measure import Row, paired
+from bench.measure import Row, alternate, paired
 from bench.plain_job import PlainJob
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
@@ -93,7 +94,7 @@ def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
 
         def ours() -> None:
             for _ in range(_STEPS):
-                loop._step()
+                loop._run_step()
 
         def peer() -> None:
             last = torch.zeros(())
@@ -108,18 +109,20 @@ def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
 def _rank(settings: Settings, rounds: int) -> tuple[dict[bool, list[float]], float, float]:
     """One rank: losses by whether the detector is on, and seconds of a step with and without it."""
     losses: dict[bool, list[float]] = {}
-    seconds: dict[bool, list[float]] = {True: [], False: []}
     with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
         for is_on in (True, False):
             job = _Job(settings, RunFolder(Path(path)), is_on=is_on)
             losses[is_on] = [job.loss_of(step) for step in range(1, 1 + _COMPARED_STEPS)]
             job.watch.close()
-        for round_ in range(rounds):
-            for is_on in (True, False) if round_ % 2 else (False, True):
-                job.watch_with(is_on)
-                seconds[is_on].append(job.seconds_per_step())
-                job.watch.close()
-    return losses, _average_faster_half(seconds[True]), _average_faster_half(seconds[False])
+
+        def time_steps(is_on: bool) -> float:
+            job.watch_with(is_on)
+            seconds = job.seconds_per_step()
+            job.watch.close()
+            return seconds
+
+        on_s, off_s = alternate([partial(time_steps, is_on) for is_on in (True, False)], rounds)
+    return losses, _average_faster_half(on_s), _average_faster_half(off_s)
 
 
 class _Job:

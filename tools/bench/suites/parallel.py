@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import gc
 import logging
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -24,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from bench.measure import Row, compare, single
+from bench.measure import Row, alternate, compare, single
 from bench.peers import megatron, name_of, simulated_world
 from mcore.parallel import (
     CudaRNGStatesTracker,
@@ -233,7 +232,14 @@ def _groups(name: str) -> Iterator[Row]:
         if difference:
             yield Row.disagreement(case, name, difference)
             continue
-        ours_s, peer_s = _pair_in_new_worlds(ours, theirs, state.destroy_model_parallel, world)
+        times = alternate(
+            [
+                partial(_time_in_new_world, build, state.destroy_model_parallel, world)
+                for build in (ours, theirs)
+            ],
+            3 if world > 1000 else 15,
+        )
+        ours_s, peer_s = map(min, times)
         agreement = f"{len(_GROUP_FIELDS)} groups on 3 ranks"
         note = growth.describe(world, ours_s, peer_s)
         yield Row(case, ours_s, name, peer_s, agreement=agreement, note=note)
@@ -248,20 +254,14 @@ def _find_different_group(ours: ProcessGroups, theirs: Any) -> str:
     return ""
 
 
-def _pair_in_new_worlds(
-    ours: Callable[[], Any], peer: Callable[[], Any], clean_up: Callable[[], Any], world: int
-) -> tuple[float, float]:
-    """Seconds of one call in a new world, the minimum of alternating repeats."""
-    best = [math.inf, math.inf]
-    for _ in range(3 if world > 1000 else 15):
-        for side, build in enumerate((ours, peer)):
-            gc.collect()
-            with simulated_world(world, world // 2):
-                started_s = time.perf_counter()
-                build()
-                best[side] = min(best[side], time.perf_counter() - started_s)
-                clean_up()
-    return best[0], best[1]
+def _time_in_new_world(build: Callable[[], Any], clean_up: Callable[[], Any], world: int) -> float:
+    gc.collect()
+    with simulated_world(world, world // 2):
+        started_s = time.perf_counter()
+        build()
+        elapsed_s = time.perf_counter() - started_s
+        clean_up()
+    return elapsed_s
 
 
 class _Growth:

@@ -14,13 +14,14 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 
-from bench.measure import Row
+from bench.measure import Row, alternate
 from mcore.parallel import ProcessGroups
 from pretrain.corpus import load_corpus
 from pretrain.model.building import build_model, build_optimizer
@@ -43,11 +44,11 @@ _MODEL = Settings(
 def run() -> Iterable[Row]:
     """Yield the rows."""
     for ranks, chunks, batches in ((2, 1, 2), (2, 1, 8), (2, 2, 4), (4, 1, 8)):
-        step_s, busy_s = run_ranks(_napping, ranks, chunks, batches, timeout_s=300)[0]
+        step_s, busy_s = run_ranks(_time_naps, ranks, chunks, batches, timeout_s=300)[0]
         yield _idle("passes that sleep", ranks, chunks, batches, step_s, busy_s, 1 / 1.15)
     for batches in (2, 4):
         settings = dataclasses.replace(_MODEL, global_batch_size=2 * batches)
-        step_s, busy_s = run_ranks(_training, 2, settings, timeout_s=600)[0]
+        step_s, busy_s = run_ranks(_time_training, 2, settings, timeout_s=600)[0]
         yield _idle("a model of 3 M parameters", 2, 1, batches, step_s, busy_s)
     yield _against_torch(dataclasses.replace(_MODEL, global_batch_size=16))
 
@@ -92,14 +93,14 @@ class _Naps:
         torch.autograd.backward(output, gradient)
 
 
-def _napping(chunks: int, batches: int) -> tuple[float, float]:
+def _time_naps(chunks: int, batches: int) -> tuple[float, float]:
     """One rank: seconds of the fastest step, and the mean seconds of the ranks' passes in it."""
     groups = ProcessGroups.from_sizes(pp=dist.get_world_size())
     pipeline = Pipeline(groups, chunks=chunks, device=_CPU, timeout_s=60)
     message = torch.empty(64, 2, 64, device="meta")
     busy = _Busy()
     naps = _Naps(pipeline, message, busy)
-    return _fastest(lambda: pipeline.train(naps, batches, message), busy)
+    return _find_fastest(lambda: pipeline.train(naps, batches, message), busy)
 
 
 class _Busy:
@@ -137,32 +138,32 @@ class _Job:
         return self.steps._forward_and_backward(1)
 
 
-def _training(settings: Settings) -> tuple[float, float]:
+def _time_training(settings: Settings) -> tuple[float, float]:
     """One rank, as above, with the main job's passes."""
     job = _Job(settings)
-    return _fastest(job.passes, job.busy)
+    return _find_fastest(job.passes, job.busy)
 
 
-def _fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
+def _find_fastest(step: Callable[[], object], busy: _Busy) -> tuple[float, float]:
     rounds = []
     for _ in range(_ROUNDS):
         busy.seconds = 0.0
-        took = _seconds(step)
+        step_s = _time_step(step)
         mean = torch.tensor(busy.seconds / dist.get_world_size(), dtype=torch.float64)
         dist.all_reduce(mean)
-        rounds.append((took, float(mean)))
+        rounds.append((step_s, float(mean)))
     return min(rounds)
 
 
-def _seconds(call: Callable[[], object]) -> float:
+def _time_step(call: Callable[[], object]) -> float:
     """Seconds from the common start to the end of the last rank."""
     dist.barrier()
     started_s = time.perf_counter()
     call()
     dist.barrier()
-    took = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took)
+    elapsed_s = torch.tensor(time.perf_counter() - started_s, dtype=torch.float64)
+    dist.all_reduce(elapsed_s, op=dist.ReduceOp.MAX)
+    return float(elapsed_s)
 
 
 class _Torch:
@@ -208,14 +209,12 @@ class _Numbered(torch.nn.Module):
 
     def __init__(self, job: _Torch) -> None:
         super().__init__()
-        self.model = job.model
-        self.batches = job.batches
-        self.is_first = job.is_first
+        self.job, self.model = job, job.model
 
     def forward(self, given: torch.Tensor, *, number: torch.Tensor) -> torch.Tensor:
         """Hidden states or logits."""
-        batch = self.batches[int(number)]
-        hidden = None if self.is_first else given
+        batch = self.job.batches[int(number)]
+        hidden = None if self.job.is_first else given
         output: torch.Tensor = self.model(batch["tokens"], batch["position_ids"], hidden)
         return output
 
@@ -223,21 +222,18 @@ class _Numbered(torch.nn.Module):
 def _against_torch(settings: Settings) -> Row:
     case = f"passes of a step of 2 stages, {settings.num_microbatches} micro-batches"
     peer = f"torch {torch.__version__.partition('+')[0]} Schedule1F1B"
-    losses, ours_s, peer_s = run_ranks(_both, 2, settings, timeout_s=600)[-1]
+    losses, ours_s, peer_s = run_ranks(_time_both, 2, settings, timeout_s=600)[-1]
     if abs(losses[0] - losses[1]) > 1e-5 * losses[1]:
         return Row.disagreement(case, peer, f"losses {losses[0]} and {losses[1]}")
     return Row(
-        case, ours_s, peer, peer_s, target=0.95, agreement="sum of the losses to 1e-5",
-        note=f"the fastest of {_ROUNDS} in alternation",
+        case, ours_s, peer, peer_s, 0.95, "sum of the losses to 1e-5",
+        f"the fastest of {_ROUNDS} in alternation",
     )  # fmt: skip
 
 
-def _both(settings: Settings) -> tuple[list[float], float, float]:
+def _time_both(settings: Settings) -> tuple[list[float], float, float]:
     job = _Job(settings)
     both = (job, _Torch(job))
     losses = [float(each.passes()) for each in both]
-    took: list[list[float]] = [[], []]
-    for round_ in range(_ROUNDS):
-        for which in (0, 1) if round_ % 2 else (1, 0):
-            took[which].append(_seconds(both[which].passes))
-    return losses, min(took[0]), min(took[1])
+    ours_s, peer_s = alternate([partial(_time_step, each.passes) for each in both], _ROUNDS)
+    return losses, min(ours_s), min(peer_s)

@@ -58,11 +58,8 @@ def run() -> Iterable[Row]:
 class _Event:
     """A stand-in for a CUDA event, for both sides."""
 
-    def record(self) -> None:
-        pass
-
-    def synchronize(self) -> None:
-        pass
+    def record(self) -> None: ...
+    def synchronize(self) -> None: ...
 
     def elapsed_time(self, end: _Event) -> float:
         return 0.0
@@ -181,10 +178,7 @@ def _report(world: int) -> Iterator[Row]:
     yield Row(case, ours_s, "torch's all-gather of one row, bare", torch_s)
 
 
-_Pair = tuple[float, float]
-
-
-def _time_reports() -> tuple[str, str, _Pair, _Pair]:
+def _time_reports() -> tuple[str, str, tuple[float, float], tuple[float, float]]:
     """Log the same values once through both, then time reports of real ranges."""
     logging.disable(logging.NOTSET)
     world, rank = dist.get_world_size(), dist.get_rank()
@@ -245,9 +239,10 @@ def _make_values(world: int) -> torch.Tensor:
 
 def _make_matrix(values: torch.Tensor, ours: StragglerDetector) -> torch.Tensor:
     reporter: Any = ours._reporter
+    sections_hash = reporter.exchange.sections_hash
     stats = {kind: SectionStats(1, 1.0, 1.0, 1.0) for kind in (COMPUTE_KIND, DATA_KIND)}
     row = encode_row(
-        reporter._sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
+        sections_hash, stats, 2, enabled=True, wanted=True, log_interval=_INTERVAL,
         total_flops=_FLOPS,
     )  # fmt: skip
     matrix = row.repeat(len(values), 1)

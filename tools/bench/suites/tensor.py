@@ -19,7 +19,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any
@@ -27,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bench.measure import Row, compare, compare_imports, loop, single
+from bench.measure import Row, compare, compare_imports, cpu_seconds, loop, single
 from bench.peers import megatron, name_of
 from mcore.tensor import (
     GlobalMemoryBuffer,
@@ -47,7 +46,6 @@ _LENGTHS = {
     _ONE: [_LARGE],
     _MODEL: [768, 768, 3 * 768 * 768, 768 * 768, 4 * 768 * 768, 4 * 768 * 768, 3072, 768] * 12,
 }
-_LOOP = "Megatron-LM's loop retyped"
 _NEARLY_EQUAL = 1 / 1.1
 
 
@@ -67,25 +65,18 @@ def run() -> Iterable[Row]:
 
 def _buffer_reuse(peer: Any, name: str) -> Row:
     shape = (128, 64)
-    ours, theirs = GlobalMemoryBuffer(), peer.GlobalMemoryBuffer()
+    buffers = GlobalMemoryBuffer(), peer.GlobalMemoryBuffer()
     # Its first request needs a CUDA device, so the memory is put into its store here.
-    theirs.buffer["mpu", torch.float32] = torch.empty(shape).flatten()
-    requests = [partial(side.get_tensor, shape, torch.float32, "mpu") for side in (ours, theirs)]
+    buffers[1].buffer["mpu", torch.float32] = torch.empty(shape).flatten()
+    ours, theirs = (partial(each.get_tensor, shape, torch.float32, "mpu") for each in buffers)
     is_shared = all(
-        request().fill_(3).shape == shape and request().sum() == 3 * 128 * 64
-        for request in requests
+        each().fill_(3).shape == shape and each().sum() == 3 * 128 * 64 for each in (ours, theirs)
     )
     return compare(
-        "GlobalMemoryBuffer.get_tensor, reuse",
-        requests[0],
-        name,
-        requests[1],
-        1.4,
-        agreement="shape, shared memory",
+        "GlobalMemoryBuffer.get_tensor, reuse", ours, name, theirs, 1.4,
+        agreement="shape, shared memory", number=5000, repeats=15,
         difference="" if is_shared else "a request does not see the memory of another",
-        number=5000,
-        repeats=15,
-    )
+    )  # fmt: skip
 
 
 def _viewless(peer: Any, name: str) -> Iterator[Row]:
@@ -131,106 +122,64 @@ def _loop_norm(tensors: Iterable[Tensor]) -> Tensor:
     return total
 
 
-def _widened_norm(tensors: list[Tensor]) -> Tensor:
-    return _loop_norm(tensor.float() for tensor in tensors)
-
-
-def _copied_norm(tensors: list[Tensor]) -> Tensor:
-    return _fused_norm([tensor.float() for tensor in tensors])
-
-
 def _fused_norm(tensors: list[Tensor]) -> Tensor:
     total: Tensor = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
     return total
 
 
-def _float64_norm(tensors: list[Tensor]) -> Tensor:
-    total: Tensor = torch.stack([tensor.norm(dtype=torch.float64) for tensor in tensors]).norm()
-    return total
+_LOOP, _FUSED, _EXACT = "Megatron-LM's loop retyped", "torch._foreach_norm", "float64 sum, as exact"
+_COPIED, _WIDENED = "fp32 copy of all, one fused norm", "loop over t.float()"
+_NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
+    _LOOP: _loop_norm,
+    _FUSED: _fused_norm,
+    _EXACT: lambda ts: torch.stack([t.norm(dtype=torch.float64) for t in ts]).norm(),
+    _COPIED: lambda tensors: _fused_norm([tensor.float() for tensor in tensors]),
+    _WIDENED: lambda tensors: _loop_norm(tensor.float() for tensor in tensors),
+}
 
 
 def _norms(limit: str) -> Iterator[Row]:
     """For long float32 tensors all sides wait for the memory, so the aim against a loop is 1."""
-    fused, exact = "torch._foreach_norm", "float64 sum, as exact"
-    copied, widened = "fp32 copy of all, one fused norm", "loop over t.float()"
     fp32, bf16 = torch.float32, torch.bfloat16
-    for dtype, kind, peer, peer_norm, target in (
-        (fp32, _MANY, _LOOP, _loop_norm, 3.0),
-        (fp32, _MANY, fused, _fused_norm, 1.2),
-        (fp32, _MODEL, _LOOP, _loop_norm, 1.0),
-        (fp32, _MODEL, fused, _fused_norm, None),
-        (fp32, _MODEL, exact, _float64_norm, 1.2),
-        (fp32, _ONE, _LOOP, _loop_norm, 1.0),
-        (fp32, _ONE, exact, _float64_norm, 1.2),
-        (bf16, _MANY, copied, _copied_norm, 1.8),
-        (bf16, _MANY, widened, _widened_norm, None),
-        (bf16, _MANY, _LOOP, _loop_norm, 0.75),
-        (bf16, _MODEL, copied, _copied_norm, 5.0),
-        (bf16, _MODEL, widened, _widened_norm, None),
-        (bf16, _MODEL, _LOOP, _loop_norm, 0.75),
-        (bf16, _ONE, copied, _copied_norm, 5.0),
-        (bf16, _ONE, widened, _widened_norm, None),
-        (bf16, _ONE, _LOOP, _loop_norm, 0.75),
-    ):
-        yield _norm_row(kind, dtype, peer, peer_norm, target, limit)
+    for dtype, kind, peer, target in (
+        (fp32, _MANY, _LOOP, 3.0), (fp32, _MANY, _FUSED, 1.2),
+        (fp32, _MODEL, _LOOP, 1.0), (fp32, _MODEL, _FUSED, None), (fp32, _MODEL, _EXACT, 1.2),
+        (fp32, _ONE, _LOOP, 1.0), (fp32, _ONE, _EXACT, 1.2),
+        (bf16, _MANY, _COPIED, 1.8), (bf16, _MANY, _WIDENED, None), (bf16, _MANY, _LOOP, 0.75),
+        (bf16, _MODEL, _COPIED, 5.0), (bf16, _MODEL, _WIDENED, None), (bf16, _MODEL, _LOOP, 0.75),
+        (bf16, _ONE, _COPIED, 5.0), (bf16, _ONE, _WIDENED, None), (bf16, _ONE, _LOOP, 0.75),
+    ):  # fmt: skip
+        tensors = _make_tensors(kind, dtype)
+        exact = math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
+        ours, theirs = (partial(norm, tensors) for norm in (_our_norm, _NORMS[peer]))
+        errors = [abs(norm().item() - exact) / exact for norm in (ours, theirs)]
+        is_wrong = errors[0] > (1e-6 if dtype is fp32 else 1e-5) or errors[1] > 1e-2
+        gigabytes = sum(tensor.nbytes for tensor in tensors) / 1e9
+        cpu_ratio = cpu_seconds(theirs, repeats=7) / cpu_seconds(ours, repeats=7)
+        yield compare(
+            f"norm {str(dtype)[6:]}, {kind}", ours, peer, theirs, target,
+            agreement=f"off by {errors[0]:.0e}, peer by {errors[1]:.0e}",
+            difference=f"off by {errors[0]:.1e} against {errors[1]:.1e}" if is_wrong else "",
+            repeats=15,
+            note=partial(_rate, "reads", gigabytes, f"{limit}, CPU time {cpu_ratio:.1f}"),
+        )  # fmt: skip
 
 
-def _norm_row(
-    kind: str,
-    dtype: torch.dtype,
-    peer: str,
-    peer_norm: Callable[[list[Tensor]], Tensor],
-    target: float | None,
-    limit: str,
-) -> Row:
-    tensors = _make_tensors(kind, dtype)
-    exact = math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
-    ours, theirs = (partial(norm, tensors) for norm in (_our_norm, peer_norm))
-    errors = [abs(norm().item() - exact) / exact for norm in (ours, theirs)]
-    is_wrong = errors[0] > (1e-6 if dtype is torch.float32 else 1e-5) or errors[1] > 1e-2
-    moved = sum(tensor.nbytes for tensor in tensors) / 1e9
-    return compare(
-        f"norm {str(dtype)[6:]}, {kind}", ours, peer, theirs, target,
-        agreement=f"off by {errors[0]:.0e}, peer by {errors[1]:.0e}",
-        difference=f"off by {errors[0]:.1e} against {errors[1]:.1e}" if is_wrong else "",
-        repeats=15,
-        note=lambda ours_s, peer_s: f"reads {moved / ours_s:.0f} GB/s, {limit}, "
-        f"CPU time {_cpu_time_ratio(ours, theirs):.1f}",
-    )  # fmt: skip
+def _rate(verb: str, gigabytes: float, limit: str, ours_s: float, peer_s: float) -> str:
+    return f"{verb} {gigabytes / ours_s:.0f} GB/s, {limit}"
 
 
-def _cpu_time_ratio(ours: Callable[[], Any], peer: Callable[[], Any]) -> float:
-    best = []
-    for call in (ours, peer):
-        times = []
-        for _ in range(7):
-            started = time.process_time()
-            call()
-            times.append(time.process_time() - started)
-        best.append(min(times))
-    return best[1] / best[0]
+_Scale = Callable[[list[Tensor], list[Tensor], float], Any]
 
 
-Scale = Callable[[list[Tensor], list[Tensor], float], Any]
-
-
-def _our_scale(sources: list[Tensor], destinations: list[Tensor], factor: float) -> None:
-    flag = torch.zeros(1, dtype=torch.int)
-    lists = [sources, destinations]
-    local_multi_tensor_applier(local_multi_tensor_scale, flag, lists, factor)
-
-
-def _unchecked_scale(sources: list[Tensor], destinations: list[Tensor], factor: float) -> None:
+def _scale_unchecked(sources: list[Tensor], destinations: list[Tensor], factor: float) -> None:
     for source, destination in zip(sources, destinations, strict=True):
         torch.mul(source, factor, out=destination)
 
 
-def _peer_scale(peer: Any) -> Scale:
+def _make_scale(applier: Callable[..., Any], kernel: Callable[..., Any]) -> _Scale:
     def scale(sources: list[Tensor], destinations: list[Tensor], factor: float) -> None:
-        lists = [sources, destinations]
-        peer.local_multi_tensor_applier(
-            peer.local_multi_tensor_scale, torch.zeros(1, dtype=torch.int), lists, factor
-        )
+        applier(kernel, torch.zeros(1, dtype=torch.int), [sources, destinations], factor)
 
     return scale
 
@@ -238,51 +187,40 @@ def _peer_scale(peer: Any) -> Scale:
 def _scalings(peer: Any, name: str, limit: str) -> Iterator[Row]:
     """In place, then into other tensors."""
     fp32, bf16 = torch.float32, torch.bfloat16
-    unchecked, peer_scale = "mul(out=), unchecked", _peer_scale(peer)
-    for kind, dtypes, factor, peer_name, target in (
-        (_MANY, (fp32, None), 1.0001, name, 3.0),
-        (_ONE, (fp32, None), 1.0001, name, 1.8),
-        (_ONE, (fp32, None), 1.0001, unchecked, _NEARLY_EQUAL),
-        (_MODEL, (fp32, None), 1.0001, name, 1.8),
-        (_MODEL, (fp32, None), 1.0001, unchecked, _NEARLY_EQUAL),
-        (_MODEL, (bf16, None), 1.0001, name, None),
-        (_MANY, (fp32, fp32), 0.5, name, None),
-        (_ONE, (fp32, fp32), 0.5, name, 1.8),
-        (_ONE, (fp32, fp32), 0.5, unchecked, None),
-        (_MODEL, (fp32, fp32), 0.5, name, 1.05),
-        (_MANY, (fp32, bf16), 1.0, name, None),
-        (_ONE, (fp32, bf16), 1.0, name, 1.8),
-        (_MODEL, (fp32, bf16), 1.0, name, 1.0),
-        (_MODEL, (fp32, bf16), 0.5, name, 1.0),
-        (_MODEL, (bf16, fp32), 1.0, name, 1.2),
+    unchecked = "mul(out=), unchecked"
+    our_scale = _make_scale(local_multi_tensor_applier, local_multi_tensor_scale)
+    peer_scale = _make_scale(peer.local_multi_tensor_applier, peer.local_multi_tensor_scale)
+    for kind, dtype, new_dtype, factor, peer_name, target in (
+        (_MANY, fp32, None, 1.0001, name, 3.0),
+        (_ONE, fp32, None, 1.0001, name, 1.8),
+        (_ONE, fp32, None, 1.0001, unchecked, _NEARLY_EQUAL),
+        (_MODEL, fp32, None, 1.0001, name, 1.8),
+        (_MODEL, fp32, None, 1.0001, unchecked, _NEARLY_EQUAL),
+        (_MODEL, bf16, None, 1.0001, name, None),
+        (_MANY, fp32, fp32, 0.5, name, None),
+        (_ONE, fp32, fp32, 0.5, name, 1.8),
+        (_ONE, fp32, fp32, 0.5, unchecked, None),
+        (_MODEL, fp32, fp32, 0.5, name, 1.05),
+        (_MANY, fp32, bf16, 1.0, name, None),
+        (_ONE, fp32, bf16, 1.0, name, 1.8),
+        (_MODEL, fp32, bf16, 1.0, name, 1.0),
+        (_MODEL, fp32, bf16, 0.5, name, 1.0),
+        (_MODEL, bf16, fp32, 1.0, name, 1.2),
     ):
-        scale = _unchecked_scale if peer_name == unchecked else peer_scale
-        yield _scale_row(kind, dtypes, factor, peer_name, scale, target, limit)
-
-
-def _scale_row(
-    kind: str,
-    dtypes: tuple[torch.dtype, torch.dtype | None],
-    factor: float,
-    peer: str,
-    peer_scale: Scale,
-    target: float | None,
-    limit: str,
-) -> Row:
-    verb = "checked copy" if factor == 1 else "scale"
-    into_text = "in place" if dtypes[1] is None else f"to {str(dtypes[1])[6:]}"
-    sources = _make_tensors(kind, dtypes[0])
-    results = []
-    for scale in (_our_scale, peer_scale):
-        into = [tensor.to(dtypes[1] or tensor.dtype, copy=True) for tensor in sources]
-        scale(into if dtypes[1] is None else sources, into, factor)
-        results.append(into)
-    is_equal = all(map(torch.equal, *results))
-    into = sources if dtypes[1] is None else results[0]
-    moved = sum(tensor.nbytes for tensor in [*sources, *into]) / 1e9
-    ours, theirs = (partial(scale, sources, into, factor) for scale in (_our_scale, peer_scale))
-    return compare(
-        f"{verb} {str(dtypes[0])[6:]} {into_text}, {kind}", ours, peer, theirs, target,
-        agreement="bitwise equal", difference="" if is_equal else "different products",
-        repeats=15, note=lambda ours_s, peer_s: f"moves {moved / ours_s:.0f} GB/s, {limit}",
-    )  # fmt: skip
+        scales = our_scale, (_scale_unchecked if peer_name == unchecked else peer_scale)
+        sources, results = _make_tensors(kind, dtype), []
+        for scale in scales:
+            into = [tensor.to(new_dtype or dtype, copy=True) for tensor in sources]
+            scale(sources if new_dtype else into, into, factor)
+            results.append(into)
+        is_equal = all(map(torch.equal, *results))
+        into = results[0] if new_dtype else sources
+        ours, theirs = (partial(scale, sources, into, factor) for scale in scales)
+        verb = "checked copy" if factor == 1 else "scale"
+        place = f"to {str(new_dtype)[6:]}" if new_dtype else "in place"
+        gigabytes = sum(tensor.nbytes for tensor in [*sources, *into]) / 1e9
+        yield compare(
+            f"{verb} {str(dtype)[6:]} {place}, {kind}", ours, peer_name, theirs, target,
+            agreement="bitwise equal", difference="" if is_equal else "different products",
+            repeats=15, note=partial(_rate, "moves", gigabytes, limit),
+        )  # fmt: skip

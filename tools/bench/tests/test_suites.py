@@ -12,7 +12,6 @@ import bench.suites
 from bench import __main__ as program
 from bench.measure import Row
 from bench.record import page, read_results
-from bench.running import run_suites, suite_names
 
 SUITES = {
     "good": """
@@ -29,26 +28,18 @@ SUITES = {
         def run():
             yield Row.disagreement("sum", "peer", "3 against 4")
     """,
-    "lonely": """
-        def run():
-            import no_such_peer.utils
-            yield
-    """,
+    "lonely": "import no_such_peer.utils",
     "failing": """
         from bench.measure import Row
         def run():
             yield Row("before", 1.0, "peer", 2.0)
             raise ZeroDivisionError("in the suite")
     """,
-    "broken": """
-        import mcore.no_such_part
-        def run():
-            return []
-    """,
+    "broken": "import mcore.no_such_part",
 }
 
 
-@pytest.fixture
+@pytest.fixture(autouse=True)
 def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A package with one suite for everything that can happen."""
     package = tmp_path / "planted_suites"
@@ -64,22 +55,6 @@ def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         del sys.modules[name]
 
 
-@pytest.mark.usefixtures("suites")
-def test_everything_that_can_happen_to_a_suite() -> None:
-    assert suite_names() == sorted(SUITES)
-    results = {result.suite: result for result in run_suites(sorted(SUITES))}
-    assert [row.case for row in results["good"].rows] == ["fast"]
-    assert not results["good"].failed
-    assert results["disagreeing"].failed
-    assert results["lonely"].missing == "no_such_peer"
-    assert not results["lonely"].failed
-    assert [row.case for row in results["failing"].rows] == ["before"]
-    assert "ZeroDivisionError: in the suite" in results["failing"].error
-    assert "mcore.no_such_part" in results["broken"].error
-    assert results["broken"].missing == ""
-
-
-@pytest.mark.usefixtures("suites")
 @pytest.mark.parametrize(
     ("arguments", "expected", "printed"),
     [
@@ -87,7 +62,9 @@ def test_everything_that_can_happen_to_a_suite() -> None:
         (["good", "lonely"], 0, "`hatch run bench lonely`"),
         (["lonely"], 2, "'no_such_peer', which is not installed"),
         (["good", "disagreeing"], 1, "DISAGREES: 3 against 4"),
+        (["failing"], 1, "before  1 s"),
         (["failing"], 1, "ZeroDivisionError: in the suite"),
+        (["broken"], 1, "No module named 'mcore.no_such_part'"),
         ([], 1, "\ngood, 0 s, load average "),
         (["nothing", "good"], 2, "no suite nothing. Available: broken, disagreeing"),
         (["--list"], 0, "suites: broken, disagreeing, failing, good, lonely"),
@@ -145,97 +122,79 @@ Title of ``good``.
 """
 
 
-def written(path: Path, *suites: object) -> list[str]:
-    """Write a results file. Returns the options that name it and a page next to it."""
-    path.write_text("".join(json.dumps(suite) + "\n" for suite in suites))
-    return ["--results", str(path), "--output", str(path.with_suffix(".md"))]
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A journal with results of two suites."""
+    path = tmp_path / "results.jsonl"
+    path.write_text(f"{json.dumps(GOOD)}\n{json.dumps(FAILING)}\n")
+    return path
 
 
-@pytest.mark.usefixtures("suites")
-def test_page_of_results(tmp_path: Path) -> None:
-    file = tmp_path / "results.jsonl"
-    options = written(file, GOOD, FAILING)
+def run(file: Path, *arguments: str) -> int:
+    options = ["--results", str(file), "--output", str(file.with_suffix(".md"))]
+    return program.main([*options, *arguments])
+
+
+def test_page_of_results(file: Path) -> None:
     before = file.read_text()
-    assert program.main([*options, "--page"]) == 0
-    text = (tmp_path / "results.md").read_text()
+    assert run(file, "--page") == 0
+    text = file.with_suffix(".md").read_text()
     assert text.startswith("# Benchmarks\n\nBoth sides ")
     assert text.partition("(benchmarks.jsonl).\n\n")[2] == SECTIONS
     assert file.read_text() == before
 
 
-@pytest.mark.usefixtures("suites")
-def test_suite_measured_again_replaces_its_own_rows_only(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_new_measurement_replaces_only_the_rows_of_its_suite(
+    file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "results.jsonl"
-    options = written(file, GOOD, FAILING)
-    failing = json.dumps(FAILING)
-    assert program.main([*options, "good", "failing", "lonely", "disagreeing"]) == 1
-    told = capsys.readouterr().err
+    assert run(file, "good", "failing", "lonely", "disagreeing") == 1
+    printed = capsys.readouterr().err
     for name in ("failing", "lonely", "disagreeing"):
-        assert f"results.jsonl keeps the earlier results of {name}" in told
+        assert f"results.jsonl keeps the earlier results of {name}" in printed
     lines = file.read_text().splitlines()
-    assert lines[0] == failing
+    assert lines[0] == json.dumps(FAILING)
     assert [json.loads(line)["suite"] for line in lines] == ["failing", "good"]
     kept = read_results(file)["good"]
     assert kept.rows == [Row("fast", 1.0, "peer", 2.0, 1.5)]
     assert "megatron-core" in kept.machine
     assert kept.when > "2026-11-01"
-    assert (tmp_path / "results.md").read_text() == page(read_results(file))
-    names = sorted(path.name for path in tmp_path.glob("*results*"))
-    assert names == ["results.jsonl", "results.md"]
+    assert file.with_suffix(".md").read_text() == page(read_results(file))
+    assert {path.name for path in file.parent.glob("*results*")} == {"results.jsonl", "results.md"}
 
 
-@pytest.mark.usefixtures("suites")
 @pytest.mark.parametrize(
-    ("line", "said"),
+    ("line", "message"),
     [
-        (json.dumps(GOOD)[:-9], "line 2 is no result"),
+        (json.dumps(GOOD)[:-9], "line 3 is no result"),
+        ("", "line 3 is no result"),
         (json.dumps({**GOOD, "format": 2}), "its format is 2, and this version reads and writes 1"),
-        ('{"\xe9": 1}', "line 2 is no result"),
-        ("", "line 2 is no result"),
-        (json.dumps({**GOOD, "rows": []}), "line 2 is no result"),
-        (json.dumps({**GOOD, "rows": [{**ROW, "ours_s": "fast"}]}), "line 2 is no result"),
+        (json.dumps({**GOOD, "rows": []}), "line 3 is no result"),
+        (json.dumps({**GOOD, "rows": [{**ROW, "ours_s": "fast"}]}), "line 3 is no result"),
         (json.dumps({**GOOD, "rows": [{**ROW, "speed": 1}]}), "'speed'"),
         (json.dumps({**GOOD, "suite": "gone"}), "there is no suite 'gone'"),
     ],
 )
-def test_file_that_is_damaged_or_of_another_version_is_left_alone(
-    line: str, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_damaged_journal_is_not_changed(
+    line: str, message: str, file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    file = tmp_path / "results.jsonl"
-    options = written(file, FAILING)
     content = file.read_text() + line + "\n"
-    file.write_text(content, encoding="latin-1")
-    for arguments in ([*options, "good"], [*options, "--page"]):
-        assert program.main(arguments) == 2
+    file.write_text(content)
+    for suite in ("good", "--page"):
+        assert run(file, suite) == 2
         captured = capsys.readouterr()
-        assert str(file) in captured.err
-        assert said in captured.err
-        assert "Correct the file or name another one" in captured.err
+        for text in (str(file), message, "Correct the file or name another one"):
+            assert text in captured.err
         assert "load average" not in captured.out  # nothing was measured
-    assert file.read_text(encoding="latin-1") == content
-    assert not (tmp_path / "results.md").exists()
+    assert file.read_text() == content
+    assert not file.with_suffix(".md").exists()
 
 
-@pytest.mark.usefixtures("suites")
-def test_folder_in_place_of_a_file_is_refused_before_anything_is_measured(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_folder_instead_of_a_file_is_refused_before_anything_is_measured(
+    file: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = written(tmp_path / "results.jsonl", GOOD)
-    (tmp_path / "results.md").mkdir()
-    for arguments in (options, ["--results", str(tmp_path)]):
-        assert program.main([*arguments, "good"]) == 2
+    file.with_suffix(".md").mkdir()
+    for path in (file, file.parent):
+        assert run(path, "good") == 2
         captured = capsys.readouterr()
         assert "Is a directory" in captured.err
         assert "load average" not in captured.out
-    assert sorted(path.name for path in tmp_path.glob("*results*")) == [
-        "results.jsonl",
-        "results.md",
-    ]
-
-
-def test_page_of_the_repository_shows_its_results() -> None:
-    results = read_results(program.RESULTS)
-    assert sorted(results) == suite_names()
-    assert program.PAGE.read_text() == page(results), "write it with hatch run bench --page"

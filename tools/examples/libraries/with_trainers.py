@@ -1,4 +1,4 @@
-"""Trainers of other libraries: ``hatch run examples``, in an environment that has them all."""
+"""Trainers of other libraries: ``hatch run examples``, in an environment with all of them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EXAMPLES = Path(__file__).parents[1]
 
 
 def run(file: str, folder: Path, *words: str, ranks: int = 0) -> str:
-    """Run an example as its first lines say; return what it printed."""
+    """Run an example as in its docstring. Returns its output."""
     launcher = [sys.executable]
     if ranks:
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]

@@ -189,11 +189,3 @@ def test_results_are_kept_and_what_is_green_is_not_run_again(
     assert "| 1 | fp32 | | 1/1 |" in page
     assert page.partition("## Failures")[2].count("\n| tp1-cp1-dp1") == 1
     assert json.loads(results.read_text().splitlines()[-1])["problems"] == ["broken"]
-
-
-def test_page_of_the_repository_is_that_of_its_results(tmp_path: Path) -> None:
-    docs, written = Path(command.__file__).parents[1] / "docs", tmp_path / "layouts.md"
-    results = str(docs / "layouts.jsonl")
-    options = ["--resume", "--minutes", "0", "--results", results, "--output", str(written)]
-    assert command.main(options) == 0
-    assert written.read_text() == (docs / "layouts.md").read_text()

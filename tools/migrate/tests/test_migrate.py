@@ -26,7 +26,7 @@ from migrate.differences import _GROUPS, POSITIONAL
 from migrate.files import Result, read, written
 from migrate.rewrite import LayoutError, rewrite
 from migrate.table import Table, read_table
-from monorepo.isolation.wheels import build
+from monorepo.isolation.venv import build
 
 TABLE = read_table()
 HERE = Path(__file__).parents[1]
@@ -245,6 +245,23 @@ def test_every_name_of_the_page_is_found_where_it_is_sent() -> None:
         assert done.source.decode() == f"from {home.module} import {home.name}\n"
         assert done.packages == {home.package}
         assert hasattr(importlib.import_module(home.module), home.name)
+
+
+def test_every_row_of_the_page_names_the_public_place() -> None:
+    """Rows that the table would not read, rows that are there twice, and private detours."""
+    page = (HERE.parent / "docs/migration.md").read_text(encoding="utf-8")
+    rows = [line for line in page.splitlines() if line.startswith("| `")]
+    found = [
+        re.match(r"\| `(\w+)` \| `[\w.]+(?:`, `[\w.]+)*` \| `([\w.]+)` \|", row) for row in rows
+    ]
+    assert [row for row, match in zip(rows, found, strict=True) if match is None] == []
+    places = [match.groups() for match in found if match]
+    assert len(places) == len(set(places))
+    for name, module in places:
+        package = ".".join(module.split(".")[:2])
+        is_public = name in importlib.import_module(package).__all__
+        assert (module == package) if is_public else name.startswith("_"), name
+    assert {match[1] for match in found if match} == {home.name for home in TABLE.homes.values()}
 
 
 def test_what_is_said_about_arguments_holds_for_the_packages() -> None:

@@ -1,1 +1,1 @@
-"""A package in an environment of its own: what it brings, whether its tests pass there."""
+"""A package in a separate environment: its contents, and whether its tests pass there."""

@@ -1,11 +1,11 @@
-"""One distribution in an environment of its own: what came with it, and whether its tests pass."""
+"""Install one package alone and run its tests, with siblings as they are or as they were."""
 
 from __future__ import annotations
 
 import shutil
-import subprocess
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from xml.etree import ElementTree
@@ -13,25 +13,26 @@ from xml.etree import ElementTree
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from monorepo.isolation.checks import TORCH, IsolationError, check_contents, check_siblings
-from monorepo.isolation.venv import CleanVenv, InstallError, clean_environment, make_venv
-from monorepo.workspace import Distribution, Workspace
+from monorepo.git_tags import ReleaseTag, export_tree, release_tags
+from monorepo.isolation.checks import TORCH, check_contents, check_siblings
+from monorepo.isolation.venv import CleanVenv, IsolationError, build_wheels, make_venv
+from monorepo.ranges import format_requirement, sibling_requirements
+from monorepo.workspace import TEST_TOOL, Distribution, Workspace, load_workspace
 
-TEST_TOOL = "rank_testing"
 _IGNORED = shutil.ignore_patterns("src", "__pycache__", ".*")
 
 
 @dataclass(frozen=True)
 class IsolationRun:
-    """What all targets of one run share.
+    """The settings that all packages of one run share.
 
     Attributes:
         workspace: The repository.
-        wheels: The wheel of each distribution and of all that it needs.
+        wheels: The wheel of each package and of each sibling that it needs.
         scratch: An empty folder outside the repository.
         python: The interpreter to test on.
         torch: The version of torch to install.
-        lowest: Take the lowest version that each requirement but torch allows.
+        lowest: Use the lowest version that each requirement but torch allows.
     """
 
     workspace: Workspace
@@ -42,118 +43,121 @@ class IsolationRun:
     lowest: bool = False
 
     def check(self, name: str) -> str:
-        """Install one distribution alone and run its tests there; returns what was found."""
+        """Install one package alone, run its tests there and return a summary."""
         target = self.workspace[name]
         start_s = time.monotonic()
-        venv = make_venv(
-            self.scratch / target.name / "venv", self.python, self._constraints(target)
-        )
+        folder = self.scratch / target.name
+        venv = make_venv(folder / "venv", self.python, self.list_constraints(target))
         wheel = f"{target.name} @ {self.wheels[target.name].as_uri()}"
+        direct = list_direct_requirements(target)
         if self.lowest:
-            install_lowest([wheel], _floors(target), venv)
+            venv.install_lowest(wheel, [str(one) for one in direct if one.name != TORCH])
         else:
-            venv.install([wheel])
+            venv.install(wheel)
         check_contents(self.workspace, target, venv)
-        versions = _versions(target, venv)
-        # What the tests need must not raise what is under test.
-        held = [f"{name}=={version}" for name, version in versions.items()]
-        venv.install([*map(str, target.test_dependencies), *held])
+        installed = venv.installed()
+        names = [canonicalize_name(one.name) for one in direct]
+        # The tests' requirements must not raise the versions under test.
+        pins = [f"{name}=={installed[name]}" for name in names if name in installed]
+        venv.install(*map(str, target.test_dependencies), *pins)
         check_siblings(self.workspace, target, venv.installed())
         tests_start_s = time.monotonic()
-        run_tests(self.workspace, target, venv, self.scratch / target.name / "outside")
-        now_s = time.monotonic()
+        run_tests(self.workspace, target, venv, folder / "outside")
         return (
-            f"stands alone: installed in {tests_start_s - start_s:.1f} s, tests "
-            f"{now_s - tests_start_s:.1f} s ({', '.join(held)})"
+            f"works alone: installed in {tests_start_s - start_s:.1f} s, tests "
+            f"{time.monotonic() - tests_start_s:.1f} s ({', '.join(pins)})"
         )
 
-    def _constraints(self, target: Distribution) -> Iterator[str]:
-        """Torch and the wheels that were built, wherever else those names can be had."""
+    def list_constraints(self, target: Distribution) -> Iterator[str]:
+        """Torch and the built wheels, even if other sources have packages of those names."""
         yield f"{TORCH}=={self.torch}"
         yield from map(str, target.lowest_constraints if self.lowest else ())
         for name, wheel in self.wheels.items():
             yield f"{name} @ {wheel.as_uri()}"
 
 
-def install_lowest(wheels: Sequence[str], requirements: Sequence[str], venv: CleanVenv) -> None:
-    """Install wheels, the lowest version of each requirement, and the newest of what those need.
-
-    They are pinned: a resolver that may go above a floor does, where that lets it take something
-    else at its newest.
-    """
-    pins = [f"{name}=={version}" for name, version in venv.lowest_versions(requirements).items()]
-    try:
-        venv.install([*wheels, *requirements, *pins])
-    except InstallError as error:
-        told = f"floors that cannot be installed together, raise one of them: {', '.join(pins)}"
-        raise IsolationError(f"{told}\n{error}") from error
-
-
-def _floors(target: Distribution) -> list[str]:
-    """The requirements whose lowest versions are tested: those that nothing pins."""
-    return [str(one) for one in direct_requirements(target) if one.name != TORCH]
-
-
-def _versions(target: Distribution, venv: CleanVenv) -> dict[str, str]:
-    """What is installed of the distributions that a target asks for directly."""
-    installed = venv.installed()
-    asked = (canonicalize_name(one.name) for one in direct_requirements(target))
-    return {name: installed[name] for name in asked if name in installed}
-
-
-def direct_requirements(target: Distribution) -> list[Requirement]:
-    """What a distribution and the extras that its tests use ask for, without siblings."""
-    extras = [
-        one for test in target.test_dependencies if is_own(target, test) for one in test.extras
-    ]
-    wanted = [*target.dependencies, *(one for extra in extras for one in target.extras[extra])]
+def list_direct_requirements(target: Distribution) -> list[Requirement]:
+    """The requirements of a package and of the extras that its tests use, without siblings."""
+    # A dependency group names the package itself to request its extras.
+    tested = (one for one in target.test_dependencies if canonicalize_name(one.name) == target.name)
+    extras = [target.extras[extra] for one in tested for extra in one.extras]
+    wanted = [*target.dependencies, *(one for extra in extras for one in extra)]
     return [one for one in wanted if canonicalize_name(one.name) not in target.siblings]
 
 
-def is_own(target: Distribution, requirement: Requirement) -> bool:
-    """Whether a requirement is the distribution itself, which is how a group asks for extras."""
-    return canonicalize_name(requirement.name) == target.name
-
-
 def run_tests(workspace: Workspace, target: Distribution, venv: CleanVenv, outside: Path) -> None:
-    """Run the tests of a distribution where nothing of the repository can be imported."""
+    """Run the tests of a package in a folder from which no source of the repository is found."""
     copy = outside / target.folder.relative_to(workspace.root)
     shutil.copytree(target.folder, copy, ignore=_IGNORED)
     helper = Path("tools") / TEST_TOOL
     shutil.copytree(workspace.root / helper, outside / helper, ignore=_IGNORED)
     shutil.copy(workspace.root / "pyproject.toml", outside)
     report = outside / "report.xml"
-    command = [
-        str(venv.python),
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--hypothesis-seed=0",
+    status = venv.run_tests(outside, "--hypothesis-seed=0", f"--junitxml={report}", str(copy))
+    if status:
+        raise IsolationError(f"the tests of {target.name} ended with status {status}")
+    gaps = [
+        f"{case.get('classname')}::{case.get('name')}: {reason}"
+        for case in ElementTree.parse(report).iter("testcase")
+        for skipped in case.iter("skipped")
+        if "could not import" in (reason := f"{skipped.get('message')} {skipped.text}")
     ]
-    done = subprocess.run(
-        [*command, f"--junitxml={report}", str(copy)],
-        cwd=outside,
-        env=clean_environment(),
-        check=False,
-    )
-    if done.returncode:
-        raise IsolationError(f"the tests of {target.name} ended with status {done.returncode}")
-    gaps = gaps_in(report)
     if gaps:
         raise IsolationError(
-            f"skipped for want of a module, which the group test of {target.name} has to name:\n"
-            + "\n".join(gaps)
+            f"skipped because a module is missing, which the group test of {target.name} has to "
+            "name:\n" + "\n".join(gaps)
         )
 
 
-def gaps_in(report: Path) -> list[str]:
-    """The tests of a JUnit report that were skipped because something could not be imported."""
-    gaps = []
-    for case in ElementTree.parse(report).iter("testcase"):
-        for skipped in case.iter("skipped"):
-            reason = f"{skipped.get('message')} {skipped.text}"
-            if "could not import" in reason:
-                gaps.append(f"{case.get('classname')}::{case.get('name')}: {reason}")
-    return gaps
+def collect_needed(workspace: Workspace, targets: Iterable[str]) -> list[Distribution]:
+    """The targets and the siblings that they need."""
+    names = {other for name in targets for other in (name, *workspace.closure(name))}
+    return [workspace[name] for name in workspace.order(names)]
+
+
+def check_floors(workspace: Workspace, name: str, *, python: str, torch: str) -> Iterator[str]:
+    """Test a package with its siblings at the lowest releases that its ranges allow.
+
+    A range such as ``>=0.1`` promises that the code works with the files tagged as 0.1. Those are
+    built, the package is installed with them alone, and its tests run. Yields lines of text.
+    """
+    package = workspace[name]
+    tags = find_floor_tags(workspace, package.name)
+    for requirement, sibling in sibling_requirements(package, workspace):
+        if sibling.name not in tags:
+            shown = format_requirement(requirement)
+            yield f"no release of {sibling.name} fits {shown}: its present sources are used"
+    if not tags:
+        yield f"{package.name} has no sibling with a release tag: nothing to test"
+        return
+    with tempfile.TemporaryDirectory(prefix="floors-") as folder:
+        scratch = Path(folder).resolve()
+        wheels = build_floor_wheels(workspace, package.name, tags, scratch)
+        IsolationRun(workspace, wheels, scratch / "run", python, torch).check(package.name)
+    yield f"{package.name} works with {', '.join(tag.name for tag in tags.values())}"
+
+
+def find_floor_tags(workspace: Workspace, name: str) -> dict[str, ReleaseTag]:
+    """The lowest release of each sibling within the ranges of a package."""
+    found = {}
+    for requirement, sibling in sibling_requirements(workspace[name], workspace):
+        for tag in release_tags(workspace.root, sibling.name, workspace.names):
+            if requirement.specifier.contains(tag.version, prereleases=True):
+                found[sibling.name] = tag
+                break
+    return found
+
+
+def build_floor_wheels(
+    workspace: Workspace, name: str, tags: dict[str, ReleaseTag], scratch: Path
+) -> dict[str, Path]:
+    """The wheels of a package and of the siblings that it needs, some at given tags."""
+    here = [one for one in collect_needed(workspace, [name]) if one.name not in tags]
+    wheels = build_wheels(here, scratch / "here")
+    for sibling, tag in tags.items():
+        tree = scratch / tag.name
+        tree.mkdir()
+        folder = workspace[sibling].folder.relative_to(workspace.root).as_posix()
+        export_tree(workspace.root, tag.name, tree, folder)
+        wheels |= build_wheels([load_workspace(tree)[sibling]], scratch / "tagged")
+    return wheels

@@ -1,4 +1,4 @@
-"""A virtual environment made by uv that sees nothing of the repository."""
+"""Wheels built as they are shipped, and environments made by uv that see no repository."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tarfile
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,15 +16,41 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+from monorepo.workspace import Distribution
+
 _LIST_INSTALLED = """
 import importlib.metadata, json
 every = importlib.metadata.distributions()
 print(json.dumps({each.metadata["Name"]: each.version for each in every}))
 """
+_UNWANTED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
 
 
-class InstallError(RuntimeError):
-    """What was asked for cannot be installed; the text has the installer's output."""
+class IsolationError(RuntimeError):
+    """A package cannot be built, installed or used alone. The text has the tool's output."""
+
+
+def build_wheels(distributions: Iterable[Distribution], folder: Path) -> dict[str, Path]:
+    """Build each wheel from the unpacked sdist, as an installer without the wheel would."""
+    wheels = {}
+    for distribution in distributions:
+        with tempfile.TemporaryDirectory(prefix="sdist-") as scratch:
+            sdist = build(distribution.folder, "sdist", Path(scratch) / "packed")
+            with tarfile.open(sdist) as archive:
+                archive.extractall(Path(scratch) / "unpacked", filter="data")
+            (tree,) = (Path(scratch) / "unpacked").iterdir()
+            wheels[distribution.name] = build(tree, "wheel", folder / distribution.name)
+    return wheels
+
+
+def build(source: Path, target: str, folder: Path) -> Path:
+    """Build a ``wheel`` or an ``sdist`` of a source tree into an empty folder, without network."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", target, "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise IsolationError(f"no {target} of {source}:\n{done.stdout}{done.stderr}")
+    (built,) = folder.iterdir()
+    return built
 
 
 @dataclass(frozen=True)
@@ -30,10 +58,10 @@ class CleanVenv:
     """A virtual environment.
 
     Attributes:
-        folder: Where it lies.
+        folder: Its path.
         uv: The command that starts uv.
-        constraints: Lines of a constraints file that every installation obeys.
-        options: What else every installation is told, such as the address of an index.
+        constraints: Lines of a constraints file for every installation.
+        options: Further options for every installation, such as the address of an index.
     """
 
     folder: Path
@@ -46,35 +74,37 @@ class CleanVenv:
         """Its interpreter."""
         return self.folder / ("Scripts/python.exe" if os.name == "nt" else "bin/python")
 
-    def install(self, requirements: Iterable[str], *, compiled: bool = False) -> None:
-        """Install requirements, and what they need, at the newest versions that fit."""
-        constraints = self.folder / "constraints.txt"
-        constraints.write_text("\n".join(self.constraints) + "\n", encoding="utf-8")
-        compiling = ["--compile-bytecode"] if compiled else []
-        _run_uv(
-            [
-                self.uv, "pip", "install", "--quiet", "--python", str(self.python),
-                "--constraints", str(constraints), *compiling, *self.options, *requirements,
-            ]
-        )  # fmt: skip
+    def install(self, *requirements: str) -> None:
+        """Install requirements and their dependencies at the newest versions that fit."""
+        constraints = self._write("constraints.txt", self.constraints)
+        target = ["--python", str(self.python), "--constraints", constraints]
+        _run([self.uv, "pip", "install", "--quiet", *target, *self.options, *requirements])
 
-    def lowest_versions(self, requirements: Iterable[str]) -> dict[str, str]:
-        """The lowest available version of each requirement, whatever the others allow."""
-        wanted = self.folder / "wanted.txt"
-        wanted.write_text("\n".join(requirements) + "\n", encoding="utf-8")
-        found = _run_uv(
-            [
-                self.uv, "pip", "compile", "--quiet", "--no-deps", "--no-header", "--no-annotate",
-                "--no-strip-extras", "--python", str(self.python),
-                "--resolution", "lowest", str(wanted),
-            ]
-        )  # fmt: skip
-        pins = (Requirement(line) for line in found.splitlines())
-        return {
-            canonicalize_name(pin.name): next(iter(pin.specifier)).version
-            for pin in pins
-            if pin.marker is None or pin.marker.evaluate()
-        }
+    def install_lowest(self, wheel: str, requirements: Sequence[str]) -> None:
+        """Install a wheel, the lowest version of each requirement, and the newest of the rest.
+
+        The lowest versions are pinned. With ``--resolution lowest-direct`` alone, uv would go above
+        a floor if that lets it install a newer version of another library.
+        """
+        options = ["--no-deps", "--no-header", "--no-annotate", "--no-strip-extras", "--quiet"]
+        wanted = self._write("wanted.txt", requirements)
+        target = ["--python", str(self.python), "--resolution", "lowest", wanted]
+        lowest = [
+            Requirement(line)
+            for line in _run([self.uv, "pip", "compile", *options, *target]).splitlines()
+        ]
+        pins = [
+            f"{canonicalize_name(one.name)}{one.specifier}"
+            for one in lowest
+            if one.marker is None or one.marker.evaluate()
+        ]
+        try:
+            self.install(wheel, *requirements, *pins)
+        except IsolationError as error:
+            raise IsolationError(
+                f"cannot install these lowest versions together, raise a floor: {', '.join(pins)}\n"
+                f"{error}"
+            ) from error
 
     def installed(self) -> dict[str, str]:
         """The version of every distribution in it, by canonical name."""
@@ -82,41 +112,49 @@ class CleanVenv:
         return {canonicalize_name(name): version for name, version in answer.items()}
 
     def run_code(self, code: str, *arguments: str) -> str:
-        """Run code in its isolated interpreter and return what it prints."""
+        """Run code in its isolated interpreter and return the output."""
         done = subprocess.run(
             [self.python, "-I", "-c", code, *arguments],
             cwd=self.folder, env=clean_environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
         if done.returncode:
-            raise RuntimeError("\n".join(done.stderr.rstrip().splitlines()[-12:]))
+            raise IsolationError("\n".join(done.stderr.rstrip().splitlines()[-12:]))
         return done.stdout
+
+    def run_tests(self, folder: Path, *arguments: str) -> int:
+        """Run pytest in a folder outside the repository and return its status."""
+        command = [str(self.python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+        done = subprocess.run(command, cwd=folder, env=clean_environment(), check=False)
+        return done.returncode
+
+    def _write(self, name: str, lines: Iterable[str]) -> str:
+        file = self.folder / name
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        return str(file)
 
 
 def make_venv(folder: Path, python: str, constraints: Iterable[str]) -> CleanVenv:
-    """Make a virtual environment with nothing in it."""
+    """Make an empty virtual environment."""
     uv = find_uv()
     if uv is None:
-        raise InstallError("uv is not installed; it comes with hatch, or: pip install uv")
-    _run_uv([uv, "venv", "--quiet", "--python", python, str(folder)])
+        raise IsolationError("uv is not installed; it comes with hatch, or: pip install uv")
+    _run([uv, "venv", "--quiet", "--python", python, str(folder)])
     return CleanVenv(folder, uv, tuple(constraints))
 
 
-def _run_uv(command: Sequence[str]) -> str:
+def _run(command: Sequence[str]) -> str:
     done = subprocess.run(
         command, env=clean_environment(), capture_output=True, text=True, check=False
     )
     if done.returncode:
-        raise InstallError(f"{' '.join(command)}\n{done.stderr}".rstrip())
+        raise IsolationError(f"{' '.join(command)}\n{done.stderr}".rstrip())
     return done.stdout
 
 
-_UNWANTED = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "CONDA_PREFIX")
-
-
 def find_uv() -> str | None:
-    """The command that starts uv: on ``PATH``, where hatch says it is, or beside this Python."""
-    beside = shutil.which("uv", path=str(Path(sys.executable).parent))
-    return shutil.which("uv") or os.environ.get("HATCH_UV") or beside
+    """The command that starts uv: on ``PATH``, where hatch keeps it, or next to this Python."""
+    folder = str(Path(sys.executable).parent)
+    return shutil.which("uv") or os.environ.get("HATCH_UV") or shutil.which("uv", path=folder)
 
 
 def clean_environment() -> dict[str, str]:

@@ -1,1 +1,1 @@
-"""Releases: what is unreleased, what a release changes, what must not be published."""
+"""Releases: show unreleased changes, prepare and verify a release, push its tag."""

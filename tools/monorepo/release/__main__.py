@@ -8,32 +8,23 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import date
 from pathlib import Path
 
-from monorepo.changelog import CHANGELOG, section
+from monorepo.changelog import CHANGELOG, find_section
 from monorepo.git_tags import GitError
-from monorepo.hatch_settings import torch_pin
-from monorepo.isolation.checks import IsolationError
-from monorepo.isolation.floors import check_floors
-from monorepo.isolation.venv import InstallError
-from monorepo.isolation.wheels import BuildError
-from monorepo.release.prepare import (
-    Plan,
-    ReleaseError,
-    plan_release,
-    push,
-    unpushed,
-    write,
-)
-from monorepo.release.rehearse import RehearsalError, rehearse
+from monorepo.hatch_settings import read_torch_pin
+from monorepo.isolation.run import check_floors
+from monorepo.isolation.venv import IsolationError
+from monorepo.release.prepare import ReleaseError, plan_release, push, unpushed, write
+from monorepo.release.rehearse import rehearse
 from monorepo.release.verify import show, verify_archives, verify_release
 from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Show, prepare or verify a release."""
-    options = _parser().parse_args(arguments)
+    """Run one step of a release. Returns 1 if it is refused, 2 if the repository is unreadable."""
+    options = _make_parser().parse_args(arguments)
     try:
         status: int = options.run(load_workspace(options.root), options)
-    except (ReleaseError, RehearsalError, BuildError, InstallError, IsolationError) as error:
+    except (ReleaseError, IsolationError) as error:
         print(error, file=sys.stderr)
         return 1
     except (GitError, WorkspaceError) as error:
@@ -43,27 +34,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _show(workspace: Workspace, options: argparse.Namespace) -> int:
-    for name in workspace.chosen(options.packages):
-        _told(show(workspace, name))
+    for name in workspace.choose(options.packages):
+        _print_lines(show(workspace, name))
     return 0
 
 
 def _prepare(workspace: Workspace, options: argparse.Namespace) -> int:
     plan = plan_release(workspace, options.package, options.step, date.today())
-    print("\n".join(_described(workspace, plan)))
+    package, root = plan.tag.package, workspace.root
+    _print_lines(plan.notes)
+    _print_lines(f"writes {path.relative_to(root)}" for path in sorted(plan.contents))
+    _print_lines(f"deletes {path.relative_to(root)}" for path in plan.deleted)
+    _print_lines(
+        f"then: hatch run test packages/{name}" for name in workspace.dependants([package])
+    )
+    print(f"then, once merged: hatch run release push --apply {package}")
     if not options.apply:
         print("Nothing was written; add --apply to write it.")
         return 0
     write(workspace, plan)
-    print("Written. To take it back: git restore packages && git clean -fd packages")
+    print("Written. To undo it: git restore packages && git clean -fd packages")
     return 0
 
 
 def _verify(workspace: Workspace, options: argparse.Namespace) -> int:
     package = workspace[options.package]
     found = verify_release(workspace, package.name, tag=options.tag)
-    for note in found.notes:
-        print(note)
+    _print_lines(found.notes)
     refused = [*found.refused, *verify_archives(package, options.archives)]
     if refused:
         print("\n".join(refused), file=sys.stderr)
@@ -81,56 +78,48 @@ def _push(workspace: Workspace, options: argparse.Namespace) -> int:
         push(workspace, tag, options.remote)
         print(f"{tag.name} is pushed", flush=True)
     if not options.apply:
-        print("Nothing was pushed; add --apply to do so, one push each.")
+        print("Nothing was pushed; add --apply to push each tag alone.")
     return 0
 
 
 def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
-    torch = options.torch or torch_pin(workspace.root)
-    return _told(check_floors(workspace, options.package, python=options.python, torch=torch))
+    torch = options.torch or read_torch_pin(workspace.root)
+    return _print_lines(
+        check_floors(workspace, options.package, python=options.python, torch=torch)
+    )
 
 
 def _rehearse(workspace: Workspace, options: argparse.Namespace) -> int:
-    torch = options.torch or torch_pin(workspace.root)
-    return _told(rehearse(workspace, python=options.python, torch=torch))
+    torch = options.torch or read_torch_pin(workspace.root)
+    return _print_lines(rehearse(workspace, python=options.python, torch=torch))
 
 
-def _told(lines: Iterable[str]) -> int:
+def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
+    package = workspace[options.package]
+    text = (package.folder / CHANGELOG).read_text(encoding="utf-8")
+    section = find_section(text, package.version)
+    if not section:
+        raise ReleaseError(
+            f"{CHANGELOG} of {package.name} has nothing under '## {package.version} (YYYY-MM-DD)'"
+        )
+    print(section)
+    return 0
+
+
+def _print_lines(lines: Iterable[str]) -> int:
     for line in lines:
         print(line, flush=True)
     return 0
 
 
-def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
-    package = workspace[options.package]
-    said = section((package.folder / CHANGELOG).read_text(encoding="utf-8"), package.version)
-    if not said:
-        raise ReleaseError(
-            f"{CHANGELOG} of {package.name} says nothing under '## {package.version} (YYYY-MM-DD)'"
-        )
-    print(said)
-    return 0
-
-
-def _described(workspace: Workspace, plan: Plan) -> list[str]:
-    root = workspace.root
-    lines = [*plan.notes]
-    lines += [f"writes {path.relative_to(root)}" for path in sorted(plan.contents)]
-    lines += [f"deletes {path.relative_to(root)}" for path in plan.deleted]
-    lines += [
-        f"then: hatch run test packages/{name}" for name in workspace.dependants([plan.tag.package])
-    ]
-    return [*lines, f"then, once merged: hatch run release push --apply {plan.tag.package}"]
-
-
-def _parser() -> argparse.ArgumentParser:
+def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m monorepo.release", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     one, several, used = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     one.add_argument("package", metavar="PACKAGE")
     several.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
-    used.add_argument("--torch", metavar="VERSION", help="by default that of hatch.toml")
-    used.add_argument("--python", default=sys.executable, help="by default this one")
+    used.add_argument("--torch", metavar="VERSION", help="default: the version in hatch.toml")
+    used.add_argument("--python", default=sys.executable, help="default: this interpreter")
     commands = parser.add_subparsers(required=True)
 
     def command(
@@ -140,24 +129,24 @@ def _parser() -> argparse.ArgumentParser:
         made.set_defaults(run=run)
         return made
 
-    command(_show, "what is unreleased", several)
-    made = command(_prepare, "version, changelog and ranges for a release", one)
+    command(_show, "list unreleased changes", several)
+    made = command(_prepare, "set version, changelog and ranges for a release", one)
     made.add_argument(
         "step",
         nargs="?",
         metavar="STEP",
-        help="major, minor, patch, rc, or a version; left out: the version of the files",
+        help="major, minor, patch, rc, or a version; default: the version in the files",
     )
-    made.add_argument("--apply", action="store_true", help="write it; without, it is only shown")
-    made = command(_verify, "refuse what must not be published", one)
-    made.add_argument("--tag", metavar="TAG", help="the tag that was pushed")
+    made.add_argument("--apply", action="store_true", help="write it; default: only show it")
+    made = command(_verify, "check a package before it is published", one)
+    made.add_argument("--tag", metavar="TAG", help="the pushed tag")
     made.add_argument("--archives", type=Path, metavar="FOLDER", help="default: build them")
     command(_floors, "test with siblings at the lowest tags allowed", one, used)
-    made = command(_push, "set and push the tags of what is prepared, one by one", several)
+    made = command(_push, "set and push the tags of prepared releases, one by one", several)
     made.add_argument("--remote", default="origin", help="default: origin")
-    made.add_argument("--apply", action="store_true", help="do it; without, it is only shown")
-    command(_rehearse, "all packages on a local index, used by strangers", used)
-    command(_notes, "what the changelog says about the current version", one)
+    made.add_argument("--apply", action="store_true", help="do it; default: only show it")
+    command(_rehearse, "publish all packages on a local index and install them from it", used)
+    command(_notes, "print the changelog's section of the current version", one)
     return parser
 
 

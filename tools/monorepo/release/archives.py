@@ -1,4 +1,4 @@
-"""Archives: what an index, an installer or a user would find wrong with them."""
+"""Faults of archives that an index, an installer or a user would find."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from packaging.version import Version
 from twine.exceptions import InvalidDistribution
 from twine.package import PackageFile
 
-from monorepo.isolation.wheels import build
+from monorepo.isolation.venv import build
 from monorepo.workspace import Distribution
 
-# What the packages ask hatchling for. Publishing tools lag behind the newest.
+# The version that the packages request from hatchling. Publishing tools lag behind the newest.
 NEWEST_METADATA = Version("2.4")
 
 
@@ -31,32 +31,32 @@ def build_archives(package: Distribution, folder: Path) -> None:
 
 
 def archive_problems(package: Distribution, folder: Path) -> Iterator[str]:
-    """What is wrong with the sdist and the wheel of a package in a folder, in a line each."""
+    """Faults of the sdist and the wheel of a package in a folder, a line each."""
     stem = f"{package.name.replace('-', '_')}-"
     wheel = folder / f"{stem}{package.version}-py3-none-any.whl"
     sdist = folder / f"{stem}{package.version}.tar.gz"
-    there = sorted(folder.glob(f"{stem}*"))
-    if there != [wheel, sdist]:
-        names = [file.name for file in there]
+    found = sorted(folder.glob(f"{stem}*"))
+    if found != [wheel, sdist]:
+        names = [file.name for file in found]
         yield f"{folder} has {names}, and has to have {wheel.name} and {sdist.name}"
         return
-    yield from complaints("twine", "check", "--strict", wheel, sdist)
-    yield from complaints("check_wheel_contents", "--no-config", "--src-dir", package.source, wheel)
-    yield from _wheel_problems(package, wheel)
-    for file in there:
-        yield from _metadata_problems(package, file)
+    yield from run_tool("twine", "check", "--strict", wheel, sdist)
+    yield from run_tool("check_wheel_contents", "--no-config", "--src-dir", package.source, wheel)
+    yield from _check_wheel(package, wheel)
+    for file in found:
+        yield from _check_metadata(package, file)
 
 
-def complaints(tool: str, *arguments: object) -> Iterator[str]:
-    """What a Python tool prints when it refuses."""
+def run_tool(tool: str, *arguments: object) -> Iterator[str]:
+    """Run a Python tool. Yields its output if it fails."""
     command = [sys.executable, "-m", tool, *map(str, arguments)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         yield f"{tool}: {' '.join((done.stdout + done.stderr).split())}"
 
 
-def _wheel_problems(package: Distribution, file: Path) -> Iterator[str]:
-    """What a wheel lacks, and what belongs to another package."""
+def _check_wheel(package: Distribution, file: Path) -> Iterator[str]:
+    """Yield missing files of a wheel, and files of other packages."""
     with zipfile.ZipFile(file) as archive:
         names = archive.namelist()
     info = f"{file.name.removesuffix('-py3-none-any.whl')}.dist-info"
@@ -69,24 +69,22 @@ def _wheel_problems(package: Distribution, file: Path) -> Iterator[str]:
             yield f"{file.name} has {other}, which is not part of {package.module}"
 
 
-def _metadata_problems(package: Distribution, file: Path) -> Iterator[str]:
-    """Compare an archive's metadata with the package's own files."""
+def _check_metadata(package: Distribution, file: Path) -> Iterator[str]:
+    """Compare an archive's metadata with the package's files."""
     try:
-        stated = PackageFile.from_filename(str(file), None).metadata
+        metadata = PackageFile.from_filename(str(file), None).metadata
     except InvalidDistribution as error:
         yield f"{file.name} has metadata that an index refuses: {error}"
         return
-    if (canonicalize_name(stated["name"]), stated["version"]) != (
-        package.name,
-        str(package.version),
-    ):
-        yield f"{file.name} says that it is {stated['name']} {stated['version']}"
-    if Version(stated["metadata_version"]) > NEWEST_METADATA:
+    name, version = canonicalize_name(metadata["name"]), metadata["version"]
+    if (name, version) != (package.name, str(package.version)):
+        yield f"{file.name} has the metadata of {name} {version}"
+    if Version(metadata["metadata_version"]) > NEWEST_METADATA:
         yield (
-            f"{file.name} has metadata {stated['metadata_version']}, newer than the "
-            f"{NEWEST_METADATA} that publishing tools know: set core-metadata-version"
+            f"{file.name} has metadata {metadata['metadata_version']}, newer than the "
+            f"{NEWEST_METADATA} that publishing tools support: set core-metadata-version"
         )
-    required = map(Requirement, stated.get("requires_dist", ()))
+    required = map(Requirement, metadata.get("requires_dist", ()))
     plain = {one for one in required if "extra" not in str(one.marker)}
     if plain != set(package.dependencies):
         declared = sorted(map(str, package.dependencies))

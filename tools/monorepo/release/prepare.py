@@ -18,35 +18,41 @@ from monorepo.changelog import (
     FOLDER,
     ChangelogError,
     announces_a_break,
+    find_section,
     fold,
-    fragments,
-    section,
+    list_fragments,
 )
 from monorepo.git_tags import ReleaseTag, commit_exists, git, last_tag
-from monorepo.ranges import fresh_range, sibling_requirements, spelled, widened, written
+from monorepo.ranges import (
+    format_requirement,
+    make_range,
+    sibling_requirements,
+    widen_range,
+    write_requirement,
+)
 from monorepo.release.verify import (
-    incompatible_changes,
-    refusals,
-    since_last_release,
+    compare_with_last_release,
+    list_breaks,
+    list_refusals,
     verify_release,
 )
-from monorepo.suites import with_raised_floor
+from monorepo.suites import raise_floor
 from monorepo.workspace import PACKAGES_FOLDER, VERSION_LINE, Distribution, Workspace
 
 
 class ReleaseError(ValueError):
-    """The release can't be made; the text is why."""
+    """The release cannot be made. The text is the reason."""
 
 
 @dataclass(frozen=True)
 class Plan:
-    """A release, worked out and not yet written.
+    """A release that is planned and not yet written.
 
     Attributes:
         tag: The tag to set once it is merged.
         contents: The new text of every file that changes.
         deleted: Files to delete.
-        notes: What happens, a line each.
+        notes: The steps, a line each.
     """
 
     tag: ReleaseTag
@@ -56,109 +62,100 @@ class Plan:
 
 
 def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -> Plan:
-    """Work out what a release changes, writing nothing; no ``step`` keeps the files' version."""
+    """Plan the changes of a release, writing nothing. Without ``step`` the version stays."""
     package = workspace[name]
     last = last_tag(workspace.root, package.name, workspace.names)
-    version = _next_version(package, step, last)
-    outcome = since_last_release(workspace, package.name, version)
-    breaks = incompatible_changes(outcome)
-    stopping = refusals(outcome, dependants=False)
-    if stopping:
-        raise ReleaseError(f"{package.name} {version}: " + "; ".join(stopping))
-    found = fragments(package)
-    changelog = _changelog(package, version, day, breaks)
+    version = _raise_version(package, step, last)
+    outcome = compare_with_last_release(workspace, package.name, version)
+    breaks = list_breaks(outcome)
+    if refusals := list_refusals(outcome, dependants=False):
+        raise ReleaseError(f"{package.name} {version}: " + "; ".join(refusals))
+    fragments = list_fragments(package)
+    try:
+        changelog = fold(package, version, day)
+    except ChangelogError as error:
+        raise ReleaseError(f"{package.name}: {error}") from error
+    if breaks and not announces_a_break(find_section(changelog, version) or ""):
+        raise ReleaseError(
+            f"{package.name}: {breaks[0]} breaks users, and the changelog has nothing under "
+            f"Changed or Removed; add {FOLDER}/SLUG.changed.md or {FOLDER}/SLUG.removed.md"
+        )
     pyproject = package.folder / "pyproject.toml"
     contents = {
         package.folder / CHANGELOG: changelog,
         package.version_file: VERSION_LINE.sub(
             rf"\g<1>{version}", package.version_file.read_text(encoding="utf-8")
         ),
-        pyproject: with_raised_floor(workspace.root, pyproject),
+        pyproject: raise_floor(workspace.root, pyproject),
     }
     notes = [
         f"{package.name} {package.version} -> {version}",
-        *(f"{CHANGELOG} takes in {FOLDER}/{file.name}" for file in found),
+        *(f"{CHANGELOG} includes {FOLDER}/{file.name}" for file in fragments),
     ]
     broken_since = last.version if breaks and last is not None else None
     for dependant in workspace.distributions.values():
         for requirement, sibling in sibling_requirements(dependant, workspace):
             if sibling.name == package.name:
-                text, note = _revisit(dependant, requirement, version, broken_since, contents)
-                notes.append(note)
-                contents.update(text)
+                notes.append(_move_range(dependant, requirement, version, broken_since, contents))
     return Plan(
         tag=ReleaseTag(package.name, version),
         contents={path: text for path, text in contents.items() if _differs(path, text)},
-        deleted=tuple(found),
+        deleted=tuple(fragments),
         notes=(*notes, *(f"breaks users: {one}" for one in breaks)),
     )
 
 
-def _next_version(package: Distribution, step: str | None, last: ReleaseTag | None) -> Version:
+def _raise_version(package: Distribution, step: str | None, last: ReleaseTag | None) -> Version:
     if step is None or step == str(package.version):
         if last is not None and last.version >= package.version:
             raise ReleaseError(
                 f"{package.name} {package.version} is not newer than {last.name}; "
-                "say how to raise it: major, minor, patch, or a version"
+                "choose how to raise it: major, minor, patch, or a version"
             )
         return package.version
     try:
-        # The very scheme that hatch applies to these files.
+        # The scheme that hatch applies to these files.
         raised = StandardScheme(str(package.folder), {}).update(step, str(package.version), {})
     except ValueError as error:
         raise ReleaseError(f"{package.name}: {error}") from error
     return Version(raised)
 
 
-def _changelog(package: Distribution, version: Version, day: date, breaks: Sequence[str]) -> str:
-    try:
-        text = fold(package, version, day)
-    except ChangelogError as error:
-        raise ReleaseError(f"{package.name}: {error}") from error
-    if breaks and not announces_a_break(section(text, version) or ""):
-        raise ReleaseError(
-            f"{package.name}: {breaks[0]} breaks users, and the changelog has nothing under "
-            f"Changed or Removed; add {FOLDER}/SLUG.changed.md or {FOLDER}/SLUG.removed.md"
-        )
-    return text
-
-
-def _revisit(
+def _move_range(
     dependant: Distribution,
     requirement: Requirement,
     version: Version,
     broken_since: Version | None,
     contents: dict[Path, str],
-) -> tuple[dict[Path, str], str]:
-    """The files of a dependant that change, and what to say about it.
+) -> str:
+    """Add the changed files of a dependant to ``contents`` and return a note.
 
-    Without a break the cap moves behind the new version. With one the floor moves as well,
-    since no code fits both sides of a break.
+    Without a break the cap moves above the new version. With a break the floor moves as well,
+    since no code works on both sides of it.
     """
+    before = format_requirement(requirement)
     fits = requirement.specifier.contains(version, prereleases=True)
     both = broken_since is not None and requirement.specifier.contains(broken_since, True)
     if fits and not both:
-        return {}, f"{dependant.name} takes it with {spelled(requirement)}"
-    moved = None if both else widened(requirement, version)
-    now = written(requirement, moved or fresh_range(version))
+        return f"{dependant.name} accepts it with {before}"
+    moved = None if both else widen_range(requirement, version)
+    now = write_requirement(requirement, moved or make_range(version))
     file = dependant.folder / "pyproject.toml"
     text = contents.get(file, file.read_text(encoding="utf-8"))
+    contents[file] = _replace_requirement(file, text, requirement, now)
     slug = f"takes-{requirement.name}-{str(version).replace('.', '-')}"
-    change = dependant.folder / FOLDER / f"{slug}.changed.md"
-    line = f"Requires `{now}`, before `{spelled(requirement)}`.\n"
-    return {
-        file: _with_requirement(file, text, requirement, now),
-        change: line,
-    }, f"{dependant.name}: {spelled(requirement)} -> {now}"
+    fragment = dependant.folder / FOLDER / f"{slug}.changed.md"
+    contents[fragment] = f"Requires `{now}`, before `{before}`.\n"
+    return f"{dependant.name}: {before} -> {now}"
 
 
-def _with_requirement(file: Path, text: str, old: Requirement, new: str) -> str:
+def _replace_requirement(file: Path, text: str, old: Requirement, new: str) -> str:
     """The text of a pyproject.toml with one requirement replaced, the rest untouched."""
     for literal in re.findall(rf"""["']({re.escape(old.name)}(?![\w.-])[^"']*)["']""", text):
         with suppress(ValueError):
             if Requirement(literal) == old:
                 return text.replace(literal, new)
-    raise ReleaseError(f"{file} does not contain {spelled(old)} on one line")
+    raise ReleaseError(f"{file} does not contain {format_requirement(old)} on one line")
 
 
 def _differs(path: Path, text: str) -> bool:
@@ -166,7 +163,7 @@ def _differs(path: Path, text: str) -> bool:
 
 
 def write(workspace: Workspace, plan: Plan) -> None:
-    """Write a release where git can take it back: into packages without uncommitted work."""
+    """Write a release into packages without uncommitted work, so git can restore them."""
     _refuse_open_work(workspace)
     for path, text in plan.contents.items():
         path.parent.mkdir(exist_ok=True)
@@ -182,16 +179,16 @@ def _refuse_open_work(workspace: Workspace) -> None:
 
 
 def unpushed(workspace: Workspace, names: Sequence[str], remote: str) -> list[ReleaseTag]:
-    """The tags of the versions in the files that a remote lacks, siblings first."""
-    there = git(workspace.root, "ls-remote", "--tags", remote).split()
-    tags = [ReleaseTag(name, workspace[name].version) for name in workspace.chosen(names)]
-    return [tag for tag in tags if f"refs/tags/{tag.name}" not in there]
+    """The tags of the present versions that a remote lacks, siblings first."""
+    existing = git(workspace.root, "ls-remote", "--tags", remote).split()
+    tags = [ReleaseTag(name, workspace[name].version) for name in workspace.choose(names)]
+    return [tag for tag in tags if f"refs/tags/{tag.name}" not in existing]
 
 
 def push(workspace: Workspace, tag: ReleaseTag, remote: str) -> None:
     """Verify a release, set its tag and push it alone.
 
-    GitHub starts no workflow when one push brings more than three tags.
+    GitHub starts no workflow for a push of more than three tags.
     """
     _refuse_open_work(workspace)
     refused = verify_release(workspace, tag.package, tag=tag.name).refused

@@ -1,4 +1,4 @@
-"""Wheels of a few lines, for tests of what installs wheels without an index."""
+"""Wheels of a few lines, for tests without an index."""
 
 from __future__ import annotations
 

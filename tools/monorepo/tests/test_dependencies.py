@@ -1,10 +1,10 @@
-"""Tests of comparing declared dependencies with imports."""
+"""Declared dependencies compared with imports."""
 
 from pathlib import Path
 
 import pytest
 
-from monorepo.dependencies import disagreements, provided_by
+from monorepo.dependencies import Moment, check_package, find_imports, find_providers
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -20,18 +20,14 @@ def repository(tmp_path: Path) -> SampleRepository:
     return made
 
 
-def found(repository: SampleRepository, package: str) -> list[str]:
+def find(repository: SampleRepository, package: str) -> list[str]:
     workspace = load_workspace(repository.root)
-    return list(disagreements(workspace, workspace[package]))
+    return list(check_package(workspace, workspace[package]))
 
 
 def declare(repository: SampleRepository, text: str) -> None:
     file = "packages/mcore-top/pyproject.toml"
     repository.write({file: repository.read(file) + text})
-
-
-def test_agreement_is_silent(repository: SampleRepository) -> None:
-    assert found(repository, "mcore-top") == []
 
 
 @pytest.mark.parametrize(
@@ -45,7 +41,7 @@ def test_agreement_is_silent(repository: SampleRepository) -> None:
 )
 def test_undeclared_import_is_named(repository: SampleRepository, code: str) -> None:
     repository.set_code("mcore-top", "import mcore.middle\n" + code)
-    (line,) = found(repository, "mcore-top")
+    (line,) = find(repository, "mcore-top")
     assert line.startswith("packages/mcore-top/src/mcore/top/__init__.py:")
     assert line.endswith("needs numpy, which is not declared")
 
@@ -55,17 +51,17 @@ def test_tests_import_what_their_group_brings(repository: SampleRepository) -> N
     repository.write(
         {f"{folder}/helper.py": "", f"{folder}/test_top.py": "import helper, pytest\n"}
     )
-    assert found(repository, "mcore-top") == []
+    assert find(repository, "mcore-top") == []
     undeclared = "import rank_testing\nimport numpy as np\ndef test(): import torch\n"
     repository.write({f"{folder}/test_other.py": undeclared})
-    (problem,) = found(repository, "mcore-top")
+    (problem,) = find(repository, "mcore-top")
     assert problem == (
         f"{folder}/test_other.py:2: numpy needs numpy, which the dependency group test does not "
         "bring"
     )
     file = "packages/mcore-top/pyproject.toml"
     repository.write({file: repository.read(file).replace('["pytest', '["numpy", "pytest')})
-    assert found(repository, "mcore-top") == []
+    assert find(repository, "mcore-top") == []
 
 
 def test_stubs_of_the_type_checker_are_for_type_checkers_only(
@@ -73,36 +69,35 @@ def test_stubs_of_the_type_checker_are_for_type_checkers_only(
 ) -> None:
     typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import _typeshed\n"
     repository.set_code("mcore-top", "import mcore.middle\n" + typed)
-    assert found(repository, "mcore-top") == []
+    assert find(repository, "mcore-top") == []
     repository.set_code("mcore-top", "import mcore.middle\nfrom _typeshed import ReadableBuffer\n")
-    assert "_typeshed.ReadableBuffer needs" in found(repository, "mcore-top")[0]
+    assert "_typeshed.ReadableBuffer needs" in find(repository, "mcore-top")[0]
 
 
-def test_sibling_that_comes_only_through_another_is_undeclared(
-    repository: SampleRepository,
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [
+        (
+            "from mcore.middle import x\nfrom mcore.base import y\n",
+            "src/mcore/top/__init__.py:2: mcore.base.y needs mcore-base, which is not declared",
+        ),
+        (
+            "import json\nimport mcore.top\n",
+            "pyproject.toml: mcore-middle is declared, but nothing imports it",
+        ),
+    ],
+)
+def test_siblings_are_declared_and_imported(
+    repository: SampleRepository, code: str, expected: str
 ) -> None:
-    repository.set_code("mcore-top", "from mcore.middle import x\nfrom mcore.base import y\n")
-    (problem,) = found(repository, "mcore-top")
-    assert problem.endswith(":2: mcore.base.y needs mcore-base, which is not declared")
-
-
-def test_dependency_that_nothing_imports_is_named(repository: SampleRepository) -> None:
-    repository.set_code("mcore-top", "import json\nimport mcore.top\n")
-    assert found(repository, "mcore-top") == [
-        "packages/mcore-top/pyproject.toml: mcore-middle is declared, but nothing imports it"
-    ]
-
-
-def test_extra_that_nothing_imports_is_named(repository: SampleRepository) -> None:
-    declare(repository, '\n[project.optional-dependencies]\nfast = ["numpy>=2"]\n')
-    assert found(repository, "mcore-top") == [
-        "packages/mcore-top/pyproject.toml: numpy is declared by extra fast, but nothing imports it"
-    ]
+    repository.set_code("mcore-top", code)
+    assert find(repository, "mcore-top") == [f"packages/mcore-top/{expected}"]
 
 
 @pytest.mark.parametrize(
     ("code", "allowed"),
     [
+        ("", None),
         ("def late():\n    import numpy\n", True),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import numpy\n", True),
         ("try:\n    import numpy\nexcept ImportError:\n    numpy = None\n", False),
@@ -111,22 +106,24 @@ def test_extra_that_nothing_imports_is_named(repository: SampleRepository) -> No
     ],
 )
 def test_library_of_an_extra_is_imported_late(
-    repository: SampleRepository, code: str, allowed: bool
+    repository: SampleRepository, code: str, allowed: bool | None
 ) -> None:
     declare(repository, '\n[project.optional-dependencies]\nfast = ["numpy>=2"]\n')
     repository.set_code("mcore-top", "import mcore.middle\n" + code)
-    problems = found(repository, "mcore-top")
-    assert ["belongs to extra fast" in problem for problem in problems] == (
-        [] if allowed else [True]
+    problems = find(repository, "mcore-top")
+    assert len(problems) == (not allowed)
+    assert not problems or (
+        "belongs to extra fast and is imported when the module" in problems[0]
+        or "numpy is declared by extra fast, but nothing imports it" in problems[0]
     )
 
 
 def test_module_that_no_index_has_is_declared_by_name(repository: SampleRepository) -> None:
     declare(repository, '\n[tool.monorepo]\nnot-on-an-index = ["own_kernels"]\n')
-    (problem,) = found(repository, "mcore-top")
+    (problem,) = find(repository, "mcore-top")
     assert problem.endswith("own-kernels is declared by not-on-an-index, but nothing imports it")
     repository.set_code("mcore-top", "import mcore.middle\ndef late():\n    import own_kernels\n")
-    assert found(repository, "mcore-top") == []
+    assert find(repository, "mcore-top") == []
 
 
 @pytest.mark.parametrize(
@@ -146,4 +143,53 @@ def test_names_lead_to_the_distributions_that_provide_them(
     name: str, expected: list[set[str]]
 ) -> None:
     workspace = load_workspace(REPOSITORY)
-    assert provided_by(workspace, workspace["mcore-tensor"], name) == expected
+    assert find_providers(workspace, workspace["mcore-tensor"], name) == expected
+
+
+_SOURCE = """\
+import a.b, c as d
+from e.f import g, h
+from . import sibling
+from .sibling import name
+import importlib
+from typing import TYPE_CHECKING
+import typing
+if TYPE_CHECKING:
+    import i
+    def inner():
+        import j
+else:
+    import k
+if typing.TYPE_CHECKING:
+    from l import m
+try:
+    import n
+except ImportError:
+    pass
+NAME = "o.p"
+def function(argument=__import__("default")):
+    import q
+    importlib.import_module(NAME)
+    importlib.import_module("r")
+    importlib.import_module(argument)
+    "import not_code"
+class Holder:
+    import s
+    async def method(self):
+        import t
+later = lambda: __import__("u")
+"""
+
+
+def test_every_kind_of_import_is_found_with_its_moment(tmp_path: Path) -> None:
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package/module.py").write_text(_SOURCE)
+    standard = ("importlib", "typing", "typing.TYPE_CHECKING")
+    found = [one for one in find_imports(tmp_path) if one.name not in standard]
+    names = {moment: {one.name for one in found if one.moment is moment} for moment in Moment}
+    assert names == {
+        Moment.LOADING: {"a.b", "c", "e.f.g", "e.f.h", "k", "n", "default", "s"},
+        Moment.TYPING: {"i", "j", "l.m"},
+        Moment.CALLING: {"q", "o.p", "r", "t", "u"},
+    }
+    assert next(one.line for one in found if one.name == "q") == 22

@@ -1,26 +1,46 @@
-"""Tests of installing a distribution alone, with tiny wheels and without an index."""
+"""Building, installing and testing a package alone, with tiny wheels and without an index."""
 
 import sys
+import zipfile
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from monorepo.isolation.__main__ import main, needed
-from monorepo.isolation.checks import IsolationError, check_contents, check_siblings
-from monorepo.isolation.run import IsolationRun, _floors, install_lowest, run_tests
-from monorepo.isolation.venv import CleanVenv, find_uv, make_venv
-from monorepo.isolation.wheels import build_wheels
+from monorepo.isolation import together
+from monorepo.isolation.__main__ import main
+from monorepo.isolation.checks import check_contents, check_siblings
+from monorepo.isolation.run import (
+    IsolationRun,
+    build_floor_wheels,
+    collect_needed,
+    find_floor_tags,
+    list_direct_requirements,
+    run_tests,
+)
+from monorepo.isolation.venv import (
+    CleanVenv,
+    IsolationError,
+    build_wheels,
+    clean_environment,
+    find_uv,
+    make_venv,
+)
+from monorepo.release.__main__ import main as release
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.tests.sample_wheel import write_wheel
-from monorepo.workspace import Workspace, load_workspace
+from monorepo.workspace import REPOSITORY, load_workspace
 
-ROOT = Path(__file__).parents[3]
+HATCH = """\
+[envs.default]
+dependencies = ["torch=={matrix:torch:2.13.0}"]
+[envs.dev]
+extra-dependencies = ["pytest>=8"]
+"""
 
 
 @pytest.fixture
 def links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of wheels that is all that uv knows of."""
+    """A folder of wheels, the only source of uv."""
     folder = tmp_path / "links"
     folder.mkdir()
     monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty-index").as_uri())
@@ -35,70 +55,106 @@ def repository(tmp_path: Path) -> SampleRepository:
     made.add_package("mcore-base")
     made.add_package("mcore-middle", needs=("mcore-base>=0.1,<0.2",), code="import mcore.base\n")
     made.add_package("mcore-other")
-    made.write({"pyproject.toml": '[tool.pytest.ini_options]\naddopts = ["--strict-markers"]\n'})
+    settings = '[tool.pytest.ini_options]\naddopts = ["--strict-markers"]\npythonpath = ["tools"]\n'
+    made.write({"pyproject.toml": settings, "hatch.toml": HATCH})
     made.write({"tools/rank_testing/__init__.py": "answer = 42\n"})
     return made
 
 
-def installed(workspace: Workspace, tmp_path: Path, name: str) -> CleanVenv:
-    """An environment with a package and what it brings."""
-    target = workspace[name]
-    wheels = build_wheels(needed(workspace, [name]), tmp_path / "wheels")
-    constraints = [f"{other} @ {wheel.as_uri()}" for other, wheel in wheels.items()]
-    venv = make_venv(tmp_path / "venv", sys.executable, constraints)
-    venv.install([f"{target.name} @ {wheels[target.name].as_uri()}"])
-    return venv
+def read(wheel: Path, file: str) -> str:
+    with zipfile.ZipFile(wheel) as archive:
+        return archive.read(file).decode()
+
+
+def test_wheel_is_built_from_the_sdist(repository: SampleRepository, tmp_path: Path) -> None:
+    repository.set_code("mcore-base", "answer = 42\n")
+    repository.write({"packages/mcore-base/src/mcore/base/left_out.py": "never = 1\n"})
+    file = "packages/mcore-base/pyproject.toml"
+    left_out = '[tool.hatch.build.targets.sdist]\nexclude = ["left_out.py"]'
+    text = repository.read(file).replace("[tool.hatch.build.targets.sdist]", left_out)
+    repository.write({file: text})
+    before = repository.files()
+    base = load_workspace(repository.root)["mcore-base"]
+    wheel = build_wheels([base], tmp_path / "wheels")["mcore-base"]
+    assert repository.files() == before
+    assert wheel == tmp_path / "wheels" / "mcore-base" / "mcore_base-0.1.0-py3-none-any.whl"
+    assert read(wheel, "mcore/base/__init__.py") == "answer = 42\n"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+    assert {"mcore/base/py.typed", "mcore_base-0.1.0.dist-info/licenses/LICENSE"} <= names
+    assert not {"mcore/__init__.py", "mcore/base/left_out.py"} & names
+    base.version_file.unlink()
+    with pytest.raises(IsolationError, match=r"(?s)no sdist of .*_version\.py"):
+        build_wheels([base], tmp_path / "again")
+
+
+def test_uv_is_found_and_other_installations_are_hidden(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """uv on the path wins over hatch's uv, and that over the folder of this Python."""
+    monkeypatch.setenv("PYTHONPATH", "/somewhere")
+    assert clean_environment().keys() >= {"PATH"}
+    assert "PYTHONPATH" not in clean_environment()
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("HATCH_UV", raising=False)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
+    assert find_uv() is None
+    for folder, variable in (("beside", ""), ("hatch", "HATCH_UV"), ("path", "PATH")):
+        uv = tmp_path / folder / "uv"
+        uv.parent.mkdir()
+        uv.touch(0o755)
+        if variable:
+            monkeypatch.setenv(variable, str(uv if folder == "hatch" else uv.parent))
+        assert find_uv() == str(uv)
 
 
 @pytest.mark.usefixtures("links")
-def test_package_comes_with_its_siblings_and_no_other(
-    repository: SampleRepository, tmp_path: Path
+@pytest.mark.parametrize(
+    ("needs", "stray", "error"),
+    [
+        (("mcore-base>=0.1",), "", ""),
+        ((), "", r"(?s)cannot be imported.*mcore.base"),
+        (("mcore-base>=0.1",), "packages/mcore-middle/src/mcore/other", r"mcore\.other can be imp"),
+    ],
+    ids=["complete", "deleted dependency", "module of another package"],
+)
+def test_package_brings_its_siblings_and_no_other(
+    repository: SampleRepository, tmp_path: Path, needs: tuple[str, ...], stray: str, error: str
 ) -> None:
+    repository.add_package("mcore-middle", needs=needs, code="import mcore.base\n")
     refuses = "raise ModuleNotFoundError('needs x: pip install \"mcore-middle[x]\"')\n"
     repository.write({"packages/mcore-middle/src/mcore/middle/of_an_extra.py": refuses})
+    if stray:
+        repository.write({f"{stray}/__init__.py": ""})
     workspace = load_workspace(repository.root)
-    venv = installed(workspace, tmp_path, "mcore-middle")
+    wheels = build_wheels(collect_needed(workspace, ["mcore-middle"]), tmp_path / "wheels")
+    located = {name: f"{name} @ {wheel.as_uri()}" for name, wheel in wheels.items()}
+    venv = make_venv(tmp_path / "venv", sys.executable, located.values())
+    venv.install(located["mcore-middle"])
+    if error:
+        with pytest.raises(IsolationError, match=error):
+            check_contents(workspace, workspace["mcore-middle"], venv)
+        return
     assert venv.installed() == {"mcore-base": "0.1.0", "mcore-middle": "0.1.0"}
     check_contents(workspace, workspace["mcore-middle"], venv)
 
 
-@pytest.mark.usefixtures("links")
 @pytest.mark.parametrize(
-    ("needs", "stray", "said"),
-    [
-        ((), "", r"(?s)cannot be imported.*mcore.base"),
-        (("mcore-base>=0.1",), "packages/mcore-middle/src/mcore/other", r"mcore\.other can be imp"),
-    ],
-    ids=["deleted dependency", "module of another package"],
-)
-def test_what_does_not_stand_alone_is_named(
-    repository: SampleRepository, tmp_path: Path, needs: tuple[str, ...], stray: str, said: str
-) -> None:
-    repository.add_package("mcore-middle", needs=needs, code="import mcore.base\n")
-    if stray:
-        repository.write({f"{stray}/__init__.py": ""})
-    workspace = load_workspace(repository.root)
-    venv = installed(workspace, tmp_path, "mcore-middle")
-    with pytest.raises(IsolationError, match=said):
-        check_contents(workspace, workspace["mcore-middle"], venv)
-
-
-@pytest.mark.parametrize(
-    ("package", "beside", "message"),
+    ("package", "installed", "message"),
     [
         ("mcore-tensor", {"torch", "mcore-versioning"}, None),
-        ("mcore-tensor", {"torch"}, r"came with \[\]; its dependencies lead to"),
-        ("mcore-tensor", {"torch", "mcore-versioning", "mcore-parallel"}, "came with"),
+        ("mcore-tensor", {"torch"}, r"brought \[\], but its dependencies lead to"),
+        ("mcore-tensor", {"torch", "mcore-versioning", "mcore-parallel"}, "brought"),
         ("mcore-tensor", {"mcore-versioning"}, "needs torch, which is missing"),
         ("mcore-versioning", set(), None),
         ("mcore-versioning", {"torch"}, "does not need torch, which is installed"),
     ],
 )
 def test_siblings_and_torch_are_compared_both_ways(
-    package: str, beside: set[str], message: str | None
+    package: str, installed: set[str], message: str | None
 ) -> None:
-    workspace = load_workspace(ROOT)
-    found = dict.fromkeys({package, *beside, "pytest"}, "1.0")
+    workspace = load_workspace(REPOSITORY)
+    found = dict.fromkeys({package, *installed, "pytest"}, "1.0")
     if message is None:
         check_siblings(workspace, workspace[package], found)
         return
@@ -110,95 +166,72 @@ def test_lowest_versions_are_those_of_direct_requirements(links: Path, tmp_path:
     for version in ("1.0", "1.5", "2.0"):
         write_wheel(links, "direct", version, "transitive>=1.0")
         write_wheel(links, "transitive", version)
-    venv = make_venv(tmp_path / "venv", sys.executable, [])
-    install_lowest([], ["direct>=1.2"], venv)
-    assert venv.installed() == {"direct": "1.5", "transitive": "2.0"}
-
-
-def test_floor_that_another_requirement_raises_is_found(links: Path, tmp_path: Path) -> None:
-    for version in ("1.0", "2.0"):
-        write_wheel(links, "low", version)
+    write_wheel(links, "low", "1.0")
+    write_wheel(links, "low", "2.0")
     write_wheel(links, "high", "1.0", "low>=2")
     venv = make_venv(tmp_path / "venv", sys.executable, [])
-    with pytest.raises(IsolationError, match=r"(?s)raise one of them: .*low==1\.0.*low>=2"):
-        install_lowest([], ["low>=1", "high>=1"], venv)
+    venv.install_lowest("direct", ["direct>=1.2"])
+    assert venv.installed() == {"direct": "1.5", "transitive": "2.0"}
+    with pytest.raises(IsolationError, match=r"(?s)raise a floor: .*low==1\.0.*low>=2"):
+        venv.install_lowest("high", ["low>=1", "high>=1"])
 
 
-def test_constraints_of_a_run_are_torch_the_wheels_and_the_groups_limits(tmp_path: Path) -> None:
-    workspace = load_workspace(ROOT)
+def test_constraints_of_a_run_are_torch_the_wheels_and_the_limits(tmp_path: Path) -> None:
+    workspace = load_workspace(REPOSITORY)
     wheel = tmp_path / "x.whl"
     run = IsolationRun(workspace, {"mcore-observe": wheel}, tmp_path, "python", "2.13.0", True)
     observe = workspace["mcore-observe"]
-    held = list(run._constraints(observe))
-    assert held[0] == "torch==2.13.0"
-    assert held[1:-1] == [str(one) for one in observe.lowest_constraints]
-    assert held[-1] == f"mcore-observe @ {wheel.as_uri()}"
-    asked = _floors(observe)
-    assert "torch>=2.11" not in asked
-    assert not any(one.startswith("mcore-") for one in asked)
-    assert {Requirement(one).name for one in asked} >= {"mlflow", "tensorboard", "wandb"}
-
-
-@pytest.fixture
-def here(tmp_path: Path) -> CleanVenv:
-    """The environment that runs this test, which has pytest."""
-    uv = find_uv()
-    assert uv is not None
-    return CleanVenv(Path(sys.prefix), uv, ())
-
-
-def outcome(repository: SampleRepository, here: CleanVenv, outside: Path, test: str) -> None:
-    """Run a test of mcore-base outside its repository."""
-    repository.write({"packages/mcore-base/tests/test_it.py": test})
-    workspace = load_workspace(repository.root)
-    run_tests(workspace, workspace["mcore-base"], here, outside)
-
-
-def test_tests_run_beside_the_readme_and_the_rank_helper_without_sources(
-    repository: SampleRepository,
-    here: CleanVenv,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setenv("PYTHONPATH", str(repository.root / "tools"))
-    settings = '[tool.pytest.ini_options]\npythonpath = ["tools"]\n'
-    repository.write({"pyproject.toml": settings, "tools/monorepo_absent/__init__.py": ""})
-    test = (
-        "import importlib.util, os, pathlib, rank_testing\n"
-        "def test_where():\n"
-        "    here = pathlib.Path(__file__).parents[1]\n"
-        f"    assert not here.is_relative_to({str(repository.root)!r})\n"
-        "    assert (here / 'README.md').is_file() and not (here / 'src').exists()\n"
-        "    assert 'PYTHONPATH' not in os.environ\n"
-        "    assert rank_testing.answer == 42\n"
-        "    assert importlib.util.find_spec('monorepo_absent') is None\n"
-        "import pytest\ndef test_no(): pytest.skip('needs a CUDA device')\n"
-    )
-    outcome(repository, here, tmp_path / "outside", test)
+    torch, *limits, own = run.list_constraints(observe)
+    assert torch == "torch==2.13.0"
+    assert limits == [str(one) for one in observe.lowest_constraints]
+    assert own == f"mcore-observe @ {wheel.as_uri()}"
+    direct = {one.name for one in list_direct_requirements(observe)}
+    assert not any(name.startswith("mcore-") for name in direct)
+    assert direct >= {"mlflow", "tensorboard", "torch", "wandb"}
 
 
 @pytest.mark.parametrize(
     ("test", "message"),
     [
+        (
+            "import importlib.util, os, pathlib, pytest, rank_testing\n"
+            "def test_where():\n"
+            "    here = pathlib.Path(__file__).parents[1]\n"
+            "    assert not here.is_relative_to(os.environ['REPOSITORY'])\n"
+            "    assert (here / 'README.md').is_file() and not (here / 'src').exists()\n"
+            "    assert 'PYTHONPATH' not in os.environ\n"
+            "    assert rank_testing.answer == 42\n"
+            "    assert importlib.util.find_spec('monorepo_absent') is None\n"
+            "def test_no(): pytest.skip('needs a CUDA device')\n",
+            None,
+        ),
         ("def test_no():\n    assert False\n", "ended with status 1"),
         ("", "ended with status 5"),
         (
             "import pytest\ndef test_no():\n    pytest.importorskip('absent_library')\n",
-            r"(?s)skipped for want of a module.*test_no.*absent_library",
+            r"(?s)skipped because a module is missing.*test_no.*absent_library",
         ),
         ("import pytest\npytest.importorskip('absent_library')\n", "ended with status 5"),
     ],
 )
-def test_failure_and_gap_are_errors(
-    repository: SampleRepository, here: CleanVenv, tmp_path: Path, test: str, message: str
+def test_tests_run_without_sources_and_fail_on_gaps(
+    repository: SampleRepository,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    test: str,
+    message: str | None,
 ) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(repository.root / "tools"))
+    monkeypatch.setenv("REPOSITORY", str(repository.root))
+    repository.write({"tools/monorepo_absent/__init__.py": ""})
+    repository.write({"packages/mcore-base/tests/test_it.py": test})
+    workspace = load_workspace(repository.root)
+    here = CleanVenv(Path(sys.prefix), "uv", ())  # which has pytest
+    if message is None:
+        run_tests(workspace, workspace["mcore-base"], here, tmp_path / "outside")
+        return
     with pytest.raises(IsolationError, match=message):
-        outcome(repository, here, tmp_path / "outside", test)
-
-
-def test_wrong_name_ends_with_status_two(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["mcore-lost"]) == 2
-    assert "'mcore-lost' is not a package here" in capsys.readouterr().err
+        run_tests(workspace, workspace["mcore-base"], here, tmp_path / "outside")
 
 
 _PASSING_PYTEST = """
@@ -208,19 +241,81 @@ pathlib.Path(report).write_text("<testsuites/>")
 """
 
 
-def test_command_goes_from_files_to_a_status(
+def test_command_prints_a_result_per_package(
     repository: SampleRepository, links: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     write_wheel(links, "pytest", "8.3", code=_PASSING_PYTEST)
     write_wheel(links, "pytest", "9.0", code="raise SystemExit(1)\n")
-    hatch = '[envs.default]\ndependencies = ["torch=={matrix:torch:2.13.0}"]\n'
-    repository.write({"hatch.toml": hatch})
     for name in ("base", "middle", "other"):
         file = f"packages/mcore-{name}/pyproject.toml"
         repository.write({file: repository.read(file).replace("pytest>=8.3", "pytest<9")})
     assert main(["mcore-middle", "--root", str(repository.root)]) == 0
-    assert capfd.readouterr().out.splitlines()[-1].startswith("mcore-middle: stands alone")
+    assert capfd.readouterr().out.splitlines()[-1].startswith("mcore-middle: works alone")
     repository.set_code("mcore-base", "import mcore.other\n")
     assert main(["--root", str(repository.root)]) == 1
     lines = capfd.readouterr().out.splitlines()[-3:]
     assert ["FAILED" in line for line in lines] == [True, False, True]
+    assert main(["mcore-lost"]) == 2
+    assert "'mcore-lost' is not a package here" in capfd.readouterr().err
+
+
+_PYTEST = """
+import sys; sys.path[:0] = ["tools"]
+import mcore.base, mcore.middle, pathlib
+import pretrain
+places = {mcore.base.__file__, mcore.middle.__file__}
+assert all(place.startswith(sys.prefix) for place in places), places
+tests = sorted(path.name for path in pathlib.Path("tests-integration").iterdir())
+print("ran", *sys.argv[1:], *tests)
+raise SystemExit(int("--fail" in sys.argv))
+"""
+
+
+def test_the_main_jobs_tests_run_on_all_wheels_together(
+    repository: SampleRepository, links: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    write_wheel(links, "pytest", "8.3", code=_PYTEST)
+    write_wheel(links, "torch", "2.13.0")
+    names = ("pretrain_runs.py", "test_pretrain_x.py", "test_sources.py")
+    repository.write({f"tests-integration/{name}": "" for name in names})
+    repository.write({"tools/pretrain/__init__.py": "", "tools/pretrain/tests/test_x.py": ""})
+    root = ["--root", str(repository.root)]
+    assert together.main([*root, "-k", "losses"]) == 0
+    first, second = capfd.readouterr().out.splitlines()
+    assert first == "mcore-base, mcore-other, mcore-middle import from one environment"
+    assert second.startswith("ran ")
+    assert second.endswith(" tests-integration -k losses pretrain_runs.py test_pretrain_x.py")
+    assert together.main([*root, "--fail"]) == 1
+    repository.set_code("mcore-other", "import mcore.gone\n")
+    assert together.main(root) == 1
+    assert "mcore-other cannot be imported:" in capfd.readouterr().err
+    repository.set_version("mcore-base", "0.2.0")
+    assert together.main(root) == 1
+    assert "mcore-base>=0.1,<0.2" in capfd.readouterr().err
+
+
+def test_floors_use_siblings_of_their_lowest_tags(
+    repository: SampleRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    floors = ["--root", str(repository.root), "floors", "mcore-middle", "--torch", "2.13.0"]
+    repository.commit()
+    assert release(floors) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "no release of mcore-base fits mcore-base>=0.1,<0.2: its present sources are used",
+        "mcore-middle has no sibling with a release tag: nothing to test",
+    ]
+    for version, code in (("0.0.9", "old = 1"), ("0.1.0", "old = 1"), ("0.1.1", "new = 1")):
+        repository.set_version("mcore-base", version)
+        repository.set_code("mcore-base", code)
+        repository.commit(f"mcore-base-v{version}")
+    repository.set_code("mcore-middle", "from mcore.base import new\n")
+    workspace = load_workspace(repository.root)
+    tags = find_floor_tags(workspace, "mcore-middle")
+    assert [tag.name for tag in tags.values()] == ["mcore-base-v0.1.0"]
+    wheels = build_floor_wheels(workspace, "mcore-middle", tags, tmp_path / "floors")
+    assert {name: wheel.name for name, wheel in wheels.items()} == {
+        "mcore-middle": "mcore_middle-0.1.0-py3-none-any.whl",
+        "mcore-base": "mcore_base-0.1.0-py3-none-any.whl",
+    }
+    assert read(wheels["mcore-base"], "mcore/base/__init__.py") == "old = 1"
+    assert "new" in read(wheels["mcore-middle"], "mcore/middle/__init__.py")

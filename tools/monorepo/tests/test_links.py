@@ -1,10 +1,10 @@
-"""Tests of the links in documents, on a repository with planted faults."""
+"""Links in documents, on a repository with planted faults."""
 
 from pathlib import Path
 
 import pytest
 
-from monorepo.settings import broken_links, headings, link_problems
+from monorepo.settings import broken_links, find_anchors, link_problems
 from monorepo.tests.sample_repository import SampleRepository
 
 
@@ -35,7 +35,7 @@ def test_links_of_a_page(tmp_path: Path, text: str, problem: str | None) -> None
 
 def test_anchors_are_those_of_github() -> None:
     text = "# `mcore`: what's in it?\n\n## Two  words\n### [A link](x.md) -- and more\n"
-    assert headings(text) == {"mcore-whats-in-it", "two--words", "a-link----and-more"}
+    assert find_anchors(text) == {"mcore-whats-in-it", "two--words", "a-link----and-more"}
 
 
 def test_readmes_of_packages_are_read_on_an_index(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the test matrix of a change, on git repositories in temporary folders."""
+"""The test matrix of a change, on git repositories in temporary folders."""
 
 import json
 import subprocess
@@ -9,18 +9,30 @@ from typing import Any
 
 import pytest
 
+from monorepo.hatch_settings import (
+    Cell,
+    list_dev_dependencies,
+    read_cells,
+    read_torch_pin,
+)
 from monorepo.plan import MOST_JOBS, main
 from monorepo.tests.sample_repository import SampleRepository
+from monorepo.workspace import REPOSITORY
 
 HATCH = """
+[envs.default]
+dependencies = ["numpy", "torch=={matrix:torch:2.13.0}"]
+[envs.dev]
+extra-dependencies = ["pytest"]
 [[envs.matrix.matrix]]
 python = ["3.10", "3.11", "3.12"]
 torch = ["2.11.0", "2.13.0"]
 [[envs.matrix.matrix]]
-python = ["3.14"]
+python = ["3.14", "3.12"]
 torch = ["2.13.0"]
 """
 ALL = ["mcore-versioning", "mcore-tensor", "mcore-parallel", "mcore-modules", "mcore-observe"]
+PYTHONS = ["3.10", "3.14"]
 
 Plan = Callable[..., dict[str, Any]]
 
@@ -44,7 +56,7 @@ def repository(tmp_path: Path) -> SampleRepository:
 
 @pytest.fixture
 def plan(repository: SampleRepository, capsys: pytest.CaptureFixture[str]) -> Plan:
-    """Commit what was changed and read the plan against main."""
+    """Commit the changes and read the plan against main."""
 
     def read(base: str = "main") -> dict[str, Any]:
         repository.commit()
@@ -64,32 +76,20 @@ def cells(made: dict[str, Any], package: str) -> list[tuple[str, str | None]]:
     return [(job["python"], job.get("torch")) for job in jobs]
 
 
-def test_leaf_change_is_tested_on_all_cells(repository: SampleRepository, plan: Plan) -> None:
-    repository.set_code("mcore-observe", "answer = 42\n")
-    made = plan()
-    assert made["packages"] == ["mcore-observe"]
-    assert cells(made, "mcore-observe") == [
-        ("3.10", "2.11.0"), ("3.10", "2.13.0"), ("3.11", "2.11.0"), ("3.11", "2.13.0"),
-        ("3.12", "2.11.0"), ("3.12", "2.13.0"), ("3.14", "2.13.0"),
-    ]  # fmt: skip
-    assert all(job["direct"] for job in made["include"])
-    assert made["integration"] is True
-    assert made["reason"] == "changed"
-
-
-def test_dependants_get_the_newest_and_the_oldest_cell(
+def test_a_change_is_tested_in_all_cells_and_its_dependants_at_the_ends(
     repository: SampleRepository, plan: Plan
 ) -> None:
     repository.set_code("mcore-tensor", "answer = 42\n")
     made = plan()
     assert made["packages"] == ALL[1:]
-    assert len(cells(made, "mcore-tensor")) == 7
+    assert cells(made, "mcore-tensor") == [
+        ("3.10", "2.11.0"), ("3.10", "2.13.0"), ("3.11", "2.11.0"), ("3.11", "2.13.0"),
+        ("3.12", "2.11.0"), ("3.12", "2.13.0"), ("3.14", "2.13.0"),
+    ]  # fmt: skip
     for package in ALL[2:]:
         assert cells(made, package) == [("3.10", "2.11.0"), ("3.14", "2.13.0")]
-    assert {job["package"]: job["direct"] for job in made["include"]} == {
-        "mcore-tensor": True, "mcore-parallel": False, "mcore-modules": False,
-        "mcore-observe": False,
-    }  # fmt: skip
+    assert {job["package"] for job in made["include"] if job["direct"]} == {"mcore-tensor"}
+    assert (made["integration"], made["reason"], made["pythons"]) == (True, "changed", PYTHONS)
 
 
 def test_package_without_torch_has_no_torch_axis(repository: SampleRepository, plan: Plan) -> None:
@@ -110,7 +110,7 @@ def test_package_without_torch_has_no_torch_axis(repository: SampleRepository, p
         "packages/loose-file", "packages/mcore-gone/src/x.py",
     ],
 )  # fmt: skip
-def test_what_belongs_to_no_package_stands_for_all(
+def test_a_file_of_no_package_concerns_all(
     repository: SampleRepository, plan: Plan, path: str
 ) -> None:
     repository.write({path: HATCH + "\n" if path == "hatch.toml" else "changed\n"})
@@ -122,70 +122,53 @@ def test_what_belongs_to_no_package_stands_for_all(
     assert made["reason"] == f"everything: {path} changed"
 
 
-def test_documents_hit_nothing_and_hide_nothing(repository: SampleRepository, plan: Plan) -> None:
-    nothing = {"include": [], "packages": [], "integration": False}
+def test_documents_and_integration_tests_concern_no_package(
+    repository: SampleRepository, plan: Plan
+) -> None:
+    nothing = {"include": [], "packages": [], "pythons": PYTHONS, "integration": False}
     assert plan() == {**nothing, "reason": "nothing changed"}
     names = ("README.md", ".github/CONTRIBUTING.md", "packages/mcore-tensor/README.md")
     fragment = "packages/mcore-tensor/changelog.d/new.added.md"
     repository.write(dict.fromkeys((*names, fragment), "New words.\n"))
     assert plan() == {**nothing, "reason": "only documents changed"}
+    repository.write({"tests-integration/test_x.py": "answer = 42\n"})
+    assert plan() == {**nothing, "integration": True, "reason": "changed"}
     repository.set_code("mcore-observe", "answer = 42\n")
     assert plan()["packages"] == ["mcore-observe"]
 
 
-def test_integration_tests_hit_the_integration_job_alone(
-    repository: SampleRepository, plan: Plan
-) -> None:
-    repository.write({"tests-integration/test_x.py": "answer = 42\n"})
-    made = plan()
-    assert made["include"] == []
-    assert made["integration"] is True
-
-
-def test_file_that_moves_between_packages_counts_for_both(
+def test_only_changes_of_the_branch_count_and_a_move_counts_twice(
     repository: SampleRepository, plan: Plan
 ) -> None:
     old = repository.root / "packages/mcore-modules/src/mcore/modules/a thing.py"
     old.write_text("".join(f"name_{number} = {number}\n" for number in range(50)))
     repository.commit()
-    subprocess.run(["git", "branch", "--force", "main"], cwd=repository.root, check=True)
+    repository.git("branch", "--force", "main")
     old.rename(repository.root / "packages/mcore-observe/src/mcore/observe/a thing.py")
-    made = plan()
-    assert made["packages"] == ["mcore-modules", "mcore-observe"]
-    assert all(job["direct"] for job in made["include"])
-
-
-def test_only_what_the_branch_changed_counts(repository: SampleRepository, plan: Plan) -> None:
-    repository.set_code("mcore-observe", "answer = 42\n")
     repository.commit()
-    subprocess.run(["git", "checkout", "-q", "main"], cwd=repository.root, check=True)
+    repository.go_to("main")
     repository.set_code("mcore-versioning", "answer = 42\n")
     repository.commit()
-    subprocess.run(["git", "checkout", "-q", "work"], cwd=repository.root, check=True)
-    assert plan()["packages"] == ["mcore-observe"]
+    repository.go_to("work")
+    assert plan()["packages"] == ["mcore-modules", "mcore-observe"]
 
 
-@pytest.mark.parametrize("base", ["gone", "0" * 40, ""])
-def test_missing_base_is_everything(plan: Plan, base: str) -> None:
-    made = plan(base)
-    assert made["packages"] == ALL
-    assert made["reason"].startswith("everything: no ")
+def test_without_a_common_commit_everything_is_tested(
+    repository: SampleRepository, plan: Plan
+) -> None:
+    orphan = repository.git("commit-tree", "-m", "alone", "main^{tree}").strip()
+    for base in ("gone", "0" * 40, "", orphan):
+        made = plan(base)
+        assert made["packages"] == ALL
+        assert made["reason"].startswith("everything: no ")
 
 
-def test_base_without_common_commit_is_everything(repository: SampleRepository, plan: Plan) -> None:
-    git = ["git", "-c", "user.name=T", "-c", "user.email=t@example.com"]
-    orphan = subprocess.run(
-        [*git, "commit-tree", "-m", "alone", "main^{tree}"],
-        cwd=repository.root, capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    made = plan(orphan.stdout.strip())
-    assert made["packages"] == ALL
-    assert made["reason"].startswith("everything: no merge base with ")
-
-
-def test_floors_and_python_take_cells_away(repository: SampleRepository, plan: Plan) -> None:
+def test_floors_and_python_remove_cells(
+    repository: SampleRepository, plan: Plan, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = "packages/mcore-observe/pyproject.toml"
-    repository.write({file: repository.read(file).replace('">=3.10"', '">=3.11"')})
+    text = repository.read(file)
+    repository.write({file: text.replace('">=3.10"', '">=3.11"')})
     sibling = "packages/mcore-tensor/pyproject.toml"
     repository.write({sibling: repository.read(sibling).replace("torch>=2.11", "torch>=2.12")})
     made = plan()
@@ -193,13 +176,7 @@ def test_floors_and_python_take_cells_away(repository: SampleRepository, plan: P
         ("3.11", "2.13.0"), ("3.12", "2.13.0"), ("3.14", "2.13.0"),
     ]  # fmt: skip
     assert cells(made, "mcore-modules") == [("3.10", "2.13.0"), ("3.14", "2.13.0")]
-
-
-def test_package_without_any_cell_is_refused(
-    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = "packages/mcore-observe/pyproject.toml"
-    repository.write({file: repository.read(file).replace("torch>=2.11", "torch>=3")})
+    repository.write({file: text.replace("torch>=2.11", "torch>=3")})
     repository.commit()
     assert main(["--base", "main", "--root", str(repository.root)]) == 1
     printed = capsys.readouterr()
@@ -220,16 +197,48 @@ def test_more_jobs_than_a_matrix_may_have_are_refused(
     assert (f"{5 * pythons} jobs, and a matrix may have {MOST_JOBS}" in printed.err) is refused
 
 
-def test_plan_needs_nothing_but_packaging() -> None:
+@pytest.mark.parametrize(
+    ("release", "output"),
+    [
+        (
+            "mcore-parallel-v0.2.0",
+            "package=mcore-parallel\npackages=mcore-parallel mcore-modules mcore-observe\n",
+        ),
+        ("mcore-observe", "package=mcore-observe\npackages=mcore-observe\n"),
+        ("v0.2.0", ""),
+    ],
+)
+def test_a_release_concerns_a_package_and_its_dependants(
+    capsys: pytest.CaptureFixture[str], release: str, output: str
+) -> None:
+    assert main(["--release", release]) == (0 if output else 1)
+    assert capsys.readouterr().out == output
+
+
+def test_plan_needs_only_packaging() -> None:
     """The job that prints it installs nothing else."""
     code = (
         "import sys; known = set(sys.modules); import monorepo.plan; "
         "print(*{name.partition('.')[0] for name in set(sys.modules) - known})"
     )
-    tools = Path(__file__).parents[2]
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tools, capture_output=True, text=True, check=True
-    )
+        [sys.executable, "-c", code],
+        cwd=REPOSITORY / "tools", capture_output=True, text=True, check=True,
+    )  # fmt: skip
     foreign = set(done.stdout.split()) - set(sys.stdlib_module_names)
     assert "packaging" in foreign
     assert foreign <= {"monorepo", "packaging", "tomli"}
+
+
+def test_versions_are_read_from_hatch_toml(
+    repository: SampleRepository, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root = repository.root
+    assert read_torch_pin(root) == "2.13.0"
+    assert list_dev_dependencies(root) == ["numpy", "torch==2.13.0", "pytest"]
+    assert read_cells(root)[-2:] == [Cell("3.12", "2.13.0"), Cell("3.14", "2.13.0")]
+    assert main(["--root", str(root), "--oldest"]) == 0
+    assert capsys.readouterr().out == "matrix.py3.12-2.11.0\n"
+    repository.write({"hatch.toml": '[envs.default]\ndependencies = ["torch>=2.11"]\n'})
+    with pytest.raises(ValueError, match="0 dependencies of the form"):
+        read_torch_pin(root)

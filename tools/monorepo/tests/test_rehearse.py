@@ -1,4 +1,4 @@
-"""What a rehearsal of a release refuses; ``.ci/run`` rehearses that of the real packages."""
+"""Faults that a rehearsal refuses. ``.ci/run`` rehearses a release of the real packages."""
 
 import shutil
 import sys
@@ -7,13 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.isolation.venv import make_venv
-from monorepo.release.rehearse import (
-    RehearsalError,
-    installations,
-    rehearse,
-    run_first_example,
-)
+from monorepo.isolation.venv import IsolationError, make_venv
+from monorepo.release.rehearse import find_installations, rehearse, run_first_example
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import load_workspace
 
@@ -31,7 +26,7 @@ dependencies"""
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleRepository:
-    """Two packages that an index would be glad to have."""
+    """Two packages without a fault."""
     made = SampleRepository(tmp_path / "repository")
     made.add_package("mcore-base")
     made.add_package("mcore-upper", needs=("mcore-base>=0.1,<0.2",), code="import mcore.base\n")
@@ -39,7 +34,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SampleReposit
         folder = f"packages/mcore-{name}"
         text = made.read(f"{folder}/pyproject.toml").replace("dependencies", METADATA, 1)
         readme = README.format(code=f"import mcore.{name}\nprint(7)", output="7")
-        long = "A page that says what the package is for. " * 5
+        long = "A page about the purpose of the package. " * 5
         made.write({f"{folder}/pyproject.toml": text, f"{folder}/README.md": readme + long})
     (tmp_path / "empty-index").mkdir()
     monkeypatch.setenv("UV_DEFAULT_INDEX", (tmp_path / "empty-index").as_uri())
@@ -55,11 +50,13 @@ def test_a_missing_cap_is_found_when_users_upgrade(repository: SampleRepository)
     file = "packages/mcore-upper/pyproject.toml"
     repository.write({file: repository.read(file).replace("base>=0.1,<0.2", "base>=0.1")})
     before, said = repository.files(), []
-    with pytest.raises(RehearsalError, match=r"asked for mcore-base 0\.1\.1.*got mcore-base 0\.2"):
-        said.extend(_steps(repository))  # what came before the error stays
+    with pytest.raises(
+        IsolationError, match=r"requested mcore-base 0\.1\.1.*installed mcore-base 0\.2"
+    ):
+        said.extend(_steps(repository))  # the lines before the error stay
     assert said == [
         "2 wheels and sdists pass twine, check-wheel-contents, pyroma and validate-pyproject",
-        "mcore-base alone brings nothing of ours, and its first example runs",
+        "mcore-base alone brings no sibling, and its first example runs",
         "mcore-upper alone brings mcore-base, and its first example runs",
         "mcore-base and mcore-upper can be pinned to different versions",
     ]
@@ -70,7 +67,7 @@ def test_a_page_that_an_index_shows_badly_is_refused(repository: SampleRepositor
     shutil.rmtree(repository.root / "packages/mcore-upper")
     file = "packages/mcore-base/pyproject.toml"
     repository.write({file: repository.read(file).replace('keywords = ["a"]\n', "")})
-    with pytest.raises(RehearsalError, match=r"pyroma: .*keywords"):
+    with pytest.raises(IsolationError, match=r"pyroma: .*keywords"):
         list(_steps(repository))
 
 
@@ -87,7 +84,7 @@ def test_a_readme_that_does_not_hold_is_refused(
 ) -> None:
     repository.write({"packages/mcore-base/README.md": readme})
     venv = make_venv(tmp_path / "venv", sys.executable, [])
-    with pytest.raises(RehearsalError, match=said):
+    with pytest.raises(IsolationError, match=said):
         run_first_example(load_workspace(repository.root)["mcore-base"], venv)
 
 
@@ -103,4 +100,4 @@ pip install mcore-base[after]
 """
     repository.write({"packages/mcore-base/README.md": page})
     base = load_workspace(repository.root)["mcore-base"]
-    assert installations(base) == ["mcore-base", "mcore-base[fast,late]"]
+    assert find_installations(base) == ["mcore-base", "mcore-base[fast,late]"]

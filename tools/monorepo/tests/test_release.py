@@ -112,7 +112,7 @@ def test_the_version_goes_up_by_the_steps_of_hatch(released: SampleRepository) -
     assert {step: str(_plan(released, step).tag.version) for step in steps} == steps
     for step, message in (
         ("0.1.0", "not newer than mcore-versioning-v0.1.0"),
-        (None, "say how to raise it"),
+        (None, "choose how to raise it"),
         ("0.0.9", "not higher than the original"),
         ("sideways", "sideways"),
     ):
@@ -181,7 +181,7 @@ def test_notes_are_what_the_changelog_says_about_the_version(
     assert capsys.readouterr().out == "### Added\n\n- All.\n"
     released.set_version("mcore-tensor", "0.2.0")
     assert _run(released, "notes", "mcore-tensor") == 1
-    assert "says nothing under '## 0.2.0 (YYYY-MM-DD)'" in capsys.readouterr().err
+    assert "has nothing under '## 0.2.0 (YYYY-MM-DD)'" in capsys.readouterr().err
 
 
 def test_a_prepared_release_is_verified_and_an_unprepared_one_is_not(
@@ -189,7 +189,7 @@ def test_a_prepared_release_is_verified_and_an_unprepared_one_is_not(
 ) -> None:
     _changed(released, "def f(a): ...\ndef g(): ...\n")
     [refused] = _refused(released, "mcore-versioning")
-    assert "changed since mcore-versioning-v0.1.0 and still says 0.1.0" in refused
+    assert "changed since mcore-versioning-v0.1.0 and still has version 0.1.0" in refused
     assert "src/mcore/versioning/__init__.py" in refused
     released.commit()
     assert _run(released, "prepare", "mcore-versioning", "minor", "--apply") == 0
@@ -206,7 +206,7 @@ def test_a_prepared_release_is_verified_and_an_unprepared_one_is_not(
 def test_tag_and_version_have_to_agree(released: SampleRepository) -> None:
     assert _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0") == ()
     [line] = _refused(released, "mcore-tensor", "mcore-tensor-v0.1.1")
-    assert line == "mcore-tensor-v0.1.1 is tagged, but _version.py says 0.1.0"
+    assert line == "mcore-tensor-v0.1.1 is tagged, but _version.py has 0.1.0"
     [line] = _refused(released, "mcore-tensor", "mcore-versioning-v0.1.0")
     assert line == "mcore-versioning-v0.1.0 is a tag of mcore-versioning, not of mcore-tensor"
 
@@ -216,7 +216,7 @@ def test_a_tag_beside_main_is_refused(released: SampleRepository) -> None:
     released.git("checkout", "--quiet", "--orphan", "beside")
     released.git("commit", "--quiet", "--message", "Not main's.")
     tag = "mcore-tensor-v0.1.0"
-    other = f"{tag} is set at another commit than HEAD; look there, or git tag --delete {tag}"
+    other = f"{tag} is set at another commit than HEAD; check it out, or git tag --delete {tag}"
     beside = "HEAD is no commit of main; merge it first"
     assert _refused(released, "mcore-tensor", tag)[:2] == (beside, other)
     released.git("tag", "--force", tag)  # the very files of main, and no commit of it
@@ -275,7 +275,7 @@ def test_tags_are_pushed_one_by_one(
     assert capsys.readouterr().out.splitlines() == [
         "git tag mcore-tensor-v0.1.0; git push origin mcore-tensor-v0.1.0",
         "git tag mcore-parallel-v0.1.0; git push origin mcore-parallel-v0.1.0",
-        "Nothing was pushed; add --apply to do so, one push each.",
+        "Nothing was pushed; add --apply to push each tag alone.",
     ]
     assert not (remote / "pushes").exists()
     released.write({f"{TENSOR}/README.md": "# Not committed\n"})

@@ -1,4 +1,4 @@
-"""What is refused in the archives of a release."""
+"""Faults in the archives of a release."""
 
 import shutil
 from pathlib import Path
@@ -27,7 +27,9 @@ def _problems(repository: SampleRepository, folder: Path) -> list[str]:
     return list(archive_problems(package, folder))
 
 
-def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path: Path) -> None:
+def test_missing_and_foreign_files_are_refused(
+    repository: SampleRepository, tmp_path: Path
+) -> None:
     text = repository.read(PYPROJECT)
     for old, new in (
         ('readme = "README.md"\n', ""),
@@ -43,15 +45,15 @@ def test_what_users_would_miss_is_refused(repository: SampleRepository, tmp_path
     repository.write({f"{source}/more/__init__.py": ""})
     (repository.root / source / "tensor/py.typed").unlink()
     found = "\n".join(_problems(repository, tmp_path / "dist"))
-    for said in (
+    for expected in (
         "long_description",
-        "newer than the 2.4 that publishing tools know",
+        "newer than the 2.4 that publishing tools support",
         "has mcore/__init__.py, which is not part of mcore.tensor",
         "lacks mcore/tensor/py.typed",
         "has mcore/more/__init__.py",
         "W101",
     ):
-        assert said in found
+        assert expected in found
 
 
 def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
@@ -80,7 +82,7 @@ def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
     found = "\n".join(archive_problems(package, folder))
     for file in files:
         renamed = file.replace("0.1.0", "0.1.1")
-        assert f"{renamed} says that it is mcore-tensor 0.1.0" in found
+        assert f"{renamed} has the metadata of mcore-tensor 0.1.0" in found
         assert (
             f"{renamed} requires ['packaging>=23.2', 'typing-extensions>=4.12'], "
             "pyproject.toml ['numpy>=2', 'packaging>=23.2']"

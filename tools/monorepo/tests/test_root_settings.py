@@ -1,4 +1,4 @@
-"""The settings of the tools at the root name every package and every tool."""
+"""The settings of tools in the root pyproject.toml name every package and every tool."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Tests of the shape of the source tree, on trees with one planted fault each."""
+"""The shape of source trees with one planted fault each."""
 
 import re
 from collections.abc import Callable
@@ -32,31 +32,25 @@ def tree(tmp_path: Path, request: pytest.FixtureRequest) -> Tree:
     return check
 
 
-def test_an_import_circle(tree: Tree) -> None:
-    (found,) = tree(
-        a=f"import HERE.b\n{LONG}", b=f"import HERE.c\n{LONG}", c=f"import HERE.a\n{LONG}"
-    )
+@pytest.mark.parametrize(
+    "text",
+    [
+        "import HERE.b\n",
+        "def f():\n    import HERE.b\n",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from HERE.b import x1\n",
+    ],
+    ids=["at the top", "in a function", "for type checkers"],
+)
+def test_an_import_closes_a_circle(tree: Tree, text: str) -> None:
+    (found,) = tree(a=text + LONG, b=f"import HERE.c\n{LONG}", c=f"from HERE.a import x1\n{LONG}")
     assert "an import circle" in found
     assert all(module in found for module in "abc")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f():\n    import HERE.b\n",
-        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from HERE.b import x1\n",
-    ],
-    ids=["in a function", "for type checkers"],
-)
-def test_a_hidden_import_closes_a_circle(tree: Tree, text: str) -> None:
-    (found,) = tree(a=text + LONG, b=f"from HERE.a import x1\n{LONG}")
-    assert "an import circle" in found
-
-
 def test_a_small_module_with_one_importer(tree: Tree) -> None:
-    assert tree(a=f"import HERE.b\n{LONG}", b="x = 1\n") == [
-        "b: 1 lines of code for a alone; merge it into that"
-    ]
+    modules = {"a": f"import HERE.b\n{LONG}", "b": "x = 1\n"}
+    assert tree(**modules) == ["b: 1 lines of code for a alone; merge it into that"]
+    assert tree("b", **modules) == []  # users import it by name
 
 
 @pytest.mark.parametrize(
@@ -71,10 +65,6 @@ def test_a_small_module_with_one_importer(tree: Tree) -> None:
 )
 def test_modules_worth_their_door(tree: Tree, modules: dict[str, str]) -> None:
     assert tree(**modules) == []
-
-
-def test_a_module_that_users_import_by_name_may_be_small(tree: Tree) -> None:
-    assert tree("b", a=f"import HERE.b\n{LONG}", b="x = 1\n") == []
 
 
 def test_two_modules_of_one_name(tree: Tree) -> None:

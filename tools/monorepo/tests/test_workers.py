@@ -87,10 +87,3 @@ def test_groups_and_tests_that_share_a_fixture_stay_on_one_worker(
         return len({file.read_text() for file in tmp_path.glob(pattern)})
 
     assert workers("grouped-*") == workers("sharing-test_a-*") == workers("sharing-test_b-*") == 1
-
-
-def test_the_test_command_uses_the_plugin() -> None:
-    assert (
-        '\ntest = "pytest -p monorepo.workers --hypothesis-seed=0 {args}"\n'
-        in (REPOSITORY / "hatch.toml").read_text()
-    )

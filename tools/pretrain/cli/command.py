@@ -40,7 +40,14 @@ def _start_ranks(argv: list[str]) -> int:
     _check_tracking(request)
     _find_start_step(request)
     _prepare_text(request)
-    folder = _choose_folder(request)
+    if request.resume is not None:
+        folder = RunFolder(request.resume)
+    elif request.run_dir is not None:
+        folder = make_run_folder(request.run_dir)
+    else:
+        layout, started = request.settings.run_kind, int(time.time())
+        number = free_number(request.runs_dir, layout, started)
+        folder = make_run_folder(name_run(request.runs_dir, layout, started, number))
     from pretrain.cli.launch import launch
 
     return launch(_hand_over(argv, request.mlflow_uri), request, folder)
@@ -103,16 +110,6 @@ def _hand_over(argv: list[str], uri: str | None) -> list[str]:
         elif not word.startswith(f"{MLFLOW_URI}="):
             kept.append(word)
     return kept
-
-
-def _choose_folder(request: Request) -> RunFolder:
-    if request.resume is not None:
-        return RunFolder(request.resume)
-    if request.run_dir is not None:
-        return make_run_folder(request.run_dir)
-    layout, started = request.settings.run_kind, int(time.time())
-    number = free_number(request.runs_dir, layout, started)
-    return make_run_folder(name_run(request.runs_dir, layout, started, number))
 
 
 def _check_tracking(request: Request) -> None:

@@ -52,7 +52,7 @@ class Ending:
     def __init__(self, grace_s: float) -> None:
         self.grace_s = grace_s
         self.requested = 0
-        self.last_call: Callable[[], None] = _nothing
+        self.last_call: Callable[[], None] = lambda: None
         self._launcher = os.getppid()
         self._reading, writing = os.pipe()
         os.set_blocking(writing, False)
@@ -85,10 +85,6 @@ class Ending:
         worker.start()
         worker.join(LAST_CALL_S)
         os._exit(128 + number)
-
-
-def _nothing() -> None:
-    """Do nothing at the end."""
 
 
 def _leave_it_to_the_thread(number: int, frame: FrameType | None) -> None:

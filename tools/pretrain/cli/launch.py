@@ -34,7 +34,7 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     arguments = list(argv)
     if request.resume is None and request.run_dir is None:
         arguments += ["--run-dir", str(folder.path)]
-    ranks = elastic_launch(_launch_config(request.settings), sys.executable)
+    ranks = elastic_launch(_make_launch_config(request.settings), sys.executable)
     try:
         ranks("-m", "pretrain", *arguments)
     except ChildFailedError as failed:
@@ -44,7 +44,11 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
             if agreed in codes:
                 return agreed
         rank, failure = _find_culprit(failed)
-        _report(f"rank {rank} {_describe_end(_read_exit_code(failure))}; all ranks ended.", folder)
+        code = _read_exit_code(failure)
+        killed = f"was killed by {signal.Signals(-code).name}" if code < 0 else ""
+        _report(
+            f"rank {rank} {killed or f'failed with exit code {code}'}; all ranks ended.", folder
+        )
         return 1
     except (SignalException, KeyboardInterrupt) as stopped:
         number: signal.Signals = getattr(stopped, "sigval", signal.SIGINT)
@@ -53,7 +57,7 @@ def launch(argv: list[str], request: Request, folder: RunFolder) -> int:
     return 0
 
 
-def _launch_config(settings: Settings) -> LaunchConfig:
+def _make_launch_config(settings: Settings) -> LaunchConfig:
     wait_s = math.ceil(settings.grace_s + _GRACE_AFTER_S)
     config = LaunchConfig(
         min_nodes=1,
@@ -90,12 +94,6 @@ def _read_exit_code(failure: ProcessFailure) -> int:
     """The exit code, with 128 + SIGTERM read as SIGTERM: the rank ended after its last call."""
     code: int = failure.exitcode
     return -signal.SIGTERM if code == 128 + signal.SIGTERM else code
-
-
-def _describe_end(exitcode: int) -> str:
-    if exitcode < 0:
-        return f"was killed by {signal.Signals(-exitcode).name}"
-    return f"failed with exit code {exitcode}"
 
 
 def _report(event: str, folder: RunFolder) -> None:

@@ -1,1 +1,1 @@
-"""The model, split over tensor- and context-parallel ranks, and what it learns."""
+"""The model, split over tensor- and context-parallel ranks, and its objective."""

@@ -16,9 +16,10 @@ from pretrain.model.tensor_parallel import ColumnParallelLinear, RowParallelLine
 def causal_mask(
     positions: torch.Tensor, cp_group: torch.distributed.ProcessGroup | None
 ) -> torch.Tensor | None:
-    """Which keys each local query may see, ``[s / cp, s]``; None where plain causality suffices.
+    """The causal mask ``[s / cp, s]`` of local queries, or None if cp is 1.
 
-    Keys arrive in cp rank order, two chunks of the sequence each: their true positions decide.
+    Keys are in the order of the cp ranks, two chunks of the sequence each, so the mask compares
+    true positions.
     """
     cp_size = get_pg_size(cp_group)
     if cp_size == 1:
@@ -29,7 +30,7 @@ def causal_mask(
 
 
 class SelfAttention(MegatronModule):
-    """Multi-head causal attention; its column-parallel input projection holds whole heads."""
+    """Multi-head causal attention. Its column-parallel input projection has whole heads."""
 
     def __init__(
         self,
@@ -59,7 +60,7 @@ class SelfAttention(MegatronModule):
     def forward(
         self, hidden: torch.Tensor, rotary: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
-        """``[s / cp, b, h]`` to the same; gathers keys and values over the cp group."""
+        """``[s / cp, b, h]`` to the same. Gathers keys and values over the cp group."""
         qkv = self.qkv(hidden)
         sequence, batch, _ = qkv.shape
         query, key, value = split_rotated(qkv.view(sequence, batch, -1, 3 * self.head_size), rotary)
@@ -81,7 +82,7 @@ class SelfAttention(MegatronModule):
         mask: torch.Tensor | None,
     ) -> torch.Tensor:
         dropout = self.dropout if self.training else 0.0
-        with stream_for(differs_over_tp=dropout > 0):  # as heads do
+        with stream_for(differs_over_tp=dropout > 0):  # heads differ over tp
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask=mask, dropout_p=dropout, is_causal=mask is None
             )

@@ -1,4 +1,4 @@
-"""The configuration of the job's model: a transformer's, with experts and prediction ahead."""
+"""The configuration of the job's model, with experts and multi-token prediction."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BALANCING = {"batch": "aux_loss", "sequence": "seq_aux_loss"}
 
 @dataclass
 class ModelConfig(TransformerConfig):
-    """A ``TransformerConfig`` with the fields that metrics of experts and of depths are read by."""
+    """A ``TransformerConfig`` with the fields for metrics of experts and prediction depths."""
 
     num_moe_experts: int | None = None
     moe_router_topk: int = 1
@@ -27,12 +27,12 @@ class ModelConfig(TransformerConfig):
 
     @property
     def num_blocks(self) -> int:
-        """Transformer layers, those of multi-token prediction included."""
+        """The number of transformer layers, including multi-token prediction."""
         return self.num_layers + (self.mtp_num_layers or 0)
 
 
 def transformer_config(settings: Settings) -> ModelConfig:
-    """The configuration that the model's modules and the training log read."""
+    """The configuration of the model's modules and the training log."""
     experts: dict[str, Any] = {}
     if settings.experts:
         experts = {

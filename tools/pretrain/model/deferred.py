@@ -1,4 +1,4 @@
-"""The weight gradient of the head over the vocabulary, kept for when the last stage idles."""
+"""The weight gradient of the output head, computed later, while the last stage idles."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from mcore.parallel import drain_embedding_wgrad_compute
 
 
 class DeferredWeightGradient:
-    """Keeps what the gradient of one weight is made of until :meth:`drain` adds it up.
+    """Stores inputs and output gradients of one weight until :meth:`drain` computes its gradient.
 
-    ``weight.main_grad`` takes the sum; ``weight.grad`` never has a part of it.
+    The sum is added to ``weight.main_grad``. ``weight.grad`` stays empty.
     """
 
     def __init__(self, config: object, tp_group: dist.ProcessGroup | None) -> None:
@@ -27,7 +27,7 @@ class DeferredWeightGradient:
     def linear(
         self, hidden: torch.Tensor, weight: torch.Tensor, *, kept: torch.Tensor
     ) -> torch.Tensor:
-        """``[s, b, h]`` to ``[s, b, v]``; ``kept`` is ``hidden`` or this rank's slice of it."""
+        """``[s, b, h]`` to ``[s, b, v]``. ``kept`` is ``hidden`` or this rank's slice of it."""
         logits: torch.Tensor = _Linear.apply(  # type: ignore[no-untyped-call]
             hidden, weight, kept.detach(), self
         )
@@ -44,7 +44,7 @@ class DeferredWeightGradient:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer whose backward leaves the weight's gradient for later."""
+    """A linear layer with a backward that stores the inputs of the weight gradient."""
 
     @staticmethod
     def forward(

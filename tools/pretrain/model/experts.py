@@ -1,4 +1,4 @@
-"""A feed-forward of experts, spread over the ep ranks, with the tokens sent to where theirs are."""
+"""A feed-forward of experts over the ep ranks. Tokens are sent to the ranks of their experts."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Expert(TensorParallelModule):
 
 
 class Experts(MegatronModule):
-    """Those experts that this ep rank has, by their numbers in the layer."""
+    """The experts of this ep rank, by their numbers in the layer."""
 
     def __init__(
         self, config: ModelConfig, init: ParameterInit, name: str, groups: ProcessGroups
@@ -69,13 +69,13 @@ class Experts(MegatronModule):
         )
 
     def forward(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
-        """``[n, h]`` to the same, ``counts`` of them for each expert, which may be 0."""
+        """``[n, h]`` to the same. ``counts`` is the number of rows per expert, possibly 0."""
         parts = zip(self.own.values(), torch.split(rows, counts), strict=True)
         return torch.cat([expert(part) for expert, part in parts])
 
 
 class ExpertFeedForward(MegatronModule):
-    """A router and its experts; no token is dropped."""
+    """A router and its experts. No token is dropped."""
 
     def __init__(
         self,
@@ -92,19 +92,20 @@ class ExpertFeedForward(MegatronModule):
         self.experts = Experts(config, init, f"{name}.experts", groups)
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        """``[s, b, h]`` to the same; two all-to-alls over ``ep``, and one of their sizes."""
+        """``[s, b, h]`` to the same. Two all-to-alls over ``ep``, and one of their sizes."""
         split = self.config.sequence_parallel
         hidden = enter_split_layers(hidden, self.groups.tp, sequence_parallel=split)
         gates, chosen = self.router(hidden)
-        outputs = self._of_chosen(hidden.flatten(0, 1), chosen.flatten(0, 1))
+        outputs = self._run_chosen(hidden.flatten(0, 1), chosen.flatten(0, 1))
         weights = gates.to(outputs.dtype).view(*outputs.shape[:2], 1)
         summed = (outputs * weights).sum(dim=1).view_as(hidden)
         return leave_split_layers(summed, self.groups.tp, sequence_parallel=split)
 
-    def _of_chosen(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        """What the chosen experts ``[n, topk]`` make of the tokens ``[n, h]``: ``[n, topk, h]``.
+    def _run_chosen(self, tokens: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+        """Outputs ``[n, topk, h]`` of the chosen experts ``[n, topk]`` for the tokens ``[n, h]``.
 
-        Rows go out sorted by expert. They come in by rank, and are sorted by expert again.
+        Rows are sent in the order of experts. They arrive in the order of ranks and are sorted by
+        expert.
         """
         ep_group, ep_size = self.groups.ep, get_pg_size(self.groups.ep)
         copies = tokens[:, None].expand(*chosen.shape, -1).flatten(0, 1)
@@ -130,7 +131,7 @@ class ExpertFeedForward(MegatronModule):
 
 
 def mark_expert(parameters: Iterable[torch.Tensor]) -> None:
-    """Note that parameters have their copies on the ranks of ``expt_dp``, as the packages read."""
+    """Mark parameters as replicated over ``expt_dp``, with the attribute that the packages read."""
     for parameter in parameters:
         parameter.allreduce = False  # type: ignore[attr-defined]
 

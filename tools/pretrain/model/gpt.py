@@ -101,8 +101,8 @@ class TransformerLayer(GraphableMegatronModule):
     ) -> torch.Tensor:
         """``[s, b, h]`` to the same, as a tensor that is not a view.
 
-        ``s`` is the length of this rank's part: one of cp parts, and with sequence parallelism one
-        of tp parts of that.
+        ``s`` is the length of this rank's part: 1 / cp of the sequence, and with sequence
+        parallelism 1 / tp of that part.
         """
         attended = self.attention(self.attention_norm(hidden_states), rotary, attention_mask)
         hidden_states = hidden_states + self._drop(attended)
@@ -118,7 +118,7 @@ class TransformerLayer(GraphableMegatronModule):
 
 
 class OutputHead(TensorParallelModule):
-    """A weight of its own for the logits, where the head is not tied to the embedding."""
+    """A separate weight for the logits, if the head is not tied to the embedding."""
 
     shard_axes: ClassVar = {"weight": 0}
     padded: ClassVar = ("weight",)
@@ -134,10 +134,10 @@ class OutputHead(TensorParallelModule):
 class GPT(MegatronModule):
     """Token ids of this rank's part of the sequences to logits of its part of the vocabulary.
 
-    ``output_layer`` is None where the embedding's weight gives the logits. A value head put there
-    makes the output ``[s / cp, b, 1]`` values in fp32 instead, equal on all tp ranks. A stage of a
-    pipeline has some of the layers; the last one has a copy of the embedding where it is tied. With
-    ``mtp_num_layers`` there is one block for the tokens after the next ones.
+    ``output_layer`` is None if the embedding's weight computes the logits. With a value head as
+    ``output_layer``, the output is ``[s / cp, b, 1]`` values in fp32, equal on all tp ranks. A
+    pipeline stage has some of the layers, and the last stage a copy of a tied embedding. With
+    ``mtp_num_layers`` there is one more block, for the tokens after the next tokens.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class GPT(MegatronModule):
             if not untied and not (stage.is_first and stage.is_last):
                 mark_shared_embedding(self.embedding.weight, is_copy=is_copy)
         self.layers = torch.nn.ModuleList()
-        for number in stage.layers:  # under the names that they have in the whole model
+        for number in stage.layers:  # named as in the whole model
             layer = TransformerLayer(config, init, number, groups=groups, dropout=dropout)
             self.layers.add_module(str(number), layer)
         self.final_norm: LayerNorm | None = None
@@ -194,9 +194,9 @@ class GPT(MegatronModule):
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
         """``[b, s / cp]`` ids and true positions to ``[s / cp, b, vocabulary / tp]`` logits.
 
-        With the next tokens, two of these: the second is for the tokens after them. Stages but the
-        first take the ``hidden`` states of the one before in place of the ids, and stages but the
-        last give theirs: ``[s / cp, b, h]``, or with sequence parallelism 1 / tp of that.
+        With ``next_tokens`` it returns two of these, the second for the tokens after them. All
+        stages but the first need the ``hidden`` states of the previous stage, and all but the last
+        return theirs: ``[s / cp, b, h]``, or 1 / tp of that with sequence parallelism.
         ``cu_seqlens`` has the borders of the documents that are packed into all sequences.
         """
         if cu_seqlens is None:
@@ -210,20 +210,22 @@ class GPT(MegatronModule):
 
         def run(layer: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
             one = functools.partial(layer, rotary=rotary, attention_mask=mask)
-            made: torch.Tensor = self._recomputed(one, hidden) if self.recompute else one(hidden)
+            if self.recompute:
+                return self._run_recomputed(one, hidden)
+            made: torch.Tensor = one(hidden)
             return made
 
         for layer in self.layers:
             hidden = run(layer, hidden)
         if self.final_norm is None:
             return hidden
-        logits = self._output(self.final_norm(hidden))
+        logits = self._compute_logits(self.final_norm(hidden))
         if self.mtp is None or next_tokens is None:
             return logits
-        return logits, self._output(self.mtp(hidden, self._embed(next_tokens), run))
+        return logits, self._compute_logits(self.mtp(hidden, self._embed(next_tokens), run))
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """As of every module; the first stage saves the embedding, of which the last has a copy."""
+        """As in every module. The first stage saves a shared embedding, not the last."""
         state = super().sharded_state_dict(prefix, *args, **kwargs)
         if self.embedding is not None and not self.stage.is_first:
             name = f"{prefix}embedding.weight"
@@ -236,7 +238,7 @@ class GPT(MegatronModule):
         embedded: torch.Tensor = self.embedding(tokens.transpose(0, 1))
         return embedded
 
-    def _output(self, hidden: torch.Tensor) -> torch.Tensor:
+    def _compute_logits(self, hidden: torch.Tensor) -> torch.Tensor:
         if isinstance(self.output_layer, LinearForLastLayer):
             values: torch.Tensor = self.output_layer(hidden)[0]
             return values
@@ -249,22 +251,22 @@ class GPT(MegatronModule):
 
     @property
     def logit_weight(self) -> torch.nn.Parameter:
-        """The weight of the head over the vocabulary, where this model or stage has one."""
+        """The weight of the output head over tokens. Raises TypeError if there is none."""
         owner = self.embedding if self.output_layer is None else self.output_layer
         if isinstance(owner, VocabParallelEmbedding | OutputHead):
             return owner.weight
-        raise TypeError(f"the stage of layers {self.stage.layers} has no head over the vocabulary")
+        raise TypeError(f"the stage of layers {self.stage.layers} has no output head over tokens")
 
-    def _recomputed(
+    def _run_recomputed(
         self, run: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor
     ) -> torch.Tensor:
-        # What sequence parallelism has not cut already is kept in parts.
+        # Without sequence parallelism, keep only this rank's slice of the hidden states.
         distribute = not self.config.sequence_parallel
         return checkpoint_activations(run, distribute, hidden, tp_group=self.tp_group)
 
 
 def put_value_head(chunks: list[GPT], config: TransformerConfig, init: ParameterInit) -> None:
-    """Make the output layer a value head, in any layout the same; collective on the tp group."""
+    """Make the output layer a value head, equal in every layout. Collective on the tp group."""
     vp_size = len(chunks) if len(chunks) > 1 else None
     make_value_model(config.hidden_size, config.sequence_parallel, vp_size=vp_size)(chunks)
     if not chunks[-1].stage.is_last:

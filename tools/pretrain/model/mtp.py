@@ -1,4 +1,4 @@
-"""Multi-token prediction: one more block that learns the token after the next."""
+"""Multi-token prediction: one more block for the token after the next."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ AHEAD_LABELS, AHEAD_MASK = "ahead_labels", "ahead_mask"
 
 
 class PredictionAhead(MegatronModule):
-    """Hidden states of one more depth, from those of the model and the embedded next tokens.
+    """Hidden states of one more depth, from the model's hidden states and the embedded next tokens.
 
-    DeepSeek-V3 (2024), section 2.2: both are normalized, joined and projected, and go through a
-    transformer layer; embedding and head are the model's own.
+    DeepSeek-V3 (2024), section 2.2: both are normalized, concatenated and projected. A transformer
+    layer follows. Embedding and head are shared with the model.
     """
 
     def __init__(self, config: ModelConfig, init: ParameterInit, layer: torch.nn.Module) -> None:
@@ -47,14 +47,14 @@ class PredictionAhead(MegatronModule):
         embedded: torch.Tensor,
         run: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
-        """``[s, b, h]`` each to ``[s, b, h]``; ``run`` runs the layer as the model's others."""
+        """``[s, b, h]`` each to ``[s, b, h]``. ``run`` runs the layer like the other layers."""
         joined = torch.cat((self.hidden_norm(hidden), self.next_norm(embedded)), dim=-1)
         ahead: torch.Tensor = self.final_norm(run(self.layer, F.linear(joined, self.projection)))
         return ahead
 
 
 def with_labels_ahead(batch: Batch) -> Batch:
-    """Add the labels of whole sequences one token on; the last position has none."""
+    """Add the labels one token later for whole sequences. The last position has none."""
     labels, mask = batch["labels"], batch["loss_mask"]
     nothing = torch.zeros_like(mask[:, :1])
     ahead = torch.cat((labels[:, 1:], labels[:, -1:]), dim=1)
@@ -68,10 +68,10 @@ def loss_ahead(
     groups: ProcessGroups,
     vocabulary_size: int,
 ) -> torch.Tensor:
-    """Loss of the second of two outputs ``[s / cp, b, v / tp]``, whose mean over ranks counts.
+    """Loss of the second of two outputs ``[s / cp, b, v / tp]``, to be averaged over the ranks.
 
-    Records it and, for the acceptance rates, how many of its tokens are the model's own choice at
-    the next position. One all-reduce over ``dp_cp``, an all-gather over ``tp`` and ``cp``.
+    Records the loss and, for the acceptance rates, the number of predictions that agree with the
+    model at the next position. One all-reduce over ``dp_cp``, an all-gather over ``tp`` and ``cp``.
     """
     ahead = outputs[1]
     mask = batch[AHEAD_MASK].transpose(0, 1)
@@ -81,7 +81,7 @@ def loss_ahead(
         dist.all_reduce(counted, group=groups.dp_cp)
     loss = losses.sum() / (counted / get_pg_size(groups.dp_cp))
     if torch.is_grad_enabled():
-        accepted = _accepted(outputs, batch, groups, vocabulary_size)
+        accepted = _count_accepted(outputs, batch, groups, vocabulary_size)
         get_mtp_metrics_tracker().record(
             loss, 1, 1, accepted=accepted, predicted=mask.sum(), avg_group=groups.dp_cp
         )
@@ -89,16 +89,16 @@ def loss_ahead(
 
 
 @torch.no_grad()
-def _accepted(
+def _count_accepted(
     outputs: tuple[torch.Tensor, torch.Tensor],
     batch: Batch,
     groups: ProcessGroups,
     vocabulary_size: int,
 ) -> torch.Tensor:
-    """How many tokens ahead are the likeliest ones of the model at the next position."""
-    own, ahead = (likeliest(logits, groups.tp, vocabulary_size) for logits in outputs)
+    """The number of predictions that agree with the model's choice at the next position."""
+    now, ahead = (likeliest(logits, groups.tp, vocabulary_size) for logits in outputs)
     positions = batch["position_ids"][0]
-    ranks = _gathered(torch.cat((positions[:, None], own), dim=1), groups.cp)
+    ranks = _gather(torch.cat((positions[:, None], now), dim=1), groups.cp)
     every = torch.cat(ranks)
     ordered = every[every[:, 0].argsort(), 1:]
     following = (positions + 1).clamp(max=len(ordered) - 1)
@@ -109,18 +109,18 @@ def _accepted(
 def likeliest(
     logits: torch.Tensor, tp_group: dist.ProcessGroup | None, vocabulary_size: int
 ) -> torch.Tensor:
-    """Numbers of the largest logits ``[..., v / tp]``, equal on all tp ranks; no filled-up rows."""
+    """Index of the largest logit of ``[..., v / tp]`` without padding, equal on all tp ranks."""
     start = get_pg_rank(tp_group) * logits.shape[-1]
     best, number = logits[..., : max(1, vocabulary_size - start)].max(dim=-1)
     if start >= vocabulary_size:
         best = torch.full_like(best, -math.inf)
-    values, numbers = _gathered(best, tp_group), _gathered(number + start, tp_group)
+    values, numbers = _gather(best, tp_group), _gather(number + start, tp_group)
     first = torch.stack(values).max(dim=0).indices
     chosen: torch.Tensor = torch.stack(numbers).gather(0, first[None])[0]
     return chosen
 
 
-def _gathered(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
+def _gather(tensor: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
     if get_pg_size(group) == 1:
         return [tensor]
     parts = [torch.empty_like(tensor) for _ in range(get_pg_size(group))]

@@ -1,4 +1,4 @@
-"""What the model learns: the target of each token, the loss, and how it is named and shown."""
+"""The objective of the model: labels, loss, names and units."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _LONGEST_COLUMN = 80
 
 @dataclass(frozen=True)
 class Objective:
-    """One thing to learn: its labels, its losses and their names.
+    """An objective: its labels, losses and names.
 
-    ``with_labels`` puts labels of whole sequences into a batch; ``losses`` gives the loss of each
-    token ``[s, b]``, equal on all tp ranks; ``digits`` of it are shown after the point.
+    ``with_labels`` adds labels of whole sequences to a batch. ``losses`` returns the loss of each
+    token ``[s, b]``, equal on all tp ranks. ``digits`` is the number of decimals shown.
     """
 
     loss_name: str
@@ -39,10 +39,10 @@ class Objective:
 
 
 def objective_of(settings: Settings) -> Objective:
-    """The objective that the settings ask for."""
+    """The objective of the settings."""
     if settings.value_head:
         return _COLUMN
-    losses = functools.partial(_next_token_losses, vocabulary_size=settings.vocabulary_size)
+    losses = functools.partial(_compute_token_losses, vocabulary_size=settings.vocabulary_size)
     kind = "token" if settings.tokenizer_digest else "byte"
     return Objective(
         loss_name="lm loss",
@@ -55,18 +55,18 @@ def objective_of(settings: Settings) -> Objective:
     )
 
 
-def _with_columns(batch: Batch) -> Batch:
+def _add_columns(batch: Batch) -> Batch:
     columns = line_columns(batch["tokens"], batch["position_ids"])
     return {**batch, "labels": columns}
 
 
-def _squared_errors(
+def _compute_squared_errors(
     values: torch.Tensor, labels: torch.Tensor, tp_group: dist.ProcessGroup | None
 ) -> torch.Tensor:
     return (values[..., 0] - labels).square()
 
 
-def _next_token_losses(
+def _compute_token_losses(
     logits: torch.Tensor,
     labels: torch.Tensor,
     tp_group: dist.ProcessGroup | None,
@@ -79,9 +79,9 @@ def _next_token_losses(
 
 
 def line_columns(tokens: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-    """Bytes since the last line break, as a share of 80, from 0 (a line break) to 1: ``[b, s]``.
+    """Bytes since the last line break divided by 80, from 0 (a line break) to 1: ``[b, s]``.
 
-    What comes before a sequence, or a document, is not known: it counts as a line break.
+    The text before a sequence or document counts as a line break.
     """
     places = torch.arange(1, tokens.shape[-1] + 1, device=tokens.device)
     breaks = torch.where(tokens == ord("\n"), places, 0)
@@ -96,6 +96,6 @@ _COLUMN = Objective(
     description="value head: the column of each byte in its line, "
     f"1 for {_LONGEST_COLUMN} and more",
     is_likelihood=False,
-    with_labels=_with_columns,
-    losses=_squared_errors,
+    with_labels=_add_columns,
+    losses=_compute_squared_errors,
 )

@@ -1,4 +1,4 @@
-"""What is drawn at random: initial weights, equal in every layout, and the streams of a rank."""
+"""Random numbers: initial weights, equal in every layout, and the streams of a rank."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ _PIPELINE_STRIDE = 100
 
 
 def inner_init(config: TransformerConfig) -> Init:
-    """The initializer of matrices whose result stays inside a layer."""
+    """The initializer of matrices inside a layer."""
     return config.init_method or init_method_normal(config.init_method_std)
 
 
 def output_init(config: TransformerConfig) -> Init:
-    """The initializer of matrices whose result is added to the residual stream."""
+    """The initializer of matrices that add to the residual stream."""
     return config.output_layer_init_method or scaled_init_method_normal(
         config.init_method_std, config.num_layers
     )
@@ -51,14 +51,14 @@ def output_init(config: TransformerConfig) -> Init:
 
 @dataclass(frozen=True)
 class ParameterInit:
-    """Draws parameters by name, so that every rank of every layout starts from the same model."""
+    """Draws parameters by name, so every rank of every layout starts from the same model."""
 
     seed: int
     device: torch.device
     tp_group: torch.distributed.ProcessGroup | None
 
     def whole(self, name: str, shape: tuple[int, ...], init: Init) -> torch.Tensor:
-        """The unsharded fp32 tensor on the CPU; leaves the default RNG stream as it was."""
+        """The unsharded fp32 tensor on the CPU. Does not change the default RNG stream."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.seed * 1_000_003 + zlib.crc32(name.encode()))
             tensor = torch.empty(shape)
@@ -68,7 +68,7 @@ class ParameterInit:
     def shard(
         self, name: str, shape: tuple[int, ...], init: Init, *, axis: int
     ) -> torch.nn.Parameter:
-        """This tensor-parallel rank's slice along ``axis``; rows of zeros fill up the last."""
+        """This tensor-parallel rank's slice along ``axis``. Rows of zeros pad the last rank."""
         size = get_pg_size(self.tp_group)
         tensor = self.whole(name, shape, init)
         missing = round_up_to_nearest_multiple(shape[axis], size) - shape[axis]
@@ -88,10 +88,10 @@ class ParameterInit:
 def seed_streams(
     seed: int, groups: ProcessGroups, device: torch.device, *, for_graphs: bool = False
 ) -> None:
-    """Seed the streams: the default one equal within a tp group, the model-parallel one not.
+    """Seed the default stream, equal within a tp group, and the model-parallel stream, different.
 
-    Replicas over dp and cp see other data, and stages have other layers, so all their streams
-    differ. Graphs need streams whose states they can advance; the numbers are the same.
+    Replicas over dp and cp read different data and stages have different layers, so all their
+    streams differ. Graphs need streams with advanceable states, which draw the same numbers.
     """
     own = seed + _DATA_PARALLEL_STRIDE * groups.rank("dp_cp") + _PIPELINE_STRIDE * groups.rank("pp")
     torch.manual_seed(own)
@@ -107,7 +107,7 @@ def seed_streams(
 
 
 def stream_for(*, differs_over_tp: bool) -> AbstractContextManager[None]:
-    """Draw inside the block for what differs between tp ranks, or is equal on all of them."""
+    """The stream for random numbers that differ between tp ranks, or are equal on all of them."""
     return get_cuda_rng_tracker().fork() if differs_over_tp else contextlib.nullcontext()
 
 
@@ -122,7 +122,7 @@ def save_streams(device: torch.device) -> dict[str, Any]:
 
 
 def restore_streams(states: dict[str, Any], device: torch.device) -> None:
-    """Put back what ``save_streams`` returned."""
+    """Restore the result of ``save_streams``."""
     torch.set_rng_state(states["cpu"])
     _set_cuda_rng_state(states["device"], device)
     tracker = get_cuda_rng_tracker()

@@ -1,4 +1,4 @@
-"""Rotary positions (Su et al. 2021), applied while query, key and value are split."""
+"""Rotary positions (Su et al. 2021), applied while splitting query, key and value."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ _BASE = 10_000.0
 def rotary_table(positions: torch.Tensor, head_size: int) -> torch.Tensor:
     """Cosines and sines of positions ``[s, b]``: ``[2, s, b, head_size]``.
 
-    Both halves of a head turn by the same angles. ``b`` may be 1, for positions that are those of
-    all sequences.
+    Both halves of a head rotate by the same angles. ``b`` may be 1 if all sequences share
+    positions.
     """
     half = torch.arange(head_size // 2, device=positions.device, dtype=torch.float32)
     frequencies = _BASE ** (-half / (head_size // 2))
@@ -26,8 +26,8 @@ def split_rotated(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """``[s, b, heads, 3 * head_size]`` to query, key and value ``[b, heads, s, head_size]``.
 
-    Query and key are rotated by the positions of the table. The sequence of each head lies
-    together from here on, which attention reads the fastest.
+    Query and key are rotated by the positions of the table. The results are contiguous per head,
+    the fastest layout for attention.
     """
     query, key, value = _SplitRotated.apply(  # type: ignore[no-untyped-call]
         qkv, table.to(qkv.dtype)
@@ -39,7 +39,7 @@ class _SplitRotated(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
         ctx.save_for_backward(table)
-        parts = _three_parts(qkv)
+        parts = _view_three_parts(qkv)
         split = qkv.new_empty(parts.shape)
         _rotate(parts[:2], table, split[:2], sign=1)
         split[2] = parts[2]
@@ -50,20 +50,20 @@ class _SplitRotated(torch.autograd.Function):
         (table,) = ctx.saved_tensors
         batch, heads, sequence, size = gradients[0].shape
         whole = gradients[0].new_empty(sequence, batch, heads, 3 * size)
-        for gradient, part in zip(gradients[:2], _three_parts(whole)[:2], strict=True):
+        for gradient, part in zip(gradients[:2], _view_three_parts(whole)[:2], strict=True):
             _rotate(gradient, table, part, sign=-1)
-        _three_parts(whole)[2] = gradients[2]
+        _view_three_parts(whole)[2] = gradients[2]
         return whole, None
 
 
-def _three_parts(qkv: torch.Tensor) -> torch.Tensor:
-    """``[s, b, heads, 3 * head_size]`` seen as ``[3, b, heads, s, head_size]``."""
+def _view_three_parts(qkv: torch.Tensor) -> torch.Tensor:
+    """View ``[s, b, heads, 3 * head_size]`` as ``[3, b, heads, s, head_size]``."""
     sequence, batch, heads, size = qkv.shape
     return qkv.view(sequence, batch, heads, 3, size // 3).permute(3, 1, 2, 0, 4)
 
 
 def _rotate(heads: torch.Tensor, table: torch.Tensor, out: torch.Tensor, *, sign: int) -> None:
-    """Turn ``[..., b, heads, s, head_size]`` forth, or back with the sign -1, into ``out``."""
+    """Rotate ``[..., b, heads, s, head_size]`` by ``sign`` times the angles, into ``out``."""
     cos, sin = table.transpose(1, 2)[:, :, None]
     first, second = heads.chunk(2, dim=-1)
     out_first, out_second = torch.mul(heads, cos, out=out).chunk(2, dim=-1)

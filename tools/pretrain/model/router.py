@@ -1,4 +1,4 @@
-"""The router of a layer of experts: which take a token, how much each counts, and its losses."""
+"""The router of a layer of experts: the experts of each token, their weights, and its losses."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from pretrain.model.tensor_parallel import mark_partial_gradients
 
 
 class Router(MegatronModule):
-    """A linear from hidden states to experts, in fp32, of which the ``topk`` likeliest are taken.
+    """An fp32 linear from hidden states to experts that selects the ``topk`` likeliest.
 
-    Its losses come in through the gates: their gradient is added in backward, where that of the
-    model's loss passes, so that no path leads from here to the last layer.
+    Its losses are attached to the gates: backward adds their gradient when the gradient of the
+    model's loss arrives. So they need no path from the router to the last layer.
     """
 
     def __init__(
@@ -41,23 +41,23 @@ class Router(MegatronModule):
         self.num_experts = config.num_moe_experts or 1
         shape = (self.num_experts, config.hidden_size)
         self.weight = init.replica(f"{name}.weight", shape, inner_init(config))
-        if get_pg_size(groups.tp) > 1:  # each tp rank sees its part of the experts' outputs
+        if get_pg_size(groups.tp) > 1:  # each tp rank has a part of the experts' outputs
             mark_partial_gradients([self.weight])
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """``[s, b, h]`` to gates and numbers of the experts of each token, ``[s, b, topk]``.
 
-        In training one all-reduce of counts over ``dp_cp``, or over ``cp`` where each sequence is
-        balanced by itself.
+        In training one all-reduce of counts over ``dp_cp``, or over ``cp`` with ``--balance
+        sequence``.
         """
         logits = F.linear(hidden.float(), self.weight.float())
         shares = logits.softmax(dim=-1)
         gates, chosen = choose(shares, self.config.moe_router_topk)
         if self.training and torch.is_grad_enabled():
-            gates = self._with_losses(gates, logits, shares, chosen)
+            gates = self._attach_losses(gates, logits, shares, chosen)
         return gates, chosen
 
-    def _with_losses(
+    def _attach_losses(
         self,
         gates: torch.Tensor,
         logits: torch.Tensor,
@@ -72,7 +72,7 @@ class Router(MegatronModule):
         name = "seq_load_balancing_loss" if per_sequence else "load_balancing_loss"
         values = {name: balance.detach(), "z_loss": size.detach()}
         loss = config.moe_aux_loss_coeff * balance + (config.moe_z_loss_coeff or 0.0) * size
-        # Gradients are summed over the tp ranks, which all have the same loss.
+        # All tp ranks have the same loss, and their gradients are summed.
         loss = loss / get_pg_size(self.groups.tp)
         noted = functools.partial(self._record, values)
         with_loss: torch.Tensor = _WithGradientOf.apply(  # type: ignore[no-untyped-call]
@@ -93,9 +93,10 @@ class Router(MegatronModule):
 
 
 def choose(shares: torch.Tensor, topk: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The ``topk`` largest of ``[..., experts]`` and their numbers; of equal ones the lower first.
+    """The ``topk`` largest of ``[..., experts]`` and their numbers. Lower numbers win ties.
 
-    A single one counts with its share (Fedus et al. 2021); several are divided by their sum.
+    A single expert has its probability as weight (Fedus et al. 2021). Several are divided by their
+    sum.
     """
     ordered, numbers = shares.sort(dim=-1, descending=True, stable=True)
     gates, chosen = ordered[..., :topk], numbers[..., :topk]
@@ -111,11 +112,12 @@ def balancing_loss(
     *,
     per_sequence: bool,
 ) -> torch.Tensor:
-    """``E * sum(f * P)``: 1 where ``E`` experts have equal loads, E where one has all.
+    """``E * sum(f * P)``: 1 if ``E`` experts have equal loads, E if one has all.
 
-    ``P`` is the mean of the shares ``[s, b, E]`` and ``f`` the part of the choices (Fedus et al.
-    2021, eq. 4 to 6), over all sequences of the group's ranks or each. The mean over these ranks
-    is the loss: they count together, and each has its own mean. One all-reduce.
+    ``P`` is the mean of the probabilities ``[s, b, E]`` and ``f`` the share of the choices (Fedus
+    et al. 2021, eq. 4 to 6), over all sequences of the group's ranks or over each. The choices of
+    all ranks count together, ``P`` is local, and the mean over the ranks is the loss. One
+    all-reduce.
     """
     picked = torch.zeros_like(shares).scatter_(-1, chosen, 1.0).sum(dim=0)
     mean = shares.mean(dim=0)
@@ -128,9 +130,9 @@ def balancing_loss(
 
 
 class _WithGradientOf(torch.autograd.Function):
-    """Forward the tensor; backward its gradient, and 1 for the loss.
+    """Returns the tensor. Backward passes its gradient, and 1 for the loss.
 
-    ``noted`` is called in backward, which is run once where layers are recomputed, too.
+    ``noted`` is called in backward, so recomputation does not call it twice.
     """
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""The stages of a pipeline: the part of the model that each has, and the chunks of one rank."""
+"""The stages of a pipeline: their parts of the model, and the chunks of one rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A run of layers, with what comes before the first and behind the last of the model."""
+    """Consecutive layers, with the embedding before the first and the head after the last."""
 
     layers: range
     is_first: bool = True
@@ -32,7 +32,7 @@ class Stage:
 
     @property
     def description(self) -> str:
-        """The layers, and what else is in the stage."""
+        """The layers and other parts of the stage."""
         first, last = self.layers[0], self.layers[-1]
         parts = [f"layer {first}" if first == last else f"layers {first} to {last}"]
         return ", ".join(
@@ -41,7 +41,7 @@ class Stage:
 
 
 def stages_of_rank(num_layers: int, *, rank: int, ranks: int, chunks: int) -> list[Stage]:
-    """The stages of one rank: of ``ranks * chunks`` equal ones every ``ranks``-th."""
+    """The stages of one rank: every ``ranks``-th of ``ranks * chunks`` equal stages."""
     count = num_layers // (ranks * chunks)
     return [
         Stage(
@@ -54,14 +54,14 @@ def stages_of_rank(num_layers: int, *, rank: int, ranks: int, chunks: int) -> li
 
 
 class ModelChunks(MegatronModule):
-    """The stages of a rank that has several, in their order in the model."""
+    """The stages of a rank that has several, in the order of the model."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[MegatronModule]) -> None:
         super().__init__(config)
         self.chunks = torch.nn.ModuleList(chunks)
 
     def sharded_state_dict(self, prefix: str = "", *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Those of all chunks, whose names do not overlap."""
+        """The entries of all chunks. Their names do not overlap."""
         merged: dict[str, Any] = {}
         for chunk in chunks_of(self):
             merged.update(chunk.sharded_state_dict(prefix, *args, **kwargs))
@@ -69,35 +69,35 @@ class ModelChunks(MegatronModule):
 
 
 def chunks_of(model: torch.nn.Module) -> list[Any]:
-    """The chunks of a rank's model, as packages take them: one where it is whole."""
+    """The chunks of a rank's model as a list, with one entry for a whole model."""
     return list(model.chunks) if isinstance(model, ModelChunks) else [model]
 
 
 def mark_shared_embedding(weight: torch.Tensor, *, is_copy: bool) -> None:
-    """Note that the first and the last stage have this weight, and which one has the copy."""
+    """Mark a weight as shared by the first and the last stage, and as the copy or not."""
     setattr(weight, _EMBEDDING, True)
     mark_param_shared(weight, is_copy)
 
 
 def is_shared_embedding(weight: torch.Tensor) -> bool:
-    """Whether the first and the last stage have this weight."""
+    """Whether the weight is shared by the first and the last stage."""
     return bool(getattr(weight, _EMBEDDING, False))
 
 
 def copy_shared_mark(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Mark what stands for a weight as that is marked."""
+    """Copy the mark of a shared weight to its replacement."""
     if is_shared_embedding(source):
         mark_shared_embedding(target, is_copy=not param_is_not_shared(source))
 
 
 def as_replica(entry: ShardedTensor) -> ShardedTensor:
-    """The same entry of a sharded state as one that is loaded, and that another rank saves."""
+    """The entry of a sharded state for loading only: another rank saves it."""
     numbers = entry.replica_id if isinstance(entry.replica_id, tuple) else (entry.replica_id,)
     return dataclasses.replace(entry, replica_id=(numbers[0] + 1, *numbers[1:]))
 
 
 def count_parameters(model: torch.nn.Module, groups: ProcessGroups) -> int:
-    """About how many parameters all stages have; one all-reduce over the pp group."""
+    """The approximate number of parameters of all stages. One all-reduce over the pp group."""
     own = sum(
         param.numel() * (get_pg_size(groups.ep) if is_expert(param) else 1)
         for param in model.parameters()
@@ -112,7 +112,7 @@ def count_parameters(model: torch.nn.Module, groups: ProcessGroups) -> int:
 
 
 def log_stages(model: torch.nn.Module, groups: ProcessGroups) -> None:
-    """Print what each stage of the pipeline has, once for each; no communication."""
+    """Print the content of each stage of the pipeline once. No communication."""
     handler = logging.StreamHandler(sys.stdout)
     logger.setLevel(logging.INFO)
     logger.addHandler(handler)

@@ -1,7 +1,7 @@
-"""Tensor-parallel building blocks: linears by column and by row, and the embedding by rows.
+"""Tensor-parallel building blocks: linears split by column and by row, and a split embedding.
 
-Sequence parallelism cuts what lies between them along the sequence, at no extra communication:
-an all-reduce becomes a gather and a reduce-scatter (Korthikanti et al. 2022).
+Sequence parallelism splits the activations between them along the sequence without more
+communication: an all-reduce becomes a gather and a reduce-scatter (Korthikanti et al. 2022).
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ _MARK = "sequence_parallel"
 
 
 class TensorParallelModule(MegatronModule):
-    """A module some of whose parameters are slices.
+    """A module with sharded parameters.
 
-    ``shard_axes`` names them with their axis; ``padded`` names those whose global length depends on
-    the layout, because rows were added to fill up the last rank.
+    ``shard_axes`` maps their names to the sharded axis. ``padded`` names the parameters with a
+    global length that depends on the layout, because rows pad the last rank.
     """
 
     shard_axes: ClassVar[dict[str, int]] = {}
@@ -67,8 +67,8 @@ class TensorParallelModule(MegatronModule):
 class ColumnParallelLinear(TensorParallelModule):
     """``[s, b, in]`` equal on all ranks to this rank's ``[s, b, out / tp]``.
 
-    Forward has no communication; backward sums the input gradient over the tp group. With sequence
-    parallelism the input is ``[s / tp, b, in]``, gathered in forward; backward reduce-scatters.
+    Forward has no communication. Backward sums the input gradient over the tp group. With sequence
+    parallelism the input is ``[s / tp, b, in]``: forward gathers it, backward reduce-scatters.
     """
 
     shard_axes: ClassVar = {"weight": 0, "bias": 0}
@@ -96,7 +96,7 @@ class ColumnParallelLinear(TensorParallelModule):
 class RowParallelLinear(TensorParallelModule):
     """This rank's ``[s, b, in / tp]`` to ``[s, b, out]`` equal on all ranks.
 
-    Forward sums over the tp group; backward has no communication. The bias is added once. With
+    Forward sums over the tp group. Backward has no communication. The bias is added once. With
     sequence parallelism the output is ``[s / tp, b, out]``: forward reduce-scatters, backward
     gathers.
     """
@@ -129,7 +129,7 @@ class RowParallelLinear(TensorParallelModule):
 
 
 class VocabParallelEmbedding(TensorParallelModule):
-    """Token ids to vectors; the rows of the table are split over the tp group."""
+    """Token ids to vectors. The rows of the table are split over the tp group."""
 
     shard_axes: ClassVar = {"weight": 0}
     padded: ClassVar = ("weight",)
@@ -165,14 +165,14 @@ def enter_split_layers(
 def leave_split_layers(
     partial: torch.Tensor, tp_group: dist.ProcessGroup | None, *, sequence_parallel: bool
 ) -> torch.Tensor:
-    """Sum the ranks' ``[s, b, h]``; with sequence parallelism keep ``[s / tp, b, h]`` of that."""
+    """Sum the ranks' ``[s, b, h]``. With sequence parallelism keep ``[s / tp, b, h]``."""
     if sequence_parallel:
         return reduce_scatter_to_sequence_parallel_region(partial, tp_group)
     return reduce_from_tensor_model_parallel_region(partial, tp_group)
 
 
 def mark_partial_gradients(parameters: Iterable[torch.nn.Parameter]) -> None:
-    """Note that each tp rank's gradient covers its slice of the sequence only."""
+    """Mark gradients that cover only this tp rank's slice of the sequence."""
     for parameter in parameters:
         setattr(parameter, _MARK, True)
 
@@ -185,7 +185,7 @@ def has_partial_gradient(parameter: torch.Tensor) -> bool:
 def sum_partial_gradients(
     gradients: list[torch.Tensor], tp_group: dist.ProcessGroup | None
 ) -> None:
-    """Sum gradients over the tp group in place: one all-reduce, called by all its ranks or none."""
+    """Sum gradients over the tp group in place. One all-reduce, on all of its ranks or on none."""
     if not gradients or get_pg_size(tp_group) == 1:
         return
     if len(gradients) == 1:

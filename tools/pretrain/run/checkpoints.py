@@ -90,7 +90,7 @@ def _find_first_problem(error: CheckpointingException) -> str:
     """The first problem in a loading error, without advice for callers of the library."""
     lines = str(error).splitlines()
     listed = [line.removeprefix("  - ") for line in lines if line.startswith("  - ")]
-    return (listed or lines)[0].split("; ")[0]
+    return re.split(r"; |\. (?=[A-Z])", (listed or lines)[0])[0]
 
 
 class CheckpointedState:

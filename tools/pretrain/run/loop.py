@@ -146,17 +146,17 @@ class Loop:
         self.observed.timers("interval-time", log_level=0).start()
         with progress_bar(self.settings, self.first_step) as bar:
             while self.progress.step < last:
-                self._step()
+                self._run_step()
                 bar.update()
                 step = self.progress.step
                 self.saver.poll()
-                if _due(step, self.settings.check_replicas_interval):
+                if _is_due(step, self.settings.check_replicas_interval):
                     check_replicas(self.steps.model, self.groups, step)
-                if step == last or _due(step, self.settings.eval_interval):
+                if step == last or _is_due(step, self.settings.eval_interval):
                     self._validate()
                 signal = self.stop.agreed(self._read_signal) if step < last else 0
                 self._raise_trouble(signal)
-                if signal or step == last or _due(step, self.settings.save_interval):
+                if signal or step == last or _is_due(step, self.settings.save_interval):
                     self._save(step)
                 if signal:
                     raise StoppedBySignal(128 + signal)
@@ -215,7 +215,7 @@ class Loop:
             return self.settings.train_iters
         return min(self.settings.train_iters, self.first_step + self.settings.exit_after)
 
-    def _step(self) -> None:
+    def _run_step(self) -> None:
         progress = self.progress
         self.summary.start_step()
         loss, norm, rate, skipped = self.steps.train_step(progress.step + 1)
@@ -255,7 +255,7 @@ class Loop:
         metrics = step_time(self.finished)
         self.watch.end_step()
         step = self.progress.step
-        if step == self._find_last_step() or _due(step, self.settings.log_interval):
+        if step == self._find_last_step() or _is_due(step, self.settings.log_interval):
             config = self.observed.cfg.model
             metrics |= interval_metrics(self.steps.model, config, self.groups, self.steps.device)
             self.watch.show(self.steps.objective.loss_name, loss, norm, metrics["step-time"])
@@ -278,5 +278,5 @@ class Loop:
             print(line, flush=True)
 
 
-def _due(step: int, interval: int) -> bool:
+def _is_due(step: int, interval: int) -> bool:
     return interval > 0 and step % interval == 0

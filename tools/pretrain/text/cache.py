@@ -126,7 +126,10 @@ def _write_tokens(
     borders: list[int] = []
     last: Path | None = None
     total = sum(path.stat().st_size for path in sources)
-    with _open_bar(total, quiet=settings.quiet) as bar:
+    hidden = settings.quiet or not sys.stderr.isatty()
+    with tqdm(
+        total=total, desc="tokens", unit="B", unit_scale=True, dynamic_ncols=True, disable=hidden
+    ) as bar:
         pieces = ((path, *piece) for path in sources for piece in read_pieces(path, settings.field))
         for batch in _group_pieces(pieces):
             for (path, _, _), numbers in zip(batch, _encode_batch(tokenizer, batch), strict=True):
@@ -187,14 +190,3 @@ def _replace_when_complete(path: Path) -> Iterator[IO[bytes]]:
         partial.replace(path)
     finally:
         partial.unlink(missing_ok=True)
-
-
-def _open_bar(total_bytes: int, *, quiet: bool) -> tqdm[Any]:
-    return tqdm(
-        total=total_bytes,
-        desc="tokens",
-        unit="B",
-        unit_scale=True,
-        dynamic_ncols=True,
-        disable=quiet or not sys.stderr.isatty(),
-    )

@@ -17,7 +17,8 @@ def find_sources(data: str) -> list[Path]:
     """The files of ``--data`` in sorted order. Hidden files of a folder are skipped."""
     path = Path(data)
     if path.is_dir():
-        found = [one for one in path.rglob("*") if not _is_hidden(one.relative_to(path))]
+        inside = {one: one.relative_to(path).parts for one in path.rglob("*")}
+        found = [one for one in inside if not any(part[0] == "." for part in inside[one])]
     elif path.exists():
         if not path.is_file():
             raise UsageError(f"--data {data}: {path} is not a regular file")
@@ -41,10 +42,6 @@ def read_pieces(path: Path, field: str) -> Iterator[tuple[bytes, int]]:
             yield from _read_records(file, path, field) if is_jsonl(path) else _read_lines(file)
     except OSError as error:
         raise UsageError(f"--data: cannot read {path}: {error.strerror}") from None
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def is_jsonl(path: Path) -> bool:

@@ -34,7 +34,7 @@ class _LinesOnDisk(logging.FileHandler):
         if not self._has_warned:
             self._has_warned = True
             text = f"cannot write {self.baseFilename} ({sys.exc_info()[1]})"
-            print(f"pretrain: warning: {text}; training continues", file=sys.stderr, flush=True)
+            print(f"pretrain: warning: {text}. Training continues", file=sys.stderr, flush=True)
 
     def close(self) -> None:
         with suppress(OSError):
@@ -230,7 +230,7 @@ class StragglerWatch:
         if self.detector.controller_error is not None:
             print(
                 f"straggler detector: port {settings.straggler_port} cannot be used "
-                f"({self.detector.controller_error.strerror}); the detector works without it",
+                f"({self.detector.controller_error.strerror}). The detector works without it",
                 flush=True,
             )
         elif self.detector.controller_address is not None:

@@ -6,7 +6,6 @@ import math
 import shlex
 import socket
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from statistics import fmean, median
 
@@ -83,25 +82,33 @@ class Summary:
         more = ""
         if self.first_step + len(self.seconds) >= self.settings.train_iters:
             more = f" --train-iters {2 * self.settings.train_iters}"
+        special, results, pages = [], [], []
+        if self.settings.value_head:
+            special.append(f"objective        {objective.description}")
+        if self.graphs is not None:
+            special.append(f"graphs           {self.graphs}")
+        # A start that finds the run finished has no results.
+        if self.validation is not None:
+            results.append(f"validation loss  {self.validation:.{digits}f} {unit}")
+        if self.seconds:
+            results.append(f"speed            {self._format_speed()}")
+        if self.settings.tensorboard:
+            folder = shlex.quote(str(self.folder.tensorboard))
+            pages.append(f"TensorBoard      hatch run tensorboard --logdir {folder}")
+        if mlflow is not None:
+            pages.append(f"MLflow           {mlflow.summary()}")
         return [
             f"run folder       {path}",
-            *self._format_objective(),
+            *special,
             f"loss             {curve[0][1]:.{digits}f} at step {curve[0][0]}, "
             f"{fmean(last):.{digits}f} over the last {_format_count(len(last), 'step')} ({unit})",
-            *self._format_results(digits, unit),
+            *results,
             *(f"slow ranks       {text}" for text in (watch.summary(),) if text),
             f"loss curve       {self.folder.loss_picture}",
             f"run page         {self.folder.page}",
-            *self._format_pages(mlflow),
+            *pages,
             f"continue         {self.folder.resume_command}{more}",
         ]
-
-    def _format_results(self, digits: int, unit: str) -> Iterator[str]:
-        """The results of this start. There are none if the run was already finished."""
-        if self.validation is not None:
-            yield f"validation loss  {self.validation:.{digits}f} {unit}"
-        if self.seconds:
-            yield f"speed            {self._format_speed()}"
 
     def _format_speed(self) -> str:
         """The speed of the median step, which ignores the start of the run."""
@@ -109,19 +116,6 @@ class Summary:
         also = "" if len(self.seconds) > 1 else ", including the start of the run"
         tokens = self.settings.global_batch_size * self.settings.seq_length
         return f"{tokens / second:,.0f} tokens per second ({1e3 * second:.1f} ms a step{also})"
-
-    def _format_objective(self) -> Iterator[str]:
-        if self.settings.value_head:
-            yield f"objective        {objective_of(self.settings).description}"
-        if self.graphs is not None:
-            yield f"graphs           {self.graphs}"
-
-    def _format_pages(self, mlflow: JobRun | None) -> Iterator[str]:
-        if self.settings.tensorboard:
-            folder = shlex.quote(str(self.folder.tensorboard))
-            yield f"TensorBoard      hatch run tensorboard --logdir {folder}"
-        if mlflow is not None:
-            yield f"MLflow           {mlflow.summary()}"
 
 
 def describe_graphs(model: torch.nn.Module) -> str:

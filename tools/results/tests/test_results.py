@@ -1,4 +1,4 @@
-"""Tests of journals, of tables and of the facts about the machine."""
+"""Tests of journals, of tables, of the facts about the machine, and of the recorded pages."""
 
 import math
 import os
@@ -9,6 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from bench.record import page, read_results
+from bench.running import suite_names
+from layouts.__main__ import main as layouts
+from results import RECORDS
 from results.journal import JournalError, append_line, read_journal, write_whole
 from results.machine import describe_machine, load_average, timestamp
 from results.page import format_duration, markdown_table, text_table
@@ -65,3 +69,14 @@ def test_machine_is_described_without_importing_torch(monkeypatch: pytest.Monkey
     assert described["CPUs"].startswith(f"{os.cpu_count()} x ")
     assert float(load_average()) >= 0
     assert re.fullmatch(r"\d{4}-\d\d-\d\d \d\d:\d\d UTC", timestamp())
+
+
+def test_recorded_pages_show_their_journals(tmp_path: Path) -> None:
+    results = read_results(RECORDS / "benchmarks.jsonl")
+    assert sorted(results) == suite_names()
+    benchmarks = (RECORDS / "benchmarks.md").read_text()
+    assert benchmarks == page(results), "write it with hatch run bench --page"
+    path = tmp_path / "layouts.md"
+    journal = str(RECORDS / "layouts.jsonl")
+    assert layouts(["--resume", "--minutes=0", "--results", journal, "--output", str(path)]) == 0
+    assert path.read_text() == (RECORDS / "layouts.md").read_text()

@@ -1,7 +1,6 @@
 """Trainers of transformers, Lightning and torchtitan log their runs: see ``adapter_programs``."""
 
 import importlib
-import importlib.metadata
 import json
 import subprocess
 import sys
@@ -167,12 +166,9 @@ def test_torchtitan_logs_what_its_processor_measures(ran):
 
 
 @pytest.mark.parametrize("library", ["transformers", "lightning", "torchtitan"])
-def test_an_adapter_without_its_library_names_the_extra(library, monkeypatch):
-    def distribution(name):
-        raise importlib.metadata.PackageNotFoundError(name)
-
+def test_an_adapter_without_its_library_names_the_extra(library, monkeypatch, hide_libraries):
+    hide_libraries()
     module = f"mcore.observe.adapters.{library}"
-    monkeypatch.setattr(importlib.metadata, "distribution", distribution)
     monkeypatch.delitem(sys.modules, module, raising=False)
     with pytest.raises(ModuleNotFoundError) as caught:
         importlib.import_module(module)

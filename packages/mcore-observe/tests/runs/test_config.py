@@ -1,5 +1,3 @@
-import importlib.metadata
-
 import pytest
 
 from mcore.observe import ConfigContainer, LoggerConfig, ProfilingConfig
@@ -37,15 +35,8 @@ def test_wrong_logger_settings_are_refused(settings, message):
         *(({spec.wanted_by: "e", spec.named_by: "r"}, spec.name) for spec in NAMED),
     ],
 )
-def test_a_tracker_that_is_not_installed_is_named_with_its_extra(settings, extra, monkeypatch):
-    find = importlib.metadata.distribution
-
-    def not_found(name):
-        if name == "mcore-observe":
-            return find(name)
-        raise importlib.metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(importlib.metadata, "distribution", not_found)
+def test_a_tracker_that_is_not_installed_is_named_with_its_extra(settings, extra, hide_libraries):
+    hide_libraries()
     with pytest.raises(ModuleNotFoundError, match=rf"mcore-observe\[{extra}\]"):
         LoggerConfig(**settings).finalize()
 

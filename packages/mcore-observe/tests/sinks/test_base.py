@@ -52,7 +52,7 @@ def test_all_tensors_are_read_in_one_transfer(monkeypatch):
     assert len(reads) == 1
 
 
-def test_what_is_no_number_is_one_warning_for_each_name(caplog):
+def test_other_values_than_numbers_are_one_warning_for_each_name(caplog):
     for _ in range(3):
         assert plain_numbers({"a": "x", "b": torch.ones(2), "c": 1j, "d": 1.0}) == {"d": 1.0}
     assert [r.getMessage().split(" is no")[0] for r in caplog.records] == ["'a'", "'b'", "'c'"]

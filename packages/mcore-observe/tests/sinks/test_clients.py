@@ -1,4 +1,4 @@
-"""Adapters of clients: the calls that the clients document, and nothing else."""
+"""Sinks make only calls that the clients document."""
 
 from unittest import mock
 

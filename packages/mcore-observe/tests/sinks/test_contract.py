@@ -1,4 +1,4 @@
-"""What every sink does, each with its real client, from what can be read back afterwards."""
+"""The common behaviour of all sinks, with their real clients, read back from their files."""
 
 import json
 import logging
@@ -29,10 +29,10 @@ from rank_testing import preload, run_ranks
 
 preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store")
 INF = math.inf
-LARGEST = 1.7976931348623157e308  # what MLflow keeps of an infinity
+LARGEST = 1.7976931348623157e308  # the number that MLflow stores for an infinity
 NOT_A_NUMBER = "nan"
 
-KINDS = {  # and the modules that each needs
+KINDS = {  # with the modules that each needs
     "memory": (),
     "jsonl": (),
     **{spec.name: ("tensorboard", spec.module.partition(".")[0]) for spec in TRACKERS},
@@ -198,7 +198,7 @@ def by_name(rows):
 
 
 def session(kind, folder):
-    """Log through one sink what a run may log, in a process of its own, and read it back."""
+    """Log everything that a run may log through one sink, in a separate process; read it back."""
     os.chdir(folder)
     records = []
     handler = logging.Handler()
@@ -257,7 +257,7 @@ def session(kind, folder):
     ],
 )
 def done(request, tmp_path_factory, offline):
-    """The kind of the sink, what its session saw, and its folder."""
+    """The kind of the sink, the result of its session, and its folder."""
     folder = tmp_path_factory.mktemp(request.param)
     (result,) = run_ranks(
         session, 1, request.param, folder, init=None, env=offline(folder), timeout_s=400
@@ -267,7 +267,9 @@ def done(request, tmp_path_factory, offline):
 
 def test_steps_come_in_order_and_each_once(done):
     kind, result, _ = done
-    refused = [(6, 6.0), (6, 6.5)] if kind == "jsonl" else []  # whose lines wait and come later
+    refused = (
+        [(6, 6.0), (6, 6.5)] if kind == "jsonl" else []
+    )  # these lines wait and are written later
     expected = [
         *((s, float(s)) for s in range(1, 5)), *refused, *((s, float(s)) for s in range(7, 17))
     ]  # fmt: skip
@@ -295,7 +297,7 @@ def test_tensors_of_one_element_and_other_numbers(done):
     assert [history.get(name) for name in NUMBERS] == [[(4, v)] for v in (2.5, 7, 0.5, 3, 1)]
 
 
-def test_what_is_no_number_is_left_out_and_reported(done):
+def test_other_values_than_numbers_are_dropped_and_reported(done):
     _, result, _ = done
     assert not set(NO_NUMBERS) & set(result["history"])
     assert result["before failure"] == [

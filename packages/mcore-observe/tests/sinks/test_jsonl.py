@@ -92,7 +92,7 @@ def test_a_killed_process_keeps_what_it_logged(tmp_path):
     assert [line["step"] for line in lines_of(path)] == list(range(100))
 
 
-def test_metrics_called_as_what_each_line_has_do_not_replace_it(tmp_path, caplog):
+def test_metrics_with_reserved_names_do_not_replace_them(tmp_path, caplog):
     jsonl._warn_of_the_name.cache_clear()
     path = tmp_path / "metrics.jsonl"
     JsonlSink(path).log({"step": 7.0, "a": 1.0, "time": 0.25}, 1)
@@ -109,7 +109,7 @@ def test_a_resumed_run_drops_later_lines(tmp_path):
     for step in range(1, 6):
         first.log({"a": step / 2}, step)
     first.close()
-    with path.open("a") as file:  # as it was before lines had their time
+    with path.open("a") as file:  # an old line, without its time
         file.write('{"step": 2, "a": 1.0}\n')
     times = [record.get("time") for record in records_of(path, with_time=True)]
     JsonlSink(path, resume_step=3)  # on a rank that never writes
@@ -163,7 +163,7 @@ def test_a_full_disk_loses_no_line_and_does_not_switch_the_sink_off(tmp_path, ca
         resource.setrlimit(resource.RLIMIT_FSIZE, (path.stat().st_size + 10, hard))
         for step in range(1, 25):
             guarded.log({"a": step / 2}, step)
-        assert path.read_bytes().endswith(b'{"step": 1')  # what the disk still took
+        assert path.read_bytes().endswith(b'{"step": 1')  # the part that the disk accepted
         with pytest.raises(OSError, match="too large"):
             guarded.sink.flush()
     finally:

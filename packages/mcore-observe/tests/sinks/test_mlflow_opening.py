@@ -13,7 +13,7 @@ pytestmark = [
 
 
 class FakeClient:
-    """Keeps what is sent."""
+    """Keeps all batches."""
 
     def __init__(self):
         self.batches, self.ended = [], []
@@ -30,7 +30,7 @@ class FakeClient:
 
 
 class Opener:
-    """Opens a run, after the failures it is given and once it may."""
+    """Opens a run after the given failures, once it is allowed to."""
 
     def __init__(self, failures=()):
         self.client, self.failures, self.calls = FakeClient(), list(failures), 0
@@ -46,7 +46,7 @@ class Opener:
 
 
 def run_of(opener, **options):
-    """A run whose end has time for the import of MLflow that its first values need."""
+    """A run that waits long enough at its end for the import of MLflow."""
     return MlflowRun(opener, **{"closing_s": 120.0} | options)
 
 
@@ -56,13 +56,13 @@ def opening(opener, **options):
     return run
 
 
-def test_what_is_logged_before_the_run_is_open_waits_in_order_and_holds_nobody_up():
+def test_metrics_logged_before_the_run_is_open_wait_in_order():
     opener = Opener()
     opener.may_open.clear()
     run = opening(opener)
     for step in range(5):
         run.log_metrics({"new": 1.0, "old": 2.0}, step)
-    run.flush()  # would never come back if it waited for the run
+    run.flush()  # would never return if it waited for the run
     assert not run.is_open
     assert run.num_missing == 10
     opener.may_open.set()
@@ -91,7 +91,7 @@ def test_a_run_that_nobody_opens_is_opened_by_its_first_metrics():
     assert opener.client.steps == [1]
     assert opener.calls == 1
     run_of(opener).close()
-    assert opener.calls == 1  # nothing was to be written
+    assert opener.calls == 1  # there was nothing to write
 
 
 def test_a_released_connection_goes_on_in_another_run():
@@ -105,7 +105,7 @@ def test_a_released_connection_goes_on_in_another_run():
     assert first.client.ended == [("r", "FINISHED")]
 
 
-def test_a_server_that_is_away_at_first_is_one_warning(caplog):
+def test_a_server_that_is_unreachable_at_first_is_one_warning(caplog):
     refused = "cannot reach http://me:pa55word@host"
     opener = Opener([ConnectionError(refused), RuntimeError("not now")])
     run = opening(opener, name="MLflow at http://***@host")
@@ -119,7 +119,7 @@ def test_a_server_that_is_away_at_first_is_one_warning(caplog):
     assert warning.endswith(": ConnectionError: cannot reach http://***@host")
 
 
-def test_a_server_that_stays_away_is_given_up_and_what_is_missing_is_counted(caplog):
+def test_a_server_that_stays_unreachable_is_given_up_and_missing_values_are_counted(caplog):
     opener = Opener([ConnectionError("no")] * 1000)
     run = opening(opener)
     run.log_metrics({"a": 1.0, "b": 1.0}, 1)
@@ -138,7 +138,7 @@ def test_a_run_that_is_opened_for_too_long_is_not_waited_for():
     opener.may_open.clear()
     run = opening(opener)
     run.closing_s = 0.1
-    run.close()  # would never come back if it waited for the run
+    run.close()  # would never return if it waited for the run
     opener.may_open.set()
     assert opener.client.ended == []
 
@@ -153,7 +153,7 @@ def test_a_library_that_is_missing_comes_out():
         run.close()
 
 
-def test_whoever_closes_second_waits_for_the_first():
+def test_a_second_close_waits_for_the_first():
     run = opening(Opener())
     ended = threading.Event()
     run.open()
@@ -174,13 +174,13 @@ def test_whoever_closes_second_waits_for_the_first():
 
 @pytest.fixture
 def refusing_port():
-    """A port that is taken, but where nobody listens."""
+    """A port that is taken, but on which no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]
 
 
-def test_a_server_that_is_not_there_is_known_without_retries(refusing_port):
+def test_a_missing_server_is_found_without_retries(refusing_port):
     from mlflow.exceptions import MlflowException
 
     with pytest.raises(MlflowException) as caught:

@@ -34,13 +34,15 @@ def uri(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(uri):
-    from mlflow.tracking import MlflowClient  # takes seconds, which collection should not pay
+    from mlflow.tracking import (
+        MlflowClient,
+    )  # takes seconds, which would delay the collection of tests
 
     return MlflowClient(uri)
 
 
 class FakeClient:
-    """Keeps what is sent, and can fail."""
+    """Keeps all batches, and can fail."""
 
     def __init__(self, fail_at=(), gate=None, fail_with=OSError):
         self.batches, self.ended = [], []
@@ -67,7 +69,7 @@ def test_steps_of_a_second_go_in_one_call_and_a_hanging_one_holds_nobody_up():
     gate = threading.Event()
     run = opened(FakeClient(gate=gate))
     for step in range(80):
-        run.log_metrics({"a": 1.0}, step)  # a call that waits for the gate would never come back
+        run.log_metrics({"a": 1.0}, step)  # a call that waits for the gate would never return
     gate.set()
     run.close()
     assert [step for batch in run.client.batches for _, _, step in batch] == list(range(80))
@@ -170,7 +172,7 @@ def test_a_real_run_keeps_all_values_of_all_steps(uri, client):
     assert all(math.isnan(m.value) for m in client.get_metric_history(run.run_id, "nan"))
 
 
-def test_a_run_can_be_continued_and_stays_the_one_that_is_written(uri, client):
+def test_a_continued_run_is_written_even_if_another_is_active(uri, client):
     first = open_mlflow("runs", "first", tracking_uri=uri)
     first.log_metrics({"a": 1.0}, 1)
     first.release()

@@ -1,4 +1,4 @@
-"""A real tracking server on this machine, which dies in the middle of a run and comes back."""
+"""A real tracking server on this machine, which dies during a run and is started a second time."""
 
 import logging
 import math
@@ -94,7 +94,7 @@ def test_a_server_that_dies_and_comes_back_costs_one_warning_and_no_value(
     assert {m.step: m.value for m in history} == {s: s / 4 for s in range(1, 61)}
     assert all(math.isnan(m.value) for m in run.client.get_metric_history(run.run_id, "odd_at_1"))
     far = {m.value for m in run.client.get_metric_history(run.run_id, "far")}
-    assert far == {-1.7976931348623157e308}  # as MLflow keeps an infinity
+    assert far == {-1.7976931348623157e308}  # the number that MLflow stores for an infinity
     kept = run.client.get_run(run.run_id)
     assert kept.info.status == "FINISHED"
 

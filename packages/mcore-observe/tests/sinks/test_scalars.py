@@ -61,7 +61,7 @@ def test_one_transfer_for_all_tensors(monkeypatch):
     assert len(transfers) == 1
 
 
-def test_what_is_no_number_is_named():
+def test_an_error_names_the_value_that_is_no_number():
     with pytest.raises(TypeError, match="'lr' is '1e-4' \\(str\\)"):
         read_scalars({"lr": "1e-4"})
 
@@ -77,7 +77,7 @@ def test_what_is_no_number_is_named():
         "1.0",
     ],
 )
-def test_what_no_host_can_read_as_one_number_is_left_out(value):
+def test_unreadable_values_are_dropped(value):
     assert one_number("x", value) is None
     assert plain_numbers({"x": value, "y": 1.0}) == {"y": 1.0}
 

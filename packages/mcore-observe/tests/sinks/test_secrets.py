@@ -72,7 +72,7 @@ def test_a_long_word_takes_no_longer_than_its_length():
     assert time.thread_time() - began < 10
 
 
-def test_what_the_caller_and_the_environment_know(monkeypatch):
+def test_secrets_of_the_caller_and_the_environment(monkeypatch):
     monkeypatch.setenv("SOME_API_KEY", " keyfromenvironment ")
     monkeypatch.setenv("SOME_TOKEN", "short")
     text = "bad key keyfromenvironment or known, in short"
@@ -119,7 +119,7 @@ def test_a_configuration_becomes_flat_texts_without_secrets():
     assert "secret" not in str(params)
 
 
-def test_what_is_a_secret():
+def test_masked_settings():
     params = config_params(
         {
             "WANDB_API_KEY": "x",

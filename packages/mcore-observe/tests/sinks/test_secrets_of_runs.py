@@ -99,7 +99,7 @@ def run_with_secrets(tracker, folder):
 
 
 def all_bytes(folder):
-    """What all files below a folder hold, those in archives too."""
+    """Return the content of all files below a folder, including files in archives."""
     found = b""
     for path in sorted(folder.rglob("*")):
         if path.suffix == ".zip":
@@ -136,7 +136,7 @@ def test_no_secret_reaches_files_output_or_messages(tracker, tmp_path, offline):
 
 @pytest.fixture
 def refusing_port():
-    """A port that is taken, but where nobody listens."""
+    """A port that is taken, but on which no server listens."""
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         yield taken.getsockname()[1]

@@ -1,4 +1,4 @@
-"""Event files: what a resumed run keeps of them."""
+"""The events that a resumed run keeps."""
 
 import socket
 
@@ -19,7 +19,7 @@ def points(folder, tag):
 
 @pytest.fixture
 def folder(tmp_path):
-    """Two starts: one up to step 5 with batches of 100, one that went on from 3 with 150."""
+    """Two starts: one up to step 5 with batches of 100, one that continues from 3 with 150."""
     from torch.utils.tensorboard import SummaryWriter
 
     for first, samples in ((1, 0), (4, 300)):
@@ -30,7 +30,7 @@ def folder(tmp_path):
             writer.add_scalar("loss vs samples", step, samples)
             writer.add_scalar("only vs samples", step, samples)
         writer.close()
-        # By their own names those of one second are in the order of their writers' numbers as text.
+        # Files of the same second are sorted by the numbers of their writers as text.
         (path,) = tmp_path.glob(f"*{socket.gethostname()}*")
         path.rename(tmp_path / f"events.out.tfevents.{first}")
     return tmp_path
@@ -38,7 +38,7 @@ def folder(tmp_path):
 
 def test_each_axis_is_kept_up_to_the_checkpoint(folder):
     last = max(folder.iterdir())
-    last.write_bytes(last.read_bytes()[:-5])  # a killed process leaves the last record cut off
+    last.write_bytes(last.read_bytes()[:-5])  # a killed process leaves an incomplete last record
     forget_later_events(folder, 4)
     assert points(folder, "loss") == [(1, 1), (2, 2), (3, 3), (4, 4), (4, 4)]
     samples = points(folder, "loss vs samples")

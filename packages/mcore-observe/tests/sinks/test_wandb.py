@@ -50,7 +50,7 @@ def train(folder):
 
 
 def start_again_and_again(folder, wandb_records):
-    """Go two steps beyond each checkpoint; how many files are whole after each start."""
+    """Train two steps past each checkpoint; return the number of whole files after each start."""
     import wandb
 
     os.chdir(folder)
@@ -62,7 +62,7 @@ def start_again_and_again(folder, wandb_records):
         resumed = {"resume_step": first} if first else {}
         config = ConfigContainer(logger=LoggerConfig(**logger, **resumed))
         for path in folder.glob("wandb/offline-run-*"):
-            path.rename(f"{path}-{first}")  # as W&B names a second one of a second
+            path.rename(f"{path}-{first}")  # the name that W&B gives a second run within a second
         with GlobalState(config, train_state=TrainState()) as state:
             for step in range(first + 1, first + 7):
                 state.train_state.step = step

@@ -269,7 +269,7 @@ def changed_sections():
     detector = configured(sections=["a"])
     detector.report(1e12, 1)
     if detector.my_rank == 1:
-        detector._reporter._sections_hash += 1
+        detector._reporter.exchange.sections_hash += 1
     with pytest.raises(RuntimeError, match=r"ranks \[1\] differ"):
         detector.report(1e12, 1)
     return True
@@ -366,15 +366,15 @@ def both_ways_to_gather():
     detector = configured(sections=["a"])
     heard = []
     for has_gloo in (True, False):
-        assert detector._reporter._exchange._has_gloo
-        detector._reporter._exchange._has_gloo = has_gloo
+        assert detector._reporter.exchange._has_gloo
+        detector._reporter.exchange._has_gloo = has_gloo
         spend(detector, 10 + detector.my_rank)
         spend(detector, 2, detector.section("a"))
         detector.report(1e12, 10)
         report = detector.last_report.to_dict()
         report.pop("unix_time")
         heard.append(report)
-        detector._reporter._exchange._has_gloo = True
+        detector._reporter.exchange._has_gloo = True
     return heard
 
 

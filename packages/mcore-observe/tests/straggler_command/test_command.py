@@ -28,10 +28,10 @@ import torch
 from mcore.observe import Outlier, SectionStats, StragglerReport
 from mcore.observe.straggler.server.controller import StragglerController
 from mcore.observe.straggler.server.routes import ControllerState
-from mcore.observe.straggler_command.client import Address, AnswerError, Client, token_of
+from mcore.observe.straggler_command.client import Address, AnswerError, Client, read_token
 from mcore.observe.straggler_command.command import main
-from mcore.observe.straggler_command.screen import Watcher, text_of
-from mcore.observe.straggler_command.snapshot import NUM_KEPT, View, look
+from mcore.observe.straggler_command.screen import Poller, text_of
+from mcore.observe.straggler_command.snapshot import NUM_KEPT, JobSnapshot, refresh
 from mcore.observe.straggler_command.table import lines, verdict
 from rank_testing import free_port
 
@@ -73,10 +73,10 @@ def run(*words):
     return main([*words, *PATIENTLY])
 
 
-def watcher_of(job):
-    watcher = Watcher([client_of(job.address)], "elapsed_ms", 1.0)
-    watcher.look_once()
-    return watcher
+def poller_of(job):
+    poller = Poller([client_of(job.address)], "elapsed_ms", 1.0)
+    poller.poll_once()
+    return poller
 
 
 def publish(state, report):
@@ -161,7 +161,7 @@ def test_a_table_has_the_slow_first_then_the_slowest(start, capsys):
     assert re.fullmatch(rf"{job.address}  on  4 ranks  report 1, \d+ d ago", head)
     slow = "SLOW: rank 7 on node-with-a-name-that-is-long, cuda:7 (forward 0.33 x"
     assert verdict.startswith(slow)
-    assert " ".join(titles.split()) == "rank host step ms x median device slow in of late"
+    assert " ".join(titles.split()) == "rank host step ms x median device slow in recent"
     assert [row.split()[0] for row in rows] == ["7", "4095", "4094"]
     assert rows[0].split() == [
         "7",
@@ -187,7 +187,7 @@ def test_a_verdict_names_each_slow_rank_once_with_all_that_it_is_slow_in(start):
     report = report_of((40.0, 10.0, 11.0, 50.0, 10.0, 60.0, 70.0, 10.0), slow=[3, 0, 5, 6])
     both = [one for one in report.stragglers for one in (one, replace(one, metric="elapsed_ms"))]
     job = start(replace(report, stragglers=tuple(both)))
-    assert verdict(watcher_of(job).views[0]) == (
+    assert verdict(poller_of(job).jobs[0]) == (
         "SLOW: rank 3 on node3 (forward 4.55 x the median, elapsed_ms 4.55 x the median), "
         "rank 0 on node0 (forward 3.64 x the median, elapsed_ms 3.64 x the median), "
         "rank 5 on node5 (forward 5.45 x the median, elapsed_ms 5.45 x the median) and 1 more"
@@ -196,27 +196,27 @@ def test_a_verdict_names_each_slow_rank_once_with_all_that_it_is_slow_in(start):
 
 def test_low_clocks_and_throughputs_are_the_bad_ones(start):
     job = start(report_of((1.0, 1.0), sensors={"clock_mhz": (1980.0, 900.0)}))
-    view = look(client_of(job.address), View("", "clock_mhz"))
-    assert [row.rank for row in view.rows(5)] == [1, 0]
+    snapshot = refresh(client_of(job.address), JobSnapshot("", "clock_mhz"))
+    assert [row.rank for row in snapshot.rows(5)] == [1, 0]
 
 
 def test_history_is_of_the_reports_seen_and_starts_again_with_the_job(start):
     job = start(report_of((10.0, 11.0)), port=free_port())
     client = client_of(job.address)
-    view = look(client, View("", "elapsed_ms"))
+    snapshot = refresh(client, JobSnapshot("", "elapsed_ms"))
     for at in range(1, NUM_KEPT + 5):
         publish(job.state, report_of((10.0, 11.0 + at), unix_time=1000.0 + at))
-        view = look(client, look(client, view))  # asked twice, counted once
-    late = view.rows(1)[0].late
-    assert late == tuple(11.0 + at for at in range(5, NUM_KEPT + 5))
+        snapshot = refresh(client, refresh(client, snapshot))  # two requests, one report
+    recent = snapshot.rows(1)[0].recent
+    assert recent == tuple(11.0 + at for at in range(5, NUM_KEPT + 5))
     job.close()
-    gone = look(client, view)
+    gone = refresh(client, snapshot)
     assert "refused" in gone.error
-    assert (gone.rows(1), gone.slow) == (view.rows(1), ())
+    assert (gone.rows(1), gone.slow) == (snapshot.rows(1), ())
     again = start(report_of((20.0, 30.0), unix_time=2000.0), port=job.port)
-    assert look(client, gone).rows(1)[0].late == (30.0,)
+    assert refresh(client, gone).rows(1)[0].recent == (30.0,)
     publish(again.state, report_of((20.0, 30.0, 40.0), unix_time=2001.0))  # other ranks
-    assert look(client, look(client, gone)).rows(1)[0].late == (40.0,)
+    assert refresh(client, refresh(client, gone)).rows(1)[0].recent == (40.0,)
 
 
 def test_switching_and_asking_need_the_token_and_take_it_from_a_file_or_the_environment(
@@ -284,10 +284,10 @@ def test_addresses_and_tokens(monkeypatch):
     for text, shown in (("n1:80", "n1:80"), ("[::1]:9", "[::1]:9"), ("http://n1:80/", "n1:80")):
         assert str(Address.parse(text)) == shown
     monkeypatch.setenv("MCORE_STRAGGLER_TOKEN", "")
-    assert token_of(None) is None
+    assert read_token(None) is None
     monkeypatch.setenv("MCORE_STRAGGLER_TOKEN", "a\r\nX: y")
     with pytest.raises(ValueError, match="MCORE_STRAGGLER_TOKEN must be printable"):
-        token_of(None)
+        read_token(None)
 
 
 class Stranger(http.server.BaseHTTPRequestHandler):
@@ -329,35 +329,35 @@ def test_other_servers_are_errors_that_say_what_came(stranger, capsys):
 
     def error_of(body, headers=None, status=200, timeout_s=120.0):
         stranger.says = body, headers or {}, status
-        return look(client_of(address, timeout_s), View(address, "elapsed_ms")).error
+        return refresh(client_of(address, timeout_s), JobSnapshot(address, "elapsed_ms")).error
 
-    assert "no straggler controller: it answers '<html> [31mhi'" in error_of(b"<html>\x1b[31mhi")
-    assert "no straggler controller" in error_of(b"[1, 2]")
-    assert "no straggler controller" in error_of(b"[" * 100_000)
-    assert "no straggler controller" in error_of(b'{"reports": 1}')
+    assert "not a straggler controller: it answers '<html> [31mhi'" in error_of(b"<html>\x1b[31mhi")
+    assert "not a straggler controller" in error_of(b"[1, 2]")
+    assert "not a straggler controller" in error_of(b"[" * 100_000)
+    assert "not a straggler controller" in error_of(b'{"reports": 1}')
     status = b'{"reports": 1, "world_size": 2, "metrics": {}}'
-    assert "no report of a straggler controller (KeyError: 'ranks')" in error_of(status)
+    assert "not a report of a straggler controller (KeyError: 'ranks')" in error_of(status)
     assert "its gzip is damaged" in error_of(b"no gzip", {"Content-Encoding": "gzip"})
     assert "Incomplete" in error_of(b"{}", {"Content-Length": "9"})
-    assert error_of(b"", status=302, headers={"Location": "http://x/"}) == "it answers 302: nothing"
+    assert error_of(b"", status=302, headers={"Location": "http://x/"}) == "it answers 302: no text"
     assert error_of(None, timeout_s=1.0) == "no answer within 1 s"  # a byte now and then
     with socket.create_server(("127.0.0.1", 0)) as silent:
         words = ["watch", "--once", "--timeout", "0.3"]
         assert main([*words, f"127.0.0.1:{silent.getsockname()[1]}"]) == 1
     assert "NO ANSWER: no answer within 0.3 s" in capsys.readouterr().out
-    with pytest.raises(AnswerError, match="no machine of this name"):
-        Client(Address("no.such.invalid", 80), token=None, timeout_s=30).ask("GET", "/")
+    with pytest.raises(AnswerError, match="unknown host name"):
+        Client(Address("no.such.invalid", 80), token=None, timeout_s=30).request("GET", "/")
 
 
 def test_a_report_of_many_members_of_gzip_and_an_endless_one(stranger, monkeypatch):
     client = client_of(f"127.0.0.1:{stranger.server_address[1]}")
     packed = gzip.compress(b'{"a"') + gzip.compress(b": 1}")
     stranger.says = packed, {"Content-Encoding": "gzip"}, 200
-    assert client.ask("GET", "/").json() == {"a": 1}
+    assert client.request("GET", "/").json() == {"a": 1}
     monkeypatch.setattr("mcore.observe.straggler_command.client._MOST_BYTES", 100_000)
     stranger.says = gzip.compress(bytes(10_000_000)), {"Content-Encoding": "gzip"}, 200
     with pytest.raises(AnswerError, match="over 100000 bytes"):
-        client.ask("GET", "/")
+        client.request("GET", "/")
 
 
 def test_texts_of_a_report_cannot_drive_the_terminal(start, capsys):
@@ -373,22 +373,22 @@ def test_texts_of_a_report_cannot_drive_the_terminal(start, capsys):
 def test_no_line_is_wider_than_the_terminal(start, width):
     times = tuple(10.0 + at for at in range(40))
     job = start(report_of(times, slow=[3], sensors={"temp_c": (61.0,) * 40}))
-    watcher = Watcher([client_of(job.address)], "elapsed_ms", 1)
-    watcher.look_once()
-    shown = list(lines(watcher.views[0], 5, width))
+    poller = Poller([client_of(job.address)], "elapsed_ms", 1)
+    poller.poll_once()
+    shown = list(lines(poller.jobs[0], 5, width))
     assert max(map(len, shown)) <= width
     assert len(shown) >= 7
     assert shown[3].split()[0][:1] == "3"
-    assert ("of late" in shown[2]) == (width >= 80)
+    assert ("recent" in shown[2]) == (width >= 80)
 
 
 def test_ascii_for_terminals_without_bars(start):
     job = start(report_of((10.0, 20.0)))
     publish(job.state, report_of((12.0, 30.0), unix_time=1001.0))
     out = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
-    watcher = Watcher([client_of(job.address)], "elapsed_ms", 1)
-    watcher.look_once()
-    assert text_of(watcher.views, 1, out).isascii()
+    poller = Poller([client_of(job.address)], "elapsed_ms", 1)
+    poller.poll_once()
+    assert text_of(poller.jobs, 1, out).isascii()
 
 
 def on_a_terminal(words, *, env=None, size=(30, 100), until, then=()):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import InitVar, dataclass, field
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -13,8 +14,6 @@ from mcore.modules.errors import ConfigFieldError
 from mcore.modules.init_methods import init_method_normal, scaled_init_method_normal
 
 __all__ = [
-    "GraphConfigLike",
-    "ModuleConfigLike",
     "TransformerConfig",
     "is_switched_on",
     "read_field",
@@ -81,7 +80,7 @@ class TransformerConfig:
         external_cuda_graph: Deprecated. Means ``cuda_graph_impl="transformer_engine"``.
 
     Warns:
-        UserWarning: Once per process and field, if one of the fields that no module of this
+        UserWarning: Once per process, field and value, if one of the fields that no module of this
             package reads has a value other than its default.
 
     Raises:
@@ -125,6 +124,9 @@ class TransformerConfig:
     def __post_init__(self, enable_cuda_graph: bool, external_cuda_graph: bool) -> None:
         self._accept_deprecated_graph_flags(enable_cuda_graph, external_cuda_graph)
         self.validate()
+        for name, default in _UNREAD.items():
+            if getattr(self, name) != default:
+                _warn_unread(f"{name}={getattr(self, name)!r}")
         if self.ffn_hidden_size is None:
             self.ffn_hidden_size = 4 * self.hidden_size
         if self.init_method is None:
@@ -252,32 +254,23 @@ def read_field(config: object, name: str, default: Any = MISSING) -> Any:
     return default
 
 
-@runtime_checkable
-class ModuleConfigLike(Protocol):
-    """The fields of a configuration that Float16Module reads, for type checkers.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> isinstance(SimpleNamespace(fp16=False, bf16=True), ModuleConfigLike)
-        True
-    """
-
-    fp16: bool
-    bf16: bool
+# Fields that only layers of Megatron-LM read, with their defaults.
+_UNREAD = {
+    "symmetric_ar_type": None,
+    "fine_grained_activation_offloading": False,
+    "perform_initialization": True,
+    "use_cpu_initialization": False,
+}
 
 
-@runtime_checkable
-class GraphConfigLike(Protocol):
-    """The fields of a configuration that GraphableMegatronModule reads, for type checkers.
-
-    Example:
-        >>> from types import SimpleNamespace
-        >>> isinstance(SimpleNamespace(hidden_size=8, cuda_graph_impl="none"), GraphConfigLike)
-        True
-    """
-
-    hidden_size: int
-    cuda_graph_impl: str
+@functools.cache  # once per process, whatever the warning filters are
+def _warn_unread(setting: str) -> None:
+    warnings.warn(
+        f"{setting} has no effect on layers of mcore.modules: the field is accepted for layers of "
+        "Megatron-LM",
+        UserWarning,
+        stacklevel=4,  # this function, __post_init__, the generated __init__, the caller
+    )
 
 
 _OPTIONAL_SIZES = ("ffn_hidden_size", "virtual_pipeline_model_parallel_size")

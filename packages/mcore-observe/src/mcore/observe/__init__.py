@@ -161,7 +161,6 @@ _NAMES = {
     "mcore.observe.nvtx": (
         "configure_nvtx_profiling nvtx_decorator nvtx_range nvtx_range_pop nvtx_range_push"
     ),
-    "mcore.observe.sinks.delivery.process_end": "status_of",
     "mcore.observe.rank_logging": (
         "log_on_each_pipeline_stage log_single_rank safe_get_rank safe_get_world_size"
     ),
@@ -170,18 +169,19 @@ _NAMES = {
         "MEMORY_KEYS MEMORY_KEYS_TABLE report_memory start_memory_history_recording"
     ),
     "mcore.observe.reports.progress": "report_runtime report_throughput",
+    "mcore.observe.runs.config": (
+        "ConfigContainer DatasetConfig LoggerConfig ProfilingConfig TrainingConfig"
+    ),
     "mcore.observe.runs.forward_step": (
         "maybe_inject_state needs_global_state_injection prepare_forward_step_func"
     ),
     "mcore.observe.runs.run_log": "RunLog",
     "mcore.observe.runs.state": "GlobalState TrainState",
-    "mcore.observe.runs.config": (
-        "ConfigContainer DatasetConfig LoggerConfig ProfilingConfig TrainingConfig"
-    ),
-    "mcore.observe.sinks.secrets": "config_params mask_secrets",
     "mcore.observe.sinks": (
         "CometSink JsonlSink MemorySink MetricSink MlflowSink TensorBoardSink WandbSink"
     ),
+    "mcore.observe.sinks.delivery.process_end": "status_of",
+    "mcore.observe.sinks.secrets": "config_params mask_secrets",
     "mcore.observe.straggler.detector": "StragglerDetector StragglerFoundError __straggler__",
     "mcore.observe.straggler.detector_settings": "StragglerSettings",
     "mcore.observe.straggler.outliers": "Outlier",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 BARS = "".join(map(chr, range(0x2581, 0x2589)))
-ASCII_BARS = "_.-~=+*#"  # for terminals that have no others
+ASCII_BARS = "_.-~=+*#"  # for terminals without Unicode
 _WIDTH = 32
 
 
@@ -17,12 +18,12 @@ def sparkline(
     ends: tuple[float, float] | None = None,
     bars: str = BARS,
 ) -> str:
-    """Draw values as bars of eight heights; what is not finite is a cross.
+    """Draw values as bars of eight heights. A value that is not finite is a cross.
 
     Args:
-        values: The values; where they are more than the width, neighbours are averaged.
-        width: The most characters.
-        ends: What the lowest and the highest bar stand for; None for the least and the largest.
+        values: The values. If there are more than ``width``, neighbours are averaged.
+        width: The maximum number of characters.
+        ends: The values of the lowest and the highest bar. None: smallest and largest value.
         bars: Eight characters, from low to high.
 
     Returns:
@@ -32,21 +33,18 @@ def sparkline(
         >>> sparkline([0.0, 1.0, 4.0, 7.0], bars=ASCII_BARS)
         '_.=#'
     """
-    means = [sum(part) / len(part) for part in _parts(values, width)]
+    count = min(width, len(values))
+    edges = [index * len(values) // max(count, 1) for index in range(count + 1)]
+    parts = [values[start:end] for start, end in itertools.pairwise(edges)]
+    means = [sum(part) / len(part) for part in parts]
     finite = [mean for mean in means if math.isfinite(mean)]
     low, high = ends or (min(finite, default=0.0), max(finite, default=0.0))
-    return "".join(_bar(mean, low, high, bars) for mean in means)
+    return "".join(_draw_bar(mean, low, high, bars) for mean in means)
 
 
-def _bar(value: float, low: float, high: float, bars: str) -> str:
+def _draw_bar(value: float, low: float, high: float, bars: str) -> str:
     if not math.isfinite(value):
         return "x"
-    # Halves, since the difference of two floats may be beyond all floats.
+    # Halves, because the difference of two floats may overflow.
     height = 0.5 if high <= low else (value / 2 - low / 2) / (high / 2 - low / 2)
     return bars[round(min(max(height, 0.0), 1.0) * 7)]
-
-
-def _parts(values: Sequence[float], count: int) -> Iterator[Sequence[float]]:
-    count = min(count, len(values))
-    for index in range(count):
-        yield values[index * len(values) // count : (index + 1) * len(values) // count]

@@ -9,7 +9,7 @@ preload("mcore.observe")
 
 def run(code):
     start = "import os, signal, sys, time\n"
-    start += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # which the tests' nohup ignores
+    start += "signal.signal(signal.SIGHUP, signal.SIG_DFL)\n"  # nohup ignores it
     done = run_script(start + code)
     return done.stdout.split("\n")[:-1], done.returncode, done.stderr
 

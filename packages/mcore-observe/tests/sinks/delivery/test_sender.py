@@ -28,7 +28,7 @@ def make(send, **options):
 
 
 class Server:
-    """Takes calls, fails or hangs as told."""
+    """Accepts calls. It can fail or hang."""
 
     def __init__(self):
         self.calls, self.is_down, self.attempts = [], False, 0
@@ -50,8 +50,8 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-def said_of_the_tracker(caplog):
-    """The records of these senders, not those of others that earlier tests have left behind."""
+def records_of_the_tracker(caplog):
+    """Return the records of these senders, without records of senders of earlier tests."""
     return [record for record in caplog.records if record.getMessage().startswith("tracker is ")]
 
 
@@ -91,7 +91,7 @@ def test_calls_are_full_but_not_too_full(sizes):
     assert got == [(step, f"m{i}") for step, size in enumerate(sizes) for i in range(size)]
 
 
-def test_what_comes_within_the_linger_time_goes_in_one_call():
+def test_values_within_the_linger_time_share_one_call():
     server = Server()
     sender = make(server.send, linger_s=60.0)
     for step in range(5):
@@ -128,7 +128,7 @@ def test_an_outage_is_reported_once_and_nothing_is_lost(caplog):
     sender.flush()
     assert steps(server.calls) == list(range(60))
     sender.close()
-    assert [(r.levelname, r.getMessage()) for r in said_of_the_tracker(caplog)] == [
+    assert [(r.levelname, r.getMessage()) for r in records_of_the_tracker(caplog)] == [
         (
             "WARNING",
             "tracker is unreachable, training continues: the last 100000 values are kept and sent "
@@ -146,7 +146,7 @@ def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     wait_for(lambda: server.attempts >= 1)
     for step in range(1, 30):
         sender.put(entry(step, 2))
-    assert 10 <= sender.num_kept <= 14  # in the queue, and in the call that is being made
+    assert 10 <= sender.num_kept <= 14  # in the queue, and in the present call
     server.is_down = False
     sender.close()
     kept = steps(server.calls)
@@ -154,14 +154,14 @@ def test_the_oldest_are_dropped_when_too_many_wait_and_they_are_counted(caplog):
     assert kept[-5:] == [25, 26, 27, 28, 29]
     lost = 1 + 29 * 2 - sum(len(e.metrics) for call in server.calls for e in call)
     assert (
-        said_of_the_tracker(caplog)[-1].getMessage()
+        records_of_the_tracker(caplog)[-1].getMessage()
         == f"tracker is reachable again, {lost} values were lost"
     )
     assert lost > 40
 
 
 class SlowlyCounted(dict):
-    """Metrics that a sender takes long to count, so that it can be met while it does."""
+    """Metrics that a sender counts slowly, to observe it while it counts."""
 
     def __len__(self):
         if threading.current_thread() is not threading.main_thread():
@@ -181,7 +181,7 @@ def test_a_value_counts_once_while_its_call_begins():
     assert seen == {1}
 
 
-def test_a_call_that_hangs_holds_nobody_up():
+def test_a_hanging_call_delays_nothing():
     server = Server()
     sender = make(server.send, max_values=10, linger_s=0.0, patience_s=0.2)
     server.gate.clear()
@@ -193,7 +193,7 @@ def test_a_call_that_hangs_holds_nobody_up():
     assert steps(server.calls)[-10:] == list(range(190, 200))
 
 
-def test_what_does_not_fit_into_memory_waits_on_the_disk_in_order(tmp_path):
+def test_values_that_do_not_fit_into_memory_wait_on_the_disk_in_order(tmp_path):
     server = Server()
     spool = Spool(tmp_path, "tracker", {})
     sender = make(server.send, max_values=8, max_per_call=4, linger_s=0.0, spool=spool)
@@ -226,14 +226,14 @@ def test_a_refusal_is_raised_once_and_its_metrics_are_dropped():
     assert steps(made) == [1, 2]
 
 
-def test_close_gives_up_after_its_time_and_reports_what_is_lost(caplog):
+def test_close_gives_up_after_its_time_and_reports_the_lost_values(caplog):
     server = Server()
     server.is_down = True
     sender = make(server.send)
     for step in range(3, 6):
         sender.put(entry(step, 2))
     sender.close(timeout_s=0.1)
-    last = said_of_the_tracker(caplog)[-1]
+    last = records_of_the_tracker(caplog)[-1]
     assert (last.levelname, last.getMessage()) == (
         "ERROR",
         "tracker is unreachable: 6 values of steps 3 to 5 have not arrived",
@@ -241,7 +241,7 @@ def test_close_gives_up_after_its_time_and_reports_what_is_lost(caplog):
     assert sender.num_kept == 0
 
 
-def test_close_leaves_a_call_that_hangs_behind():
+def test_close_does_not_wait_for_a_hanging_call():
     server = Server()
     sender = make(server.send, patience_s=0.1)
     server.gate.clear()

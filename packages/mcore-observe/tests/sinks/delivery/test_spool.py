@@ -1,4 +1,4 @@
-"""The file that keeps what trackers have not taken, when things go wrong."""
+"""The spool file when something goes wrong."""
 
 import json
 import threading
@@ -8,7 +8,7 @@ from mcore.observe.sinks.delivery.spool import Spool, StepMetrics, read_spool
 
 
 def ends(function):
-    """Whether a call returns within minutes."""
+    """Return whether a call returns within minutes."""
     thread = threading.Thread(target=function, daemon=True)
     thread.start()
     thread.join(120)
@@ -29,7 +29,7 @@ def test_an_entry_that_cannot_be_written_neither_hangs_the_end_nor_loses_the_oth
 
 
 def test_a_disk_that_hangs_while_the_file_is_given_up_or_removed(tmp_path, monkeypatch):
-    """What was written stays where the rest was given up, and nothing where all has arrived."""
+    """Written lines stay if the rest was given up. No file stays if everything has arrived."""
     write, began, gate = spools._write_all, threading.Event(), threading.Event()
 
     def hang(file, data):
@@ -52,7 +52,7 @@ def test_a_disk_that_hangs_while_the_file_is_given_up_or_removed(tmp_path, monke
             spool.remove()
         gate.set()
         assert ends(spool._thread.join)
-        spool.sync()  # as a sender does that notices only now
+        spool.sync()  # like a sender that notices it late
         assert spool.path.exists() == is_left
         if is_left:
             assert read_spool(spool.path).facts["tracker"] == "mlflow"

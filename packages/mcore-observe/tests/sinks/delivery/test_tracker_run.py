@@ -1,4 +1,4 @@
-"""Runs whose trackers are away while they train and when they end; what arrives in the end."""
+"""Trackers that are unreachable during a run and at its end: all values arrive later."""
 
 import json
 import os
@@ -51,12 +51,12 @@ for first, settings in starts:
         state.close()
 for name in ("mlflow_logger", "tensorboard_logger", "wandb_logger"):
     run = getattr(state, name)
-    if len(starts) == 1 and run is not None:  # what is logged is with the operating system
+    if len(starts) == 1 and run is not None:  # the operating system has all lines
         assert run._spool.sync(240)
 print("logged", flush=True)
 exec(ending)
 """
-# Each with the trackers that its ending is about: an import of one takes seconds.
+# Each ending with the trackers that it is about, since importing one takes seconds.
 TRACKERS = {
     "exit": ("wandb",),
     "term": ("mlflow", "tensorboard"),
@@ -99,7 +99,7 @@ def start(folder, starts, ending=""):
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, tracking_server, wait_for_helpers):
-    """Runs that ended in every way while the server was away, and the server, which is back."""
+    """Runs that ended in different ways without a server, and the server, which runs now."""
     root = tmp_path_factory.mktemp("away")
     server = tracking_server(root)
     uri = f"http://127.0.0.1:{server.port}"
@@ -188,7 +188,7 @@ def test_nothing_is_left_on_the_disk(runs, name):
 
 
 def test_the_end_waits_no_longer_than_it_may(runs):
-    # closing_s is 1; the rest is an import and the interpreter's end on a busy machine
+    # closing_s is 1, the rest is an import and the interpreter's end on a busy machine
     assert max(runs["took"].values()) < 100, runs["took"]  # a client that waits takes 250 s
     assert "python -m mcore.observe replay" in runs["errors"]["term"]
 
@@ -199,7 +199,7 @@ def test_a_second_replay_finds_nothing(runs, capsys):
 
 
 def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, records, tmp_path):
-    """The first start ends at step 30; the second continues from step 20 with other values."""
+    """The first start ends at step 30. The second continues from step 20 with other values."""
     settings = settings_of("resumed", tmp_path, runs["uri"]) | {"closing_s": 240}
     script = start(tmp_path, [(1, settings), (21, settings | {"resume_step": 20})])
     done = script.wait(600)
@@ -223,13 +223,13 @@ def test_a_resumed_run_continues_its_trackers_and_drops_later_points(runs, recor
 
 @pytest.mark.parametrize("answers", [False, True], ids=["refuses", "hangs"])
 def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog):
-    if "wandb" in sys.modules:  # which has read the variables of an earlier test
+    if "wandb" in sys.modules:  # it has read the variables of an earlier test
         sys.modules["wandb"].teardown()
     threads = set(threading.enumerate())
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         if answers:
-            server.listen(50)  # connections are made and nobody reads them
+            server.listen(50)  # connections are accepted and never read
         address = f"http://127.0.0.1:{server.getsockname()[1]}"
         monkeypatch.setenv("WANDB_MODE", "online")
         monkeypatch.setenv("WANDB_BASE_URL", address)
@@ -261,7 +261,7 @@ def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog
     assert missing == (200 * 5, 200 * 5)
     assert statistics.median(handed_s) < 100e-6
     sys.modules["wandb"].teardown()
-    assert took_s < 150  # where it waited, 250 s
+    assert took_s < 150  # it would take 250 s if it waited
     warnings = [r.getMessage() for r in caplog.records if r.name.startswith("mcore.observe")]
     warnings = [text for text in warnings if " is unreachable, training" in text]
     assert len(warnings) == len({text.split(" is unreachable")[0] for text in warnings}) <= 2, (
@@ -270,7 +270,7 @@ def test_a_step_never_waits_for_a_tracker(tmp_path, monkeypatch, answers, caplog
     assert len(set(threading.enumerate()) - threads) < 20
 
 
-def test_the_signals_are_left_to_whoever_has_them(tmp_path):
+def test_signals_keep_their_handlers(tmp_path):
     code = (
         "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)\n"
         "from mcore.observe import GlobalState, MemorySink\n"

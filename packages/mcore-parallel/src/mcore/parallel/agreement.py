@@ -1,7 +1,11 @@
-"""Agreement among the ranks of a group: equal arguments, and one rank's errors raised by all.
+"""Agreement among the ranks of a group: equal arguments, and one rank's error raised on all.
 
-The first message has 512 bytes whatever the arguments are, since gloo ends the process where the
-ranks' messages differ in size; only after a failure do texts of a fixed size follow.
+The first message always has 512 bytes: gloo ends the process if the ranks' messages differ in size.
+Texts, also of a fixed size, follow only after a failure.
+
+All-reduces with MAX compare numbers: every rank sends ``x`` and ``-x``, so the results are the
+largest ``x`` and minus the smallest. They are negatives of each other only if all ranks sent the
+same ``x``. One collective thus compares any number of values, and every rank sees the outcome.
 """
 
 from __future__ import annotations
@@ -23,7 +27,7 @@ if TYPE_CHECKING:
 
 _T = TypeVar("_T")
 _BLOCK = 64  # int64 in the first message
-_ERROR_BYTES = 2048
+_ERROR_BYTES = 2048  # longer texts are cut
 _REPORT_BYTES = 4096
 _FACT_BYTES = 512
 _KINDS: dict[str, type[Exception]] = {
@@ -34,9 +38,9 @@ _KINDS: dict[str, type[Exception]] = {
 def highest(
     numbers: Sequence[int | torch.Tensor], group: dist.ProcessGroup, facts: str = ""
 ) -> list[int]:
-    """Return the largest of all ranks' numbers, place by place, as :func:`max_or_raise` does.
+    """Return the elementwise maximum of all ranks' numbers, as :func:`max_or_raise` does.
 
-    No tensor is waited for before the all-reduce. A number sent with its negative can be compared.
+    No tensor is waited for before the all-reduce.
     """
     return max_or_raise(numbers, None, group, facts)
 
@@ -47,46 +51,46 @@ def max_or_raise(
     group: dist.ProcessGroup,
     facts: str = "",
 ) -> list[int]:
-    """Return the ranks' largest numbers; a rank's error is raised there, its kind and text on all.
+    """Return the ranks' largest numbers. An error of one rank is raised on all with kind and text.
 
-    One all-reduce (MAX of 64 int64), and one more of what does not fit. ``facts`` and how many
-    numbers there are must be equal on all ranks that have no error, else all raise ValueError.
+    One all-reduce (MAX of 64 int64), and one more for numbers that do not fit. ``facts`` and the
+    number of numbers must be equal on all ranks without an error, else all raise ValueError.
     """
     size, device = group.size(), comm_device(group)
-    place = 0 if error is None else size - group.rank()  # the first rank's is the largest
+    place = 0 if error is None else size - group.rank()  # largest for the first rank that failed
     digest = text_digest(f"{len(numbers)} {facts}") if error is None else 0
     block = [place, digest, -digest, *([] if error else numbers)][:_BLOCK]
     block += [0] * (_BLOCK - len(block))
-    first_failed, largest, minus_smallest, *maxima = _reduced(block, device, group)
+    first_failed, largest, minus_smallest, *maxima = _reduce_max(block, device, group)
     if first_failed:
         _raise_error(error, size - first_failed, group)
     if largest != -minus_smallest:
         _raise_difference(facts or f"{len(numbers)} numbers to compare", group)
     rest = numbers[len(maxima) :]
-    return maxima[: len(numbers)] + (_reduced(rest, device, group) if rest else [])
+    return maxima[: len(numbers)] + (_reduce_max(rest, device, group) if rest else [])
 
 
 def _raise_error(error: Exception | None, failed: int, group: dist.ProcessGroup) -> None:
     kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-    message = _encoded(f"{kind}\n{error}", _ERROR_BYTES, group)
+    message = _encode(f"{kind}\n{error}", _ERROR_BYTES, group)
     dist.broadcast(message, group=group, group_src=failed)
     if error is not None:
         raise error
-    [received] = _decoded(message, _ERROR_BYTES)
+    [received] = _decode(message, _ERROR_BYTES)
     kind, _, text = received.partition("\n")
     rank = dist.get_global_rank(group, failed)
     raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
 
 
 def _raise_difference(own: str, group: dist.ProcessGroup) -> None:
-    message = _encoded(own, _FACT_BYTES, group)
-    mine = _decoded(message, _FACT_BYTES)
+    message = _encode(own, _FACT_BYTES, group)
+    mine = _decode(message, _FACT_BYTES)
     dist.broadcast(message, group=group, group_src=0)
-    first = _decoded(message, _FACT_BYTES)
-    others = "others have something else" if mine == first else f"the first rank has {first[0]}"
+    first = _decode(message, _FACT_BYTES)
+    others = "Other ranks have other values" if mine == first else f"The first rank has {first[0]}"
     raise ValueError(
         f"the ranks of the process group disagree: this rank (global rank {dist.get_rank()}) has "
-        f"{mine[0]}; {others}. Call with the same arguments on every rank of the group"
+        f"{mine[0]}. {others}. Call with the same arguments on every rank of the group"
     )
 
 
@@ -96,8 +100,8 @@ def require_equal(
     group: dist.ProcessGroup,
     state: object = "",
 ) -> bool:
-    """Raise ValueError on all ranks where the text of an argument differs, or a rank's error on
-    all; return whether ``state`` is equal on all ranks too.
+    """Raise ValueError on all ranks if the text of an argument differs, or raise a rank's error on
+    all. Return whether ``state`` is equal on all ranks too.
     """
     digests = [text_digest(str(value)) for value in (state, *arguments.values())]
     numbers = [number for digest in digests for number in (digest, -digest)]
@@ -110,8 +114,8 @@ def require_equal(
     different = [f"{name} ({value} here)" for (name, value), same in pairs if not same]
     if different:
         raise ValueError(
-            f"the ranks were given different arguments: {', '.join(different)}; "
-            "call with the same ones on every rank"
+            f"the ranks were given different arguments: {', '.join(different)}. "
+            "Pass the same values on every rank"
         )
     return is_equal[0]
 
@@ -123,8 +127,8 @@ def checks_tensors() -> bool:
 
 
 def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
-    """Raise ValueError on all ranks whose tensors differ, with ``MCORE_DEBUG_COLLECTIVES=1`` only.
-    One all-reduce (MAX of 64 int64) then; the variable is read at the first call.
+    """With ``MCORE_DEBUG_COLLECTIVES=1``, raise ValueError on all ranks if their tensors differ.
+    One all-reduce (MAX of 64 int64). The variable is read at the first call.
     """
     if checks_tensors():
         facts = f"{operation} of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
@@ -134,8 +138,8 @@ def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup
 def checked(
     check: Callable[[], _T], describe: Callable[[_T], str], group: dist.ProcessGroup | None
 ) -> _T:
-    """Return what a check of arguments returns; with ``MCORE_DEBUG_COLLECTIVES=1`` its error is
-    raised on all ranks, and so is ValueError where the description of what it returns differs.
+    """Return the result of a check of arguments. With ``MCORE_DEBUG_COLLECTIVES=1`` its error is
+    raised on all ranks, and so is ValueError if the descriptions of the results differ.
     """
     if group is None or not checks_tensors():
         return check()
@@ -149,26 +153,19 @@ def checked(
     return cast("_T", result)
 
 
-def reports_of_failures(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
-    """Return on every rank the reports of all ranks that failed, by their rank in the group.
-
-    One all-reduce of one number; only after a failure an all-gather of 4096 bytes a rank.
-    """
-    [is_failed] = highest([report is not None], group)
-    return gathered_reports(report, group) if is_failed else {}
-
-
 def gathered_reports(report: str | None, group: dist.ProcessGroup) -> dict[int, str]:
-    """Return the reports of all ranks that have one; one all-gather of 4096 bytes a rank."""
+    """Return the reports of all ranks that have one, by rank in the group.
+    One all-gather of 4096 bytes a rank.
+    """
     text = "" if report is None else report or "unknown error"
-    own = _encoded(text, _REPORT_BYTES, group)
+    own = _encode(text, _REPORT_BYTES, group)
     every = own.new_empty(group.size() * _REPORT_BYTES)
     all_gather_single(every, own, group)
-    return {rank: found for rank, found in enumerate(_decoded(every, _REPORT_BYTES)) if found}
+    return {rank: found for rank, found in enumerate(_decode(every, _REPORT_BYTES)) if found}
 
 
 def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:
-    """Return the first place at which the ranks' digests are not all equal, else their number.
+    """Return the first index at which the ranks' digests differ, else the number of digests.
 
     One all-reduce (MAX of uint8, twice the digests, which all have one length).
     """
@@ -176,7 +173,7 @@ def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:
         return 0
     own = torch.frombuffer(bytearray(b"".join(digests)), dtype=torch.uint8)
     own = own.view(len(digests), -1)
-    both = torch.stack([own, 255 - own]).to(comm_device(group))
+    both = torch.stack([own, 255 - own]).to(comm_device(group))  # unsigned, so 255 - x for -x
     dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
     highest_bytes, inverse_of_lowest = both.cpu()
     differs = (highest_bytes != 255 - inverse_of_lowest).any(dim=1)
@@ -184,15 +181,15 @@ def first_difference(digests: Sequence[bytes], group: dist.ProcessGroup) -> int:
 
 
 def text_digest(text: str) -> int:
-    """Return a number of 63 bits that stands for a text, so that its negative is one of 64 bits."""
+    """Return a digest of a text in 63 bits, whose negative fits into an int64."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
 
 
-def _reduced(
+def _reduce_max(
     numbers: Sequence[int | torch.Tensor], device: torch.device, group: dist.ProcessGroup
 ) -> list[int]:
     """Return the maxima over a group, without waiting for a device before the all-reduce."""
-    to_accelerator = device.type != "cpu"  # the other way the copy must have arrived
+    to_accelerator = device.type != "cpu"  # a copy to the CPU must have arrived before it is sent
     plain = [0 if isinstance(number, torch.Tensor) else number for number in numbers]
     message = torch.tensor(plain, dtype=torch.int64, device="cpu").to(
         device, non_blocking=to_accelerator
@@ -204,12 +201,12 @@ def _reduced(
     return [int(number) for number in message.tolist()]
 
 
-def _encoded(text: str, num_bytes: int, group: dist.ProcessGroup) -> torch.Tensor:
+def _encode(text: str, num_bytes: int, group: dist.ProcessGroup) -> torch.Tensor:
     padded = bytearray(text.encode()[:num_bytes].ljust(num_bytes, b"\0"))
     return torch.frombuffer(padded, dtype=torch.uint8).to(comm_device(group))
 
 
-def _decoded(message: torch.Tensor, num_bytes: int) -> list[str]:
+def _decode(message: torch.Tensor, num_bytes: int) -> list[str]:
     raw = bytes(memory_of(message.cpu()))
     texts = [raw[start : start + num_bytes] for start in range(0, len(raw), num_bytes)]
     return [text.rstrip(b"\0").decode(errors="replace") for text in texts]

@@ -1,7 +1,8 @@
 """Slices of a batch for the ranks of a context-parallel group, balanced for causal attention.
 
-A sequence is cut into ``2 * cp`` equal chunks; rank r takes the chunks r and ``2 * cp - 1 - r``.
-A causal query at position p attends to p + 1 keys, so the two together cost the same on every rank.
+A sequence is cut into ``2 * cp`` equal chunks. Rank r gets the chunks r and ``2 * cp - 1 - r``.
+A causal query at position p attends to p + 1 keys, so both chunks together cost the same on every
+rank.
 """
 
 from __future__ import annotations
@@ -36,53 +37,56 @@ def get_batch_on_this_cp_rank(
     use_per_sequence_balancing: bool = False,
     seq_dims: Mapping[str, int | None] | None = None,
 ) -> dict[str, Any]:
-    """Return the part of a batch that this rank of the context-parallel group works on.
+    """Return the part of a batch for this rank of the context-parallel group.
 
-    No communication. Three ways to split, all by the two-chunk scheme of this module:
+    No communication. A batch is split in one of three modes, all by the two-chunk scheme of this
+    module:
 
-    - per sequence, when the batch has no ``cu_seqlens`` or with ``use_per_sequence_balancing``:
-      each tensor along its sequence dim, which has one length and, where ``seq_dims`` does not
-      name it, as many rows as in the others, or one;
-    - packed, when it has ``cu_seqlens``: inside every document, so that each stays balanced, for
-      the keys ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and those in ``seq_dims``;
-    - hybrid, when it has ``cu_seqlens`` and with ``is_hybrid_cp``: per sequence over a group chosen
-      for this batch, which the result holds as ``hybrid_cp_group``.
+    - Per sequence, if the batch has no ``cu_seqlens`` or with ``use_per_sequence_balancing``. Each
+      tensor is split along its sequence dim. All have the same length and, unless ``seq_dims``
+      names them, the same number of rows or one row.
+    - Packed, if the batch has ``cu_seqlens``. Every document is split, which keeps each balanced,
+      for the keys ``tokens``, ``labels``, ``loss_mask``, ``position_ids`` and those in
+      ``seq_dims``.
+    - Hybrid, if the batch has ``cu_seqlens`` and with ``is_hybrid_cp``. The batch is split per
+      sequence over a group chosen for this batch, stored in the result as ``hybrid_cp_group``.
 
-    Tensors that are split are checked before any is copied. ``None``, values of other keys that are
+    Tensors to split are checked before any is copied. ``None``, values of other keys that are
     not tensors, and the keys ``cu_seqlens``, ``cu_seqlens_padded``, ``max_seqlen``,
-    ``local_cp_size`` and ``hybrid_cp_group`` pass through; lengths in them stay those of the whole
+    ``local_cp_size`` and ``hybrid_cp_group`` pass through unchanged, with the lengths of the whole
     sequence.
 
     Args:
-        batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``; an ``attention_mask`` is
-            ``[b, 1, sq, sk]`` or ``[b, sq, sk]``, of which the query dim is split, or ``[b, s]``;
-            ``position_ids`` of several axes are ``[axes, b, s]``. Packed batches have
-            ``cu_seqlens`` ``[n]`` or ``[1, n]``, the borders of the documents;
-            ``cu_seqlens_padded`` is used instead where present. Hybrid batches have
-            ``local_cp_size``, an int or a tensor of one element. A ``cu_seqlens`` or
-            ``local_cp_size`` on an accelerator is read with one host sync.
-        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks; default ``cp`` of the
+        batch: Tensors by name, ``[b, s]`` or ``[b, s, ...]``. An ``attention_mask`` is ``[b, s]``,
+            ``[b, 1, sq, sk]`` or ``[b, sq, sk]``, with the query dim sq split. ``position_ids`` of
+            several axes are ``[axes, b, s]``. Packed batches have the borders of the documents in
+            ``cu_seqlens``, ``[n]`` or ``[1, n]``. ``cu_seqlens_padded`` is used instead if present.
+            Hybrid batches have ``local_cp_size``, an int or a tensor of one element. A
+            ``cu_seqlens`` or ``local_cp_size`` on an accelerator is read with one host sync.
+        cp_group: Context-parallel group or 1-D DeviceMesh of cp ranks. Default ``cp`` of the
             default ``ProcessGroups``, else one rank.
-        is_hybrid_cp: A batch with ``cu_seqlens`` says, by ``local_cp_size``, how many ranks share
-            it. One without is split over ``cp_group``, as in Megatron-LM.
+        is_hybrid_cp: The ``local_cp_size`` of a batch with ``cu_seqlens`` is the number of ranks
+            that share it. A batch without ``cu_seqlens`` is split over ``cp_group``, as in
+            Megatron-LM.
         hybrid_cp_group_func: Called as ``hybrid_cp_group_func(group_size=n)`` for the group of the
-            n ranks that share a hybrid batch; needed when n > 1.
+            n ranks that share a hybrid batch. Needed when n > 1.
         use_per_sequence_balancing: Split per sequence even if there is a ``cu_seqlens``.
-        seq_dims: Sequence dim by key where it is not dim 1 (with three or more dims the last but
-            one of an ``attention_mask``, the last of ``position_ids``); ``None`` lets the key pass
-            through. A key that usually passes through is split if it is named here.
+        seq_dims: Sequence dim by key. The default is dim 1, but with three or more dims the last
+            but one of an ``attention_mask`` and the last of ``position_ids``. ``None`` lets the key
+            pass through. A key that usually passes through is split if it is named here.
 
     Returns:
         A new dict with the same keys. Split tensors are new, contiguous, ``1 / cp`` as long in the
-        sequence dim and differentiable. With one rank, with a ``local_cp_size`` of 1, and where
+        sequence dim and differentiable. With one rank, with a ``local_cp_size`` of 1, and if
         torch.distributed is not initialised: a shallow copy.
 
     Raises:
-        TypeError: ``cp_group`` is a bool, a tensor to split is a DTensor, or a value of those four
-            keys or in ``seq_dims`` is neither a tensor nor None.
+        TypeError: ``cp_group`` is a bool, a tensor to split is a DTensor, or a value of the four
+            packed keys or in ``seq_dims`` is neither a tensor nor None.
         ValueError: A length is not divisible by ``2 * cp``, lengths or rows differ, a tensor lacks
             its sequence dim, ``cu_seqlens`` does not describe the sequence, a packed batch has an
-            attention mask, a hybrid one lacks what it needs, or this rank is not in the group.
+            attention mask, a hybrid batch lacks ``local_cp_size`` or its group, or this rank is not
+            in the group.
 
     Example:
         >>> batch = {"tokens": torch.arange(8)[None], "labels": None}
@@ -116,24 +120,24 @@ def cp_zigzag_index(
     cu_seqlens: Tensor | Sequence[int] | None = None,
     device: torch.device | str | None = None,
 ) -> Tensor:
-    """Return the positions of a sequence that one context-parallel rank works on, in its order.
+    """Return the positions of a sequence that one context-parallel rank has, in its order.
 
     Args:
         seq_len: Length of the whole sequence.
         cp_size: Number of context-parallel ranks, cp.
         cp_rank: The rank, 0 to cp - 1.
         cu_seqlens: Borders of the documents packed into the sequence, ``[n]`` or ``[1, n]``, from 0
-            to ``seq_len``; each document is then balanced on its own. On an accelerator it is read
+            to ``seq_len``. Each document is then balanced separately. On an accelerator it is read
             with one host sync.
-        device: Where the result goes; default the CPU.
+        device: Device of the result. Default the CPU.
 
     Returns:
         int64 tensor ``[seq_len / cp]``.
 
     Raises:
         ValueError: ``cp_rank`` is not below ``cp_size``, the sequence or a document is not
-            divisible by ``2 * cp``, or ``cu_seqlens`` does not describe the sequence. One rank
-            takes any length.
+            divisible by ``2 * cp``, or ``cu_seqlens`` does not describe the sequence. With one rank
+            any length is valid.
 
     Example:
         >>> cp_zigzag_index(16, 2, 0).tolist()
@@ -166,26 +170,26 @@ def cp_unzigzag(
 ) -> Tensor:
     """Put the shards of all context-parallel ranks back into the order of the sequence.
 
-    The inverse of each split of :func:`get_batch_on_this_cp_rank`; no communication.
+    The inverse of each split of :func:`get_batch_on_this_cp_rank`. No communication.
     Differentiable, e.g. after gathering keys along dim 0: ``cp_unzigzag(gathered.chunk(cp), 0)``.
 
     Args:
-        shards: One tensor for each rank, in rank order, of equal shape; of a hybrid batch those of
-            the ranks of its ``hybrid_cp_group``.
+        shards: One tensor of equal shape for each rank, in rank order. For a hybrid batch, one for
+            each rank of its ``hybrid_cp_group``.
         dim: The sequence dim of the shards.
-        cu_seqlens: Borders of the documents by which a packed batch was split, so its
-            ``cu_seqlens_padded`` where it has one; ``[n]`` or ``[1, n]``, read as in
-            :func:`cp_zigzag_index`. Whole sequences and hybrid batches have none here.
-        local_cp_size: That of a hybrid batch, to check the number of shards.
+        cu_seqlens: For a packed batch, the borders by which its documents were split, so its
+            ``cu_seqlens_padded`` if it has one. ``[n]`` or ``[1, n]``, read as in
+            :func:`cp_zigzag_index`. None for whole sequences and hybrid batches.
+        local_cp_size: The value of a hybrid batch, to check the number of shards.
 
     Returns:
-        A new tensor, cp times as long in ``dim``; a single shard is returned as it is.
+        A new tensor, cp times as long in ``dim``. A single shard is returned as it is.
 
     Raises:
-        ValueError: No shards, shards of different shapes, without ``dim``, of odd length or of
-            another number than ``local_cp_size``; ``cu_seqlens`` does not describe them; or it is
-            missing though the shards come straight from the split of a packed batch. Tensors that
-            were computed from such shards are not recognised.
+        ValueError: There are no shards, or they have different shapes, no ``dim``, an odd length or
+            another number than ``local_cp_size``. Or ``cu_seqlens`` does not describe the shards,
+            or it is missing though they are results of the split of a packed batch. Tensors
+            computed from such shards are not recognised.
 
     Example:
         >>> shards = [torch.tensor([0, 1, 6, 7]), torch.tensor([2, 3, 4, 5])]
@@ -196,11 +200,11 @@ def cp_unzigzag(
         tensor([0, 1, 2, 3, 4, 5, 6, 7])
     """
     if len(shards) == 0:
-        raise ValueError("got no shards, expected one for each context-parallel rank")
-    if local_cp_size is not None and len(shards) != _local_cp_size(local_cp_size):
+        raise ValueError("got no shards, expected one shard for each context-parallel rank")
+    if local_cp_size is not None and len(shards) != _read_local_cp_size(local_cp_size):
         raise ValueError(
             f"got {counted(len(shards), 'shard')} with a local_cp_size of "
-            f"{_local_cp_size(local_cp_size)}: pass those of the ranks of hybrid_cp_group"
+            f"{_read_local_cp_size(local_cp_size)}: pass the shards of the ranks of hybrid_cp_group"
         )
     shapes = [tuple(shard.shape) for shard in shards]
     if len(set(shapes)) > 1:
@@ -208,18 +212,18 @@ def cp_unzigzag(
     if not -len(shapes[0]) <= dim < len(shapes[0]):
         raise ValueError(f"shards of shape {shapes[0]} have no dim {dim}")
     if cu_seqlens is not None:
-        return _unzigzag_packed(shards, dim, read_borders(cu_seqlens))
+        return _join_packed(shards, dim, read_borders(cu_seqlens))
     if len(shards) == 1:
         return shards[0]
     if any(hasattr(shard, _PACKED_MARK) for shard in shards):
         raise ValueError(
-            "the shards are of packed documents, each of which was split on its own: pass their "
-            "cu_seqlens (cu_seqlens_padded where the batch has it)"
+            "the shards are of packed documents, which were split one by one: pass their "
+            "cu_seqlens (cu_seqlens_padded if the batch has it)"
         )
     length = shapes[0][dim]
     if length % 2:
         raise ValueError(
-            f"shards of shape {shapes[0]} have odd length {length} in dim {dim}; each must hold "
+            f"shards of shape {shapes[0]} have odd length {length} in dim {dim}: each must hold "
             "two chunks of equal length"
         )
     ascending = [shard.narrow(dim, 0, length // 2) for shard in shards]
@@ -227,7 +231,7 @@ def cp_unzigzag(
     return torch.cat(ascending + descending, dim)
 
 
-def _unzigzag_packed(shards: Sequence[Tensor], dim: int, borders: Tensor) -> Tensor:
+def _join_packed(shards: Sequence[Tensor], dim: int, borders: Tensor) -> Tensor:
     size = len(shards)
     check_length(borders, size * shards[0].shape[dim], counted(size, "shard"))
     if size == 1:
@@ -241,7 +245,7 @@ def _split_per_sequence(
     batch: dict[str, Any], size: int, rank: int, seq_dims: dict[str, int | None]
 ) -> dict[str, Any]:
     names = [name for name in batch if name not in METADATA_KEYS or name in seq_dims]
-    dims = _dims_to_split(batch, names, seq_dims)
+    dims = _find_dims_to_split(batch, names, seq_dims)
     if not dims:
         return dict(batch)
     num_chunks = 2 * size
@@ -252,8 +256,8 @@ def _split_per_sequence(
         tensor = batch[name]
         if numbers is None or tensor.device != device:
             device = tensor.device
-            numbers = _chunk_numbers(size, rank, device)
-        parts[name] = _two_chunks(tensor, dim, num_chunks, numbers)
+            numbers = _number_chunks(size, rank, device)
+        parts[name] = _take_two_chunks(tensor, dim, num_chunks, numbers)
     return parts
 
 
@@ -288,12 +292,12 @@ def _check_one_length(
         [(expected, first), (number, name)] = list(rows.items())[:2]
         raise ValueError(
             f"{name} of shape {tuple(batch[name].shape)} has {counted(number, 'row')}, {first} of "
-            f"shape {tuple(batch[first].shape)} {expected}, so that dim {dims[name]} may not be "
+            f"shape {tuple(batch[first].shape)} {expected}, so dim {dims[name]} may not be "
             f"the sequence: name it in seq_dims, or let the key pass with {{{name!r}: None}}"
         )
 
 
-def _two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> Tensor:
+def _take_two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> Tensor:
     if dim == 1 and tensor.dim() == 2:  # the usual case, a third faster this way
         rows, columns = tensor.shape
         length = columns // num_chunks
@@ -303,8 +307,8 @@ def _two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor) -> T
     return chunks.index_select(dim, numbers).flatten(dim, dim + 1)
 
 
-def _chunk_numbers(size: int, rank: int, device: torch.device) -> Tensor:
-    """Return the two chunks of a rank, made on the device, so that nothing is copied to it."""
+def _number_chunks(size: int, rank: int, device: torch.device) -> Tensor:
+    """Return the two chunk numbers of a rank, made on the device to avoid a copy to it."""
     last = 2 * size - 1 - rank
     return torch.arange(rank, last + 1, last - rank, device=device)
 
@@ -318,7 +322,7 @@ def _split_packed(
             f"got a {type(batch['attention_mask']).__name__}: set it to None"
         )
     names = [name for name in batch if name in PACKED_KEYS or name in seq_dims]
-    dims = _dims_to_split(batch, names, seq_dims)
+    dims = _find_dims_to_split(batch, names, seq_dims)
     if not dims:
         return dict(batch)
     padded = batch.get("cu_seqlens_padded")
@@ -340,7 +344,7 @@ def _split_hybrid(
     group_func: Callable[..., Any] | None,
     seq_dims: dict[str, int | None],
 ) -> dict[str, Any]:
-    size = _local_cp_size(batch.get("local_cp_size"))
+    size = _read_local_cp_size(batch.get("local_cp_size"))
     if size == 1:
         return dict(batch)
     if group_func is None:
@@ -359,7 +363,7 @@ def _split_hybrid(
     return {**part, "hybrid_cp_group": group}
 
 
-def _local_cp_size(value: Any) -> int:
+def _read_local_cp_size(value: Any) -> int:
     if isinstance(value, Tensor):
         value = value.item() if value.numel() == 1 else value.tolist()
     try:
@@ -369,15 +373,15 @@ def _local_cp_size(value: Any) -> int:
     if size < 1:
         raise ValueError(
             f"is_hybrid_cp needs batch['local_cp_size'], an int or a tensor of one int, at least "
-            f"1; got {value!r}"
+            f"1, got {value!r}"
         )
     return size
 
 
-def _dims_to_split(
+def _find_dims_to_split(
     batch: dict[str, Any], names: Sequence[str], seq_dims: dict[str, int | None]
 ) -> dict[str, int]:
-    """Return the sequence dim, counted from the front, of each tensor among the names."""
+    """Return the non-negative sequence dim of each tensor among the names."""
     dims = {}
     for name in names:
         tensor = batch[name]
@@ -388,7 +392,7 @@ def _dims_to_split(
         if dim is None:
             continue
         if is_dtensor(tensor):
-            raise TypeError(f"{name} is a DTensor, which is not split here: pass its local tensor")
+            raise TypeError(f"{name} is a DTensor, which cannot be split: pass its local tensor")
         if not -tensor.dim() <= dim < tensor.dim():
             raise ValueError(
                 f"{name} of shape {tuple(tensor.shape)} has no dim {dim} to split: name its "
@@ -433,11 +437,11 @@ def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:
     return borders
 
 
-def check_length(borders: Tensor, length: int, what: str) -> None:
+def check_length(borders: Tensor, length: int, name: str) -> None:
     """Raise ValueError unless the documents fill a sequence of this length."""
     end = int(borders[-1])
     if end != length:
-        raise ValueError(f"cu_seqlens ends at {end}, expected {length}, the length of {what}")
+        raise ValueError(f"cu_seqlens ends at {end}, expected {length}, the length of {name}")
 
 
 def check_divisible(borders: Tensor, cp_size: int) -> None:
@@ -447,13 +451,14 @@ def check_divisible(borders: Tensor, cp_size: int) -> None:
         start, end = borders[uneven[0] : uneven[0] + 2].tolist()
         raise ValueError(
             f"document {uneven[0]} [{start}, {end}) has length {end - start}, not divisible by "
-            f"{2 * cp_size} (2 * context-parallel size {cp_size}): pad it; {len(uneven)} of "
+            f"{2 * cp_size} (2 * context-parallel size {cp_size}): pad it. {len(uneven)} of "
             f"{counted(len(borders) - 1, 'document')} cannot be split"
         )
 
 
 def zigzag_positions(borders: Tensor, cp_size: int, cp_rank: int) -> Tensor:
     """Return the positions of one rank: the chunks r and ``2 * cp - 1 - r`` of every document."""
+    # Position = index in the result + shift, with one shift for each of a document's two chunks.
     starts, chunks = borders[:-1], borders.diff() // (2 * cp_size)
     firsts = starts + cp_rank * chunks
     seconds = starts + (2 * cp_size - 1 - cp_rank) * chunks

@@ -13,7 +13,7 @@ from mcore.tensor.device import available_accelerator
 
 
 class SizedGroup(Protocol):
-    """Anything with a size and a rank, such as a stand-in in a user's test."""
+    """Any object with a size and a rank, such as a stub in a user's test."""
 
     def size(self) -> int: ...
     def rank(self) -> int: ...
@@ -23,7 +23,7 @@ GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | SizedGroup"
 
 
 def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
-    """Return a group, or a 1-D mesh's, that this rank is in; None where no other rank is."""
+    """Return a group of this rank, also from a 1-D mesh, or None if there is no parallelism."""
     if group is None:
         return None
     reject_destroyed(group)
@@ -36,7 +36,7 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     reject_non_member(group)
     if not (callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))):
         raise TypeError(
-            f"got {type(group).__name__} as a process group; pass a ProcessGroup, a 1-D "
+            f"got {type(group).__name__} as a process group: pass a ProcessGroup, a 1-D "
             "DeviceMesh, None, or an object with size() and rank()"
         )
     return cast("dist.ProcessGroup", group)
@@ -45,43 +45,43 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
 def reject_destroyed(group: object) -> None:
     """Raise ValueError for a group or a mesh whose torch.distributed world no longer exists."""
     if is_destroyed(group):
-        what = "process group was"
+        subject = "process group was"
     elif isinstance(group, DeviceMesh) and has_destroyed_groups(group):
-        what = f"groups of {group} were"
+        subject = f"groups of {group} were"
     else:
         return
     raise ValueError(
-        f"the {what} destroyed, alone or with the torch.distributed world; make groups and "
-        "meshes again after init_process_group, such as with ProcessGroups.from_sizes(...)"
+        f"the {subject} destroyed, alone or with the torch.distributed world. Make new groups and "
+        "meshes after init_process_group, for example with ProcessGroups.from_sizes(...)"
     )
 
 
 def reject_non_member(group: object) -> None:
-    """Raise ValueError for the stand-in that torch gives to ranks outside a new group."""
+    """Raise ValueError for the placeholder that torch returns to ranks outside a new group."""
     if group is dist.GroupMember.NON_GROUP_MEMBER or isinstance(group, int):
         raise ValueError(
-            f"rank {dist.get_rank()} is not a member of the process group (got {group!r}, what "
-            "torch.distributed.new_group returns to ranks outside the group); call this on "
-            "members only, or pass None where there is no parallelism"
+            f"rank {dist.get_rank()} is not a member of the process group (got {group!r}, which "
+            "torch.distributed.new_group returns to ranks outside the group). Call this on "
+            "members only, or pass None if there is no parallelism"
         )
 
 
 def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
     if mesh.ndim != 1:
         raise TypeError(
-            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group; pass a 1-D "
-            'one, such as mesh["tp"]'
+            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group: pass a 1-D "
+            'mesh, such as mesh["tp"]'
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
             f"rank {dist.get_rank()} is not a member of the DeviceMesh over ranks "
-            f"{mesh.mesh.tolist()}; call this on its members only"
+            f"{mesh.mesh.tolist()}: call this on its members only"
         )
     return mesh.get_group()
 
 
 def get_pg_size(group: GroupLike | None = None) -> int:
-    """Return the number of ranks in a group, where None means no parallelism.
+    """Return the number of ranks in a group. None means no parallelism.
 
     No communication.
 
@@ -89,7 +89,7 @@ def get_pg_size(group: GroupLike | None = None) -> int:
         group: A process group, a 1-D DeviceMesh, or None. None is *not* the world group.
 
     Returns:
-        The size; 1 when torch.distributed is not initialised or ``group`` is None.
+        The size, or 1 when torch.distributed is not initialised or ``group`` is None.
 
     Raises:
         ValueError: This rank is not a member of the group.
@@ -104,12 +104,12 @@ def get_pg_size(group: GroupLike | None = None) -> int:
 
 
 def world_size() -> int:
-    """Return the number of ranks that can communicate: the world group's, 1 without it."""
+    """Return the size of the world group, 1 without torch.distributed."""
     return dist.get_world_size() if is_distributed() else 1
 
 
 def get_pg_rank(group: GroupLike | None = None) -> int:
-    """Return this process's rank inside a group, where None means no parallelism.
+    """Return this process's rank inside a group. None means no parallelism.
 
     No communication.
 
@@ -117,7 +117,7 @@ def get_pg_rank(group: GroupLike | None = None) -> int:
         group: A process group, a 1-D DeviceMesh, or None. None is *not* the world group.
 
     Returns:
-        The rank in the group; 0 when torch.distributed is not initialised or ``group`` is None.
+        The rank in the group, or 0 when torch.distributed is not initialised or ``group`` is None.
 
     Raises:
         ValueError: This rank is not a member of the group.
@@ -134,14 +134,14 @@ def get_pg_rank(group: GroupLike | None = None) -> int:
 def get_pg_src_rank(group: GroupLike | None = None) -> int:
     """Return the global rank of a group's first member, the usual source of a broadcast.
 
-    No communication. The order is the group's own: where torch takes
-    ``new_group(..., sort_ranks=False)``, the first rank listed, which need not be the lowest.
+    No communication. The first member is the first in the group's order. It need not have the
+    lowest rank if the group was made with ``new_group(..., sort_ranks=False)``.
 
     Args:
         group: A process group, a 1-D DeviceMesh, or None. None is *not* the world group.
 
     Returns:
-        The global rank; 0 when torch.distributed is not initialised or ``group`` is None.
+        The global rank, or 0 when torch.distributed is not initialised or ``group`` is None.
 
     Raises:
         ValueError: This rank is not a member of the group.
@@ -157,19 +157,19 @@ def get_pg_src_rank(group: GroupLike | None = None) -> int:
 
 
 def group_ranks(group: dist.ProcessGroup) -> list[int]:
-    """List the global ranks of a group in its own order; TypeError if torch does not know it."""
+    """List the global ranks of a group in the group's order. TypeError for an unknown group."""
     try:
         return dist.get_process_group_ranks(group)
     except (KeyError, TypeError) as error:
         raise TypeError(
-            f"torch.distributed knows no global ranks for {type(group).__name__}; pass a group "
+            f"torch.distributed has no global ranks for {type(group).__name__}: pass a group "
             "made by torch.distributed, or a 1-D DeviceMesh"
         ) from error
 
 
 def comm_device(group: GroupLike | None = None) -> torch.device:
-    """Return the device of small tensors for a collective over ``group``; None is the world.
-    The group's backends decide: the CPU where one supports it, which saves a wait for the device.
+    """Return the device of small tensors for a collective over ``group`` (None: the world).
+    The CPU if a backend of the group supports it, which saves a wait for the accelerator.
     """
     member = as_process_group(group)
     if not is_distributed():

@@ -1,4 +1,4 @@
-"""Dimension names of device meshes: listing them, looking them up and slicing by them."""
+"""Dimension names of device meshes: lists of them, and slices by them."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ def get_mesh_names(
 ) -> list[str]:
     """List the names of a mesh's dimensions and of the flattened dimensions that lie inside it.
 
-    No communication; neither a mesh nor a group is made.
+    No communication. No mesh or group is made.
 
     Args:
-        device_mesh: The mesh; None gives an empty list.
+        device_mesh: The mesh. None returns an empty list.
         only_submesh_dims: Leave the flattened dimensions out.
 
     Returns:
-        The dimensions in mesh order (none for a mesh without names), then the flattened ones in
-        the order of their creation. torch keeps flattened meshes with the root mesh; here one is
-        listed only if all its ranks belong to ``device_mesh``.
+        The dimensions in mesh order (none for a mesh without names), then the flattened dimensions
+        in the order of their creation. torch keeps flattened meshes with the root mesh. Only those
+        with all ranks in ``device_mesh`` are listed.
 
     Example:
         >>> import torch.distributed as dist
@@ -55,21 +55,21 @@ def contains_submesh(
 ) -> bool:
     """Return whether ``device_mesh[submesh_names]`` succeeds in this version of torch.
 
-    No communication; no group is made. Names that torch takes only in mesh order, or only at the
-    root mesh, are True only there: :func:`resolve_submesh` takes them anywhere.
+    No communication. No group is made. torch accepts some names only in mesh order, or only at the
+    root mesh. :func:`resolve_submesh` accepts them in any order and at any mesh.
 
     Args:
         device_mesh: The mesh, or None.
         submesh_names: One name or several, or None.
 
     Returns:
-        True if the slice can be made; False for None, without names and where a name is None.
+        True if the slice can be made. False for None, without names and if a name is None.
 
     Example:
         >>> contains_submesh(None, "tp")
         False
     """
-    names = _as_names(submesh_names)
+    names = _list_names(submesh_names)
     if device_mesh is None or not names or not all(isinstance(name, str) for name in names):
         return False
     try:
@@ -84,21 +84,21 @@ def contains_submesh(
 def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> DeviceMesh:
     """Slice a mesh by dimension names in any order, flattened ones included, without a warning.
 
-    No communication and no new group: the submesh has the groups that exist. Where torch's own
-    ``device_mesh[names]`` serves, the result is that; else the dimensions are joined one by one.
+    No communication and no new group: the submesh uses the existing groups. The result is
+    ``device_mesh[names]`` if torch accepts the names, else the dimensions joined one by one.
 
     Args:
-        device_mesh: Any mesh with dimension names, also one that was sliced or unflattened.
-        names: Dimensions of the mesh, or flattened ones that lie inside it (see
+        device_mesh: Any mesh with dimension names, also a sliced or unflattened mesh.
+        names: Dimensions of the mesh, or flattened dimensions inside it (see
             :func:`get_mesh_names`), all different and without overlap.
 
     Returns:
         The mesh of these dimensions in this order.
 
     Raises:
-        ValueError: No name, an unknown one, one that stands for two dimensions, dimensions that
-            overlap, a rank outside the mesh, a mesh of a destroyed world, or a torch that cannot
-            join these dimensions.
+        ValueError: There is no name, a name is unknown or stands for two dimensions, dimensions
+            overlap, this rank is outside the mesh, the mesh is of a destroyed world, or this torch
+            cannot join these dimensions.
 
     Example:
         >>> import torch.distributed as dist
@@ -109,29 +109,29 @@ def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> Devi
         ('dp', 'tp')
         >>> dist.destroy_process_group()
     """
-    wanted = _as_names(names)
+    wanted = _list_names(names)
     reject_destroyed(device_mesh)
     _check_names(device_mesh, wanted)
     if device_mesh.get_coordinate() is None:
-        raise ValueError(f"this rank is not in {device_mesh}; only its members can slice it")
+        raise ValueError(f"this rank is not in {device_mesh}: only its members can slice it")
     try:
         return _slice(device_mesh, wanted)
     except (KeyError, RuntimeError) as error:
         raise ValueError(f"cannot take the submesh {wanted} of {device_mesh}: {error}") from error
 
 
-def _as_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
+def _list_names(names: str | Sequence[str] | None) -> tuple[str, ...]:
     return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
     if not wanted:
-        raise ValueError(f"got no dimension names for a submesh of {mesh}; pass at least one")
+        raise ValueError(f"got no dimension names for a submesh of {mesh}: pass at least one")
     dims = list(mesh.mesh_dim_names or ())
     for name in wanted:
         if name not in dims and name not in (known := get_mesh_names(mesh)):
             raise ValueError(
-                f"{mesh} has no dimension {name!r}; it has: {', '.join(known) or 'no names'}"
+                f"{mesh} has no dimension {name!r}. It has: {', '.join(known) or 'no names'}"
             )
         if dims.count(name) > 1 or wanted.count(name) > 1:
             raise ValueError(f"the name {name!r} appears twice in {wanted} or in {mesh}")
@@ -144,11 +144,11 @@ def _slice(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
         except KeyError:
             if len(wanted) == 1:
                 raise  # not a matter of order
-    parts = [_one_dimension(mesh, name) for name in wanted]
+    parts = [_slice_dimension(mesh, name) for name in wanted]
     return parts[0] if len(parts) == 1 else join_meshes(parts)
 
 
-def _one_dimension(mesh: DeviceMesh, name: str) -> DeviceMesh:
+def _slice_dimension(mesh: DeviceMesh, name: str) -> DeviceMesh:
     if name in (mesh.mesh_dim_names or ()):
         return mesh[(name,)]
     return flattened_meshes(mesh)[name]
@@ -160,5 +160,5 @@ def _is_inside(flat: DeviceMesh, mesh: DeviceMesh) -> bool:
         return True
     try:
         return bool(torch.isin(flat.mesh, mesh.mesh).all())
-    except RuntimeError:  # this rank is in neither, so torch cannot say which ranks are meant
+    except RuntimeError:  # this rank is in neither, and torch then has no ranks for the mesh
         return False

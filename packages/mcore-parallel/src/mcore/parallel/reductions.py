@@ -1,7 +1,8 @@
-"""Maxima and agreements of a few numbers over model-parallel ranks, one small collective each.
+"""Maxima and conjunctions of a few numbers over model-parallel ranks, one small collective each.
 
-A double travels as its bits ``b`` if ``b >= 0``, else ``b ^ 0x7fffffffffffffff``: int64 in the same
-order, with NaN highest. A rank that cannot encode its value sends the failure, and all raise.
+A double is sent as its bits ``b`` if ``b >= 0``, else as ``b ^ 0x7fffffffffffffff``. These int64
+have the same order as the doubles, with NaN highest. If a rank cannot encode its value, it sends
+the failure and all ranks raise.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ def reduce_max_stat_across_model_parallel_group(
 ) -> float | None:
     """Return the largest value of a statistic over a group, such as the gradient norm.
 
-    One all-reduce (MAX of 64 int64) over ``mp_group``; every rank of it calls this and gets the
-    same result in full double precision. A tensor on the device of the group's collectives is not
-    waited for before them.
+    One all-reduce (MAX of 64 int64) over ``mp_group``. Every rank of the group calls this and gets
+    the same result in full double precision. A tensor on the device of the group's collectives is
+    not waited for before them.
 
     Args:
-        stat: A number, a tensor of one element, or None on ranks that have none.
-        mp_group: The group; None means ``mp`` of the default ProcessGroups.
+        stat: A number, a tensor of one element, or None on ranks without a value.
+        mp_group: The group. None means ``mp`` of the default ProcessGroups.
 
     Returns:
-        The maximum; ranks with None do not count, and None only when all have None. NaN when any
-        rank has NaN. Without torch.distributed, without a group and in a group of one rank:
-        ``stat`` as a float or None, without communication.
+        The maximum over the ranks that have a value, or None if no rank has one. NaN if any rank
+        has NaN. Without torch.distributed, without a group and in a group of one rank: ``stat`` as
+        a float or None, without communication.
 
     Raises:
         ValueError: This rank is not a member of the group.
@@ -53,8 +54,8 @@ def reduce_max_stat_across_model_parallel_group(
     """
     group = group_of_several(mp_group, "mp")
     if group is None:
-        return _own_stat(stat)
-    codes, error = _attempt(lambda: [_stat_code(stat)])
+        return _read_stat(stat)
+    codes, error = _try_encoding(lambda: [_encode_stat(stat)])
     return decode_double(max_or_raise(codes, error, group, "a statistic")[0])
 
 
@@ -63,12 +64,13 @@ def logical_and_across_model_parallel_group(
 ) -> bool:
     """Return whether a condition holds on every rank of a group.
 
-    One all-reduce (MAX of 64 int64) over ``mp_group``; every rank of it calls this and gets the
-    same answer. A tensor on the device of the group's collectives is not waited for before them.
+    One all-reduce (MAX of 64 int64) over ``mp_group``. Every rank of the group calls this and gets
+    the same answer. A tensor on the device of the group's collectives is not waited for before
+    them.
 
     Args:
-        input: Anything with a truth value, numpy scalars and tensors of one element included.
-        mp_group: The group; None means ``mp`` of the default ProcessGroups.
+        input: Any object with a truth value, including numpy scalars and tensors of one element.
+        mp_group: The group. None means ``mp`` of the default ProcessGroups.
 
     Returns:
         True when ``input`` is true on every rank. Without torch.distributed, without a group and
@@ -76,9 +78,9 @@ def logical_and_across_model_parallel_group(
 
     Raises:
         ValueError: This rank is not a member of the group.
-        TypeError: The ``input`` of a rank is a tensor of several elements, or of none; other
-            objects without a truth value raise what ``bool(input)`` raises (on all ranks of the
-            group).
+        TypeError: The ``input`` of a rank is a tensor of several elements, or of none (on all ranks
+            of the group). For other objects without a truth value, all ranks raise the error of
+            ``bool(input)``.
 
     Example:
         >>> logical_and_across_model_parallel_group(True, None)
@@ -86,8 +88,8 @@ def logical_and_across_model_parallel_group(
     """
     group = group_of_several(mp_group, "mp")
     if group is None:
-        return not _untruth(input)
-    codes, error = _attempt(lambda: [_untruth(input)])
+        return not _encode_flag(input)
+    codes, error = _try_encoding(lambda: [_encode_flag(input)])
     return not max_or_raise(codes, error, group, "a condition")[0]
 
 
@@ -97,18 +99,18 @@ def reduce_max_memory_across_pp_group(
 ) -> dict[str, int | float]:
     """Return the maximum of every entry of a memory report over the pipeline stages.
 
-    One all-reduce (MAX of 64 int64, of which an entry takes two) over ``pp_group``, and one more
-    for what is beyond 30 entries; every rank of it calls this with the same keys, in any order,
-    and gets the same values.
+    One all-reduce (MAX of 64 int64, two for each entry) over ``pp_group``, and one more for entries
+    beyond the first 30. Every rank of the group calls this with the same keys, in any order, and
+    gets the same values.
 
     Args:
         memory_report: The value of each metric: ints of up to 64 bits, floats, bools. Entries that
             are int on some ranks and float on others are compared as floats.
-        pp_group: The group; None means ``pp`` of the default ProcessGroups.
+        pp_group: The group. None means ``pp`` of the default ProcessGroups.
 
     Returns:
-        A new dict with the caller's order of keys. Ints stay ints and exact, bools stay bools
-        (true when any is), NaN on any rank gives NaN. Without torch.distributed, without a group
+        A new dict with the caller's order of keys. Ints stay ints and exact, and bools stay bools
+        (true if any is). NaN on any rank results in NaN. Without torch.distributed, without a group
         and in a group of one rank: a copy, without communication.
 
     Raises:
@@ -124,14 +126,16 @@ def reduce_max_memory_across_pp_group(
     group = group_of_several(pp_group, "pp")
     if group is None:
         return dict(memory_report)
-    names = _names(memory_report)
-    codes, error = _attempt(
-        lambda: [code for name, each in _pairs(memory_report) for code in _memory_codes(name, each)]
+    names = _sort_names(memory_report)
+    codes, error = _try_encoding(
+        lambda: [
+            code for name, each in _sort_pairs(memory_report) for code in _encode_memory(name, each)
+        ]
     )
-    reduced = max_or_raise(codes, error, group, _keys(names))
+    reduced = max_or_raise(codes, error, group, _describe_keys(names))
     pairs = zip(reduced[::2], reduced[1::2], strict=True)
     largest = {
-        name: _memory_value(whole, double, memory_report[name])
+        name: _decode_memory(whole, double, memory_report[name])
         for name, (whole, double) in zip(names, pairs, strict=True)
     }
     return {name: largest[name] for name in memory_report}
@@ -144,19 +148,19 @@ def reduce_step_stats(
 ) -> tuple[dict[str, float | None], dict[str, bool]]:
     """Reduce all statistics and conditions of one training step in a single collective.
 
-    One all-reduce (MAX of 64 int64) over ``group``, and one more for what is beyond 61 entries;
-    every rank of it calls this with the same keys, in any order, and gets the same result. One
-    wait for the device instead of one for each entry.
+    One all-reduce (MAX of 64 int64) over ``group``, and one more for entries beyond the first 61.
+    Every rank of the group calls this with the same keys, in any order, and gets the same result.
+    The device is waited for once instead of once for each entry.
 
     Args:
-        stats: What :func:`reduce_max_stat_across_model_parallel_group` takes, by name.
-        flags: What :func:`logical_and_across_model_parallel_group` takes, by name.
-        group: The group; None means ``mp`` of the default ProcessGroups.
+        stats: Statistics by name, as for :func:`reduce_max_stat_across_model_parallel_group`.
+        flags: Conditions by name, as for :func:`logical_and_across_model_parallel_group`.
+        group: The group. None means ``mp`` of the default ProcessGroups.
 
     Returns:
         The maximum of each statistic and the conjunction of each flag, as new dicts with the
         caller's order of keys. Without torch.distributed, without a group and in a group of one
-        rank: this rank's own values, without communication.
+        rank: this rank's values, without communication.
 
     Raises:
         ValueError: This rank is not a member of the group, or the keys differ between the ranks
@@ -169,16 +173,18 @@ def reduce_step_stats(
     """
     member = group_of_several(group, "mp")
     if member is None:
-        alone = {name: _own_stat(stat) for name, stat in stats.items()}
-        return alone, {name: not _untruth(flag) for name, flag in flags.items()}
-    stat_names, flag_names = _names(stats), _names(flags)
-    codes, error = _attempt(
+        alone = {name: _read_stat(stat) for name, stat in stats.items()}
+        return alone, {name: not _encode_flag(flag) for name, flag in flags.items()}
+    stat_names, flag_names = _sort_names(stats), _sort_names(flags)
+    codes, error = _try_encoding(
         lambda: [
-            *(_stat_code(stat) for _, stat in _pairs(stats)),
-            *(_untruth(flag) for _, flag in _pairs(flags)),
+            *(_encode_stat(stat) for _, stat in _sort_pairs(stats)),
+            *(_encode_flag(flag) for _, flag in _sort_pairs(flags)),
         ]
     )
-    facts = f"statistics with {_keys(stat_names)} and flags with {_keys(flag_names)}"
+    facts = (
+        f"statistics with {_describe_keys(stat_names)} and flags with {_describe_keys(flag_names)}"
+    )
     reduced = max_or_raise(codes, error, member, facts)
     by_stat = dict(zip(stat_names, reduced, strict=False))
     by_flag = dict(zip(flag_names, reduced[len(stats) :], strict=True))
@@ -188,7 +194,7 @@ def reduce_step_stats(
     )
 
 
-def _own_stat(stat: Stat) -> float | None:
+def _read_stat(stat: Stat) -> float | None:
     if stat is None:
         return None
     if isinstance(stat, torch.Tensor):
@@ -198,14 +204,14 @@ def _own_stat(stat: Stat) -> float | None:
     return float(stat)
 
 
-def _stat_code(stat: Stat) -> int | torch.Tensor:
+def _encode_stat(stat: Stat) -> int | torch.Tensor:
     if isinstance(stat, torch.Tensor):
         return encode_double_tensor(stat)
-    return encode_double(_own_stat(stat))
+    return encode_double(_read_stat(stat))
 
 
-def _untruth(value: object) -> int | torch.Tensor:
-    """Return 1 for what is false, so that the largest of all ranks is 0 when all are true."""
+def _encode_flag(value: object) -> int | torch.Tensor:
+    """Return 1 for a false value: the maximum over the ranks is 0 only if all are true."""
     if isinstance(value, torch.Tensor):
         if value.numel() != 1:
             raise TypeError(f"expected a tensor of one element, got shape {tuple(value.shape)}")
@@ -213,8 +219,8 @@ def _untruth(value: object) -> int | torch.Tensor:
     return int(not value)
 
 
-def _memory_codes(name: str, value: Any) -> tuple[int, int]:
-    """Return the value as an int64 and as a double, one of them absent."""
+def _encode_memory(name: str, value: Any) -> tuple[int, int]:
+    """Return the value as an int64 or as an encoded double, and NO_VALUE for the other."""
     item = getattr(value, "item", None)
     plain = item() if callable(item) else value
     if isinstance(plain, float):
@@ -226,7 +232,7 @@ def _memory_codes(name: str, value: Any) -> tuple[int, int]:
     return int(plain), NO_VALUE
 
 
-def _memory_value(whole: int, double: int, own: object) -> int | float:
+def _decode_memory(whole: int, double: int, own: object) -> int | float:
     largest = decode_double(double)
     if largest is None:
         is_flag = isinstance(own, bool) or str(getattr(own, "dtype", "")).endswith("bool")
@@ -236,35 +242,35 @@ def _memory_value(whole: int, double: int, own: object) -> int | float:
     return max(largest, float(whole))
 
 
-def _attempt(
+def _try_encoding(
     encode: Callable[[], list[int | torch.Tensor]],
 ) -> tuple[Sequence[int | torch.Tensor], Exception | None]:
-    """Encode, or return nothing and the error: the rank must reach the collective."""
+    """Encode, or return the error, since the rank must reach the collective in both cases."""
     try:
         return encode(), None
     except Exception as error:
         return [], error
 
 
-def _names(mapping: Mapping[str, object]) -> list[str]:
-    """Return the keys in the order of the message, none of what is no mapping."""
+def _sort_names(mapping: Mapping[str, object]) -> list[str]:
+    """Return the keys in the order of the message, none for an object that is no mapping."""
     return sorted(mapping, key=str) if isinstance(mapping, Mapping) else []
 
 
-def _pairs(mapping: Mapping[str, _T]) -> list[tuple[str, _T]]:
-    """Return the keys with their values; TypeError for what is no mapping."""
+def _sort_pairs(mapping: Mapping[str, _T]) -> list[tuple[str, _T]]:
+    """Return the keys with their values. TypeError for an object that is no mapping."""
     if not isinstance(mapping, Mapping):
         raise TypeError(f"expected values by name, got {type(mapping).__name__}")
-    return [(name, mapping[name]) for name in _names(mapping)]
+    return [(name, mapping[name]) for name in _sort_names(mapping)]
 
 
-def _keys(names: Sequence[str]) -> str:
+def _describe_keys(names: Sequence[str]) -> str:
     return f"keys ({len(names)}): {', '.join(repr(str(name)) for name in names)}"
 
 
 def sum_over_group(vectors: Sequence[torch.Tensor], group: GroupLike | None) -> list[torch.Tensor]:
     """Sum 1-D tensors of one dtype and device over a group, packed into one all-reduce.
-    No collective, and the tensors as given, for one rank, None or no vectors.
+    For one rank, None or no vectors: the tensors as given, without a collective.
     """
     if not vectors or get_pg_size(group) == 1:
         return list(vectors)
@@ -287,7 +293,7 @@ def encode_double(value: float | None) -> int:
 
 
 def decode_double(code: int) -> float | None:
-    """Return what :func:`encode_double` encoded."""
+    """Invert :func:`encode_double`."""
     if code == NO_VALUE:
         return None
     if code == _NAN:
@@ -306,7 +312,7 @@ def encode_double_tensor(value: torch.Tensor) -> torch.Tensor:
 
 
 def require_one_real(value: torch.Tensor) -> torch.Tensor:
-    """Return the tensor if it has one element that is not complex, else raise TypeError."""
+    """Return the tensor if it has one real element, else raise TypeError."""
     if value.numel() != 1 or value.is_complex():
         raise TypeError(
             f"expected a real tensor of one element, got {value.dtype} {tuple(value.shape)}"

@@ -1,4 +1,4 @@
-"""Lists that stay readable in an error or a log line, however long they are."""
+"""Shortened lists for errors and log lines."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _MAX_LISTED = 20
 def shorten(
     items: Sequence[object], most: int = _MAX_LISTED, more: str = "... and {} more"
 ) -> list[str]:
-    """Return at most ``most`` items as text, then how many there are beyond."""
+    """Return at most ``most`` items as text, then the number of the other items."""
     texts = [str(item) for item in items[:most]]
     return [*texts, more.format(len(items) - most)] if len(items) > most else texts
 
@@ -27,7 +27,7 @@ def titled_list(title: str, items: Sequence[object], noun: str = "problem") -> s
 
 
 def ranks_text(ranks: Sequence[int]) -> str:
-    """Return ranks as text, neighbouring ones as a range: ``rank 3``, ``ranks 0-2, 7``."""
+    """Return ranks as text, with neighbours as a range: ``rank 3``, ``ranks 0-2, 7``."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:

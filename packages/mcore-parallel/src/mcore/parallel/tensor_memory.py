@@ -1,4 +1,4 @@
-"""The memory of tensors as bytes that Python can read, without NumPy, which torch does not need."""
+"""The memory of tensors as Python bytes, without NumPy, which torch does not require."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ import torch
 
 from mcore.tensor.dtensor import is_dtensor, to_local_if_dtensor
 
-_CAST_ELEMENTS = 1 << 18  # of float32 at a time: small enough to stay in the cache
+_CAST_ELEMENTS = 1 << 18  # of float32 at a time: 1 MiB stays in the cache
 
 
 def memory_of(tensor: torch.Tensor) -> memoryview:
-    """Return the memory of a contiguous CPU tensor, without a copy; it keeps the tensor alive."""
+    """Return the memory of a contiguous CPU tensor without a copy. It keeps the tensor alive."""
     if not tensor.nbytes:
         return memoryview(b"")
     memory = (ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())
@@ -29,12 +29,12 @@ def bytes_of(tensor: torch.Tensor) -> bytes:
 
 
 def row_major_on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a contiguous tensor of the same values on the CPU, detached; a copy if need be."""
+    """Return a contiguous, detached tensor of the same values on the CPU, copied if necessary."""
     return tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
 
 
 class Part(NamedTuple):
-    """A plain tensor that a parameter consists of, with the path of attributes to it."""
+    """A plain tensor inside a parameter, with the path of attributes to it."""
 
     path: str
     tensor: torch.Tensor
@@ -51,10 +51,10 @@ def plain_parts(tensor: torch.Tensor) -> list[Part]:
         names, _ = wrapper.__tensor_flatten__()
         inner = [(name, plain_parts(getattr(tensor, name))) for name in names]
         return [Part(f"{name}.{part.path}", part.tensor) for name, parts in inner for part in parts]
-    return [Part("", _plain(tensor))]
+    return [Part("", _require_plain(tensor))]
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
+def _require_plain(tensor: torch.Tensor) -> torch.Tensor:
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
         raise ValueError(
             f"it is a {type(tensor).__name__} without __tensor_flatten__, so the tensors inside "
@@ -70,39 +70,41 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def stored_bytes(tensor: torch.Tensor, *, as_float32: bool) -> int:
-    """Return how many bytes :class:`BytePieces` gives for a plain tensor."""
+    """Return the number of bytes that :class:`BytePieces` yields for a plain tensor."""
     return tensor.numel() * (4 if as_float32 else tensor.element_size())
 
 
 class BytePieces:
-    """A reader of plain tensors piece by piece, made for one thread and used for many tensors."""
+    """Reads plain tensors piece by piece. Each thread has one reader for all its tensors."""
 
     def __init__(self, staging_bytes: int, *, as_float32: bool) -> None:
         self._staging_bytes = staging_bytes  # of each of two buffers; at least 16
-        self._as_float32 = as_float32  # gives converted values, of complex numbers the real part
+        self._as_float32 = as_float32  # converts the values, of complex numbers the real part
         self._buffers: list[torch.Tensor] = []
         self._scratch: torch.Tensor | None = None
 
     def of(self, tensor: torch.Tensor) -> Iterator[memoryview]:
-        """Yield a tensor's bytes in row-major order, each view valid until the next one."""
+        """Yield a tensor's bytes in row-major order, each piece valid until the next."""
         values = tensor.real if self._as_float32 and tensor.is_complex() else tensor
         flat = values.contiguous().reshape(-1)
         if flat.device.type == "cpu":
             is_ready = not self._as_float32 or flat.dtype == torch.float32
-            yield from map(memory_of, (flat,) if is_ready else self._converted(flat))
+            yield from map(memory_of, (flat,) if is_ready else self._convert(flat))
         else:
-            yield from map(memory_of, self._staged(flat))
+            yield from map(memory_of, self._stage(flat))
 
-    def _converted(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _convert(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         if self._scratch is None:
             self._scratch = torch.empty(_CAST_ELEMENTS, dtype=torch.float32, device="cpu")
         for piece in _split(flat, _CAST_ELEMENTS):
             yield self._scratch[: piece.numel()].copy_(piece)
 
-    def _staged(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
-        """Yield pieces in host memory, with the copy of the next one under way."""
+    def _stage(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
+        """Yield pieces in host memory while the next piece is copied."""
         if not self._buffers:
-            self._buffers = [_host_buffer(self._staging_bytes, flat.device) for _ in range(2)]
+            self._buffers = [
+                _allocate_host_buffer(self._staging_bytes, flat.device) for _ in range(2)
+            ]
         itemsize = 4 if self._as_float32 else flat.element_size()
         pending: _Copy | None = None
         pieces = _split(flat, self._staging_bytes // itemsize)
@@ -116,7 +118,7 @@ class BytePieces:
 
 
 class _Copy:
-    """A copy to host memory that has been started."""
+    """A started copy to host memory."""
 
     def __init__(self, piece: torch.Tensor, buffer: torch.Tensor) -> None:
         self._piece = piece  # keeps a converted piece alive until it has arrived
@@ -133,7 +135,7 @@ class _Copy:
         return self._target
 
 
-def _host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
+def _allocate_host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
     return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 

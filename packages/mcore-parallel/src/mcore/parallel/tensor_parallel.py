@@ -1,4 +1,4 @@
-"""Attributes that say how a parameter is split over the tensor-parallel ranks."""
+"""Attributes of parameters that describe their split over the tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _DIM_OF_MODE: dict[str, int | None] = {"column": 0, "row": 1, "duplicated": None
 _ABSENT = object()
 
 
-def _attribute(param: object, name: str, default: Any = _ABSENT) -> Any:
-    """Read an attribute of the parameter, else of the original that a DTensor was made from."""
+def _read_attribute(param: object, name: str, default: Any = _ABSENT) -> Any:
+    """Read an attribute of the parameter, else of its ``_orig_param``."""
     value = getattr(param, name, _ABSENT)
     if value is _ABSENT:
         value = getattr(getattr(param, "_orig_param", None), name, default)
@@ -30,14 +30,13 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
     """Return the dimension along which a parameter is split over the tensor-parallel ranks.
 
     Reads the parameter's attributes only: no communication, and the same answer without
-    torch.distributed. For a DTensor the attributes of the DTensor come first, then those of its
-    ``_orig_param``.
+    torch.distributed. Attributes that a DTensor lacks are read from its ``_orig_param``.
 
     Args:
-        param: Any object. ``_tensor_parallel_mode`` (``"column"``, ``"row"``, ``"duplicated"``)
-            decides where it has one of these values; then ``_tp_duplicated``; then ``_mcore_tp``
-            with ``_tp_partition_dim``; else ``tensor_model_parallel`` with ``partition_dim``. A
-            mark without a dimension of 0 or more marks nothing.
+        param: Any object. The first of these marks that is set decides: ``_tensor_parallel_mode``
+            (``"column"``, ``"row"`` or ``"duplicated"``), ``_tp_duplicated``, ``_mcore_tp`` with
+            ``_tp_partition_dim``, ``tensor_model_parallel`` with ``partition_dim``. The last two
+            need a dimension of 0 or more.
 
     Returns:
         0 for a column-parallel parameter (its rows are split), 1 for a row-parallel one, another
@@ -52,26 +51,28 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
         >>> get_mcore_tensor_parallel_partition_dim(weight)
         1
     """
-    dim = _marked_dim(param)
-    mode = _attribute(param, "_tensor_parallel_mode", None)
+    dim = _find_marked_dim(param)
+    mode = _read_attribute(param, "_tensor_parallel_mode", None)
     if not (isinstance(mode, str) and mode in _DIM_OF_MODE):
-        if not _attribute(param, "_tp_duplicated", False):
+        if not _read_attribute(param, "_tp_duplicated", False):
             return dim
         mode = "duplicated"
     if mode == "duplicated" and dim is not None:
         logger.debug(
-            "parameter marked both duplicated and split along dimension %d: taken as duplicated",
+            "parameter marked both duplicated and split along dimension %d: treated as duplicated",
             dim,
         )
     return _DIM_OF_MODE[mode]
 
 
-def _marked_dim(param: object) -> int | None:
+def _find_marked_dim(param: object) -> int | None:
     dim = None
-    if _attribute(param, "_mcore_tp", False):
-        dim = _attribute(param, "_tp_partition_dim", _attribute(param, "partition_dim", None))
-    elif _attribute(param, "tensor_model_parallel", False):
-        dim = _attribute(param, "partition_dim", None)
+    if _read_attribute(param, "_mcore_tp", False):
+        dim = _read_attribute(
+            param, "_tp_partition_dim", _read_attribute(param, "partition_dim", None)
+        )
+    elif _read_attribute(param, "tensor_model_parallel", False):
+        dim = _read_attribute(param, "partition_dim", None)
     return None if dim is None or dim < 0 else int(dim)
 
 
@@ -79,7 +80,7 @@ def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
     """Return whether a parameter is split over the tensor-parallel ranks.
 
     Args:
-        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
+        param: As for :func:`get_mcore_tensor_parallel_partition_dim`. No communication.
 
     Returns:
         True when it has a partition dimension.
@@ -98,7 +99,7 @@ def is_mcore_tensor_parallel_duplicated(param: torch.Tensor) -> bool:
     Also True for a plain parameter that carries no tensor-parallel attribute at all.
 
     Args:
-        param: As for :func:`get_mcore_tensor_parallel_partition_dim`; no communication.
+        param: As for :func:`get_mcore_tensor_parallel_partition_dim`. No communication.
 
     Returns:
         True when it has no partition dimension.
@@ -116,17 +117,17 @@ def param_is_not_tensor_parallel_duplicate(
     tp_group: GroupLike | None = None,
     expert_tp_group: GroupLike | None = None,
 ) -> bool:
-    """Return whether this rank is the one to count a parameter in sums over tensor-parallel ranks.
+    """Return whether this rank counts a parameter in sums over tensor-parallel ranks.
 
     A parameter marked ``tensor_model_parallel``, or with a partition dimension, counts on every
-    rank, since each holds another part. Any other counts on rank 0 of its group only. No
+    rank, since each holds another part. Any other parameter counts on rank 0 of its group only. No
     communication.
 
     Args:
-        param: The parameter; ``allreduce`` False on it marks an expert parameter.
-        tp_group: The tensor-parallel group of dense parameters; None means the default
+        param: The parameter. If its ``allreduce`` is False it is an expert parameter.
+        tp_group: The tensor-parallel group of dense parameters. None means the default
             ProcessGroups' ``tp``, else rank 0.
-        expert_tp_group: The tensor-parallel group of expert parameters; None means the default
+        expert_tp_group: The tensor-parallel group of expert parameters. None means the default
             ProcessGroups' ``expt_tp``, else rank 0.
 
     Returns:
@@ -140,9 +141,11 @@ def param_is_not_tensor_parallel_duplicate(
         >>> param_is_not_tensor_parallel_duplicate(torch.nn.Parameter(torch.empty(2)))
         True
     """
-    if _attribute(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(param):
+    if _read_attribute(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(
+        param
+    ):
         return True
-    is_expert = _attribute(param, "allreduce", True) is False
+    is_expert = _read_attribute(param, "allreduce", True) is False
     group = expert_tp_group if is_expert else tp_group
     return get_pg_rank(group_or_default(group, "expt_tp" if is_expert else "tp")) == 0
 
@@ -150,16 +153,16 @@ def param_is_not_tensor_parallel_duplicate(
 def set_tensor_model_parallel_attributes(
     param: torch.Tensor, is_parallel: bool, dim: int, stride: int = 1
 ) -> None:
-    """Mark how a parameter is split over the tensor-parallel ranks.
+    """Mark a parameter as split over the tensor-parallel ranks or as not split.
 
-    Sets ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on the parameter; no
+    Sets ``tensor_model_parallel``, ``partition_dim`` and ``partition_stride`` on the parameter. No
     communication.
 
     Args:
         param: The parameter, or any object that takes attributes.
         is_parallel: True when each rank holds another part.
-        dim: The dimension that is split, 0 or more; any int (by habit -1) when it is not.
-        stride: How many interleaved blocks each rank holds along ``dim``, 1 or more.
+        dim: The split dimension, 0 or more. Any int (usually -1) if ``is_parallel`` is False.
+        stride: The number of interleaved blocks that each rank holds along ``dim``, 1 or more.
 
     Raises:
         ValueError: One of the attributes is set already, or ``dim`` or ``stride`` is invalid.
@@ -174,7 +177,7 @@ def set_tensor_model_parallel_attributes(
     for name in _SET_ATTRIBUTES:
         if hasattr(param, name):
             raise ValueError(
-                f"{name} is already {getattr(param, name)!r} on the parameter; mark it once, or "
+                f"{name} is already {getattr(param, name)!r} on the parameter: mark it once, or "
                 "delete the attribute first"
             )
     ndim = getattr(param, "ndim", None)
@@ -192,9 +195,9 @@ def set_tensor_model_parallel_attributes(
 def copy_tensor_model_parallel_attributes(dst: torch.Tensor, src: torch.Tensor) -> None:
     """Copy the marks of one parameter to another, such as its fp32 main copy.
 
-    Copies those of ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
-    ``_tensor_parallel_mode``, ``_mcore_tp``, ``_tp_partition_dim`` and ``_tp_duplicated`` that
-    ``src`` has, over any that ``dst`` has; no communication.
+    Copies ``tensor_model_parallel``, ``partition_dim``, ``partition_stride``,
+    ``_tensor_parallel_mode``, ``_mcore_tp``, ``_tp_partition_dim`` and ``_tp_duplicated`` if
+    ``src`` has them, and overwrites them in ``dst``. No communication.
 
     Args:
         dst: The parameter to mark.
@@ -210,6 +213,6 @@ def copy_tensor_model_parallel_attributes(dst: torch.Tensor, src: torch.Tensor) 
         0
     """
     for name in _SET_ATTRIBUTES + _OTHER_ATTRIBUTES:
-        value = _attribute(src, name)
+        value = _read_attribute(src, name)
         if value is not _ABSENT:
             setattr(dst, name, value)

@@ -26,12 +26,12 @@ def is_distributed() -> bool:
 def is_destroyed(group: object) -> bool:
     """Return whether torch made a group and has destroyed it since, alone or with its world."""
     if not dist.is_available() or type(group) is not dist.ProcessGroup:
-        return False  # other types of groups need not be known to torch
+        return False  # torch need not have registered groups of other types
     return group not in dist.distributed_c10d._world.pg_map
 
 
 def has_destroyed_groups(mesh: DeviceMesh) -> bool:
-    """Return whether a mesh had groups that are destroyed; a new one may have their names."""
+    """Return whether a mesh had groups that are destroyed. New groups may have their names."""
     held = getattr(root_mesh(mesh), "_pg_registry", {})
     names = getattr(mesh, "_dim_group_names", ())
     if any(is_destroyed(held.get(name)) for name in names):
@@ -41,12 +41,12 @@ def has_destroyed_groups(mesh: DeviceMesh) -> bool:
 
 
 def can_order_ranks() -> bool:
-    """Return whether ``new_group(sort_ranks=False)`` is there; without it the ranks ascend."""
+    """Return whether this torch has ``new_group(sort_ranks=False)``. Else all ranks ascend."""
     return "sort_ranks" in inspect.signature(dist.new_group).parameters
 
 
 def job_timeout() -> timedelta | None:
-    """Return the timeout that the world group was given; None where its backend has none."""
+    """Return the timeout of the world group, or None if its backend has none."""
     world = cast("Any", dist.group.WORLD)
     devices = sorted(world._device_types, key=lambda device: device.type == "cpu")
     for device in devices:  # an accelerator's backend first
@@ -58,7 +58,7 @@ def job_timeout() -> timedelta | None:
 
 
 def set_group_timeout(group: dist.ProcessGroup, timeout: timedelta | None) -> None:
-    """Change the timeout of a group's collectives, where the backend has one."""
+    """Change the timeout of a group's collectives, if the backend has one."""
     if timeout is None or job_timeout() is None:
         return
     dist.distributed_c10d._set_pg_timeout(timeout, group)
@@ -72,9 +72,9 @@ def all_gather_single(
     async_op: bool = False,
 ) -> dist.Work | None:
     """Concatenate every rank's tensor along dimension 0 into ``output``, without a warning.
-    torch renamed ``all_gather_into_tensor``; None is the world group, as in torch.distributed.
+    torch renamed ``all_gather_into_tensor``. None is the world group, as in torch.distributed.
     """
-    gather = _collective("all_gather_single", "all_gather_into_tensor")
+    gather = _find_collective("all_gather_single", "all_gather_into_tensor")
     work: dist.Work | None = gather(output, input, group=group, async_op=async_op)
     return work
 
@@ -87,19 +87,19 @@ def reduce_scatter_single(
     async_op: bool = False,
 ) -> dist.Work | None:
     """Sum ``input`` over the ranks and leave this rank's chunk of dimension 0 in ``output``."""
-    scatter = _collective("reduce_scatter_single", "reduce_scatter_tensor")
+    scatter = _find_collective("reduce_scatter_single", "reduce_scatter_tensor")
     work: dist.Work | None = scatter(output, input, group=group, async_op=async_op)
     return work
 
 
-def _collective(name: str, old_name: str) -> Any:
-    """Return a function of torch.distributed under its new name where this torch has it."""
+def _find_collective(name: str, old_name: str) -> Any:
+    """Return a function of torch.distributed under its new name if this torch has it."""
     return getattr(dist, name if hasattr(dist, name) else old_name)
 
 
 def flatten_mesh(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
-    """Flatten a mesh into a named 1-D mesh; None where torch cannot, or the name is taken.
-    Collective on the world group the first time; then the mesh that torch has kept.
+    """Flatten a mesh into a named 1-D mesh, or return None if torch cannot or the name is taken.
+    Collective on the world group the first time. Later calls return the mesh that torch kept.
     """
     flatten = getattr(mesh, "_flatten", None)
     if flatten is None:
@@ -126,7 +126,7 @@ def flattened_meshes(mesh: DeviceMesh) -> dict[str, DeviceMesh]:
 
 
 def rank_rows(mesh: DeviceMesh) -> list[list[int]]:
-    """List the ranks of a 1-D mesh and of all that are parallel to it in the root mesh."""
+    """List the ranks of a 1-D mesh and of all meshes parallel to it in the root mesh."""
     layout, rank_map = getattr(mesh, "_layout", None), getattr(mesh, "_rank_map", None)
     if layout is None or rank_map is None:
         return [mesh.mesh.tolist()]
@@ -155,14 +155,14 @@ def split_factor(placement: Placement) -> int | None:
 
 
 def file_part(name: str, offset: int, length: int) -> Any:
-    """Return the entry with which an index locates bytes in a file."""
+    """Return the entry by which an index locates bytes in a file."""
     from torch.distributed.checkpoint.filesystem import _StorageInfo
 
     return _StorageInfo(name, offset, length)
 
 
 def group_timeout(group: dist.ProcessGroup) -> timedelta | None:
-    """Return how long a collective of a group may take; None where its backend does not say."""
+    """Return the timeout of a group's collectives, or None if its backend has none."""
     from torch.distributed import distributed_c10d
 
     try:

@@ -1,4 +1,4 @@
-"""Weight gradients of the embedding that are computed after the last pipeline flush.
+"""Weight gradients of the embedding, computed after the last pipeline flush.
 
 The last pipeline stage defers the weight-gradient GEMMs of the output layer to the end of the step,
 when it would otherwise be idle.
@@ -34,12 +34,11 @@ _CAST_BYTES = 128 << 20  # of converted rows at a time
 
 
 def validate_wgrad_deferral(config: object) -> None:
-    """Raise ValueError where a configuration cannot defer the embedding's weight gradients.
+    """Raise ValueError if a configuration cannot defer the embedding's weight gradients.
 
     Args:
-        config: Any object; fields that it does not have count as not set:
-            ``defer_embedding_wgrad_compute``, ``wgrad_deferral_limit`` and
-            ``pipeline_model_parallel_size`` (1).
+        config: Any object. The fields ``defer_embedding_wgrad_compute``, ``wgrad_deferral_limit``
+            and ``pipeline_model_parallel_size`` default to False, 0 and 1 if it lacks them.
 
     Raises:
         ValueError: Weight gradients are deferred without pipeline parallelism, or the limit is
@@ -49,16 +48,16 @@ def validate_wgrad_deferral(config: object) -> None:
         >>> from types import SimpleNamespace
         >>> validate_wgrad_deferral(SimpleNamespace(pipeline_model_parallel_size=2))
     """
-    limit = _limit(config)
+    limit = _read_limit(config)
     if limit < 0:
         raise ValueError(
-            f"wgrad_deferral_limit is {limit}; use 0 to defer all micro-batches, or the number "
+            f"wgrad_deferral_limit is {limit}: use 0 to defer all micro-batches, or the number "
             "of micro-batches to defer"
         )
     stages = getattr(config, "pipeline_model_parallel_size", 1)
     if _is_deferring(config) and stages <= 1:
         raise ValueError(
-            f"defer_embedding_wgrad_compute is set with pipeline_model_parallel_size {stages}; "
+            f"defer_embedding_wgrad_compute is set with pipeline_model_parallel_size {stages}: "
             "it needs 2 or more, because without a pipeline there is no idle time to fill"
         )
 
@@ -66,16 +65,16 @@ def validate_wgrad_deferral(config: object) -> None:
 def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
     """Return whether a layer must defer the weight gradient of its next micro-batch.
 
-    A layer that gets True appends its activation and its output gradient to its buffers; one that
-    gets False computes the weight gradient at once.
+    If True, the layer appends its activation and its output gradient to its buffers. If False, it
+    computes the weight gradient at once.
 
     Args:
         config: Any object, as for :func:`validate_wgrad_deferral`.
-        num_deferred: The micro-batches that the layer's buffers hold already.
+        num_deferred: The number of micro-batches in the layer's buffers.
 
     Returns:
-        False unless ``defer_embedding_wgrad_compute`` is set. Then True as long as the buffers
-        hold fewer than ``wgrad_deferral_limit``, always for a limit of 0.
+        False unless ``defer_embedding_wgrad_compute`` is set. Then True while the buffers hold
+        fewer than ``wgrad_deferral_limit`` micro-batches, or always for a limit of 0.
 
     Example:
         >>> from types import SimpleNamespace
@@ -83,7 +82,7 @@ def defers_embedding_wgrad(config: object, num_deferred: int) -> bool:
         >>> [defers_embedding_wgrad(config, held) for held in range(3)]
         [True, True, False]
     """
-    limit = _limit(config)
+    limit = _read_limit(config)
     return _is_deferring(config) and (limit == 0 or num_deferred < limit)
 
 
@@ -91,7 +90,7 @@ def _is_deferring(config: object) -> bool:
     return bool(getattr(config, "defer_embedding_wgrad_compute", False))
 
 
-def _limit(config: object) -> int:
+def _read_limit(config: object) -> int:
     limit: int = getattr(config, "wgrad_deferral_limit", 0)
     return limit
 
@@ -108,8 +107,9 @@ def prepare_input_tensors_for_wgrad_compute(
         all_gathered_input: ``[..., h]`` with as many rows.
 
     Returns:
-        ``[n, v]`` and ``[n, h]``, where n is the product of the leading dimensions. A contiguous
-        matrix is returned as it is, another contiguous tensor as a view, anything else as a copy.
+        ``[n, v]`` and ``[n, h]`` with n the product of the leading dimensions. A contiguous
+        matrix is returned as it is, another contiguous tensor as a view, any other tensor as a
+        copy.
 
     Raises:
         ValueError: A tensor has fewer than two dimensions, or the numbers of rows differ.
@@ -119,17 +119,17 @@ def prepare_input_tensors_for_wgrad_compute(
         >>> [tuple(t.shape) for t in prepare_input_tensors_for_wgrad_compute(grad, full)]
         [(8, 5), (8, 3)]
     """
-    grad, full = _as_matrix(grad_output), _as_matrix(all_gathered_input)
+    grad, full = _flatten_rows(grad_output), _flatten_rows(all_gathered_input)
     if grad.shape[0] != full.shape[0]:
         raise ValueError(
             f"a gradient of shape {tuple(grad_output.shape)} has {grad.shape[0]} rows and an input "
-            f"of shape {tuple(all_gathered_input.shape)} has {full.shape[0]}; both need one row "
+            f"of shape {tuple(all_gathered_input.shape)} has {full.shape[0]}: both need one row "
             "for each token"
         )
     return grad, full
 
 
-def _as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+def _flatten_rows(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.dim() < 2:
         raise ValueError(f"expected two dimensions or more, got shape {tuple(tensor.shape)}")
     plain = tensor.contiguous()
@@ -147,33 +147,32 @@ def drain_embedding_wgrad_compute(
     """Compute all deferred weight gradients: ``main_grad += grad^T @ input`` for every pair.
 
     With ``config.sequence_parallel`` and a group of several ranks each input is one rank's slice of
-    the sequence and is all-gathered over ``tp_group``; the gather of the next one runs during the
+    the sequence and is all-gathered over ``tp_group``. The gather of the next input runs during the
     GEMM. Every rank of the group then calls this with inputs of the same shapes, which one
-    all-reduce (MAX of 5 int64) checks; it waits for the device once. Otherwise there is no
-    communication. The gathered inputs live in two buffers of the process-wide memory buffer,
+    all-reduce (MAX of 64 int64) checks. It waits for the device once. Otherwise there is no
+    communication. The gathered inputs use two buffers of the process-wide memory buffer,
     ``"wgrad_drain_0"`` and ``"wgrad_drain_1"``, which are kept for the next step.
 
     Args:
-        config: Any object; ``sequence_parallel`` and ``gradient_accumulation_fusion`` count as
-            False where it does not have them. The latter allows the CUDA extension
-            ``fused_weight_gradient_mlp_cuda``, where it is installed.
+        config: Any object. The fields ``sequence_parallel`` and ``gradient_accumulation_fusion``
+            default to False if it lacks them. The latter allows the CUDA extension
+            ``fused_weight_gradient_mlp_cuda``, if that is installed.
         embedding_activation_buffer: The inputs, ``[s / n, b, h]`` when they are gathered over n
             ranks, else ``[s, b, h]``. Emptied in place, pair by pair.
-        grad_output_buffer: The gradients, ``[s, b, v]``; the sequence length may differ between
+        grad_output_buffer: The gradients, ``[s, b, v]``. The sequence length may differ between
             pairs. Emptied in place, pair by pair.
-        weight: The weight ``[v, h]``; its ``main_grad`` of the same shape (float16, bfloat16,
-            float32 or float64) gets the sum in its own precision. For a weight with an attribute
-            ``__fsdp_param__``, ``get_main_grad()`` returns it before every pair. An attribute
-            ``grad_added_to_main_grad`` is set to True if present.
-        tp_group: The tensor-parallel group; None for no communication.
+        weight: The weight ``[v, h]``. Its ``main_grad`` of the same shape (float16, bfloat16,
+            float32 or float64) gets the sum in the precision of ``main_grad``. For a weight with an
+            attribute ``__fsdp_param__``, ``get_main_grad()`` returns it before every pair. An
+            attribute ``grad_added_to_main_grad`` is set to True if present.
+        tp_group: The tensor-parallel group, or None for no communication.
 
     Raises:
         ValueError: The lists differ in length, a gradient does not fit its input, or this rank is
             not a member of the group.
-        RuntimeError: The weight has no ``main_grad``, or one of a dtype that cannot be added to.
-        Exception: Where inputs are gathered, an error that a rank finds before the first pair is
-            raised on all ranks of the group. Whatever is raised, the pairs that were not added
-            stay in the lists.
+        RuntimeError: The weight has no ``main_grad``, or its dtype is not supported.
+        Exception: If inputs are gathered, an error of one rank before the first pair is raised on
+            all ranks of the group. After any error the pairs that were not added stay in the lists.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.zeros(2, 3))
@@ -196,7 +195,7 @@ def drain_embedding_wgrad_compute(
 
 
 class _Gather(NamedTuple):
-    """An input that is being gathered, or one that needs no gathering."""
+    """An input that is being gathered or needs no gathering."""
 
     full: torch.Tensor
     part: torch.Tensor | None = None  # read until the work is done
@@ -216,7 +215,7 @@ def _drain(
     *,
     use_fused: bool,
 ) -> None:
-    """Add pair by pair, each taken from the lists afterwards, while the next is gathered."""
+    """Add pair by pair and remove each from the lists, while the next input is gathered."""
     pending = _start_gather(inputs[0], 0, group) if inputs else None
     count = 0
     try:
@@ -225,11 +224,11 @@ def _drain(
             following = _start_gather(inputs[1], count % 2, group) if len(inputs) > 1 else None
             full = pending.result()
             pending = following
-            _accumulate(weight, grads[0], full, use_fused=use_fused)
+            _add_pair(weight, grads[0], full, use_fused=use_fused)
             del full, inputs[0], grads[0]
     finally:
         if pending is not None:
-            pending.result()  # no collective may write to a buffer that others use after this
+            pending.result()  # a later user of the buffer must not see this gather write to it
 
 
 def _start_gather(input_: torch.Tensor, slot: int, group: dist.ProcessGroup | None) -> _Gather:
@@ -245,7 +244,7 @@ def _start_gather(input_: torch.Tensor, slot: int, group: dist.ProcessGroup | No
     return _Gather(full, part, all_gather_single(full, part, group, async_op=True))
 
 
-def _accumulate(
+def _add_pair(
     weight: torch.Tensor, grad_output: torch.Tensor, full_input: torch.Tensor, *, use_fused: bool
 ) -> None:
     holder: Any = weight
@@ -261,10 +260,10 @@ def _accumulate(
 def _check_pairs(
     inputs: list[torch.Tensor], grads: list[torch.Tensor], weight: torch.Tensor, num_ranks: int
 ) -> None:
-    """Raise for anything that would fail later, before anything is sent or added."""
+    """Raise the errors of later steps before anything is sent or added."""
     if len(inputs) != len(grads):
         raise ValueError(
-            f"there are {len(inputs)} activations and {len(grads)} gradients; every deferred "
+            f"there are {len(inputs)} activations and {len(grads)} gradients: every deferred "
             "micro-batch needs one of each"
         )
     if not inputs:
@@ -278,13 +277,13 @@ def _check_pairs(
             raise ValueError(
                 f"micro-batch {index}: an activation of shape {tuple(input_.shape)} on each of "
                 f"{num_ranks} ranks and a gradient of shape {tuple(grad.shape)} do not have the "
-                "same rows; both need two dimensions or more and one row for each token"
+                "same rows: both need two dimensions or more and one row for each token"
             )
         if shape not in (None, (grad.shape[-1], input_.shape[-1])):
             raise ValueError(
                 f"micro-batch {index}: a gradient of shape {tuple(grad.shape)} and an activation "
-                f"of shape {tuple(input_.shape)} do not fit main_grad of shape {shape}, which must "
-                "be their last dimensions"
+                f"of shape {tuple(input_.shape)} do not fit main_grad of shape {shape}: pass "
+                "tensors whose last dimensions are those of main_grad"
             )
 
 
@@ -294,7 +293,7 @@ def _agree(
     weight: torch.Tensor,
     group: dist.ProcessGroup,
 ) -> None:
-    """Check on every rank, reserve the buffers, and raise on all ranks when one of them fails."""
+    """Check on every rank, reserve the buffers, and raise on all ranks if any rank fails."""
     error: Exception | None = None
     digest = 0
     try:
@@ -310,7 +309,7 @@ def _agree(
     except Exception as own_error:
         error = own_error
     count = len(inputs)
-    numbers = [count, -count, digest, -digest]
+    numbers = [count, -count, digest, -digest]  # the maximum of -x is minus the smallest x
     most, minus_fewest, highest, minus_lowest = max_or_raise(numbers, error, group)
     if highest != -minus_lowest:
         raise ValueError(
@@ -324,12 +323,12 @@ def check_main_grad(main_grad: object) -> torch.Tensor:
     """Return a weight's accumulator if gradients can be added to it, else raise RuntimeError."""
     if not isinstance(main_grad, torch.Tensor):
         raise RuntimeError(
-            f"the weight's main_grad is {main_grad!r}; allocate it, with the shape of the weight, "
+            f"the weight's main_grad is {main_grad!r}: allocate it, with the shape of the weight, "
             "before weight gradients are deferred"
         )
     if main_grad.dtype not in _MAIN_GRAD_DTYPES:
         raise RuntimeError(
-            f"Unsupported gradient type {main_grad.dtype} of main_grad; use one of "
+            f"Unsupported gradient type {main_grad.dtype} of main_grad: use one of "
             f"{', '.join(str(dtype) for dtype in _MAIN_GRAD_DTYPES)}"
         )
     return main_grad
@@ -338,28 +337,28 @@ def check_main_grad(main_grad: object) -> torch.Tensor:
 def accumulate_wgrad(
     main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor, *, use_fused: bool
 ) -> None:
-    """Add ``grad_output^T @ input_`` to ``main_grad`` in place, in its own precision."""
+    """Add ``grad_output^T @ input_`` to ``main_grad`` in place, in the precision of the latter."""
     expected = (grad_output.shape[1], input_.shape[1])
     if tuple(main_grad.shape) != expected or grad_output.shape[0] != input_.shape[0]:
         raise ValueError(
-            f"main_grad of shape {tuple(main_grad.shape)} cannot take the product of a gradient "
-            f"{tuple(grad_output.shape)} and an input {tuple(input_.shape)}: it would have shape "
-            f"{expected}"
+            f"the product of a gradient {tuple(grad_output.shape)} and an input "
+            f"{tuple(input_.shape)} has shape {expected}, which does not fit main_grad of shape "
+            f"{tuple(main_grad.shape)}"
         )
-    fused = _fused_gemm(main_grad, grad_output, input_) if use_fused else None
+    fused = _find_fused_gemm(main_grad, grad_output, input_) if use_fused else None
     if fused is not None:
         fused(input_, grad_output, main_grad)
         torch.autograd.graph.increment_version(main_grad)  # autograd has not seen the change
     elif main_grad.dtype == grad_output.dtype == input_.dtype:
         main_grad.addmm_(grad_output.t(), input_)
-    elif _mixed_gemm_exists(main_grad, grad_output, input_):
+    elif _has_mixed_gemm(main_grad, grad_output, input_):
         torch.addmm(main_grad, grad_output.t(), input_, out_dtype=torch.float32, out=main_grad)
     else:
-        _accumulate_converted(main_grad, grad_output, input_)
+        _convert_and_accumulate(main_grad, grad_output, input_)
 
 
-def _fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
-    """Return the extension's function for these tensors, or None where it cannot be used."""
+def _find_fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
+    """Return the extension's function for these tensors, or None if it cannot be used."""
     main_grad, grad_output, input_ = tensors
     if not all(tensor.is_cuda for tensor in tensors) or grad_output.dtype != input_.dtype:
         return None
@@ -375,7 +374,7 @@ def _fused_gemm(*tensors: torch.Tensor) -> Callable[..., Any] | None:
     return gemm
 
 
-def _mixed_gemm_exists(
+def _has_mixed_gemm(
     main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
 ) -> bool:
     """Return whether the device multiplies half-precision matrices into a float32 sum."""
@@ -387,10 +386,10 @@ def _mixed_gemm_exists(
     )
 
 
-def _accumulate_converted(
+def _convert_and_accumulate(
     main_grad: torch.Tensor, grad_output: torch.Tensor, input_: torch.Tensor
 ) -> None:
-    """Convert the inputs, a bounded number of rows at a time, and add their product."""
+    """Convert a bounded number of rows at a time and add their product."""
     dtype = main_grad.dtype
     row_bytes = max(1, sum(main_grad.shape) * dtype.itemsize)
     length = max(1, _CAST_BYTES // row_bytes)

@@ -1,14 +1,16 @@
 """Version checks, experimental gates and deprecation for large-model code, without torch."""
 
-from typing import TYPE_CHECKING
-
 from mcore.versioning._version import __version__
 from mcore.versioning.config import (
     experimental_enabled,
     is_experimental_enabled,
     set_experimental_flag,
 )
-from mcore.versioning.deprecation import deprecate_args, deprecate_inference_params
+from mcore.versioning.deprecation import (
+    DeprecationInfo,
+    deprecate_args,
+    deprecate_inference_params,
+)
 from mcore.versioning.experimental import ExperimentalNotEnabledError, experimental_fn
 from mcore.versioning.experimental_classes import experimental_cls
 from mcore.versioning.installed import (
@@ -35,11 +37,11 @@ from mcore.versioning.lifecycle import (
     is_internal_api,
 )
 from mcore.versioning.lookup import clear_version_cache
-from mcore.versioning.signatures import accepts_parameter, create_updated_function_signature
-from mcore.versioning.stand_ins import null_decorator
-
-if TYPE_CHECKING:
-    from mcore.versioning.deprecation_info import DeprecationInfo
+from mcore.versioning.signatures import (
+    accepts_parameter,
+    create_updated_function_signature,
+    null_decorator,
+)
 
 __all__ = [
     "DeprecationInfo",
@@ -76,12 +78,3 @@ __all__ = [
     "null_decorator",
     "set_experimental_flag",
 ]
-
-
-def __getattr__(name: str) -> object:
-    # Imported on first use, because it needs `dataclasses`, which imports `inspect`.
-    if name == "DeprecationInfo":
-        from mcore.versioning.deprecation_info import DeprecationInfo
-
-        return DeprecationInfo
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

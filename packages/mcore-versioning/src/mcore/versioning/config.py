@@ -8,9 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from functools import wraps
-from typing import Any
-
-from mcore.versioning.compiled import compiled_as
+from typing import Any, TypeVar
 
 __all__ = [
     "ENABLE_EXPERIMENTAL",
@@ -18,6 +16,8 @@ __all__ = [
     "is_experimental_enabled",
     "set_experimental_flag",
 ]
+
+F = TypeVar("F", bound="Callable[..., Any]")
 
 _VARIABLE = "MCORE_EXPERIMENTAL"
 _ON = ("1", "true", "yes", "on")
@@ -145,12 +145,26 @@ def __getattr__(name: str) -> object:
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
+def _compile_instead(substitute: F) -> Callable[[F], F]:
+    """Let torch compile another function in place of the decorated function.
+
+    Only for private functions: ``functools.wraps`` copies the attribute to wrappers, which
+    ``torch.compile`` would then skip.
+    """
+
+    def mark(func: F) -> F:
+        func._torchdynamo_inline = substitute  # type: ignore[attr-defined]
+        return func
+
+    return mark
+
+
 def _compiled_override() -> bool | None:
     override: bool | None = _this_module._guarded_override
     return override
 
 
-@compiled_as(_compiled_override)
+@_compile_instead(_compiled_override)
 def _override_here() -> bool | None:
     return _override.get()
 
@@ -160,7 +174,7 @@ def _unchanged(passed: object) -> object:
 
 
 # Compiled code repeats the check: a change of the remembered value would compile it a second time.
-@compiled_as(_unchanged)
+@_compile_instead(_unchanged)
 def _remembered(passed: object) -> object:
     return True
 

@@ -33,6 +33,28 @@ class Notice(NamedTuple):
     stacklevel: int
 
 
+class DeprecationInfo(NamedTuple):
+    """The arguments of ``deprecated`` for an object, as a named tuple.
+
+    Attributes:
+        version: The version in which the deprecation began.
+        removal_version: The version that removes the object, if known.
+        alternative: The replacement, if any.
+        reason: Why the object is deprecated, if given.
+        message: The text of the warning.
+
+    Example:
+        >>> DeprecationInfo("1.0.0", "2.0.0", None, None, "f is deprecated").removal_version
+        '2.0.0'
+    """
+
+    version: str
+    removal_version: str | None
+    alternative: str | None
+    reason: str | None
+    message: str
+
+
 def deprecate_args(
     *names: str,
     message: str = "Argument '{name}' has been deprecated and should not be used.",

@@ -9,9 +9,8 @@ from typing import Any, Protocol, TypeVar
 from packaging.version import InvalidVersion, Version
 
 from mcore.versioning import config
-from mcore.versioning.compiled import constant_when_compiled
 from mcore.versioning.deprecation import blaming_one_further
-from mcore.versioning.distributions import owners_of, recorded_version
+from mcore.versioning.lookup import constant_when_compiled, owners_of, recorded_version
 from mcore.versioning.process_rank import log_on_rank_zero
 from mcore.versioning.signatures import full_name, mark_if_coroutine_function, through_descriptor
 

@@ -12,8 +12,12 @@ from typing import Any, TypeVar, overload
 
 from packaging.version import Version
 
-from mcore.versioning.compiled import constant_when_compiled
-from mcore.versioning.lookup import InstalledPackage, installed_version, known_package
+from mcore.versioning.lookup import (
+    InstalledPackage,
+    constant_when_compiled,
+    installed_version,
+    known_package,
+)
 
 Check = TypeVar("Check", bound="Callable[..., bool]")
 _ABSENT = Version("0.0.0")

@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 from packaging.version import Version
 
 from mcore.versioning.deprecation import (
     NOTICE_ATTRIBUTE,
+    DeprecationInfo,
     Notice,
     warn_on_call,
     warn_on_use,
     without_warning,
 )
 from mcore.versioning.signatures import display_name, inner_callables, through_descriptor
-
-if TYPE_CHECKING:
-    from mcore.versioning.deprecation_info import DeprecationInfo
 
 T = TypeVar("T")
 F = TypeVar("F", bound="Callable[..., Any] | type[Any]")
@@ -179,8 +177,6 @@ def get_deprecation(obj: object) -> DeprecationInfo | None:
         >>> get_deprecation(print) is None
         True
     """
-    from mcore.versioning.deprecation_info import DeprecationInfo
-
     for attributes in _own_attributes(obj):
         if NOTICE_ATTRIBUTE in attributes:
             return DeprecationInfo(

@@ -7,7 +7,6 @@ import logging
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.reports.progress import SECONDS_PER_UNIT
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.observe.sinks.trackers import TRACKERS
@@ -164,7 +163,7 @@ class LoggerConfig:
             raise ValueError(f"closing_s is {self.closing_s}: give 0 seconds or more")
         for spec in TRACKERS:
             if spec.is_wanted(self):
-                require_extra(spec.name, spec.wanted_by)
+                spec.require()
 
 
 @dataclass

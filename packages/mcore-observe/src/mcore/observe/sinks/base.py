@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from mcore.observe.sinks.delivery.tracker_run import Opening
+from mcore.observe.extras import require_extra
+from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
 from mcore.observe.sinks.scalars import plain_numbers
 from mcore.observe.sinks.secrets import mask_secrets
 from mcore.versioning import accepts_parameter
@@ -83,7 +84,7 @@ class TrackerSpec:
     wanted_by: str  # the logger setting that turns the tracker on
     named_by: str | None  # the setting that then has to name the run
     other_settings: tuple[str, ...]  # that a replay needs too
-    open: Callable[[Opening], Any]  # never waits
+    open: Callable[[Opening], TrackerRun[Any]]  # never waits
     adapt: Callable[[Any], MetricSink]
     rules: ScalarRules = ScalarRules()
     restart: Callable[[Any], None] = _keep_open  # before training restarts in this process
@@ -111,6 +112,10 @@ class TrackerSpec:
                 "name"
             )
         return True
+
+    def require(self) -> None:
+        """Raise a ModuleNotFoundError that names the extra if the library is not installed."""
+        require_extra(self.name, self.wanted_by)
 
 
 class GuardedSink:

@@ -7,7 +7,6 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import TrackerSpec
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
@@ -79,7 +78,7 @@ def _open(opening: Opening) -> CometRun:
     params = config_params(opening.config)
 
     def connect() -> Any:
-        require_extra(TRACKER.name, TRACKER.wanted_by)
+        TRACKER.require()
         with run.preparing():
             import comet_ml
         settings = opening.settings

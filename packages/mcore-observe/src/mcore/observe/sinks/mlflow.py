@@ -14,7 +14,6 @@ from dataclasses import KW_ONLY, dataclass, field
 from importlib import import_module
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec, accepts
 from mcore.observe.sinks.delivery.spool import EarlierSpools, Spool, StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
@@ -499,7 +498,7 @@ class _Connect:
     resume_step: int | None = None
 
     def __call__(self) -> MlflowConnection:
-        require_extra(TRACKER.name, TRACKER.wanted_by)
+        TRACKER.require()
         from mlflow.tracking import MlflowClient
 
         with without_secrets(TRACKER.label):
@@ -568,7 +567,7 @@ def _open(opening: Opening) -> MlflowRun:
 
     def connect() -> MlflowConnection:
         nonlocal continued
-        require_extra(TRACKER.name, TRACKER.wanted_by)
+        TRACKER.require()
         with run.preparing():
             from mlflow.tracking import MlflowClient
 

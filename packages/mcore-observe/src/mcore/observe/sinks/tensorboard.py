@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import ScalarRules, TrackerSpec
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
@@ -159,7 +158,7 @@ def _open(opening: Opening) -> TensorBoardRun:
     folder = Path(os.fspath(opening.settings.tensorboard_dir))
 
     def connect() -> Any:
-        require_extra(TRACKER.name, TRACKER.wanted_by)
+        TRACKER.require()
         with run.preparing():
             from torch.utils.tensorboard import SummaryWriter
 

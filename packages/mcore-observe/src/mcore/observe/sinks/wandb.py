@@ -17,7 +17,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from mcore.observe.extras import require_extra
 from mcore.observe.sinks.base import TrackerSpec, accepts
 from mcore.observe.sinks.delivery.spool import StepMetrics
 from mcore.observe.sinks.delivery.tracker_run import ClientRun, Opening, TrackerRun
@@ -162,7 +161,7 @@ def _open(opening: Opening) -> WandbRun:
         opening.spool.note({"run_id": run_id})
 
     def connect() -> _Connection:
-        require_extra(TRACKER.name, TRACKER.wanted_by)
+        TRACKER.require()
         with run.preparing():
             import wandb
 

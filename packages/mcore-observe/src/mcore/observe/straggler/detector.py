@@ -122,7 +122,6 @@ class StragglerDetector:
     _reporter: Reporter | None
     _timers: SectionTimers | None
     _listener: Listener | None
-    _pace: Pace
     _on_straggler: OnStraggler
 
     def __new__(cls) -> StragglerDetector:
@@ -176,7 +175,9 @@ class StragglerDetector:
                 token=settings.token,
                 allow_get_toggle=settings.allow_get_toggle,
             )
-        exchange = Exchange(settings.group, world=world, computing=settings.device)
+        exchange = Exchange(
+            settings.group, world=world, rank=rank, names=names, computing=settings.device
+        )
         # A device without an index is the current device at the beginning of a range.
         device = torch.device(current_device().type if settings.device is None else settings.device)
         ranges = make_ranges(device, prefill=settings.prefill, sample_every=settings.sample_every)
@@ -187,8 +188,8 @@ class StragglerDetector:
         self._reporter = Reporter(
             exchange,
             telemetry_of(device) if telemetry is None else guard_telemetry(telemetry),
+            Pace(settings.report_every_s),
             world=world,
-            rank=rank,
             amp=settings.amp,
             num_listed=settings.mmcnt,
             names=names,
@@ -197,7 +198,7 @@ class StragglerDetector:
         self.world, self.rank, self.dev = world, rank, exchange.device
         self.mmcnt, self.amp, self.port = settings.mmcnt, settings.amp, settings.port
         self._timers = SectionTimers(self, names)
-        self._pace, self._on_straggler = Pace(settings.report_every_s), settings.on_straggler
+        self._on_straggler = settings.on_straggler
         self._state = ControllerState(rank=rank, world_size=world, enabled=settings.enabled)
         self._use_ranges(ranges)
         self._set_enabled(settings.enabled)
@@ -454,25 +455,16 @@ class StragglerDetector:
         """
         if self._reporter is None:
             return False
-        stats, metrics = {}, UNKNOWN_METRICS
-        if self.enabled and log_interval > 0:
-            stats = self._ranges.take()
-            metrics = self._reporter.metrics_of(stats, total_flops, log_interval)
-        rows = self._reporter.gather(
+        stats = self._ranges.take() if self.enabled and log_interval > 0 else {}
+        rows, comparison = self._reporter.report(
+            stats,
+            {} if self._timers is None else self._timers.local_stats(stats),
             enabled=self.enabled,
             wanted=self._state.wanted(),
-            metrics=metrics,
-            stats=stats,
             total_flops=total_flops,
             log_interval=log_interval,
             dropped=self.dropped,
-            next_interval=self._pace.wanted_interval(),
         )
-        self._pace.restart(rows.next_interval())
-        comparison = None
-        if rows.has_interval:
-            local_sections = {} if self._timers is None else self._timers.local_stats(stats)
-            comparison = self._reporter.compare(rows, local_sections)
         has_logged = self.rank == 0 and comparison is not None and self._reporter.log(comparison)
         self._apply(rows, comparison)
         # After the switch: a caller that catches the error can continue to report.
@@ -497,9 +489,9 @@ class StragglerDetector:
         Raises:
             RuntimeError: See :meth:`report`.
         """
-        if self._reporter is None or not self._pace.step(flops):
+        if self._reporter is None or not self._reporter.pace.step(flops):
             return False
-        return self.report(self._pace.flops, self._pace.steps)
+        return self.report(self._reporter.pace.flops, self._reporter.pace.steps)
 
     def show(self, **scalars: float) -> None:
         """Show numbers of the training on the controller: loss, tokens per second.
@@ -548,7 +540,7 @@ class StragglerDetector:
         self.world, self.rank, self.mmcnt, self.amp, self.port = 0, 0, 1, 3.0, 0
         self.dev = torch.device("cpu")
         self._reporter = self._timers = self._listener = None
-        self._pace, self._on_straggler = Pace(math.inf), "log"
+        self._on_straggler = "log"
         self._state = ControllerState(rank=0, world_size=0, enabled=False)
 
     def _use_ranges(self, ranges: HostRanges) -> None:
@@ -603,7 +595,8 @@ class StragglerDetector:
         """
         if self._reporter is not None:
             wanted = self._state.wanted()
-            self._apply(self._reporter.gather(enabled=self.enabled, wanted=wanted), None)
+            rows = self._reporter.exchange.gather(enabled=self.enabled, wanted=wanted)
+            self._apply(rows, None)
 
     def _handler(self) -> None:
         """Start the listener on rank 0 if it does not run. It uses a separate thread."""
@@ -643,7 +636,7 @@ class StragglerDetector:
         if self._reporter is None:
             return None
         metrics = (ptime, btime, temp, power, util, clock, flops)
-        rows = self._reporter.gather(
+        rows = self._reporter.exchange.gather(
             enabled=self.enabled,
             wanted=self._state.wanted(),
             metrics=metrics if self.enabled else UNKNOWN_METRICS,

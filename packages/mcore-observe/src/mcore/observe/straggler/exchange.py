@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 
 from mcore.observe.straggler.ranges import COMPUTE_KIND, NO_STATS, SectionStats
+from mcore.observe.straggler.sections import section_hash
 from mcore.parallel.groups import GroupLike, as_process_group, comm_device
 from mcore.parallel.torch_compat import all_gather_single, is_distributed
 from mcore.tensor.device import resolve_device
@@ -116,8 +117,9 @@ class GatheredRows:
 class Exchange:
     """The ranks that report together. A group of None is the world, or this process alone.
 
-    ``computing`` is the device that this rank reports, None the current device. Raises ValueError
-    if ``world`` is not the size of the group or this rank is not a member.
+    ``names`` are those of all sections, on which the ranks have to agree. ``computing`` is the
+    device that this rank reports, None the current device. Raises ValueError if ``world`` is not
+    the size of the group or this rank is not a member.
     """
 
     def __init__(
@@ -125,6 +127,8 @@ class Exchange:
         group: GroupLike | None,
         *,
         world: int,
+        rank: int,
+        names: Sequence[str],
         computing: torch.device | str | None = None,
     ) -> None:
         member = as_process_group(group)
@@ -133,8 +137,8 @@ class Exchange:
         size = 1 if member is None else member.size()
         if world != size:
             raise ValueError(
-                f"world is {world}, but the process group has {size} ranks. Give its size. For more "
-                "than one rank, initialise torch.distributed before configure()"
+                f"world is {world}, but the process group has {size} ranks. Give its size. For "
+                "several ranks, initialise torch.distributed before configure()"
             )
         # A strong reference would keep the group's threads after destroy_process_group(), and they
         # abort the process at its exit.
@@ -142,26 +146,62 @@ class Exchange:
         self._size = size
         self.device = torch.device("cpu") if size == 1 else comm_device(member)
         self._has_gloo = _has_gloo(member)
-        self._computing = computing
-        # In the group's order, set by introduce():
+        self._rank, self._computing = rank, computing
+        self.sections_hash, self._num_sections = section_hash(names), len(names)
+        # In the group's order, set by the first gather():
         self.hosts: tuple[str, ...] = ()
         self.devices: tuple[str, ...] = ()
         self.ranks: tuple[int, ...] = ()
         self._order: torch.Tensor | None = None
 
-    def introduce(self, *, rank: int, sections_hash: float) -> None:
-        """Exchange host names, devices and sections, the first time it is called.
+    def gather(
+        self,
+        *,
+        enabled: bool,
+        wanted: bool,
+        metrics: Sequence[float] = UNKNOWN_METRICS,
+        stats: Mapping[int, SectionStats] | None = None,
+        total_flops: float = 0.0,
+        log_interval: int = 0,
+        dropped: int = 0,
+        next_interval: int = 0,
+    ) -> GatheredRows:
+        """Exchange rows with the other ranks. Every rank calls it.
 
-        Collective: an all-gather of 104 bytes over the group. RuntimeError on all ranks if
-        versions, sections or ranks do not match.
+        Collective: an all-gather over the group, which gloo runs as an all-to-all, and another of
+        names at the first call. No communication for a single rank. RuntimeError on all ranks if
+        their sections differ.
         """
-        if self.hosts:
-            return
+        if not self.hosts:
+            self._introduce()
+        row = encode_row(
+            self.sections_hash,
+            stats or {},
+            self._num_sections,
+            enabled=enabled,
+            wanted=wanted,
+            metrics=metrics,
+            log_interval=log_interval,
+            total_flops=total_flops,
+            dropped=dropped,
+            next_interval=next_interval,
+        )
+        rows = GatheredRows(self._gather(row), self.ranks, self._order)
+        _reject_ranks(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
+        return rows
+
+    def _introduce(self) -> None:
+        """Exchange host names, devices, ranks and sections: an all-gather of 104 bytes.
+
+        RuntimeError on all ranks if versions, sections or ranks do not match.
+        """
         host = socket.gethostname().encode()[:_HOST_BYTES]
         # Not in __init__: a rank may choose its device after it has configured the detector.
         device = str(resolve_device(self._computing)).encode()[:_DEVICE_BYTES]
-        mine = _INTRODUCTION.pack(_SCHEMA_VERSION, int(sections_hash), rank, host, device)
-        rows = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8), rank)
+        mine = _INTRODUCTION.pack(
+            _SCHEMA_VERSION, int(self.sections_hash), self._rank, host, device
+        )
+        rows = self._gather(torch.frombuffer(bytearray(mine), dtype=torch.uint8))
         packed = bytes(rows.flatten().tolist())
         schemas, hashes, ranks, hosts, devices = zip(
             *_INTRODUCTION.iter_unpack(packed), strict=True
@@ -180,24 +220,14 @@ class Exchange:
             for texts in (hosts, devices)
         )
 
-    def gather(self, row: torch.Tensor, rank: int) -> GatheredRows:
-        """Gather the rows of a report on every rank. No communication for a single rank.
-
-        Collective: an all-gather over the group, which gloo runs as an all-to-all. RuntimeError on
-        all ranks if their sections differ.
-        """
-        rows = GatheredRows(self._gather(row, rank), self.ranks, self._order)
-        _reject_ranks(rows.ranks_unlike(SECTIONS_HASH), "sections", len(self.ranks))
-        return rows
-
-    def _gather(self, row: torch.Tensor, rank: int) -> torch.Tensor:
+    def _gather(self, row: torch.Tensor) -> torch.Tensor:
         if self._group is None:
             return row.unsqueeze(0)
         group = self._group()
         if group is None:
             raise RuntimeError(
-                "straggler report: the process group has been destroyed; report before "
-                "destroy_process_group(), or call configure() again for the new group"
+                "straggler report: the process group has been destroyed. Report before "
+                "destroy_process_group(), or call configure() for the new group"
             )
         row = row.to(self.device)
         rows = row.new_empty(self._size * row.numel())
@@ -213,9 +243,9 @@ class Exchange:
             return rows.cpu().view(self._size, -1)
         except RuntimeError as error:
             raise RuntimeError(
-                f"straggler report: gathering from {self._size} ranks failed on rank {rank}: a "
-                "rank died, hangs, was configured twice, or does not call report() as often as the "
-                f"others: {error}"
+                f"straggler report: gathering from {self._size} ranks failed on rank {self._rank}: "
+                "a rank died, hangs, was configured twice, or does not call report() as often as "
+                f"the others: {error}"
             ) from error
 
 

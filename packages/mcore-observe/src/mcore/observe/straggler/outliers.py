@@ -129,8 +129,13 @@ class PastReports:
         self._values: deque[torch.Tensor] = deque()
         self._medians: deque[torch.Tensor] = deque(maxlen=_NUM_MEDIANS)
 
-    def add(self, rows: GatheredRows) -> tuple[torch.Tensor, ...]:
-        """Add a report, and return the judged values of all reports that are kept."""
+    def add(
+        self, rows: GatheredRows, medians: torch.Tensor
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Add a report and its medians ``[num_sections, world]``.
+
+        Returns the judged values of all reports that are kept, and the best medians of the last 16.
+        """
         values = rows.matrix[:, self._columns].t().contiguous()
         if rows.log_interval > 1:
             values[1 : self.num_times] /= rows.log_interval
@@ -142,12 +147,8 @@ class PastReports:
         # Many ranks need fewer reports for the same number of differences, and less memory.
         while len(self._values) > max(fewest, min(most, 4096 // len(rows.ranks))):
             self._values.popleft()
-        return tuple(self._values)
-
-    def add_medians(self, medians: torch.Tensor) -> torch.Tensor:
-        """Add the medians of a report. Return the best of each rank in the last 16 reports."""
         self._medians.append(medians)
-        return functools.reduce(torch.fmin, self._medians)
+        return tuple(self._values), functools.reduce(torch.fmin, self._medians)
 
 
 _Distances: TypeAlias = "tuple[torch.Tensor, torch.Tensor]"  # indices of ranks, and their z
@@ -158,7 +159,7 @@ def find_outliers(
 ) -> list[tuple[int, int, float]]:
     """Find row, index of the rank and ``z`` of all values that stand out, the worst first.
 
-    ``history`` is the result of :meth:`PastReports.add`. A single report is judged alone. Of
+    ``history`` is from :meth:`PastReports.add`. A single report is judged alone. Of
     several, the mean has to stand out, and not because of one report. A rank may then also stand
     out from its past.
     """

@@ -290,7 +290,7 @@ class StragglerReport:
         families += self._format_sections(ranks if all_ranks else None)
         for name, outliers, text in (
             ("outlier", self.outliers, "1 for each rank and metric that stands out."),
-            ("straggler", self.stragglers, "1 for each that has stood out in several reports."),
+            ("straggler", self.stragglers, "1 for each rank and metric bad in several reports."),
         ):
             samples = [(labels(rank=one.rank, metric=one.metric), 1) for one in outliers]
             families.append(family(name, "gauge", text, samples))
@@ -411,8 +411,7 @@ class RankComparison:
         medians = rows.matrix[:, _MEDIANS].t().contiguous()
         self._medians = medians.where(medians > 0, torch.nan)
         self._judged_names, self._num_times = past.row_names, past.num_times
-        self._history = past.add(rows)
-        self._best_medians = past.add_medians(self._medians)
+        self._history, self._best_medians = past.add(rows, self._medians)
 
     @cached_property
     def report(self) -> StragglerReport:

@@ -13,12 +13,10 @@ from mcore.observe.straggler.exchange import (
     UNKNOWN_METRICS,
     Exchange,
     GatheredRows,
-    encode_row,
 )
 from mcore.observe.straggler.outliers import OutlierRule, PastReports, outlier_lines
 from mcore.observe.straggler.ranges import COMPUTE_KIND, DATA_KIND, SectionStats
 from mcore.observe.straggler.report import RankComparison
-from mcore.observe.straggler.sections import section_hash
 from mcore.observe.straggler.telemetry import Reading
 
 logger = logging.getLogger("mcore.observe.straggler")
@@ -39,72 +37,64 @@ _PRINTED = (
 
 
 class Reporter:
-    """Exchanges rows with the other ranks, and compares them with those of earlier reports."""
+    """Makes the reports: metrics of this rank, comparison with others and the past, log lines."""
 
     def __init__(
         self,
         exchange: Exchange,
         telemetry: Callable[[], Reading],
+        pace: Pace,
         *,
         world: int,
-        rank: int,
         amp: float,
         num_listed: int,
         names: Sequence[str],
         rule: OutlierRule,
     ) -> None:
-        self._exchange = exchange
-        self.telemetry = telemetry
-        self._world, self._rank, self._amp = world, rank, amp
+        self.exchange, self.telemetry, self.pace = exchange, telemetry, pace
+        self._world, self._amp = world, amp
         self._num_listed = num_listed
         self._names = names
-        self._sections_hash = section_hash(names)
         self._rule = rule
         self._past = PastReports(names)
 
-    def metrics_of(
-        self, stats: Mapping[int, SectionStats], total_flops: float, log_interval: int
-    ) -> tuple[float, ...]:
-        """Read the GPU, and return this rank's metrics in the order of ``METRICS``."""
-        compute, data = stats.get(COMPUTE_KIND), stats.get(DATA_KIND)
-        elapsed_ms = 0.0 if compute is None else compute.sum_ms
-        return (
-            math.nan if compute is None else elapsed_ms / log_interval,
-            math.nan if data is None else data.max_ms,
-            *self.telemetry(),
-            etpt_tf(total_flops, elapsed_ms, world=self._world, amp=self._amp),
-        )
-
-    def gather(
+    def report(
         self,
+        stats: Mapping[int, SectionStats],
+        local_sections: Mapping[str, SectionStats],
         *,
         enabled: bool,
         wanted: bool,
-        metrics: Sequence[float] = UNKNOWN_METRICS,
-        stats: Mapping[int, SectionStats] | None = None,
-        total_flops: float = 0.0,
-        log_interval: int = 0,
-        dropped: int = 0,
-        next_interval: int = 0,
-    ) -> GatheredRows:
-        """Exchange rows with the other ranks. Every rank calls it.
+        total_flops: float,
+        log_interval: int,
+        dropped: int,
+    ) -> tuple[GatheredRows, RankComparison | None]:
+        """Exchange rows, and compare them if rank 0 is on and passes an interval.
 
-        Collective: an all-gather over the group, and another of names at the first call.
+        Every rank calls it. Reads the GPU of a rank that is on and passes an interval.
         """
-        self._exchange.introduce(rank=self._rank, sections_hash=self._sections_hash)
-        row = encode_row(
-            self._sections_hash,
-            stats or {},
-            len(self._names),
+        metrics = UNKNOWN_METRICS
+        if enabled and log_interval > 0:
+            compute, data = stats.get(COMPUTE_KIND), stats.get(DATA_KIND)
+            elapsed_ms = 0.0 if compute is None else compute.sum_ms
+            metrics = (
+                math.nan if compute is None else elapsed_ms / log_interval,
+                math.nan if data is None else data.max_ms,
+                *self.telemetry(),
+                etpt_tf(total_flops, elapsed_ms, world=self._world, amp=self._amp),
+            )
+        rows = self.exchange.gather(
             enabled=enabled,
             wanted=wanted,
             metrics=metrics,
-            log_interval=log_interval,
+            stats=stats,
             total_flops=total_flops,
+            log_interval=log_interval,
             dropped=dropped,
-            next_interval=next_interval,
+            next_interval=self.pace.wanted_interval(),
         )
-        return self._exchange.gather(row, self._rank)
+        self.pace.restart(rows.next_interval())
+        return rows, self.compare(rows, local_sections) if rows.has_interval else None
 
     def compare(
         self, rows: GatheredRows, local_sections: Mapping[str, SectionStats]
@@ -113,8 +103,8 @@ class Reporter:
         return RankComparison(
             rows,
             unix_time=time.time(),
-            hosts=self._exchange.hosts,
-            devices=self._exchange.devices,
+            hosts=self.exchange.hosts,
+            devices=self.exchange.devices,
             names=self._names,
             rule=self._rule,
             past=self._past,

@@ -1,1 +1,1 @@
-"""The command ``mcore-straggler``, which looks at straggler controllers and needs no torch."""
+"""The command ``mcore-straggler``: shows and switches straggler controllers, without torch."""

@@ -1,4 +1,4 @@
-"""``python -m mcore.observe.straggler_command``, the same as ``mcore-straggler``."""
+"""``python -m mcore.observe.straggler_command`` is ``mcore-straggler``."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The command line: watch straggler controllers, ask them, switch them on and off."""
+"""The command line: show straggler controllers, query them, switch them on and off."""
 
 from __future__ import annotations
 
@@ -15,51 +15,59 @@ from mcore.observe.straggler_command.client import (
     AnswerError,
     Client,
     plain,
-    token_of,
+    read_token,
 )
-from mcore.observe.straggler_command.screen import Watcher, text_of, watch
-from mcore.observe.straggler_command.snapshot import View
+from mcore.observe.straggler_command.screen import Poller, show_live, text_of
+from mcore.observe.straggler_command.snapshot import JobSnapshot
 from mcore.observe.straggler_command.table import as_json, headline
 
+# Scripts check these. 2 is also the code of argparse for wrong arguments.
 FINE, UNREACHABLE, USAGE, SLOW = 0, 1, 2, 3
 _DEFAULT_ROWS = 10
-_EXIT_CODES = "exit code: 0 fine, 1 a controller gives no answer, 2 usage, 3 a rank is slow"
+_EXIT_CODES = "exit code: 0 fine, 1 a controller does not answer, 2 usage, 3 a rank is slow"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    parser = _parser()
+    parser = _build_parser()
     options = parser.parse_args(arguments)
     try:
-        token = token_of(options.token_file)
+        token = read_token(options.token_file)
     except (OSError, ValueError) as error:
         parser.error(f"--token-file: {error}" if options.token_file else str(error))
     clients = [
         Client(address, token=token, timeout_s=options.timeout) for address in options.address
     ]
-    _be_quiet_about_encodings()
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # unsupported characters become question marks
     try:
         code: int = options.call(clients, options)
         sys.stdout.flush()
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    except BrokenPipeError:  # of head, or a pager that was left
+    except BrokenPipeError:  # head, or a pager that was closed
+        # Python would print an error when it flushes stdout at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FINE
     return code
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="mcore-straggler",
-        description="Watch the straggler controllers of jobs, ask them, switch them on and off.",
-        epilog=f"{TOKEN_VARIABLE} or --token-file gives the token. {_EXIT_CODES}.",
+        description="Show the straggler controllers of jobs, query them, switch them on and off.",
+        epilog=f"Set the token in {TOKEN_VARIABLE} or --token-file. {_EXIT_CODES}.",
     )
     shared = argparse.ArgumentParser(add_help=False)
-    shared.add_argument("address", nargs="+", type=_address, metavar="HOST:PORT")
-    shared.add_argument("--token-file", metavar="FILE", help="a file with the token")
+    shared.add_argument("address", nargs="+", type=_parse_address, metavar="HOST:PORT")
+    shared.add_argument("--token-file", metavar="FILE", help="file with the token")
     shared.add_argument(
-        "--timeout", type=_seconds, default=5.0, metavar="S", help="seconds for an answer (5)"
+        "--timeout",
+        type=_parse_seconds,
+        default=5.0,
+        metavar="S",
+        help="timeout of a request in seconds (5)",
     )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
@@ -72,120 +80,113 @@ def _parser() -> argparse.ArgumentParser:
         added.set_defaults(call=call)
         return added
 
-    one = command("watch", "the slowest ranks, live, until Ctrl-C", _watch)
+    one = command("watch", "show the slowest ranks, live, until Ctrl-C", _watch)
     one.add_argument(
-        "--interval", type=_seconds, default=2.0, metavar="S", help="seconds between looks (2)"
+        "--interval",
+        type=_parse_seconds,
+        default=2.0,
+        metavar="S",
+        help="seconds between requests (2)",
     )
-    one.add_argument("--rows", type=_rows, metavar="N", help="ranks of each job (what fits, or 10)")
+    one.add_argument(
+        "--rows", type=_parse_rows, metavar="N", help="ranks per job (as many as fit, or 10)"
+    )
     one.add_argument(
         "--metric",
         default="elapsed_ms",
         help="sort by this: elapsed_ms, data_ms, temp_c, power_w, util_pct, clock_mhz, etpt_tf "
         "or a section (elapsed_ms)",
     )
-    one.add_argument("--once", action="store_true", help="look once and end")
-    one.add_argument("--json", action="store_true", help="one JSON object; needs --once")
-    status = command("status", "whether timing is on, ranks and reports", _status)
-    status.add_argument("--json", action="store_true", help="the controller's JSON, a line each")
-    command("report", "the last report as JSON, a line for each controller", _report)
+    one.add_argument("--once", action="store_true", help="print the present state and exit")
+    one.add_argument("--json", action="store_true", help="print a JSON object (only with --once)")
+    status = command(
+        "status", "print whether timing is on, the number of ranks and of reports", _print_status
+    )
+    status.add_argument(
+        "--json", action="store_true", help="print the JSON of each controller on a line"
+    )
+    status.set_defaults(method="GET", path="/status")
+    report = command("report", "print the last report of each controller as JSON on a line", _query)
+    report.set_defaults(method="GET", path="/report")
     for name, text in (
         ("toggle", "switch timing to the other state after the next report"),
         ("on", "switch timing on after the next report"),
         ("off", "switch timing off after the next report"),
     ):
-        command(name, text, _switch).set_defaults(path=f"/{name}")
+        command(name, text, _query).set_defaults(method="POST", path=f"/{name}")
     return parser
 
 
 def _watch(clients: list[Client], options: argparse.Namespace) -> int:
     if options.json and not options.once:
-        return _usage("watch --json needs --once")
-    watcher = Watcher(clients, options.metric, options.interval)
+        print("mcore-straggler: error: watch --json needs --once", file=sys.stderr)  # noqa: T201
+        return USAGE
+    poller = Poller(clients, options.metric, options.interval)
     if not options.once:
         try:
-            watch(watcher, options.rows, sys.stdout)
+            show_live(poller, options.rows, sys.stdout)
         except KeyboardInterrupt:
-            return _code(watcher.views)
-    watcher.look_once()
+            return _choose_exit_code(poller.jobs)
+    poller.poll_once()
     rows = _DEFAULT_ROWS if options.rows is None else options.rows
     if options.json:
-        _say(json.dumps(as_json(watcher.views, rows), allow_nan=False))
+        _print(json.dumps(as_json(poller.jobs, rows), allow_nan=False))
     else:
-        sys.stdout.write(text_of(watcher.views, rows, sys.stdout))
-    return _code(watcher.views)
+        sys.stdout.write(text_of(poller.jobs, rows, sys.stdout))
+    return _choose_exit_code(poller.jobs)
 
 
-def _status(clients: list[Client], options: argparse.Namespace) -> int:
+def _print_status(clients: list[Client], options: argparse.Namespace) -> int:
     if options.json:
-        return _ask(clients, "GET", "/status")
-    watcher = Watcher(clients, "elapsed_ms", 0.0)
-    watcher.look_once()
-    for view in watcher.views:
-        _say(headline(view))
-    return UNREACHABLE if any(view.error is not None for view in watcher.views) else FINE
+        return _query(clients, options)
+    poller = Poller(clients, "elapsed_ms", 0.0)
+    poller.poll_once()
+    for job in poller.jobs:
+        _print(headline(job))
+    return UNREACHABLE if any(job.error is not None for job in poller.jobs) else FINE
 
 
-def _report(clients: list[Client], options: argparse.Namespace) -> int:
-    return _ask(clients, "GET", "/report")
-
-
-def _switch(clients: list[Client], options: argparse.Namespace) -> int:
-    return _ask(clients, "POST", options.path)
-
-
-def _ask(clients: list[Client], method: str, path: str) -> int:
-    """Print each controller's answer; those that give none are named on standard error."""
-    code = FINE
+def _query(clients: list[Client], options: argparse.Namespace) -> int:
+    """Print the answer of each controller, or its error on standard error."""
+    code, method = FINE, options.method
     for client in clients:
         try:
-            answer = client.ask(method, path).checked()
+            answer = client.request(method, options.path).check()
             text = json.dumps(answer.json()) if method == "GET" else plain(answer.text)
         except AnswerError as error:
             print(f"{client.address}: {error}", file=sys.stderr)  # noqa: T201
             code = UNREACHABLE
         else:
-            _say(f"{client.address}: {text}" if method == "POST" else text)
+            _print(f"{client.address}: {text}" if method == "POST" else text)
     return code
 
 
-def _code(views: Sequence[View]) -> int:
-    """A rank that is known to be slow counts more than a controller that gives no answer."""
-    if any(view.slow for view in views):
+def _choose_exit_code(jobs: Sequence[JobSnapshot]) -> int:
+    """Return the exit code. If several apply, that of a slow rank."""
+    if any(job.slow for job in jobs):
         return SLOW
-    return UNREACHABLE if any(view.error is not None for view in views) else FINE
+    return UNREACHABLE if any(job.error is not None for job in jobs) else FINE
 
 
-def _say(text: str) -> None:
+def _print(text: str) -> None:
     sys.stdout.write(f"{text}\n")
 
 
-def _usage(text: str) -> int:
-    print(f"mcore-straggler: error: {text}", file=sys.stderr)  # noqa: T201
-    return USAGE
-
-
-def _be_quiet_about_encodings() -> None:
-    """Print what a terminal has no characters for as question marks."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")
-
-
-def _address(text: str) -> Address:
+def _parse_address(text: str) -> Address:
     try:
         return Address.parse(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
-def _seconds(text: str) -> float:
+def _parse_seconds(text: str) -> float:
     value = float(text)
     if not 0 < value <= 3600:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 3600 seconds")
     return value
 
 
-def _rows(text: str) -> int:
+def _parse_rows(text: str) -> int:
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"{text} is less than 1")

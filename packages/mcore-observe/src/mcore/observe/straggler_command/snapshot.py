@@ -1,4 +1,4 @@
-"""What a watcher knows of a job: its last report, who is slow, and the values of late."""
+"""A snapshot of a job: its last report, its slow ranks, and the values of its recent reports."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ _LOW_IS_BAD = ("etpt_tf", "util_pct", "clock_mhz")
 
 
 @dataclass(frozen=True)
-class Slow:
-    """A rank that the report names, in what, and how its value compares with the others'."""
+class SlowRank:
+    """A slow rank of the report, the metric in which it is slow, and its value over the median."""
 
     rank: int
     host: str
-    device: str  # empty where not known
+    device: str  # empty if unknown
     metric: str
     value: float
     times_median: float
     score: float
 
     @classmethod
-    def read(cls, fields: dict[str, Any], report: dict[str, Any]) -> Slow:
-        """Read one of a report's ``stragglers``."""
+    def read(cls, fields: dict[str, Any], report: dict[str, Any]) -> SlowRank:
+        """Read an element of a report's ``stragglers``."""
         host, device = plain(str(fields["host"])), plain(str(fields.get("device", "")))
-        metric, value = str(fields["metric"]), _number(fields["value"])
+        metric, value = str(fields["metric"]), _read_number(fields["value"])
         is_known = metric in report["metrics"] or metric in report["sections"]
-        times = value / _median(_values_of(report, metric)) if is_known else math.nan
-        score = _number(fields["score"])
+        times = value / _compute_median(_read_values(report, metric)) if is_known else math.nan
+        score = _read_number(fields["score"])
         return cls(int(fields["rank"]), host, device, plain(metric), value, times, score)
 
     @property
-    def who(self) -> str:
-        """The rank and where it is."""
+    def place(self) -> str:
+        """The rank with its host and device."""
         return f"rank {self.rank} on {self.host}" + (f", {self.device}" if self.device else "")
 
     def __str__(self) -> str:
@@ -50,51 +50,43 @@ class Slow:
 
 
 @dataclass(frozen=True)
-class Report:
-    """A report as far as a watcher shows it, by position; NaN for what is not known."""
+class ReportColumns:
+    """The columns of a report that are shown, by position in the group. NaN if unknown."""
 
     ranks: tuple[int, ...]
     hosts: tuple[str, ...]
     devices: tuple[str, ...]
     values: tuple[float, ...]
-    sensors: dict[str, tuple[float, ...]]  # those that some device has
-    slow: tuple[Slow, ...]
+    sensors: dict[str, tuple[float, ...]]  # that at least one device has
+    slow: tuple[SlowRank, ...]
 
     @classmethod
-    def read(cls, report: dict[str, Any], metric: str) -> Report:
-        """Read the JSON of a report; AnswerError where it is none, or has no such metric."""
+    def read(cls, report: dict[str, Any], metric: str) -> ReportColumns:
+        """Read the JSON of a report. AnswerError if it is not a report or lacks the metric."""
         try:
-            columns = {name: _numbers(report["metrics"].get(name, ())) for name in SENSORS}
-            read = cls(
+            sensors = {
+                name: tuple(map(_read_number, report["metrics"].get(name, ()))) for name in SENSORS
+            }
+            columns = cls(
                 ranks=tuple(map(int, report["ranks"])),
                 hosts=tuple(plain(str(host)) for host in report["hosts"]),
                 devices=tuple(plain(str(device)) for device in report["devices"]),
-                values=_values_of(report, metric),
-                sensors={k: v for k, v in columns.items() if any(map(math.isfinite, v))},
-                slow=tuple(Slow.read(fields, report) for fields in report["stragglers"]),
+                values=_read_values(report, metric),
+                sensors={k: v for k, v in sensors.items() if any(map(math.isfinite, v))},
+                slow=tuple(SlowRank.read(fields, report) for fields in report["stragglers"]),
             )
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            what = f"{type(error).__name__}: {plain(str(error))}"
-            raise AnswerError(f"no report of a straggler controller ({what})") from error
-        if (
-            len(
-                {
-                    len(read.hosts),
-                    len(read.devices),
-                    len(read.ranks),
-                    len(read.values),
-                    *map(len, read.sensors.values()),
-                }
-            )
-            != 1
-        ):
-            raise AnswerError("no report of a straggler controller (columns differ in length)")
-        return read
+            reason = f"{type(error).__name__}: {plain(str(error))}"
+            raise AnswerError(f"not a report of a straggler controller ({reason})") from error
+        by_rank = (columns.hosts, columns.devices, columns.values, *columns.sensors.values())
+        if any(len(column) != len(columns.ranks) for column in by_rank):
+            raise AnswerError("not a report of a straggler controller (columns differ in length)")
+        return columns
 
 
 @dataclass(frozen=True)
-class Row:
-    """A rank of the last report; NaN for what is not known. ``late`` ends with ``value``."""
+class RankRow:
+    """A rank of the last report. NaN if unknown. ``recent`` ends with ``value``."""
 
     rank: int
     host: str
@@ -103,24 +95,24 @@ class Row:
     times_median: float
     sensors: dict[str, float]
     slow_in: tuple[str, ...]
-    late: tuple[float, ...]
+    recent: tuple[float, ...]
 
 
 @dataclass(frozen=True)
-class View:
-    """What one controller last said; ``error`` is None if it has just said it."""
+class JobSnapshot:
+    """The last answers of a controller. ``error`` is None if the last request was answered."""
 
     address: str
     metric: str
     status: dict[str, Any] = field(default_factory=dict)
-    report: Report | None = None
-    error: str | None = "not asked yet"
+    report: ReportColumns | None = None
+    error: str | None = "no request yet"
     clock_ahead_s: float = 0.0
-    late: tuple[tuple[float, ...], ...] = ()  # the values of the last reports
+    recent: tuple[tuple[float, ...], ...] = ()  # the values of the last reports
 
     @property
-    def slow(self) -> tuple[Slow, ...]:
-        """Who the last report names; nobody where the controller does not answer."""
+    def slow(self) -> tuple[SlowRank, ...]:
+        """The slow ranks of the last report. Empty if the controller does not answer."""
         return () if self.report is None or self.error is not None else self.report.slow
 
     @property
@@ -131,8 +123,8 @@ class View:
             return None
         return max(0.0, time.time() + self.clock_ahead_s - made)
 
-    def rows(self, most: int) -> list[Row]:
-        """The ranks of the last report: those that are slow, then the others, the worst first."""
+    def rows(self, most: int) -> list[RankRow]:
+        """The ranks of the last report: slow ranks, then the others, the worst first."""
         report = self.report
         if report is None:
             return []
@@ -144,68 +136,65 @@ class View:
         order = sorted(
             range(len(badness)), key=lambda at: (report.ranks[at] not in slow_in, badness[at])
         )
-        middle = _median(report.values)
+        median = _compute_median(report.values)
         return [
-            Row(
+            RankRow(
                 rank=report.ranks[at],
                 host=report.hosts[at],
                 device=report.devices[at],
                 value=report.values[at],
-                times_median=report.values[at] / middle,
+                times_median=report.values[at] / median,
                 sensors={name: values[at] for name, values in report.sensors.items()},
                 slow_in=tuple(slow_in.get(report.ranks[at], ())),
-                late=tuple(values[at] for values in self.late),
+                recent=tuple(values[at] for values in self.recent),
             )
             for at in order[:most]
         ]
 
 
-def look(client: Client, before: View) -> View:
-    """Ask a controller, and for its report where there is a new one; errors are in the view."""
+def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
+    """Request the status, and the report if it is new. Errors are kept in the snapshot."""
     try:
-        answer = client.ask("GET", "/status").checked()
-        status = answer.json()
+        response = client.request("GET", "/status").check()
+        status = response.json()
         if not isinstance(status.get("reports"), int) or "world_size" not in status:
-            raise AnswerError(f"no straggler controller: it answers {plain(answer.text)!r}")
+            raise AnswerError(f"not a straggler controller: it answers {plain(response.text)!r}")
         after = replace(
-            before, status=status, error=None, clock_ahead_s=answer.unix_time - time.time()
+            before, status=status, error=None, clock_ahead_s=response.unix_time - time.time()
         )
         if not status["reports"]:
-            return replace(after, report=None, late=())
-        if before.report is not None and _made(status) == _made(before.status):
+            return replace(after, report=None, recent=())
+        # The time tells a restarted job with the same number of reports apart.
+        keys = ("reports", "last_report_unix")
+        if before.report is not None and all(
+            status.get(key) == before.status.get(key) for key in keys
+        ):
             return after
-        report = Report.read(client.ask("GET", "/report").checked().json(), before.metric)
+        answer = client.request("GET", "/report").check().json()
+        report = ReportColumns.read(answer, before.metric)
     except AnswerError as error:
         return replace(before, error=str(error))
     was_restarted = status["reports"] < before.status.get("reports", 0)
-    is_another = before.report is None or report.ranks != before.report.ranks
-    late = () if was_restarted or is_another else before.late
-    return replace(after, report=report, late=(*late[1 - NUM_KEPT :], report.values))
+    is_another_job = before.report is None or report.ranks != before.report.ranks
+    recent = () if was_restarted or is_another_job else before.recent
+    return replace(after, report=report, recent=(*recent[1 - NUM_KEPT :], report.values))
 
 
-def _made(status: dict[str, Any]) -> tuple[Any, Any]:
-    return status.get("reports"), status.get("last_report_unix")
-
-
-def _values_of(report: dict[str, Any], metric: str) -> tuple[float, ...]:
+def _read_values(report: dict[str, Any], metric: str) -> tuple[float, ...]:
     metrics, sections = report["metrics"], report["sections"]
     if metric in metrics:
-        return _numbers(metrics[metric])
+        return tuple(map(_read_number, metrics[metric]))
     if metric not in sections:
         names = plain(", ".join([*metrics, *sections]), 400)
         raise AnswerError(f"the report has no metric {metric!r}; it has {names}")
     steps = max(1, int(report["log_interval"]))
-    return tuple(_number(one["sum_ms"]) / steps for one in sections[metric])
+    return tuple(_read_number(one["sum_ms"]) / steps for one in sections[metric])
 
 
-def _median(values: Iterable[float]) -> float:
-    """The median, of two in the middle the lower one: of two ranks the faster; NaN for zero."""
+def _compute_median(values: Iterable[float]) -> float:
+    """Return the lower median: of two ranks the faster. NaN for zero, which cannot divide."""
     return median_low([v for v in values if math.isfinite(v)] or [math.nan]) or math.nan
 
 
-def _numbers(values: Iterable[Any]) -> tuple[float, ...]:
-    return tuple(map(_number, values))
-
-
-def _number(value: Any) -> float:
+def _read_number(value: Any) -> float:
     return float(value) if isinstance(value, (int, float)) else math.nan

@@ -1,10 +1,10 @@
-"""Sharded checkpoints: describe, validate, save and load what many ranks hold together."""
+"""Sharded checkpoints: describe, validate, save and load the state dicts of many ranks."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from mcore.parallel.checkpoint.background import SaveHandle
+from mcore.parallel.checkpoint.async_save import SaveHandle
 from mcore.parallel.checkpoint.builders import (
     make_sharded_object_for_checkpoint,
     make_sharded_tensor_for_checkpoint,
@@ -28,6 +28,11 @@ from mcore.parallel.checkpoint.planning.validation import (
     validate_sharding_integrity,
 )
 from mcore.parallel.checkpoint.ranks import ensure_metadata_has_dp_cp_group
+from mcore.parallel.checkpoint.run_state.manager import CheckpointManager
+from mcore.parallel.checkpoint.run_state.training_state import (
+    load_training_state,
+    save_training_state,
+)
 from mcore.parallel.checkpoint.save_load import load_sharded_state_dict, save_sharded_state_dict
 from mcore.parallel.checkpoint.sharded import (
     CommonStateDict,
@@ -38,8 +43,6 @@ from mcore.parallel.checkpoint.sharded import (
     StateDict,
     is_main_replica,
 )
-from mcore.parallel.checkpoint.training.manager import CheckpointManager
-from mcore.parallel.checkpoint.training.run_state import load_training_state, save_training_state
 
 if TYPE_CHECKING:
     from mcore.parallel.checkpoint.planning.load_planner import ShardedLoadPlanner

@@ -11,29 +11,28 @@ from mcore.parallel.checkpoint.errors import CheckpointingException
 from mcore.parallel.checkpoint.inspection.output import Output, escaped
 
 _DESCRIPTION = """\
-Look into checkpoints, check them, compare and convert them.
+List, describe, check, compare and convert checkpoints.
 
-PATH is a checkpoint, of this package or of torch.distributed.checkpoint, or the folder of a run
-with checkpoints step_N in it. Nothing that a checkpoint holds is run, and none is loaded whole
-except by to-torch.
+PATH is a checkpoint of this package or of torch.distributed.checkpoint, or the folder of a run with
+checkpoints step_N in it. No code in a checkpoint is run. Only to-torch loads a whole checkpoint.
 """
 _EXIT_CODES = """\
-exit codes: 0 success; 1 verify found damage, diff found a difference; 2 the command is wrong, or
-what it names cannot be read
+exit codes: 0: success. 1: verify found damage, or diff found a difference. 2: the arguments are
+wrong, or a path cannot be read.
 """
-_BROKEN_PIPE = 128 + 13  # as of a program that the signal ends
+_BROKEN_PIPE = 128 + 13  # the exit code of a shell for a program that SIGPIPE ended
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command and return its exit code."""
-    options = _parser().parse_args(arguments)
+    options = _build_parser().parse_args(arguments)
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        code: int = _run(options, Output(sys.stdout, sys.stderr, as_json=options.json))
+        code = _run(options, Output(sys.stdout, sys.stderr, as_json=options.json))
         sys.stdout.flush()
     except BrokenPipeError:
-        # What is left would be written, and fail again, when the interpreter ends.
+        # The interpreter writes the rest of the buffer at its end, which would fail once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     except (CheckpointingException, OSError) as error:
@@ -41,12 +40,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.stderr.write("\n".join(["error: " + next(lines, ""), *lines, ""]))
         return 2
     except KeyboardInterrupt:
-        return 130
+        return 130  # 128 + SIGINT
     return code
 
 
 def _run(options: argparse.Namespace, output: Output) -> int:
-    """Import what a command needs, and no more, and run it."""
+    """Run a command. Each imports only the modules that it needs, which takes seconds."""
     if options.command == "ls":
         from mcore.parallel.checkpoint.inspection.listing import ls
 
@@ -56,11 +55,11 @@ def _run(options: argparse.Namespace, output: Output) -> int:
 
         return show(options.path, options.keys, output)
     if options.command == "verify":
-        from mcore.parallel.checkpoint.inspection.verifying import verify
+        from mcore.parallel.checkpoint.inspection.verify import verify
 
         return verify(options.path, options.workers, output)
     if options.command == "diff":
-        from mcore.parallel.checkpoint.inspection.comparing import diff
+        from mcore.parallel.checkpoint.inspection.diff import diff
 
         return diff(options.path, options.other, options.keys, options.workers, output)
     from mcore.parallel.checkpoint.inspection.to_torch import to_torch
@@ -68,7 +67,7 @@ def _run(options: argparse.Namespace, output: Output) -> int:
     return to_torch(options.path, options.file, options.keys, output)
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m mcore.parallel.checkpoint",
         description=_DESCRIPTION,
@@ -87,32 +86,39 @@ def _parser() -> argparse.ArgumentParser:
 
     either = "a checkpoint, or the folder of a run"
     ls = add("ls", "list the keys of a checkpoint, or the checkpoints of a run", either)
-    show = add("show", "describe a checkpoint and its files, or where the pieces of keys lie")
+    show = add("show", "describe a checkpoint and its files, or the locations of some keys")
     verify = add("verify", "read every byte and compare the checksums", either)
     diff = add(
-        "diff", "compare two checkpoints, whatever layouts they were saved in", "the old one"
+        "diff", "compare two checkpoints, which may have different layouts", "the old checkpoint"
     )
-    diff.add_argument("other", metavar="OTHER", help="the new one")
+    diff.add_argument("other", metavar="OTHER", help="the new checkpoint")
     to_torch = add("to-torch", "write a checkpoint as one file for torch.load, in host memory")
-    to_torch.add_argument("file", metavar="FILE", help="the file to make; it must not exist")
+    to_torch.add_argument("file", metavar="FILE", help="the new file, which must not exist")
     for command in (ls, show):
         command.add_argument(
-            "keys", metavar="KEY", nargs="*", help="only these; may hold wildcards (*, ?, [...])"
+            "keys", metavar="KEY", nargs="*", help="only these keys; wildcards: *, ?, [...]"
         )
     for command in (diff, to_torch):
         command.add_argument(
-            "--keys", metavar="KEY", nargs="+", default=[], help="only these; may hold wildcards"
+            "--keys",
+            metavar="KEY",
+            nargs="+",
+            default=[],
+            help="only these keys; wildcards: *, ?, [...]",
         )
     for command in (verify, diff):
         command.add_argument(
-            "--workers", metavar="N", type=_positive, help="how many at a time (default: all cores)"
+            "--workers",
+            metavar="N",
+            type=_parse_positive,
+            help="number of workers (default: all cores)",
         )
     return parser
 
 
-def _positive(text: str) -> int:
+def _parse_positive(text: str) -> int:
     if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number above 0")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""Builders of sharded tensors and objects from what a module's state dict holds."""
+"""Builders of sharded tensors and objects from the entries of a module's state dict."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import torch
 from mcore.parallel.checkpoint.dtensor import (
     cut_over_tensor_parallel,
     prepend_axes,
+    replace_fields,
     replica_index,
     shard_of_dtensor,
-    with_fields,
 )
 from mcore.parallel.checkpoint.objects import ShardedObject
 from mcore.parallel.checkpoint.ranks import (
@@ -44,17 +44,17 @@ def make_tp_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """Describe a tensor that is cut along one axis over the tensor-parallel group.
 
-    No communication; works on meta tensors. A DTensor contributes its own cuts; when its mesh
-    does not include the tensor-parallel ranks, the cut over them is composed with its own.
+    No communication. Works on meta tensors. A DTensor is described by its placements. If its mesh
+    lacks the tensor-parallel ranks, the cut over them is added.
 
     Args:
         tensor: This rank's shard. It becomes ``data`` itself, not a copy.
         key: Name in the checkpoint.
-        tp_axis: The axis that is cut; negative counts from the end.
-        replica_id: Number of this replica; None gives ``(0, 0, rank among the replicas)``.
-        prepend_offsets: ``(axis, index, count)`` of axes put before those of the tensor.
+        tp_axis: The axis that is cut. Negative numbers count from the end.
+        replica_id: Number of this replica. None means ``(0, 0, rank among the replicas)``.
+        prepend_offsets: ``(axis, index, count)`` of axes put before the axes of the tensor.
         kwargs: ``tp_group``, ``dp_cp_group`` (process group, 1-D mesh or None: the default
-            ProcessGroups', else size 1 where that is certain) and ``allow_shape_mismatch``.
+            ProcessGroups', else size 1 if that is certain) and ``allow_shape_mismatch``.
 
     Returns:
         The description.
@@ -71,15 +71,21 @@ def make_tp_sharded_tensor_for_checkpoint(
         >>> shard.global_shape, shard.replica_id
         ((4, 6), (0, 0, 0))
     """
-    fields = _checked_fields("make_tp_sharded_tensor_for_checkpoint", kwargs)
-    axis = _checked_axis(key, tensor, tp_axis)
+    fields = _check_fields("make_tp_sharded_tensor_for_checkpoint", kwargs)
+    if not -tensor.ndim <= tp_axis < tensor.ndim:
+        hint = "" if tensor.ndim else ". Use make_sharded_tensor_for_checkpoint for a 0-d tensor"
+        shape = tuple(tensor.shape)
+        raise ValueError(
+            f"key {key!r}: tp_axis {tp_axis} is outside a tensor of shape {shape}{hint}"
+        )
+    axis = tp_axis % tensor.ndim
     if is_dtensor(tensor):
         shard = shard_of_dtensor(tensor, key, replica_id, **fields)
-        ranks = _ranks_outside_mesh(tensor.device_mesh, kwargs)
+        ranks = _resolve_ranks_outside(tensor.device_mesh, kwargs)
         if ranks is not None:
             shard = cut_over_tensor_parallel(shard, axis, ranks)
         return prepend_axes(shard, prepend_offsets)
-    ranks = resolve_ranks(*_groups(kwargs), need_dp_cp=replica_id is None)
+    ranks = resolve_ranks(*_get_groups(kwargs), need_dp_cp=replica_id is None)
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
@@ -100,15 +106,15 @@ def make_sharded_tensor_for_checkpoint(
 ) -> ShardedTensor:
     """Describe a tensor of which every tensor- and data-parallel rank has a replica.
 
-    No communication; works on meta tensors. A DTensor contributes its own cuts.
+    No communication. Works on meta tensors. A DTensor is described by its placements.
 
     Args:
         tensor: The tensor. It becomes ``data`` itself, not a copy.
         key: Name in the checkpoint.
-        prepend_offsets: ``(axis, index, count)`` of axes put before those of the tensor.
-        replica_id: Number of this replica; None gives ``(0, tp rank, rank among the replicas)``.
+        prepend_offsets: ``(axis, index, count)`` of axes put before the axes of the tensor.
+        replica_id: Number of this replica. None means ``(0, tp rank, rank among the replicas)``.
         kwargs: ``tp_group``, ``dp_cp_group`` (process group, 1-D mesh or None: the default
-            ProcessGroups', else size 1 where that is certain) and ``allow_shape_mismatch``.
+            ProcessGroups', else size 1 if that is certain) and ``allow_shape_mismatch``.
 
     Returns:
         The description.
@@ -124,15 +130,15 @@ def make_sharded_tensor_for_checkpoint(
         >>> shard.global_shape, shard.global_offset
         ((4, 3), (1, 0))
     """
-    fields = _checked_fields("make_sharded_tensor_for_checkpoint", kwargs)
+    fields = _check_fields("make_sharded_tensor_for_checkpoint", kwargs)
     if is_dtensor(tensor):
         shard = shard_of_dtensor(tensor, key, replica_id, **fields)
-        ranks = _ranks_outside_mesh(tensor.device_mesh, kwargs) if replica_id is None else None
+        ranks = _resolve_ranks_outside(tensor.device_mesh, kwargs) if replica_id is None else None
         if ranks is not None:
-            shard = with_fields(shard, replica_id=(0, ranks.tp_rank, replica_index(tensor)))
+            shard = replace_fields(shard, replica_id=(0, ranks.tp_rank, replica_index(tensor)))
         return prepend_axes(shard, prepend_offsets)
     if replica_id is None:
-        replica_id = resolve_ranks(*_groups(kwargs)).copy_id
+        replica_id = resolve_ranks(*_get_groups(kwargs)).replica_id
     return ShardedTensor.from_rank_offsets(
         key,
         tensor,
@@ -143,11 +149,11 @@ def make_sharded_tensor_for_checkpoint(
     )
 
 
-def _ranks_outside_mesh(mesh: DeviceMesh, kwargs: dict[str, Any]) -> CheckpointRanks | None:
-    """Resolve the tensor-parallel group where a DTensor's mesh does not include its ranks."""
+def _resolve_ranks_outside(mesh: DeviceMesh, kwargs: dict[str, Any]) -> CheckpointRanks | None:
+    """Resolve the tensor-parallel group if a DTensor's mesh does not include its ranks."""
     if mesh_spans_world(mesh):
         return None
-    ranks = resolve_ranks(*_groups(kwargs), need_dp_cp=False)
+    ranks = resolve_ranks(*_get_groups(kwargs), need_dp_cp=False)
     return None if mesh_has_group(mesh, ranks.tp_group) else ranks
 
 
@@ -168,12 +174,12 @@ def make_sharded_object_for_checkpoint(
     Args:
         obj: The object.
         key: Name of the array in the checkpoint.
-        sharded_offsets: ``(axis, index, count)`` for the axes 0..n-1 of the array in any order;
-            none gives an array of one object.
-        replica_id: Number of this replica; None gives ``(0, tp rank, rank among the replicas)``.
-        tp_group: Tensor-parallel group; None as in the tensor builders.
-        dp_cp_group: Data- and context-parallel group; None as in the tensor builders.
-        kwargs: None are accepted; any is an error.
+        sharded_offsets: ``(axis, index, count)`` for the axes 0..n-1 of the array in any order.
+            Without offsets the array has one object.
+        replica_id: Number of this replica. None means ``(0, tp rank, rank among the replicas)``.
+        tp_group: Tensor-parallel group. None is resolved as in the tensor builders.
+        dp_cp_group: Data- and context-parallel group. None is resolved as in the tensor builders.
+        kwargs: None are accepted. Any is an error.
 
     Returns:
         The description.
@@ -190,7 +196,7 @@ def make_sharded_object_for_checkpoint(
     """
     _reject_unknown("make_sharded_object_for_checkpoint", kwargs, frozenset())
     if replica_id is None:
-        replica_id = resolve_ranks(tp_group, dp_cp_group).copy_id
+        replica_id = resolve_ranks(tp_group, dp_cp_group).replica_id
     offsets = sorted(tuple(offset) for offset in sharded_offsets) or [(0, 0, 1)]
     if [offset[0] for offset in offsets] != list(range(len(offsets))):
         raise ValueError(
@@ -217,17 +223,17 @@ def make_sharded_tensors_for_checkpoint(
 ) -> ShardedStateDict:
     """Describe every entry of a module's state dict.
 
-    No communication; works on meta tensors.
+    No communication. Works on meta tensors.
 
     Args:
         state_dict: Names to tensors, as from ``state_dict(keep_vars=True)``.
         prefix: Put before each name to make the key.
         tensor_parallel_layers_axis_map: Names that are cut over the tensor-parallel group, with
-            the axis; the others are replicated.
-        sharded_offsets: ``(axis, index, count)`` of axes put before those of each tensor.
-        extra_state_suffix: Entries whose name ends with it become objects.
-        tp_group: Tensor-parallel group; None as in the single builders.
-        dp_cp_group: Data- and context-parallel group; None as in the single builders.
+            the axis. All other tensors are replicated.
+        sharded_offsets: ``(axis, index, count)`` of axes put before the axes of each tensor.
+        extra_state_suffix: Entries with this suffix in their names become objects.
+        tp_group: Tensor-parallel group. None is resolved as in the single builders.
+        dp_cp_group: Data- and context-parallel group. None is resolved as in the single builders.
 
     Returns:
         Keys to descriptions, each key equal to its value's ``key``.
@@ -243,19 +249,19 @@ def make_sharded_tensors_for_checkpoint(
     """
     axes = tensor_parallel_layers_axis_map or {}
     groups: dict[str, Any] = {"tp_group": tp_group, "dp_cp_group": dp_cp_group}
-    replica_id: ReplicaId | None = None  # the same for all entries, looked up for the first one
+    replica_id: ReplicaId | None = None  # equal for all entries; resolved at the first use
     sharded: ShardedStateDict = {}
     for name, value in state_dict.items():
         key = f"{prefix}{name}"
         if name.endswith(extra_state_suffix):
-            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).copy_id
+            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).replica_id
             sharded[key] = make_sharded_object_for_checkpoint(
                 value, key, sharded_offsets, replica_id
             )
         elif not isinstance(value, torch.Tensor):
             raise TypeError(
-                f"key {key!r}: expected a tensor, got {type(value).__name__}; only names that end "
-                f"with {extra_state_suffix!r} may hold other objects"
+                f"key {key!r}: expected a tensor, got {type(value).__name__}. Only names that end "
+                f"with {extra_state_suffix!r} may have other objects"
             )
         elif name in axes:
             sharded[key] = make_tp_sharded_tensor_for_checkpoint(
@@ -264,7 +270,7 @@ def make_sharded_tensors_for_checkpoint(
         elif is_dtensor(value):
             sharded[key] = make_sharded_tensor_for_checkpoint(value, key, sharded_offsets, **groups)
         else:
-            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).copy_id
+            replica_id = replica_id or resolve_ranks(tp_group, dp_cp_group).replica_id
             sharded[key] = ShardedTensor.from_rank_offsets(
                 key,
                 value,
@@ -282,20 +288,20 @@ def sharded_state_dict_default(
     metadata: Mapping[str, Any] | None = None,
     tp_group: GroupLike | None = None,
 ) -> ShardedStateDict:
-    """Return a module's own sharded state dict, or describe its tensors as replicated.
+    """Return a module's sharded state dict from its method, or describe its tensors as replicated.
 
-    No communication; works on meta tensors.
+    No communication. Works on meta tensors.
 
     Args:
         module: A module with a ``sharded_state_dict`` method, or any other.
         prefix: Put before each name to make the key.
-        sharded_offsets: ``(axis, index, count)`` of axes put before those of each tensor.
-        metadata: Handed to the method; its ``tp_group`` and ``dp_cp_group`` serve modules that
-            have none. Not changed.
-        tp_group: Tensor-parallel group, before that of ``metadata``.
+        sharded_offsets: ``(axis, index, count)`` of axes put before the axes of each tensor.
+        metadata: Passed to the method. For modules without the method, its ``tp_group`` and
+            ``dp_cp_group`` are used. Not changed.
+        tp_group: Tensor-parallel group. It overrides the group in ``metadata``.
 
     Returns:
-        Keys to descriptions, whose ``data`` are the live parameters and buffers.
+        Keys to descriptions. Their ``data`` are the live parameters and buffers.
 
     Raises:
         TypeError: ``metadata`` is not a mapping.
@@ -306,11 +312,11 @@ def sharded_state_dict_default(
         >>> sorted(sharded)
         ['head.bias', 'head.weight']
     """
-    own = getattr(module, "sharded_state_dict", None)
-    if own is not None:
+    describe = getattr(module, "sharded_state_dict", None)
+    if describe is not None:
         if tp_group is not None:
             metadata = {**(metadata or {}), "tp_group": tp_group}
-        described: ShardedStateDict = own(
+        described: ShardedStateDict = describe(
             prefix=prefix, sharded_offsets=sharded_offsets, metadata=metadata
         )
         return described
@@ -325,12 +331,12 @@ def sharded_state_dict_default(
     )
 
 
-def _groups(kwargs: dict[str, Any]) -> tuple[GroupLike | None, GroupLike | None]:
+def _get_groups(kwargs: dict[str, Any]) -> tuple[GroupLike | None, GroupLike | None]:
     return kwargs.get("tp_group"), kwargs.get("dp_cp_group")
 
 
-def _checked_fields(function: str, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return the fields of a ShardedTensor among the keywords; TypeError for unknown ones."""
+def _check_fields(function: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields of a ShardedTensor among the keywords. Unknown keywords are a TypeError."""
     _reject_unknown(function, kwargs, _GROUP_OPTIONS | _FIELD_OPTIONS)
     return {name: kwargs[name] for name in _FIELD_OPTIONS if name in kwargs}
 
@@ -338,15 +344,5 @@ def _checked_fields(function: str, kwargs: dict[str, Any]) -> dict[str, Any]:
 def _reject_unknown(function: str, kwargs: dict[str, Any], known: frozenset[str]) -> None:
     if not kwargs.keys() <= known:
         unknown = sorted(kwargs.keys() - known)
-        hint = f"; known: {', '.join(sorted(known))}" if known else ""
+        hint = f". Known: {', '.join(sorted(known))}" if known else ""
         raise TypeError(f"{function}() got unknown keywords {', '.join(unknown)}{hint}")
-
-
-def _checked_axis(key: str, tensor: torch.Tensor, tp_axis: int) -> int:
-    if not -tensor.ndim <= tp_axis < tensor.ndim:
-        hint = "" if tensor.ndim else "; use make_sharded_tensor_for_checkpoint for a 0-d tensor"
-        shape = tuple(tensor.shape)
-        raise ValueError(
-            f"key {key!r}: tp_axis {tp_axis} is outside a tensor of shape {shape}{hint}"
-        )
-    return tp_axis % tensor.ndim

@@ -1,4 +1,4 @@
-"""Shards of DTensors: their own cuts, composed with those that their mesh lacks."""
+"""Shards of DTensors: the cuts of their placements, and cuts over ranks outside their mesh."""
 
 from __future__ import annotations
 
@@ -28,6 +28,11 @@ def shard_of_dtensor(
 ) -> ShardedTensor:
     """Describe a DTensor's local shard by its mesh and placements, marked as one of FSDP2."""
     _reject_unsavable(key, tensor)
+    counts = [1] * tensor.ndim  # shards along each axis
+    for axis, mesh_dims in _find_cuts(tensor).items():
+        counts[axis] = _count_ranks(tensor.device_mesh, mesh_dims)
+    # By the global shape, so that all ranks agree, also those with a whole shard.
+    is_uneven = any(size % count for size, count in zip(tensor.shape, counts, strict=True))
     offset, shape = dtensor_chunk(tensor)
     shard = ShardedTensor(
         key=key,
@@ -36,7 +41,7 @@ def shard_of_dtensor(
         local_shape=shape,
         global_shape=tuple(tensor.shape),
         global_offset=offset,
-        axis_fragmentations=_even_cuts(tensor),
+        axis_fragmentations=None if is_uneven else tuple(counts),
         replica_id=(0, 0, replica_index(tensor)) if replica_id is None else replica_id,
         **fields,
     )
@@ -44,8 +49,8 @@ def shard_of_dtensor(
     return shard
 
 
-def with_fields(shard: ShardedTensor, **fields: Any) -> ShardedTensor:
-    """Replace fields of a DTensor's shard and keep the marker."""
+def replace_fields(shard: ShardedTensor, **fields: Any) -> ShardedTensor:
+    """Replace fields of a DTensor's shard. ``dataclasses.replace`` drops the marker."""
     changed = replace(shard, **fields)
     setattr(changed, _FSDP2_MARKER, True)
     return changed
@@ -54,7 +59,7 @@ def with_fields(shard: ShardedTensor, **fields: Any) -> ShardedTensor:
 def cut_over_tensor_parallel(
     shard: ShardedTensor, axis: int, ranks: CheckpointRanks
 ) -> ShardedTensor:
-    """Make the whole described so far one of ``tp_size`` equal slices along ``axis``."""
+    """Turn the global tensor of a shard into one of ``tp_size`` equal slices along ``axis``."""
     size = shard.global_shape[axis]
     shape, offset = list(shard.global_shape), list(shard.global_offset)
     shape[axis] = size * ranks.tp_size
@@ -63,11 +68,13 @@ def cut_over_tensor_parallel(
     if shard.axis_fragmentations is not None:
         counts = list(shard.axis_fragmentations)
         counts[axis] *= ranks.tp_size
-    return with_fields(shard, global_shape=shape, global_offset=offset, axis_fragmentations=counts)
+    return replace_fields(
+        shard, global_shape=shape, global_offset=offset, axis_fragmentations=counts
+    )
 
 
 def prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTensor:
-    """Put stacked axes before those of a shard without any."""
+    """Put stacked axes before the axes of a shard without any."""
     if not prepend_offsets:
         return shard
     stack = ShardedTensor.from_rank_offsets(
@@ -79,7 +86,7 @@ def prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTenso
     counts = None
     if shard.axis_fragmentations is not None:
         counts = stack.global_shape + shard.axis_fragmentations
-    return with_fields(
+    return replace_fields(
         shard,
         global_shape=stack.global_shape + shard.global_shape,
         global_offset=stack.global_offset + shard.global_offset,
@@ -89,13 +96,13 @@ def prepend_axes(shard: ShardedTensor, prepend_offsets: Offsets) -> ShardedTenso
 
 
 def with_leading_axes(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """View a local tensor, detached, with ``count`` more axes of size 1 before its own."""
+    """View a local tensor, detached, with ``count`` leading axes of size 1."""
     local = to_local_if_dtensor(tensor).detach()
     return local[(None,) * count + (...,)] if count else local
 
 
 def replica_index(tensor: DTensor) -> int:
-    """Number the replicas of a shard, row-major over the mesh dimensions that do not cut.
+    """Return the number of this replica of a shard, row-major over the replicating mesh dimensions.
 
     0 on ranks outside the mesh.
     """
@@ -110,31 +117,28 @@ def replica_index(tensor: DTensor) -> int:
 def _reject_unsavable(key: str, tensor: DTensor) -> None:
     if any(placement.is_partial() for placement in tensor.placements):
         raise CheckpointingException(
-            f"key {key!r}: the DTensor has partial sums {tensor.placements}; redistribute it to "
+            f"key {key!r}: the DTensor has partial sums {tensor.placements}. Redistribute it to "
             "Shard or Replicate placements first"
         )
     if tensor.device_mesh.get_coordinate() is None:
         raise CheckpointingException(
-            f"key {key!r}: this rank is outside the DTensor's mesh and holds no shard of it; leave "
+            f"key {key!r}: this rank is outside the DTensor's mesh and has no shard of it. Leave "
             "the key out of this rank's state dict"
         )
-    _reject_scattered_shard(key, tensor)
-
-
-def _reject_scattered_shard(key: str, tensor: DTensor) -> None:
-    """Reject a strided shard unless later mesh dimensions use up its split factor."""
-    for mesh_dims in _cuts_by_axis(tensor).values():
+    # FSDP2 over tensor parallelism cuts in the opposite order of the mesh and marks its shards as
+    # strided. Such a shard is a box only if the later mesh dimensions make up its split factor.
+    for mesh_dims in _find_cuts(tensor).values():
         for mesh_dim in mesh_dims:
             factor = split_factor(tensor.placements[mesh_dim])
             later = [other for other in mesh_dims if other > mesh_dim]
-            if factor is not None and factor != _num_ranks(tensor.device_mesh, later):
+            if factor is not None and factor != _count_ranks(tensor.device_mesh, later):
                 raise CheckpointingException(
                     f"key {key!r}: the local shard of placements {tensor.placements} is scattered "
-                    "over the global tensor and not a single box; redistribute it first"
+                    "over the global tensor and not a single box. Redistribute it first"
                 )
 
 
-def _cuts_by_axis(tensor: DTensor) -> dict[int, list[int]]:
+def _find_cuts(tensor: DTensor) -> dict[int, list[int]]:
     """List, per tensor axis that is cut, the mesh dimensions that cut it."""
     cuts: dict[int, list[int]] = {}
     for mesh_dim, placement in enumerate(tensor.placements):
@@ -144,15 +148,5 @@ def _cuts_by_axis(tensor: DTensor) -> dict[int, list[int]]:
     return cuts
 
 
-def _num_ranks(mesh: DeviceMesh, mesh_dims: list[int]) -> int:
+def _count_ranks(mesh: DeviceMesh, mesh_dims: list[int]) -> int:
     return math.prod(mesh.size(mesh_dim) for mesh_dim in mesh_dims)
-
-
-def _even_cuts(tensor: DTensor) -> tuple[int, ...] | None:
-    """Count the shards along each axis; None, on all ranks, when they are uneven."""
-    counts = [1] * tensor.ndim
-    for axis, mesh_dims in _cuts_by_axis(tensor).items():
-        counts[axis] = _num_ranks(tensor.device_mesh, mesh_dims)
-        if tensor.shape[axis] % counts[axis]:
-            return None
-    return tuple(counts)

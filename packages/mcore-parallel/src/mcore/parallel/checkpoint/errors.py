@@ -1,4 +1,4 @@
-"""The errors that checkpointing raises, and how reports of many ranks become their text."""
+"""The errors of checkpointing, and their texts from the reports of many ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from mcore.parallel.shortened import ranks_text, shorten
 
 
 class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM users catch
-    """A sharded state dict, a save or a load is invalid; the text names the key or file.
+    """A sharded state dict, a save or a load is invalid. The text names the key or file.
 
     In distributed calls every rank of the group raises it, whichever rank found the problem.
 
@@ -22,7 +22,7 @@ class CheckpointingException(Exception):  # noqa: N818 - the name Megatron-LM us
 
 
 class DamagedCheckpointError(CheckpointingException):
-    """A checkpoint is missing, incomplete or has changed, whoever would load it.
+    """A checkpoint is missing, incomplete or has changed, whatever state dict it is loaded into.
 
     Example:
         >>> issubclass(DamagedCheckpointError, CheckpointingException)
@@ -31,14 +31,14 @@ class DamagedCheckpointError(CheckpointingException):
 
 
 def describe_error(error: BaseException) -> str:
-    """Return an exception as text; one of ours without its type."""
+    """Return an exception as text. A CheckpointingException has no type in it."""
     if isinstance(error, CheckpointingException):
         return str(error)
     return f"{type(error).__name__}: {error}"
 
 
 def merge_reports(reports: Mapping[int, str]) -> str:
-    """Join the texts of ranks, equal ones once, each after the ranks it came from."""
+    """Join the texts of ranks, equal texts once, each after its ranks."""
     ranks_of: dict[str, list[int]] = {}
     for rank in sorted(reports):
         ranks_of.setdefault(reports[rank], []).append(rank)

@@ -1,4 +1,4 @@
-"""What a rank holds besides tensors: its place in arrays of objects, and values never saved."""
+"""Values of a state dict that are no tensors: sharded objects, and values that stay local."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class ShardedObject(ShardedBase):
         data: The object of this shard.
         global_shape: Shape of the array.
         global_offset: Index of this shard.
-        replica_id: Number of the replica; all zeros is written.
+        replica_id: Number of the replica. All zeros is written.
 
     Raises:
         CheckpointingException: The offset lies outside the shape, or the lengths differ.
@@ -53,7 +53,7 @@ class ShardedObject(ShardedBase):
     @property
     def unique_key(self) -> str:
         """``{key}/shard_{offset}_{shape}`` with dots between the numbers."""
-        return f"{self.key}/shard_{_dotted(self.global_offset)}_{_dotted(self.global_shape)}"
+        return f"{self.key}/shard_{_join_dots(self.global_offset)}_{_join_dots(self.global_shape)}"
 
     def without_data(self) -> ShardedObject:
         """Return the description alone, with ``data`` None.
@@ -66,7 +66,7 @@ class ShardedObject(ShardedBase):
 
     @classmethod
     def empty_from_unique_key(cls, unique_key: str, replica_id: ReplicaId = 0) -> ShardedObject:
-        """Rebuild a description from its ``unique_key``; the key itself may contain slashes.
+        """Rebuild a description from its ``unique_key``. The key may contain slashes.
 
         Args:
             unique_key: ``{key}/shard_{offset}_{shape}``.
@@ -85,28 +85,28 @@ class ShardedObject(ShardedBase):
         match = _UNIQUE_KEY.fullmatch(unique_key)
         if match is None:
             raise CheckpointingException(
-                f"{unique_key!r} is not the unique key of an object; expected "
-                "'KEY/shard_OFFSET_SHAPE' such as 'rng/shard_0_1'"
+                f"{unique_key!r} is not the unique key of an object, which has the form "
+                "'KEY/shard_OFFSET_SHAPE', such as 'rng/shard_0_1'"
             )
         return cls(
             key=match["key"],
             data=None,
-            global_shape=_undotted(match["shape"]),
-            global_offset=_undotted(match["offset"]),
+            global_shape=_split_dots(match["shape"]),
+            global_offset=_split_dots(match["offset"]),
             replica_id=replica_id,
         )
 
 
-def _dotted(numbers: Shape) -> str:
+def _join_dots(numbers: Shape) -> str:
     return ".".join(map(str, numbers))
 
 
-def _undotted(text: str) -> Shape:
+def _split_dots(text: str) -> Shape:
     return tuple(map(int, text.split(".")))
 
 
 class LocalNonpersistentObject(Generic[T]):
-    """A value that is never saved; loading puts the local one back.
+    """A value that is never saved. A load returns the local value.
 
     Args:
         obj: The value.

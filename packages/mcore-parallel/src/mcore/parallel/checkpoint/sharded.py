@@ -1,4 +1,4 @@
-"""The shard of a tensor that a rank holds: its place in the whole, and which replica it is."""
+"""A rank's shard of a tensor: its place in the global tensor, and the number of its replica."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ShardedStateDict = dict[str, Any]
 
 
 def is_main_replica(replica_id: ReplicaId) -> bool:
-    """Return whether this replica of a shard is the one that is written.
+    """Return whether this replica of a shard is written.
 
     Args:
         replica_id: An integer (numpy integers too) or a tuple of integers.
@@ -37,7 +37,7 @@ def is_main_replica(replica_id: ReplicaId) -> bool:
 
 
 def as_shape(numbers: Iterable[int]) -> Shape:
-    """Return integers of any kind, numpy's too, as a plain tuple."""
+    """Return integers of any kind, also of numpy, as a plain tuple."""
     return tuple(map(index, numbers))
 
 
@@ -47,7 +47,7 @@ class ShardedBase:
     Attributes:
         key: Name in the checkpoint.
         data: This rank's shard.
-        replica_id: Which of the identical replicas this is; all zeros is the one that is written.
+        replica_id: Number of this replica. The replica with all zeros is written.
     """
 
     key: str
@@ -57,25 +57,25 @@ class ShardedBase:
 
 @dataclass
 class ShardedTensor(ShardedBase):
-    """A rank's shard of a global tensor, which is a box of it.
+    """A rank's shard of a global tensor: a box of it.
 
-    Axes prepended to the tensor (stacked layers, say) come first in ``global_shape`` and
-    ``global_offset`` and are not part of ``local_shape``. Comparing two with ``==`` compares the
-    descriptions, not ``data``.
+    Axes prepended to the tensor (stacked layers, say) are the first in ``global_shape`` and
+    ``global_offset`` and are not part of ``local_shape``. ``==`` compares the descriptions, not
+    ``data``.
 
     Attributes:
         key: Name in the checkpoint. A rank may hold several shards of one key.
-        data: The local tensor, or the DTensor whose local shard it is; None when only described.
-        dtype: Its dtype.
+        data: The local tensor or a DTensor. None in a description without data.
+        dtype: The dtype of the tensor.
         local_shape: Shape of this rank's shard, in elements.
         global_shape: Shape of the whole tensor, prepended axes first.
-        global_offset: Where this shard starts in it.
-        axis_fragmentations: Number of equal shards along each global axis; None when the shards
-            are not a regular grid.
-        replica_id: ``(pp, tp, dp)``-style number of the replica; all zeros is written.
+        global_offset: The start of this shard in the global tensor.
+        axis_fragmentations: Number of equal shards along each global axis. None if the shards are
+            not a regular grid.
+        replica_id: ``(pp, tp, dp)``-style number of the replica. All zeros is written.
         prepend_axis_num: Number of prepended axes.
-        allow_shape_mismatch: Loading reads the overlap and zeroes the rest when the global shape
-            in the checkpoint differs (padded vocabulary).
+        allow_shape_mismatch: If the global shape in the checkpoint differs (padded vocabulary), a
+            load reads the overlap and zeroes the rest.
         flattened_range: Always None: a shard is a box.
 
     Raises:
@@ -122,15 +122,15 @@ class ShardedTensor(ShardedBase):
 
         Args:
             key: Name in the checkpoint.
-            data: This rank's shard; all shards have its shape.
+            data: This rank's shard. All shards have its shape.
             rank_offsets: ``(axis, index, count)`` each: this is shard ``index`` of ``count`` along
-                ``axis``, counted with the prepended axes. Axes that are not named are not cut.
+                ``axis``, counted with the prepended axes. Other axes are not cut.
             replica_id: Number of the replica.
-            prepend_axis_num: How many leading axes exist only in the global tensor.
+            prepend_axis_num: The number of leading axes that exist only in the global tensor.
             init_kwargs: Further fields, such as ``allow_shape_mismatch``.
 
         Returns:
-            The description, with ``data`` itself inside.
+            The description. Its ``data`` is ``data`` itself, not a copy.
 
         Raises:
             CheckpointingException: An axis outside the tensor or named twice, an index outside
@@ -147,10 +147,10 @@ class ShardedTensor(ShardedBase):
         sizes = (1,) * prepend_axis_num + local_shape
         ndim = len(sizes)
         global_shape, global_offset, axis_fragmentations = sizes, (0,) * ndim, (1,) * ndim
-        for axis, (place, count) in _places_by_axis(key, rank_offsets, ndim).items():
-            global_shape = _replaced(global_shape, axis, sizes[axis] * count)
-            global_offset = _replaced(global_offset, axis, sizes[axis] * place)
-            axis_fragmentations = _replaced(axis_fragmentations, axis, count)
+        for axis, (place, count) in _check_offsets(key, rank_offsets, ndim).items():
+            global_shape = _replace_entry(global_shape, axis, sizes[axis] * count)
+            global_offset = _replace_entry(global_offset, axis, sizes[axis] * place)
+            axis_fragmentations = _replace_entry(axis_fragmentations, axis, count)
         return cls(
             key,
             data,
@@ -178,7 +178,7 @@ class ShardedTensor(ShardedBase):
         """Return this shard's place in the grid of shards.
 
         Returns:
-            One index per global axis; 0 along an axis where the shard is empty.
+            One index per global axis. 0 along an axis without elements in the shard.
 
         Raises:
             CheckpointingException: The shards are not a regular grid.
@@ -191,7 +191,7 @@ class ShardedTensor(ShardedBase):
         if not self.has_regular_grid:
             raise CheckpointingException(
                 f"key {self.key!r}: the shards have different shapes (axis_fragmentations is "
-                "None), so a shard has no index in a grid; use global_offset"
+                "None), so a shard has no index in a grid. Use global_offset"
             )
         return tuple(
             offset // size if size else 0
@@ -212,14 +212,14 @@ class ShardedTensor(ShardedBase):
         device: torch.device | str,
         init_fn: Callable[..., torch.Tensor] = torch.empty,
     ) -> None:
-        """Allocate ``data`` where there is none; an existing one stays.
+        """Allocate ``data`` if it is None.
 
         Args:
-            device: Where to allocate.
+            device: The device of the new tensor.
             init_fn: Called as ``init_fn(local_shape, dtype=dtype, device=device)``.
 
         Raises:
-            CheckpointingException: What ``init_fn`` returned has another shape or dtype.
+            CheckpointingException: The tensor of ``init_fn`` has another shape or dtype.
 
         Example:
             >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2)).without_data()
@@ -237,15 +237,15 @@ class ShardedTensor(ShardedBase):
         The global shape and offset along the axis shrink by ``length / local size``.
 
         Args:
-            dim: Axis of the local tensor, without prepended axes; negative counts from the end.
+            dim: Axis of the local tensor, without prepended axes. Negative counts from the end.
             start: First element, in the local tensor.
             length: Number of elements.
 
         Returns:
-            A list with the one narrowed shard, whose ``data`` is a view.
+            A list with one item, the narrowed shard. Its ``data`` is a view.
 
         Raises:
-            CheckpointingException: The range lies outside the shard, or the global shape or
+            CheckpointingException: The range is outside the shard, or the global shape or
                 offset does not shrink to a whole number.
 
         Example:
@@ -254,7 +254,17 @@ class ShardedTensor(ShardedBase):
             >>> half.global_shape, half.global_offset
             ((4, 6), (2, 0))
         """
-        dim = _checked_range(self, dim, start, length)
+        ndim = len(self.local_shape)
+        if not -ndim <= dim < ndim:
+            raise CheckpointingException(
+                f"key {self.key!r}: cannot narrow axis {dim} of local shape {self.local_shape}"
+            )
+        dim %= ndim
+        if start < 0 or length < 0 or start + length > self.local_shape[dim]:
+            raise CheckpointingException(
+                f"key {self.key!r}: cannot narrow axis {dim} to [{start}, {start + length}) of "
+                f"local shape {self.local_shape}"
+            )
         axis = dim + self.prepend_axis_num
         local = self.local_shape[dim]
         return [
@@ -263,9 +273,9 @@ class ShardedTensor(ShardedBase):
                 data=None
                 if self.data is None
                 else to_local_if_dtensor(self.data).narrow(dim, start, length),
-                local_shape=_replaced(self.local_shape, dim, length),
-                global_shape=_scaled(self.key, self.global_shape, axis, length, local),
-                global_offset=_scaled(self.key, self.global_offset, axis, length, local),
+                local_shape=_replace_entry(self.local_shape, dim, length),
+                global_shape=_scale_entry(self.key, self.global_shape, axis, length, local),
+                global_offset=_scale_entry(self.key, self.global_offset, axis, length, local),
             )
         ]
 
@@ -273,30 +283,24 @@ class ShardedTensor(ShardedBase):
         """Check that the fields agree with each other and with ``data``.
 
         Raises:
-            CheckpointingException: They do not; the text names the key and both values.
+            CheckpointingException: They do not agree. The text names the key and both values.
 
         Example:
             >>> ShardedTensor.from_rank_offsets("w", torch.zeros(2)).validate_metadata_integrity()
         """
-        problem = (
-            self._problem_with_data() or self._problem_with_ranks() or self._problem_with_axes()
-        )
+        problem = self._find_problem()
         if problem is not None:
             raise CheckpointingException(f"key {self.key!r}: {problem}")
 
-    def _problem_with_data(self) -> str | None:
+    def _find_problem(self) -> str | None:
         if self.flattened_range is not None:
-            return f"flattened_range is {self.flattened_range!r}; only None is supported"
-        if self.data is None:
-            return None
-        if self.data.dtype != self.dtype:
+            return f"flattened_range is {self.flattened_range!r}, but only None is supported"
+        if self.data is not None and self.data.dtype != self.dtype:
             return f"dtype is {self.dtype} but data has {self.data.dtype}"
-        found = to_local_if_dtensor(self.data).shape
-        if found == self.local_shape:
-            return None
-        return f"local_shape is {self.local_shape} but data has {tuple(found)}"
-
-    def _problem_with_ranks(self) -> str | None:
+        if self.data is not None:
+            found = to_local_if_dtensor(self.data).shape
+            if found != self.local_shape:
+                return f"local_shape is {self.local_shape} but data has {tuple(found)}"
         ndim = len(self.local_shape) + self.prepend_axis_num
         counts = self.axis_fragmentations
         given = (len(self.global_shape), len(self.global_offset))
@@ -311,29 +315,25 @@ class ShardedTensor(ShardedBase):
                 f"axis_fragmentations {counts} needs one entry per axis of global_shape "
                 f"{self.global_shape}"
             )
-        return None
-
-    def _problem_with_axes(self) -> str | None:
-        sizes, totals, counts = self.shard_shape, self.global_shape, self.axis_fragmentations
+        sizes, totals = self.shard_shape, self.global_shape
         for axis, offset in enumerate(self.global_offset):
             size, total = sizes[axis], totals[axis]
             if offset < 0 or size < 0 or offset + size > total:
                 return (
-                    f"axis {axis}: offset {offset} + size {size} lies outside the global size "
-                    f"{total}"
+                    f"axis {axis}: offset {offset} + size {size} is outside the global size {total}"
                 )
             if counts is None:
                 continue
             if counts[axis] * size != total or (size and offset % size):
                 return (
                     f"axis {axis}: {counts[axis]} shards of {size} at offset {offset} are not a "
-                    f"regular grid of the global size {total}; pass axis_fragmentations=None for "
+                    f"regular grid of the global size {total}. Pass axis_fragmentations=None for "
                     "uneven shards"
                 )
         return None
 
 
-def _places_by_axis(
+def _check_offsets(
     key: str, rank_offsets: Sequence[Sequence[int]], ndim: int
 ) -> dict[int, tuple[int, int]]:
     """Check ``(axis, index, count)`` triples and return index and count per axis."""
@@ -350,7 +350,7 @@ def _places_by_axis(
                 "(prepended ones included)"
             )
         if axis in places:
-            raise CheckpointingException(f"key {key!r}: axis {axis} has two offsets; pass one")
+            raise CheckpointingException(f"key {key!r}: axis {axis} has two offsets. Pass one")
         if count < 1 or not 0 <= place < count:
             raise CheckpointingException(
                 f"key {key!r}: offset {tuple(triple)} needs count >= 1 and 0 <= index < count"
@@ -359,26 +359,11 @@ def _places_by_axis(
     return places
 
 
-def _checked_range(shard: ShardedTensor, dim: int, start: int, length: int) -> int:
-    ndim = len(shard.local_shape)
-    if not -ndim <= dim < ndim:
-        raise CheckpointingException(
-            f"key {shard.key!r}: cannot narrow axis {dim} of local shape {shard.local_shape}"
-        )
-    dim %= ndim
-    if start < 0 or length < 0 or start + length > shard.local_shape[dim]:
-        raise CheckpointingException(
-            f"key {shard.key!r}: cannot narrow axis {dim} to [{start}, {start + length}) of local "
-            f"shape {shard.local_shape}"
-        )
-    return dim
-
-
-def _replaced(shape: Shape, axis: int, value: int) -> Shape:
+def _replace_entry(shape: Shape, axis: int, value: int) -> Shape:
     return (*shape[:axis], value, *shape[axis + 1 :])
 
 
-def _scaled(key: str, shape: Shape, axis: int, length: int, local: int) -> Shape:
+def _scale_entry(key: str, shape: Shape, axis: int, length: int, local: int) -> Shape:
     """Multiply one entry by ``length / local``, which must give a whole number."""
     if local == 0:
         return shape
@@ -386,6 +371,6 @@ def _scaled(key: str, shape: Shape, axis: int, length: int, local: int) -> Shape
     if rest:
         raise CheckpointingException(
             f"key {key!r}: {shape[axis]} along axis {axis} times {length}/{local} is not a "
-            "whole number; narrow only where all shards are cut alike"
+            "whole number. Narrow only if all shards are cut in the same way"
         )
-    return _replaced(shape, axis, scaled)
+    return _replace_entry(shape, axis, scaled)

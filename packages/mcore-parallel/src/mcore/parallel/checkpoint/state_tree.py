@@ -1,4 +1,4 @@
-"""Nested state dicts as named leaves, and back."""
+"""Nested state dicts as named leaves, and leaves as nested state dicts."""
 
 from __future__ import annotations
 
@@ -21,71 +21,67 @@ _ATOMS = (torch.Tensor, ShardedBase, LocalNonpersistentObject)
 
 @dataclass(frozen=True)
 class OneLeaf:
-    """A value that is saved and loaded as one leaf, whatever containers it consists of."""
+    """A value that is saved and loaded as one leaf, also if it consists of containers."""
 
     value: Any = None
 
 
 @dataclass(frozen=True)
 class Entries:
-    """The leaves of a state dict by kind, each kind in an order that all ranks share."""
+    """The leaves of a state dict by kind, each kind in an order that is the same on all ranks."""
 
     tensors: list[tuple[Path, ShardedTensor]]  # by key and offset
     objects: list[tuple[Path, ShardedObject]]  # by unique key
-    common: dict[str, tuple[Path, Any]]  # what every rank holds alike, by dotted name
+    common: dict[str, tuple[Path, Any]]  # equal on all ranks, by dotted name
     local: list[tuple[Path, Any]]  # never saved
-    own_common: frozenset[str] | None = None  # those that this rank writes; None: not chosen yet
+    written: frozenset[str] | None = None  # common leaves that this rank writes; None: not chosen
 
     def written_common(self, *, is_first: bool) -> dict[str, Any]:
-        """Return the common leaves that this rank writes: where not chosen, the first has all."""
-        if self.own_common is not None:
-            return {name: self.common[name][1] for name in sorted(self.own_common)}
+        """Return the common leaves that this rank writes. By default the first rank writes all."""
+        if self.written is not None:
+            return {name: self.common[name][1] for name in sorted(self.written)}
         return {name: value for name, (_, value) in self.common.items()} if is_first else {}
 
 
 def flatten_state_dict(state_dict: Mapping[Any, Any]) -> Entries:
-    """Sort the leaves of a nested state dict by kind; a bare DTensor is a shard, named by its path.
+    """Sort the leaves of a nested state dict by kind. A bare DTensor is a shard named by its path.
 
-    Names of common leaves are keys and list places, joined by dots, as torch joins them.
+    The name of a common leaf joins dict keys and list indices by dots, as in torch's checkpoints.
     """
     if not isinstance(state_dict, Mapping):
         raise CheckpointingException(
             f"a state dict must be a dict, got {type(state_dict).__name__}"
         )
     entries = Entries([], [], {}, [])
-    for path, value in _leaves((), state_dict):
-        _add(entries, path, value)
+    for path, value in _iterate_leaves((), state_dict):
+        name = dotted(path)
+        if isinstance(value, ShardedTensor):
+            value.validate_metadata_integrity()
+            entries.tensors.append((path, value))
+        elif isinstance(value, ShardedObject):
+            entries.objects.append((path, value))
+        elif isinstance(value, LocalNonpersistentObject):
+            entries.local.append((path, value.unwrap()))
+        elif is_dtensor(value):
+            entries.tensors.append((path, bare_shard(value, name)))
+        elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
+            raise CheckpointingException(
+                f"{name!r} is a {type(value).__name__}. Put the result of its state_dict() there"
+            )
+        elif name in entries.common:
+            raise CheckpointingException(
+                f"two leaves of the state dict have the name {name!r}. Rename one of them"
+            )
+        else:
+            entries.common[name] = (path, value.value if isinstance(value, OneLeaf) else value)
     entries.tensors.sort(key=lambda item: (item[1].key, item[1].global_offset, dotted(item[0])))
     entries.objects.sort(key=lambda item: (item[1].unique_key, dotted(item[0])))
     common = dict(sorted(entries.common.items()))
     return Entries(entries.tensors, entries.objects, common, entries.local)
 
 
-def _add(entries: Entries, path: Path, value: Any) -> None:
-    name = dotted(path)
-    if isinstance(value, ShardedTensor):
-        value.validate_metadata_integrity()
-        entries.tensors.append((path, value))
-    elif isinstance(value, ShardedObject):
-        entries.objects.append((path, value))
-    elif isinstance(value, LocalNonpersistentObject):
-        entries.local.append((path, value.unwrap()))
-    elif is_dtensor(value):
-        entries.tensors.append((path, bare_shard(value, name)))
-    elif hasattr(value, "state_dict") and hasattr(value, "load_state_dict"):
-        raise CheckpointingException(
-            f"{name!r} is a {type(value).__name__}; put what its state_dict() returns there"
-        )
-    elif name in entries.common:
-        raise CheckpointingException(
-            f"two leaves of the state dict have the name {name!r}; rename one of them"
-        )
-    else:
-        entries.common[name] = (path, value.value if isinstance(value, OneLeaf) else value)
-
-
 def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
-    """Describe a tensor of which several ranks may hold equal copies; one of them is written."""
+    """Describe a tensor that several ranks may hold as equal replicas, one of which is written."""
     if is_dtensor(tensor):
         shard = shard_of_dtensor(tensor, key)
     else:
@@ -95,21 +91,21 @@ def bare_shard(tensor: torch.Tensor, key: str) -> ShardedTensor:
 
 
 def is_bare(shard: ShardedTensor) -> bool:
-    """Return whether a shard is that of a tensor that nothing says more about."""
+    """Return whether :func:`bare_shard` made a shard: its replicas are unknown."""
     return hasattr(shard, _BARE_MARKER)
 
 
-def _leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
+def _iterate_leaves(path: Path, node: Any) -> Iterator[tuple[Path, Any]]:
     if not _is_entered(node):
         yield path, node
         return
     items = node.items() if isinstance(node, Mapping) else enumerate(node)
     for key, value in items:
-        yield from _leaves((*path, key), value)
+        yield from _iterate_leaves((*path, key), value)
 
 
 def _is_entered(node: Any) -> bool:
-    """Return whether a node is a dict, a list with a dict or tensor, a tuple with a shard."""
+    """Return whether a node is a dict, a list with a dict or tensor, or a tuple with a shard."""
     if isinstance(node, Mapping):
         return True
     if isinstance(node, list):
@@ -129,12 +125,12 @@ def _has_sharded(node: Any) -> bool:
 
 
 def dotted(path: Path) -> str:
-    """Return the name of a leaf that has no other."""
+    """Return the name of a leaf: the parts of its path, joined by dots."""
     return ".".join(map(str, path))
 
 
 def named_paths(entries: Entries) -> Iterator[tuple[str, Path]]:
-    """Yield name and path of each leaf, where the path is of text and numbers, text first."""
+    """Yield name and path of each leaf with a path of text and numbers, text first."""
     named = [(shard.key, path) for path, shard in entries.tensors]
     named += [(one.unique_key, path) for path, one in entries.objects]
     named += [(name, path) for name, (path, _) in entries.common.items()]
@@ -144,17 +140,17 @@ def named_paths(entries: Entries) -> Iterator[tuple[str, Path]]:
 
 
 def rebuild_state_dict(state_dict: Mapping[Any, Any], values: Mapping[Path, Any]) -> dict[Any, Any]:
-    """Return new containers of the same structure; leaves without a path in ``values`` stay."""
-    rebuilt: dict[Any, Any] = _rebuilt((), state_dict, values)
+    """Return new containers of the same structure. Leaves without a path in ``values`` stay."""
+    rebuilt: dict[Any, Any] = _rebuild((), state_dict, values)
     return rebuilt
 
 
-def _rebuilt(path: Path, node: Any, values: Mapping[Path, Any]) -> Any:
+def _rebuild(path: Path, node: Any, values: Mapping[Path, Any]) -> Any:
     if not _is_entered(node):
         return values.get(path, node)
     if isinstance(node, Mapping):
-        return {key: _rebuilt((*path, key), value, values) for key, value in node.items()}
-    items = [_rebuilt((*path, place), value, values) for place, value in enumerate(node)]
+        return {key: _rebuild((*path, key), value, values) for key, value in node.items()}
+    items = [_rebuild((*path, place), value, values) for place, value in enumerate(node)]
     if isinstance(node, list):
         return items
     return type(node)(*items) if hasattr(node, "_fields") else tuple(items)

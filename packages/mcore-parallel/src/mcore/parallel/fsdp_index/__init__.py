@@ -1,5 +1,5 @@
 """The meshes and groups of fully sharded data parallelism, checked and in one place."""
 
-from mcore.parallel.fsdp_index.lookup import FSDPDistributedIndex
+from mcore.parallel.fsdp_index.distributed_index import FSDPDistributedIndex
 
 __all__ = ["FSDPDistributedIndex"]

@@ -1,4 +1,4 @@
-"""The process groups of a rank in one object, and the default one of the process."""
+"""The process groups of a rank in one object, and the default object of the process."""
 
 from mcore.parallel.process_groups.collection import ProcessGroupCollection, ProcessGroups
 from mcore.parallel.process_groups.default import (

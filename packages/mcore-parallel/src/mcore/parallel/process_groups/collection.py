@@ -31,7 +31,7 @@ from mcore.parallel.torch_compat import has_destroyed_groups, is_destroyed, is_d
 
 @dataclass
 class _Owned:
-    """What a ProcessGroups created itself, and whether it has given that up."""
+    """The groups and meshes that a ProcessGroups created, and whether it was destroyed."""
 
     shared: list[SharedGroup] = field(default_factory=list)
     lazy_meshes: dict[str, LazyMesh] = field(default_factory=dict)
@@ -39,7 +39,7 @@ class _Owned:
 
 
 class _Owner:
-    """The part of a ProcessGroups that is no field."""
+    """The part of a ProcessGroups outside its fields."""
 
     __slots__ = ("__weakref__", "_owned")
 
@@ -49,14 +49,14 @@ class _Owner:
 
 @dataclass(kw_only=True, slots=True, repr=False)
 class ProcessGroups(_Owner):
-    """The process groups that this rank belongs to; a field that is not set reads None.
+    """The process groups of this rank. A field that is not set reads None.
 
     None means no parallelism of that kind: the size is 1 and the rank 0. An unknown name
     is an AttributeError, an unknown keyword a TypeError. The fields can be assigned.
-    Making an object does no communication; :meth:`from_sizes` and :meth:`from_mesh` do.
+    Making an object does no communication, but :meth:`from_sizes` and :meth:`from_mesh` do.
 
-    ``copy.deepcopy`` of an object that holds it, such as a config, shares it; pickling one that
-    has groups is a TypeError, since another process cannot use them.
+    ``copy.deepcopy`` of an object that holds a ProcessGroups, such as a config, shares it. Pickling
+    a ProcessGroups with groups is a TypeError, since another process cannot use them.
 
     Args:
         tp: Tensor parallel.
@@ -71,15 +71,15 @@ class ProcessGroups(_Owner):
         tp_ep: Expert and expert-tensor parallel.
         tp_ep_pp: Expert, expert-tensor and pipeline parallel.
         dp: Data parallel.
-        dp_cp: Data and context parallel: the copies of a dense parameter.
+        dp_cp: Data and context parallel: the replicas of a dense parameter.
         tp_dp_cp: Tensor, data and context parallel.
         expt_dp: Data parallel for the experts.
         intra_dp_cp: Data and context parallel inside one instance of a distributed optimizer.
         intra_expt_dp: The same for the experts.
         inter_dist_opt: Across the instances of a distributed optimizer.
         hcp: Hierarchical context parallel, innermost level first.
-        dense_mesh: The mesh of the dense view.
-        expert_mesh: The mesh of the expert view.
+        dense_mesh: The mesh of the dense layout.
+        expert_mesh: The mesh of the expert layout.
 
     Example:
         >>> pgs = ProcessGroups()
@@ -137,40 +137,40 @@ class ProcessGroups(_Owner):
 
         Collective on the world group: every rank calls it with the same arguments, which one
         all-reduce (MAX of 64 int64) checks before all groups are made, in one fixed order.
-        Data parallelism takes the ranks that are left: ``dp = world / (tp * cp * pp)`` and
+        Data parallelism uses the remaining ranks: ``dp = world / (tp * cp * pp)`` and
         ``expt_dp = world / (expt_tp * ep * pp)``. Fields with the same ranks share one group, in
-        one object and across calls, and the world group serves where all ranks take part;
-        :meth:`destroy` gives a group up.
+        one object and across calls. A field of all ranks is the world group. :meth:`destroy`
+        releases the groups.
 
         Args:
             tp: Tensor-parallel size.
-            cp: Context-parallel size; only in the dense view.
+            cp: Context-parallel size, only for dense layers.
             pp: Pipeline-parallel size.
-            ep: Expert-parallel size; only in the expert view.
-            expt_tp: Tensor-parallel size inside the experts; None means ``tp``.
-            device_type: The device type of ``dense_mesh`` and ``expert_mesh``; None means the
-                accelerator if the world group's backend serves it, else ``"cpu"``.
-            order: The axes from fastest to slowest: in the default, the ranks of one
-                tensor-parallel group are adjacent and those of a pipeline far apart.
-            groups: The names of the fields to create; None means all. A mesh is made when all
-                its dimensions are.
-            embedding_ranks: From the ranks of one pipeline, first stage first, those of ``embd``;
-                None means the first and the last.
-            position_embedding_ranks: The same for ``pos_embd``; None means the first.
-            hcp_sizes: Factors of ``cp``, the fastest first; makes ``hcp``, one group each.
-            timeout: Of the groups' collectives; None means that of ``init_process_group``.
-            backend: Of the groups, such as ``"gloo"``; None means the world group's.
-            pg_options: The backend's options for a field, such as ``{"tp": options}``; such a
-                field has a group of its own.
+            ep: Expert-parallel size, only for experts.
+            expt_tp: Tensor-parallel size inside the experts. None means ``tp``.
+            device_type: The device type of ``dense_mesh`` and ``expert_mesh``. None means the
+                accelerator if the world group's backend is made for it, else ``"cpu"``.
+            order: The axes from fastest to slowest. In the default, the ranks of a
+                tensor-parallel group are adjacent and the ranks of a pipeline far apart.
+            groups: The names of the fields to create. None means all. A mesh is made if the groups
+                of all its dimensions are.
+            embedding_ranks: Chooses the ranks of ``embd`` among the ranks of a pipeline, ordered
+                by stage. None means the first and the last.
+            position_embedding_ranks: The same for ``pos_embd``. None means the first.
+            hcp_sizes: Factors of ``cp``, the fastest first. Makes ``hcp``, with one group each.
+            timeout: Timeout of the groups' collectives. None means that of ``init_process_group``.
+            backend: Backend of the groups, such as ``"gloo"``. None means the world group's.
+            pg_options: The backend's options for a field, such as ``{"tp": options}``. Such a
+                field shares its group with no other.
 
         Returns:
             The groups of this rank. ``inter_dist_opt`` stays None, as there is one optimizer
             instance. Without torch.distributed, and all sizes 1, every field is None.
 
         Raises:
-            ValueError: A size below 1, a world that cannot be divided, a malformed ``order``, an
-                unknown name in ``groups`` or ``pg_options``, or factors whose product is not
-                ``cp``; or the ranks were given different arguments. On every rank.
+            ValueError: A size is below 1, the world cannot be divided, ``order`` is malformed,
+                ``groups`` or ``pg_options`` has an unknown name, the product of the factors is not
+                ``cp``, or the ranks were given different arguments. On every rank.
             RuntimeError: torch.distributed is not initialised and a size is above 1.
 
         Example:
@@ -196,7 +196,7 @@ class ProcessGroups(_Owner):
             wanted_fields(groups)
             require_one_process(sizes(), order, hcp_sizes)
             return cls()
-        return cls._of(*groups_from_sizes(plan))
+        return cls._build(*groups_from_sizes(plan))
 
     @classmethod
     def from_mesh(
@@ -212,32 +212,32 @@ class ProcessGroups(_Owner):
         backend: str | None = None,
         pg_options: Mapping[str, Any] | None = None,
     ) -> ProcessGroups:
-        """Take the groups of named device meshes and create what is composed of them.
+        """Use the groups of named device meshes and create composites of their dimensions.
 
         Collective on the world group: every rank calls it with the same arguments, which one
         all-reduce (MAX of 64 int64) checks first. A field is the group of the dimension of the
-        same name (``tp``, ``cp``, ``dp``, ``pp`` of ``mesh``; ``ep``, ``expt_dp``, ``expt_tp`` of
-        ``expert_mesh``, or of ``mesh`` when there is none), also of a flattened one. The meshes of
-        torchtitan, Accelerate and Lightning need no names: ``dp`` is otherwise made of
-        ``dp_replicate`` and ``dp_shard`` (or ``fsdp``), or is ``batch`` or ``data_parallel``,
-        ``tp`` is ``tensor_parallel``, ``expt_dp`` is made of ``dp_replicate`` and ``efsdp``,
-        ``expt_tp`` is ``etp``, and in one mesh with ``ep`` the experts' other groups are made of
-        the remaining dimensions.
+        same name, also of a flattened dimension: ``tp``, ``cp``, ``dp`` and ``pp`` of ``mesh``,
+        ``ep``, ``expt_dp`` and ``expt_tp`` of ``expert_mesh``, or of ``mesh`` without the latter.
+        The meshes of torchtitan, Accelerate and Lightning need no names. Without a dimension
+        ``dp``, it consists of ``dp_replicate`` and ``dp_shard`` (or ``fsdp``), or is ``batch`` or
+        ``data_parallel``. Likewise ``tp`` is ``tensor_parallel``, ``expt_dp`` consists of
+        ``dp_replicate`` and ``efsdp``, and ``expt_tp`` is ``etp``. In a single mesh with ``ep`` the
+        other groups of the experts consist of the remaining dimensions.
         A parallelism without a dimension has size 1, and its field stays None. Composites are
-        flattened in the mesh under the field's name where torch can, and stay with the mesh;
-        fields with the same ranks share one group.
+        flattened in the mesh under the field's name if torch can, and stay with the mesh. Fields
+        with the same ranks share one group.
 
         Args:
             mesh: The dense mesh, with dimension names.
             expert_mesh: The expert mesh, with dimension names and the same pipelines.
-            names: The dimension that stands for a field, or several, flattened ones included:
+            names: The dimension or dimensions of a field, also flattened dimensions:
                 ``{"dp": ("dp_replicate", "dp_shard")}``. Composites may be named too, and ``hcp``,
                 whose dimensions are its levels, innermost first.
-            groups: The names of the fields to fill; None means all that the meshes provide.
+            groups: The names of the fields to fill. None means all that the meshes provide.
             embedding_ranks: As in :meth:`from_sizes`.
             position_embedding_ranks: As in :meth:`from_sizes`.
-            timeout: Of the groups that are created; None means that of ``init_process_group``.
-            backend: Of the groups that are created; None means the world group's.
+            timeout: Timeout of created groups. None means that of ``init_process_group``.
+            backend: Backend of created groups. None means the world group's.
             pg_options: As in :meth:`from_sizes`.
 
         Returns:
@@ -245,12 +245,12 @@ class ProcessGroups(_Owner):
             None unless ``names`` has it.
 
         Raises:
-            TypeError: Something other than a DeviceMesh was given.
-            ValueError: A mesh without dimension names, of a destroyed world, or with a dimension
-                of several ranks that stands for no parallelism; an unknown name, one dimension
-                under two names, pipelines that differ, a mesh over a part of the world where a new
-                group would be needed; the ranks were given different arguments (on every rank); or
-                (after all groups are made) this rank is in no mesh.
+            TypeError: A mesh is not a DeviceMesh.
+            ValueError: A mesh has no dimension names, is of a destroyed world, or has a dimension
+                of several ranks that belongs to no parallelism. A name is unknown, a dimension has
+                two names, or the meshes have different pipelines. A mesh covers a part of the world
+                and a new group would be needed. The ranks were given different arguments (on every
+                rank). Or, after all groups are made, this rank is in no mesh.
             RuntimeError: torch.distributed is not initialised.
 
         Example:
@@ -270,25 +270,25 @@ class ProcessGroups(_Owner):
 
         if not is_distributed():
             raise RuntimeError(f"from_mesh {NEEDS_INIT}")
-        return cls._of(*groups_from_mesh(plan))
+        return cls._build(*groups_from_mesh(plan))
 
     @classmethod
-    def _of(cls, made: Mapping[str, Any], shared: list[SharedGroup]) -> ProcessGroups:
-        """Return an object with what was made, whose meshes are made when they are asked for."""
+    def _build(cls, made: Mapping[str, Any], shared: list[SharedGroup]) -> ProcessGroups:
+        """Return an object with these fields. Meshes are made when they are first read."""
         lazy = {name: value for name, value in made.items() if isinstance(value, LazyMesh)}
         pgs = cls(**{name: value for name, value in made.items() if name not in lazy})
         pgs._own(_Owned(shared, lazy))
         for name in lazy:
-            delattr(pgs, name)  # so that reading it comes to __getattr__
+            delattr(pgs, name)  # an unset slot makes Python call __getattr__
         return pgs
 
     def destroy(self) -> None:
-        """Give up the groups: those that :meth:`from_sizes` or :meth:`from_mesh` created, and that
+        """Release the groups. Groups that :meth:`from_sizes` or :meth:`from_mesh` created, and that
         no other ProcessGroups shares, are destroyed, with their threads and file descriptors.
 
-        Every rank calls it, in the same order as other collectives, when no collective is under
-        way. The world group, the groups of given meshes and those that were assigned stay. Reading
-        a field is a RuntimeError from then on; a second call does nothing.
+        Every rank calls it, in the same order as other collectives, while no collective is
+        running. The world group, the groups of given meshes and assigned groups stay. Reading a
+        field is a RuntimeError from then on. A second call does nothing.
 
         Example:
             >>> pgs = ProcessGroups.from_sizes()
@@ -307,7 +307,7 @@ class ProcessGroups(_Owner):
             with suppress(AttributeError):  # a mesh that was not made, or a second call
                 delattr(self, name)
 
-    def _value(self, name: str) -> Any:
+    def _peek(self, name: str) -> Any:
         """Return a field without making its mesh, and without an error."""
         try:
             return object.__getattribute__(self, name)
@@ -315,23 +315,23 @@ class ProcessGroups(_Owner):
             return self._owned.lazy_meshes.get(name)
 
     def _holds_destroyed_groups(self) -> bool:
-        values = [self._value(name) for name in _FIELD_NAMES]
-        groups = [*values, *(self._value("hcp") or ())]
+        values = [self._peek(name) for name in _FIELD_NAMES]
+        groups = [*values, *(self._peek("hcp") or ())]
         return any(
             has_destroyed_groups(group) if isinstance(group, DeviceMesh) else is_destroyed(group)
             for group in groups
         )
 
     def __getattr__(self, name: str) -> Any:
-        """Make a mesh at its first use; called only for what is not set."""
+        """Make a mesh at its first use. Python calls this only for attributes that are not set."""
         if name not in _FIELD_NAMES:
             raise AttributeError(
-                f"ProcessGroups has no field {name!r}; its fields are {', '.join(_FIELD_NAMES)}"
+                f"ProcessGroups has no field {name!r}. Its fields are {', '.join(_FIELD_NAMES)}"
             )
         if self._owned.is_destroyed:
             raise RuntimeError(
-                f"cannot read {name}: these ProcessGroups were destroyed; make new ones, such as "
-                "with ProcessGroups.from_sizes(...)"
+                f"cannot read {name}: these ProcessGroups were destroyed. Make new ones, for "
+                "example with ProcessGroups.from_sizes(...)"
             )
         mesh = self._owned.lazy_meshes[name].make()
         setattr(self, name, mesh)
@@ -344,15 +344,15 @@ class ProcessGroups(_Owner):
         return self
 
     def __reduce__(self) -> tuple[type[ProcessGroups], tuple[()]]:
-        if not self._owned.is_destroyed and all(self._value(name) is None for name in _FIELD_NAMES):
+        if not self._owned.is_destroyed and all(self._peek(name) is None for name in _FIELD_NAMES):
             return ProcessGroups, ()
         raise TypeError(
-            f"cannot pickle {self!r}: process groups belong to this process; leave them out, and "
-            "make them again where they are needed, such as with ProcessGroups.from_sizes(...)"
+            f"cannot pickle {self!r}: process groups belong to this process. Leave them out and "
+            "make new groups in the other process, for example with ProcessGroups.from_sizes(...)"
         )
 
     def size(self, name: str) -> int:
-        """Return the number of ranks in the group of field ``name``, 1 where it is not set.
+        """Return the number of ranks in the group of field ``name``, 1 if it is not set.
 
         Raises:
             AttributeError: There is no such field.
@@ -365,7 +365,7 @@ class ProcessGroups(_Owner):
         return get_pg_size(self._group(name))
 
     def rank(self, name: str) -> int:
-        """Return this rank's place in the group of field ``name``, 0 where it is not set.
+        """Return this rank's rank in the group of field ``name``, 0 if it is not set.
 
         Raises:
             AttributeError: There is no such field.
@@ -380,7 +380,7 @@ class ProcessGroups(_Owner):
     def ranks(self, name: str) -> list[int]:
         """List the global ranks in the group of field ``name`` in the group's order.
 
-        A field that is not set gives this rank alone.
+        If the field is not set, this rank alone.
 
         Raises:
             AttributeError: There is no such field.
@@ -398,19 +398,19 @@ class ProcessGroups(_Owner):
     def _group(self, name: str) -> dist.ProcessGroup | None:
         if name not in _FIELD_NAMES:
             raise AttributeError(
-                f"ProcessGroups has no field {name!r}; its fields are {', '.join(_FIELD_NAMES)}"
+                f"ProcessGroups has no field {name!r}. Its fields are {', '.join(_FIELD_NAMES)}"
             )
         value = getattr(self, name)
         if name in ("hcp", "dense_mesh", "expert_mesh") and value is not None:
-            raise TypeError(f"the field {name} is not one process group but {_shown(value)}")
+            raise TypeError(f"the field {name} is not one process group but {_format(value)}")
         group: dist.ProcessGroup | None = value
         return group
 
     def __repr__(self) -> str:
         if self._owned.is_destroyed:
             return "ProcessGroups(destroyed)"
-        shown = ((name, self._value(name)) for name in _FIELD_NAMES)
-        parts = [f"{name}={_shown(value)}" for name, value in shown if value is not None]
+        values = ((name, self._peek(name)) for name in _FIELD_NAMES)
+        parts = [f"{name}={_format(value)}" for name, value in values if value is not None]
         return f"ProcessGroups({', '.join(parts) or 'empty'})"
 
 
@@ -421,21 +421,21 @@ _living: weakref.WeakValueDictionary[int, ProcessGroups] = weakref.WeakValueDict
 
 @functools.cache
 def _drop_at_exit() -> None:
-    """See to it that nothing here keeps the groups of a world that is gone when Python ends."""
+    """Register, once, the release of references to destroyed groups."""
     atexit.register(_drop_destroyed)
 
 
 def _drop_destroyed() -> None:
-    # The threads of a group that outlives its world abort the exit of the interpreter.
+    # The threads of a group that outlives its world abort the interpreter's exit.
     for pgs in list(_living.values()):
         if pgs._holds_destroyed_groups():
             pgs._drop()
 
 
-def _shown(value: object) -> object:
-    """Return a size, a list of sizes or the shape of a mesh; never raise."""
+def _format(value: object) -> object:
+    """Return a size, a list of sizes or the shape of a mesh. Never raise."""
     if isinstance(value, list | tuple):
-        return [_shown(item) for item in value]
+        return [_format(item) for item in value]
     shape = getattr(value, "shape", None)
     if shape is not None:
         return tuple(shape)

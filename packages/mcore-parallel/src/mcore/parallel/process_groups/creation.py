@@ -1,4 +1,4 @@
-"""Groups that are made once for each set of ranks, shared, and destroyed with their last user."""
+"""Groups made once for each set of ranks, shared, and destroyed with their last user."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ _Key = tuple[Ranks, str, str]  # ranks, backend, timeout
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """How new groups are made."""
+    """Timeout, backend and backend options of new groups."""
 
     timeout: timedelta | None = None
     backend: str | None = None
-    options: Mapping[str, Any] = field(default_factory=dict)  # by the field that has them
+    options: Mapping[str, Any] = field(default_factory=dict)  # by field
 
     def __post_init__(self) -> None:
         if self.timeout is not None and not isinstance(self.timeout, timedelta):
@@ -37,17 +37,17 @@ class GroupSettings:
         for name in self.options:
             if name not in GROUP_FIELDS:
                 raise ValueError(
-                    f"pg_options has {name!r}, which is no group; known: {', '.join(GROUP_FIELDS)}"
+                    f"pg_options has {name!r}, which is no group. Known: {', '.join(GROUP_FIELDS)}"
                 )
 
     def facts(self) -> dict[str, object]:
-        """Return what must be equal on all ranks, as texts."""
+        """Return the settings that must be equal on all ranks."""
         options = {name: type(value).__name__ for name, value in sorted(self.options.items())}
         return {"timeout": self.timeout, "backend": self.backend, "pg_options": options}
 
 
 def _check_backend(backend: str) -> None:
-    # new_group refuses it too, but only on members, after which the ranks count groups differently.
+    # new_group also refuses it, but only on members: then the ranks count later groups differently.
     for pair in backend.split(","):
         name = pair.rpartition(":")[2]
         if not dist.is_backend_available(name):
@@ -60,8 +60,8 @@ def _check_backend(backend: str) -> None:
 class SharedGroup:
     """One group, if this rank is in it, and the number of ProcessGroups that use it."""
 
-    # Held weakly: torch keeps a group until it is destroyed, and whoever keeps it longer keeps
-    # threads that abort the interpreter's exit.
+    # A weak reference: torch keeps a group until it is destroyed. A longer reference would keep
+    # its threads, which abort the interpreter's exit.
 
     def __init__(self, group: dist.ProcessGroup | None) -> None:
         self._group = None if group is None else weakref.ref(group)
@@ -69,42 +69,44 @@ class SharedGroup:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The group, or None where this rank is in none or it no longer exists."""
+        """The group, or None if this rank is in none or it no longer exists."""
         return None if self._group is None else self._group()
 
     @property
     def is_usable(self) -> bool:
-        """Whether nobody has destroyed the group; ranks outside cannot know."""
+        """Whether the group still exists. Always True on ranks outside, which cannot check."""
         if self._group is None:
             return True
         group = self._group()
         return group is not None and not is_destroyed(group)
 
     def release(self) -> None:
-        """Give up one use, and destroy the group after the last."""
+        """End one use, and destroy the group after the last use."""
         self.users -= 1
         group = self.group
         if self.users == 0 and group is not None and not is_destroyed(group):
             dist.destroy_process_group(group)
 
 
-# What was made in each world: every rank knows of every group, whether it is a member or not.
+# The groups made in each world. Every rank records every group, also those it is not a member of.
 _made: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[_Key, SharedGroup]] = (
     weakref.WeakKeyDictionary()
 )
 
 
-def _made_in_this_world() -> dict[_Key, SharedGroup]:
-    """Return the groups that can be shared, without those that were destroyed."""
+def _list_shareable() -> dict[_Key, SharedGroup]:
+    """Return the groups of this world that can be shared, and drop destroyed groups."""
     made = _made.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), {})
     for key in [key for key, shared in made.items() if shared.users < 1 or not shared.is_usable]:
         del made[key]
     return made
 
 
-def agreed(make_plan: Callable[[], Plan], facts: Callable[[Plan], Mapping[str, object]]) -> Plan:
-    """Make this rank's plan, or raise on all ranks where one cannot, or where the facts differ.
-    Collective on the world group: one all-reduce (MAX of 64 int64); none in a world of one rank.
+def agree_on_plan(
+    make_plan: Callable[[], Plan], facts: Callable[[Plan], Mapping[str, object]]
+) -> Plan:
+    """Make this rank's plan, or raise on all ranks if one rank cannot or if the facts differ.
+    Collective on the world group: one all-reduce (MAX of 64 int64). None in a world of one rank.
     """
     if dist.get_world_size() == 1:
         return make_plan()
@@ -115,15 +117,15 @@ def agreed(make_plan: Callable[[], Plan], facts: Callable[[Plan], Mapping[str, o
         own = facts(plan)
     except Exception as own_error:
         error = own_error
-    made = _made_in_this_world()
+    made = _list_shareable()
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     if not require_equal(own, error, world, sorted(made) if made else ""):
-        made.clear()  # some ranks have destroyed groups, and some have not: share none
+        made.clear()  # some ranks have destroyed groups that others still have: share none
     return cast("Plan", plan)
 
 
 class GroupMaker:
-    """Creates a group for each set of ranks, once; all ranks make the same calls in order."""
+    """Creates one group for each set of ranks. All ranks make the same calls in the same order."""
 
     # On an accelerator every communicator costs memory and start-up time, and many parallelisms of
     # size 1 or of full size have the same ranks.
@@ -133,7 +135,7 @@ class GroupMaker:
         self._settings = settings
         self._rank = dist.get_rank()
         self.timeout = settings.timeout or job_timeout()
-        self._shared = _made_in_this_world() if share else {}
+        self._shared = _list_shareable() if share else {}
         self._own: dict[tuple[Ranks, int], dist.ProcessGroup | None] = {}
         is_like_world = self.timeout == job_timeout() and settings.backend in (
             None,
@@ -143,38 +145,40 @@ class GroupMaker:
             self.adopt([range(dist.get_world_size())], dist.group.WORLD)
 
     def adopt(self, rank_lists: Iterable[Sequence[int]], group: dist.ProcessGroup | None) -> None:
-        """Remember groups that exist; ``group`` is the one of this rank, if it is in any."""
+        """Record existing groups. ``group`` is this rank's group, if it is in any of the lists."""
         for ranks in rank_lists:
             self._own.setdefault((tuple(ranks), 0), group if self._rank in ranks else None)
 
     def knows(self, rank_lists: Iterable[Sequence[int]], name: str) -> bool:
-        """Return whether every one of the lists has its group."""
+        """Return whether every list has a group."""
         return all(self._is_known(tuple(ranks), name) for ranks in rank_lists)
 
     def group_of(self, rank_lists: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
-        """Return this rank's group among disjoint lists, creating those that do not exist."""
+        """Return this rank's group among disjoint lists, and create all missing groups."""
         mine = None
         for ranks in map(tuple, rank_lists):
             if not self._is_known(ranks, name):
                 self._create(ranks, name)
-            group = self._group(ranks, name)
+            group = self._find(ranks, name)
             mine = group if self._rank in ranks else mine
         return mine
 
-    def _key(self, ranks: Ranks) -> _Key:
+    def _make_key(self, ranks: Ranks) -> _Key:
         return ranks, self._settings.backend or "", str(self.timeout)
 
-    def _options_id(self, name: str) -> int:
+    def _identify_options(self, name: str) -> int:
         return id(self._settings.options[name]) if name in self._settings.options else 0
 
     def _is_known(self, ranks: Ranks, name: str) -> bool:
-        options = self._options_id(name)
-        return (ranks, options) in self._own or (not options and self._key(ranks) in self._shared)
+        options = self._identify_options(name)
+        return (ranks, options) in self._own or (
+            not options and self._make_key(ranks) in self._shared
+        )
 
-    def _group(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
-        place = ranks, self._options_id(name)
+    def _find(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
+        place = ranks, self._identify_options(name)
         if place not in self._own:
-            shared = self._shared[self._key(ranks)]
+            shared = self._shared[self._make_key(ranks)]
             self._use(shared)
             self._own[place] = shared.group
         return self._own[place]
@@ -191,9 +195,9 @@ class GroupMaker:
         group = made if self._rank in ranks else None
         shared = SharedGroup(group)
         self._use(shared)
-        self._own[ranks, self._options_id(name)] = group
+        self._own[ranks, self._identify_options(name)] = group
         if options is None:
-            self._shared[self._key(ranks)] = shared
+            self._shared[self._make_key(ranks)] = shared
 
     def _use(self, shared: SharedGroup) -> None:
         if id(shared) not in self.used:

@@ -1,4 +1,4 @@
-"""The default ProcessGroups of this process: one slot, set only by the caller."""
+"""The default ProcessGroups of this process: one slot, set only by the user."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from mcore.parallel.torch_compat import is_distributed
 
 _Group = TypeVar("_Group")
 
-# The source lines already warned about the default, for as long as the world group lives.
+# The source lines that were already warned about the default, by world group.
 _warned: WeakKeyDictionary[dist.ProcessGroup, set[tuple[str, int]]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class _Slot:
-    """A default with the world group it was set under, which it does not keep alive."""
+    """A default and a weak reference to the world group at that time."""
 
     groups: ProcessGroups | None = None
     world: ref[dist.ProcessGroup] | None = None
@@ -33,20 +33,20 @@ class _Slot:
     def is_stale(self) -> bool:
         world = None if self.world is None else self.world()
         is_gone = self.world is not None and world is None
-        return self.groups is not None and (is_gone or world is not _current_world())
+        return self.groups is not None and (is_gone or world is not _find_world())
 
 
-# A lock and a plain global, not a contextvar: autograd and data-loader threads must see the value.
+# A plain global and not a contextvar: autograd and data-loader threads must see the value too.
 _lock = threading.Lock()
 _slot = _Slot()
 
 
-def _current_world() -> dist.ProcessGroup | None:
+def _find_world() -> dist.ProcessGroup | None:
     return dist.group.WORLD if is_distributed() else None
 
 
-def _slot_of(pgs: ProcessGroups | None) -> _Slot:
-    world = _current_world()
+def _make_slot(pgs: ProcessGroups | None) -> _Slot:
+    world = _find_world()
     return _Slot() if pgs is None else _Slot(pgs, None if world is None else ref(world))
 
 
@@ -58,7 +58,7 @@ def _swap(new: _Slot) -> _Slot:
 
 
 def _drop(stale: _Slot) -> bool:
-    """Empty the slot unless another thread has filled it since; return whether this call did."""
+    """Empty the slot unless another thread has filled it since. Return whether it was emptied."""
     global _slot
     with _lock:
         if _slot is not stale:
@@ -70,12 +70,12 @@ def _drop(stale: _Slot) -> bool:
 def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | None:
     """Make ``pgs`` the groups that functions of mcore use when no group is given.
 
-    Local to the process, seen by all its threads, no communication. The default belongs to the
-    world group of the moment: it is dropped once torch.distributed is destroyed or initialised
-    again. Works without torch.distributed too.
+    Local to the process, for all its threads. No communication. The default belongs to the
+    current world group: it is dropped when torch.distributed is destroyed or initialised anew.
+    It can also be set without torch.distributed.
 
     Args:
-        pgs: The new default; None clears it.
+        pgs: The new default, or None to clear it.
 
     Returns:
         The previous default, or None when there was none or it belonged to an earlier world.
@@ -85,7 +85,7 @@ def set_default_process_groups(pgs: ProcessGroups | None) -> ProcessGroups | Non
         >>> set_default_process_groups(ProcessGroups.from_sizes())
         >>> clear_default_process_groups()
     """
-    old = _swap(_slot_of(pgs))
+    old = _swap(_make_slot(pgs))
     return None if old.is_stale() else old.groups
 
 
@@ -93,9 +93,9 @@ def get_default_process_groups() -> ProcessGroups | None:
     """Return the groups that functions of mcore use when no group is given.
 
     Returns:
-        What :func:`set_default_process_groups` stored, or None. When the world group has changed
-        since then (torch.distributed destroyed or initialised again) the stored value is dropped,
-        with one RuntimeWarning, and None is returned.
+        The groups of the last :func:`set_default_process_groups`, or None. If the world group has
+        changed since then (torch.distributed destroyed or initialised anew), the default is
+        dropped with one RuntimeWarning and None is returned.
 
     Example:
         >>> get_default_process_groups() is None
@@ -105,7 +105,7 @@ def get_default_process_groups() -> ProcessGroups | None:
     if slot.is_stale() and _drop(slot):
         warnings.warn(
             "the default ProcessGroups belonged to a torch.distributed world that no longer "
-            "exists and was dropped; make a new one and call set_default_process_groups(...)",
+            "exists and was dropped: make a new one and call set_default_process_groups(...)",
             RuntimeWarning,
             stacklevel=2,
         )
@@ -113,7 +113,7 @@ def get_default_process_groups() -> ProcessGroups | None:
 
 
 def clear_default_process_groups() -> None:
-    """Forget the default groups; does nothing when there are none.
+    """Clear the default groups, if there are any.
 
     Example:
         >>> clear_default_process_groups()
@@ -125,13 +125,13 @@ def clear_default_process_groups() -> None:
 
 @contextmanager
 def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | None]:
-    """Make ``pgs`` the default inside a ``with`` block and restore the previous one after it.
+    """Make ``pgs`` the default inside a ``with`` block and restore the previous default after it.
 
-    Local to the process, but seen by all its threads. The previous default comes back on
-    exceptions too.
+    Local to the process, but for all its threads. The previous default is also restored after an
+    exception.
 
     Args:
-        pgs: The default inside the block; None means no default there.
+        pgs: The default inside the block. None means no default there.
 
     Yields:
         ``pgs``.
@@ -144,7 +144,7 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
         >>> get_default_process_groups() is None
         True
     """
-    old = _swap(_slot_of(pgs))
+    old = _swap(_make_slot(pgs))
     try:
         yield pgs
     finally:
@@ -152,7 +152,7 @@ def use_process_groups(pgs: ProcessGroups | None) -> Iterator[ProcessGroups | No
 
 
 def group_or_default(group: _Group | None, field: str) -> _Group | dist.ProcessGroup | None:
-    """Return ``group``, or what the default ProcessGroups have under a field where it is None."""
+    """Return ``group``, or if it is None a field of the default ProcessGroups."""
     return getattr(get_default_process_groups(), field, None) if group is None else group
 
 
@@ -171,13 +171,13 @@ def get_tensor_model_parallel_group_if_none(
 
     Args:
         tp_group: The caller's tensor-parallel group, or None.
-        is_expert: Take the tensor-parallel group of the experts (``expt_tp``) from the default.
-        check_initialized: Raise when the default does not have the group that is needed.
+        is_expert: Use the tensor-parallel group of the experts (``expt_tp``) of the default.
+        check_initialized: Raise if the default does not have the group.
 
     Returns:
-        None when torch.distributed is not initialised, whatever was given. Else ``tp_group`` when
-        it is given or there is no default ProcessGroups. Else the default's ``tp`` or
-        ``expt_tp``, with a DeprecationWarning once per call site, on global rank 0 only.
+        None if torch.distributed is not initialised. Else ``tp_group`` if it is given or there is
+        no default ProcessGroups. Else ``tp`` or ``expt_tp`` of the default, with a
+        DeprecationWarning once per call site, on global rank 0 only.
 
     Raises:
         ValueError: This rank is not a member of ``tp_group``, or it was destroyed.
@@ -195,18 +195,18 @@ def get_tensor_model_parallel_group_if_none(
     if default is None or tp_group is not None:
         return tp_group
     frame = sys._getframe(1)
-    if dist.get_rank() == 0 and _is_new(frame.f_code.co_filename, frame.f_lineno):
+    if dist.get_rank() == 0 and _is_new_site(frame.f_code.co_filename, frame.f_lineno):
         warnings.warn(
-            "tp_group is None: using the tensor-parallel group of the default ProcessGroups; "
-            "pass tp_group explicitly",
+            "tp_group is None: using the tensor-parallel group of the default ProcessGroups. "
+            "Pass tp_group explicitly",
             DeprecationWarning,
             stacklevel=2,
         )
-    return _tensor_parallel_group(default, is_expert, check_initialized)
+    return _find_tensor_parallel_group(default, is_expert, check_initialized)
 
 
-def _is_new(filename: str, line: int) -> bool:
-    """Return whether a source line has not been warned in this world group, and remember it."""
+def _is_new_site(filename: str, line: int) -> bool:
+    """Return whether a source line is new in this world group, and record it."""
     world = cast("dist.ProcessGroup", dist.group.WORLD)
     sites = _warned.setdefault(world, set())
     known = (filename, line) in sites
@@ -214,14 +214,14 @@ def _is_new(filename: str, line: int) -> bool:
     return not known
 
 
-def _tensor_parallel_group(
+def _find_tensor_parallel_group(
     default: ProcessGroups, is_expert: bool, check_initialized: bool
 ) -> dist.ProcessGroup | None:
     name = "expt_tp" if is_expert else "tp"
     found: dist.ProcessGroup | None = getattr(default, name)
     if found is None and check_initialized:
         raise RuntimeError(
-            f"the default ProcessGroups has no {name} group; create it with "
+            f"the default ProcessGroups has no {name} group: create it with "
             f"ProcessGroups.from_sizes(...) or set its {name} field, or pass tp_group"
         )
     return found

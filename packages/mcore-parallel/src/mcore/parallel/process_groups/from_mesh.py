@@ -1,17 +1,31 @@
-"""Collection of every process group from named device meshes."""
+"""Collection of every process group from named device meshes.
+
+:func:`map_meshes` finds the dimensions of each axis of parallelism, :func:`plan_mesh` the ranks of
+every wanted group, and :func:`groups_from_mesh` reuses existing groups and creates the others.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import combinations
+from math import prod
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from mcore.parallel.process_groups.creation import GroupMaker, GroupSettings, SharedGroup, agreed
+from mcore.parallel.groups import reject_destroyed
+from mcore.parallel.mesh import get_mesh_names
+from mcore.parallel.process_groups.creation import (
+    GroupMaker,
+    GroupSettings,
+    SharedGroup,
+    agree_on_plan,
+)
 from mcore.parallel.process_groups.layout import (
+    DENSE_FIELDS,
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
     FIELD_AXES,
@@ -19,31 +33,208 @@ from mcore.parallel.process_groups.layout import (
     embedding_lists,
     require_equal_pipelines,
 )
-from mcore.parallel.process_groups.mesh_axes import Dims, View, views_of
 from mcore.parallel.torch_compat import (
     flatten_mesh,
     flattened_meshes,
+    rank_rows,
     root_mesh,
     set_group_timeout,
 )
 
+Dims = tuple[str, ...]
+Choices = Mapping[str, Callable[[list[int]], Sequence[int]]]
+
+DENSE_AXES = ("tp", "cp", "dp", "pp")
+EXPERT_AXES = ("pp", "ep", "expt_dp", "expt_tp")
+NAMED_FIELDS = (*DENSE_FIELDS, *EXPERT_FIELDS, "embd", "pos_embd", "hcp", "inter_dist_opt")
+# The dimensions that form an axis in the meshes of each library, if no dimension has the name of
+# the axis. Dimensions form the same axis in all libraries, so a mesh is searched for all of them.
+KNOWN_SCHEMES: dict[str, dict[str, Dims]] = {
+    "torchtitan": {
+        "dp": ("dp_replicate", "dp_shard", "dp_shard_mod_ep", "dp_shard_in_ep", "fsdp", "batch"),
+        "expt_dp": ("dp_replicate", "dp_shard", "efsdp"),
+        "expt_tp": ("etp",),
+    },
+    "Accelerate": {"dp": ("dp_replicate", "dp_shard")},
+    "Lightning": {"dp": ("data_parallel",), "tp": ("tensor_parallel",)},
+}
+
+
+@dataclass(frozen=True)
+class MappedMesh:
+    """A mesh with the dimensions of each axis of parallelism in it."""
+
+    argument: str  # of from_mesh
+    mesh: DeviceMesh
+    layout: Layout  # its axes are the dimensions of the mesh
+    known: dict[str, Dims]  # dimensions, and flattened dimensions with their parts
+    axes: dict[str, Dims] = field(default_factory=dict)
+
+    @property
+    def contains_this_rank(self) -> bool:
+        """Whether this rank is in the mesh."""
+        return self.mesh.get_coordinate() is not None
+
+    @property
+    def covers_world(self) -> bool:
+        """Whether all ranks are in the mesh."""
+        return self.mesh.mesh.numel() == dist.get_world_size()
+
+    def combine(self, axes: Sequence[str]) -> Dims | None:
+        """Return the dimensions of several axes in mesh order, or None if the mesh has no axis."""
+        present = [self.axes[axis] for axis in axes if axis in self.axes]
+        return self.layout.present([dim for dims in present for dim in dims]) if present else None
+
+    def find_axes(
+        self, axes: Sequence[str], named: Mapping[str, Dims], by_scheme: Collection[str]
+    ) -> None:
+        """Map each axis to its named dimensions, else to the dimension of its name, else by scheme.
+        Only the axes in ``by_scheme`` are looked up in the known schemes.
+        """
+        for axis in axes:
+            schemes = KNOWN_SCHEMES.values() if axis in by_scheme else ()
+            parts = self.layout.present([dim for scheme in schemes for dim in scheme.get(axis, ())])
+            dims = named.get(axis, self.known.get(axis, parts or None))
+            if dims is not None:
+                self.axes[axis] = dims
+
+    def list_unmapped(self) -> Dims:
+        """Return the dimensions that belong to no axis."""
+        taken = {dim for dims in self.axes.values() for dim in dims}
+        return tuple(dim for dim in self.layout.axes if dim not in taken)
+
+    def check(self, example: str) -> None:
+        """Raise ValueError if a dimension of several ranks belongs to two axes or to none."""
+        owner: dict[str, str] = {}
+        for axis, dims in self.axes.items():
+            for dim in dims:
+                if self.layout.size(dim) > 1 and dim in owner:
+                    raise ValueError(
+                        f"dimension {dim!r} of {self.argument} stands for {owner[dim]} and for "
+                        f"{axis}: assign it to one of them with names={{...}}"
+                    )
+                owner[dim] = axis
+        unmapped = [dim for dim in self.list_unmapped() if self.layout.size(dim) > 1]
+        if unmapped:
+            listed = ", ".join(f"{dim!r} ({self.layout.size(dim)} ranks)" for dim in unmapped)
+            mapped = (*self.axes.get(example, ()), unmapped[0])
+            raise ValueError(
+                f"{self.argument} {self.layout.axes} has dimensions that stand for no parallelism: "
+                f"{listed}. Map each of them, for example with names={{{example!r}: {mapped!r}}}"
+            )
+
+
+def map_meshes(
+    mesh: DeviceMesh, expert_mesh: DeviceMesh | None, names: Mapping[str, str | Sequence[str]]
+) -> tuple[MappedMesh, MappedMesh | None, dict[str, list[Dims]]]:
+    """Map the axes of the dense layers and of the experts, if there are any, to dimensions.
+    Return both, and the dimensions of each name. Both may be mapped to one mesh.
+    """
+    dense = _read_mesh("mesh", mesh)
+    if expert_mesh is None:
+        expert = replace(dense, axes={})
+    else:
+        expert = _read_mesh("expert_mesh", expert_mesh)
+    levels = {
+        name: _resolve_name(name, value, expert if name in EXPERT_FIELDS else dense)
+        for name, value in names.items()
+    }
+    named = {name: tuple(dim for dims in parts for dim in dims) for name, parts in levels.items()}
+    dense.find_axes(DENSE_AXES, named, DENSE_AXES)
+    # pp may have been named by dimensions that only the dense mesh has.
+    inside = {name: dims for name, dims in named.items() if set(dims) <= set(expert.layout.axes)}
+    if expert_mesh is not None:
+        expert.find_axes(EXPERT_AXES, inside, EXPERT_AXES)
+        expert.check("expt_dp")
+        dense.check("dp")
+        return dense, expert, levels
+    # In a shared mesh the schemes would find the dimensions of dp for expt_dp: see below.
+    expert.find_axes(EXPERT_AXES, inside, ["expt_tp"])
+    has_dense = any(axis in dense.axes for axis in ("tp", "cp", "dp"))
+    has_experts = any(axis in expert.axes for axis in ("ep", "expt_dp", "expt_tp"))
+    if has_dense and has_experts:
+        # Experts are spread over ranks that replicate the dense layers, so ep is a part of dp.
+        if "dp" not in named and "dp" not in dense.known and "ep" in dense.layout.axes:
+            dense.axes["dp"] = (*dense.axes.get("dp", ()), "ep")
+        # Experts are split over tp as the dense layers are, unless tp is a part of ep,
+        if "tp" in dense.axes and not set(dense.axes["tp"]) & set(expert.axes.get("ep", ())):
+            expert.axes.setdefault("expt_tp", dense.axes["tp"])
+        # and are replicated over all remaining dimensions.
+        expert.axes.setdefault("expt_dp", expert.list_unmapped())
+    if has_dense or not has_experts:
+        dense.check("dp")
+    if not has_experts:
+        return dense, None, levels
+    expert.check("expt_dp")
+    return dense, expert, levels
+
+
+def _read_mesh(argument: str, mesh: DeviceMesh) -> MappedMesh:
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"expected a DeviceMesh, got {type(mesh).__name__}")
+    reject_destroyed(mesh)
+    if not mesh.mesh_dim_names:
+        raise ValueError(
+            f"the mesh {tuple(mesh.shape)} has no dimension names: pass mesh_dim_names when "
+            'making it, such as ("pp", "dp", "cp", "tp")'
+        )
+    layout = Layout(tuple(mesh.mesh_dim_names), mesh.mesh)
+    known: dict[str, Dims] = {dim: (dim,) for dim in layout.axes}
+    flattened = flattened_meshes(mesh)
+    for name in get_mesh_names(mesh):
+        dims = None if name in known else _find_parts(flattened[name], layout)
+        if dims is not None:
+            known[name] = dims
+    return MappedMesh(argument, mesh, layout, known)
+
+
+def _find_parts(flat: DeviceMesh, layout: Layout) -> Dims | None:
+    """Return the dimensions of a flattened dimension, or None if it has parts of dimensions."""
+    # torch does not record them, so the combination with the same ranks is searched.
+    several = [dim for dim in layout.axes if layout.size(dim) > 1]
+    one = int(layout.ranks.flatten()[0])
+    ranks = next((sorted(row) for row in rank_rows(flat) if one in row), [])
+    for number in range(len(several) + 1):
+        for dims in combinations(several, number):
+            if prod(map(layout.size, dims)) == len(ranks) and ranks in layout.lists(dims):
+                return dims
+    return None
+
+
+def _resolve_name(name: str, value: str | Sequence[str], mapped: MappedMesh) -> list[Dims]:
+    """Return the dimensions of each dimension that an entry of ``names`` lists."""
+    if name not in NAMED_FIELDS:
+        raise ValueError(f"names has the unknown field {name!r}. Known: {', '.join(NAMED_FIELDS)}")
+    parts = []
+    for dim in (value,) if isinstance(value, str) else value:
+        if dim not in mapped.known:
+            raise ValueError(
+                f"names maps {name} to {dim!r}, which {mapped.argument} does not have. It has "
+                f"{', '.join(mapped.known)}"
+            )
+        parts.append(mapped.known[dim])
+    all_dims = [dim for dims in parts for dim in dims]
+    if len(set(all_dims)) != len(all_dims):
+        raise ValueError(f"names maps {name} to {value!r}, in which a dimension appears twice")
+    return parts
+
 
 @dataclass(frozen=True)
 class _Part:
-    """One group to take or to make: its view, the dimensions it spans, and all its rank lists."""
+    """One group to take or to make: its mesh, its dimensions, and the ranks of all its groups."""
 
-    view: View
+    mapped: MappedMesh
     dims: Dims
     lists: list[list[int]]
-    is_whole: bool = True  # all ranks along the dimensions, as the flattened mesh has
+    is_whole: bool = True  # all ranks along the dimensions, as in a flattened mesh
 
 
 @dataclass(frozen=True)
 class MeshPlan:
-    """The groups of one or two meshes, worked out alike on every rank before any is made."""
+    """The groups of one or two meshes, computed equally on every rank before any is made."""
 
-    views: list[View]
-    parts: dict[str, list[_Part]]  # by field, only hcp has several
+    meshes: list[MappedMesh]
+    parts: dict[str, list[_Part]]  # by field, several only for hcp
     facts: dict[str, object]  # the arguments, equal on all ranks
 
 
@@ -53,12 +244,12 @@ def plan_mesh(
     names: Mapping[str, str | Sequence[str]],
     wanted: Sequence[str],
     is_chosen: bool,
-    choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
+    choices: Choices,
 ) -> MeshPlan:
-    """Work out the wanted groups and check the arguments; no communication."""
-    dense, expert, named = views_of(mesh, expert_mesh, names)
+    """Compute the ranks of the wanted groups and check the arguments. No communication."""
+    dense, expert, named = map_meshes(mesh, expert_mesh, names)
     if expert is not None and expert_mesh is not None:
-        require_equal_pipelines(_pipelines(dense), _pipelines(expert), "the meshes")
+        require_equal_pipelines(_list_pipelines(dense), _list_pipelines(expert), "the meshes")
     if is_chosen and "hcp" in wanted and "hcp" not in named:
         raise ValueError(
             'groups names hcp, whose levels are not known: pass names={"hcp": (...)}, innermost '
@@ -66,50 +257,47 @@ def plan_mesh(
         )
     parts = {}
     for name in (*wanted, *(["inter_dist_opt"] if "inter_dist_opt" in named else [])):
-        view = expert if name in EXPERT_FIELDS else dense
-        if view is not None:
-            parts[name] = _parts(name, view, named, choices)
+        mapped = expert if name in EXPERT_FIELDS else dense
+        if mapped is not None:
+            parts[name] = _plan_field(name, mapped, named, choices)
     embedding = {name: [part.lists for part in parts.get(name, [])] for name in EMBEDDING_FIELDS}
     facts: dict[str, object] = {
-        "mesh": _mesh_facts(mesh),
-        "expert_mesh": None if expert_mesh is None else _mesh_facts(expert_mesh),
+        "mesh": _describe_mesh(mesh),
+        "expert_mesh": None if expert_mesh is None else _describe_mesh(expert_mesh),
         "names": {name: list(named[name]) for name in sorted(names)},
         "groups": ", ".join(wanted),
-        "embedding_ranks": embedding["embd"] if _covers_world(dense) else None,
-        "position_embedding_ranks": embedding["pos_embd"] if _covers_world(dense) else None,
+        # A slice has only this rank's part of the lists, which differs between ranks.
+        "embedding_ranks": embedding["embd"] if dense.covers_world else None,
+        "position_embedding_ranks": embedding["pos_embd"] if dense.covers_world else None,
     }
-    views = [dense, *([] if expert is None else [expert])]
-    return MeshPlan(views, parts, facts)
+    return MeshPlan([dense, *([] if expert is None else [expert])], parts, facts)
 
 
-def _pipelines(view: View) -> Layout:
-    """Return the layout with its pipeline dimensions as one axis that is called pp."""
-    lists = view.layout.lists(view.axes.get("pp", ()))
+def _list_pipelines(mapped: MappedMesh) -> Layout:
+    """Return the layout with all its pipeline dimensions as one axis pp."""
+    lists = mapped.layout.lists(mapped.axes.get("pp", ()))
     return Layout(("stages", "pp"), torch.tensor(lists))
 
 
-def _mesh_facts(mesh: DeviceMesh) -> str:
-    """Return what is equal on all ranks that were given the same mesh or its parallel slices."""
+def _describe_mesh(mesh: DeviceMesh) -> str:
+    """Return a text that is equal on all ranks with the same mesh or with parallel slices of it."""
     sizes = dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=True))
     return f"{sizes} of ranks {root_mesh(mesh).mesh.tolist()}"
 
 
-def _parts(
-    name: str,
-    view: View,
-    named: Mapping[str, list[Dims]],
-    choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
+def _plan_field(
+    name: str, mapped: MappedMesh, named: Mapping[str, list[Dims]], choices: Choices
 ) -> list[_Part]:
-    if name in named and name not in view.axes:
-        every = named[name] if name == "hcp" else [tuple(d for dims in named[name] for d in dims)]
-        return [_Part(view, dims, view.layout.lists(dims)) for dims in every]
-    dims = view.composed(FIELD_AXES.get(name, ()))
+    if name in named and name not in mapped.axes:
+        levels = named[name] if name == "hcp" else [tuple(d for dims in named[name] for d in dims)]
+        return [_Part(mapped, dims, mapped.layout.lists(dims)) for dims in levels]
+    dims = mapped.combine(FIELD_AXES.get(name, ()))
     if dims is None:
         return []
-    lists = view.layout.lists(dims)
+    lists = mapped.layout.lists(dims)
     if name not in EMBEDDING_FIELDS:
-        return [_Part(view, dims, lists)]
-    return [_Part(view, dims, embedding_lists(lists, choices[name], name), is_whole=False)]
+        return [_Part(mapped, dims, lists)]
+    return [_Part(mapped, dims, embedding_lists(lists, choices[name], name), is_whole=False)]
 
 
 def groups_from_mesh(
@@ -118,71 +306,60 @@ def groups_from_mesh(
     """Take the groups of the meshes' dimensions and create the wanted composites of them.
     Collective on the world group: one all-reduce (MAX of 64 int64), then creation in one order.
     """
-    plan, settings = agreed(make_plan, lambda made: {**made[0].facts, **made[1].facts()})
-    maker = GroupMaker(settings, share=all(_covers_world(view) for view in plan.views))
-    for view in plan.views:
-        _adopt(view, maker)
-    made: dict[str, Any] = {"dense_mesh": plan.views[0].mesh}
-    if plan.views[-1].mesh is not plan.views[0].mesh:
-        made["expert_mesh"] = plan.views[-1].mesh
+    plan, settings = agree_on_plan(make_plan, lambda made: {**made[0].facts, **made[1].facts()})
+    dense, expert = plan.meshes[0], plan.meshes[-1]  # one object if there are no experts
+    maker = GroupMaker(settings, share=dense.covers_world and expert.covers_world)
+    for mapped in plan.meshes:
+        flattened = flattened_meshes(mapped.mesh)
+        for name, dims in mapped.known.items():
+            group = None
+            if mapped.contains_this_rank:
+                flat = flattened.get(name) if name not in mapped.layout.axes else None
+                group = mapped.mesh.get_group(name) if flat is None else flat.get_group()
+            if not _is_disabled(group):
+                maker.adopt(mapped.layout.lists(dims), group)
+    made: dict[str, Any] = {"dense_mesh": dense.mesh}
+    if expert.mesh is not dense.mesh:
+        made["expert_mesh"] = expert.mesh
     for name, parts in plan.parts.items():
-        groups = [_group(name, part, maker, settings) for part in parts]
+        groups = [_take_or_create(name, part, maker, settings) for part in parts]
         if groups:
             made[name] = groups if name == "hcp" else groups[0]
-    for view in plan.views:
-        if not _contains_this_rank(view.mesh):
+    for mapped in plan.meshes:  # only now, since the other ranks wait for this one until here
+        if not mapped.contains_this_rank:
             raise ValueError(
-                f"rank {dist.get_rank()} is not in the mesh over ranks {view.mesh.mesh.tolist()}; "
-                "only its members can use the groups"
+                f"rank {dist.get_rank()} is not in the mesh over ranks "
+                f"{mapped.mesh.mesh.tolist()}: only its members can use the groups"
             )
     return made, list(maker.used.values())
 
 
-def _contains_this_rank(mesh: DeviceMesh) -> bool:
-    return mesh.get_coordinate() is not None
-
-
-def _covers_world(view: View) -> bool:
-    return view.mesh.mesh.numel() == dist.get_world_size()
-
-
-def _adopt(view: View, maker: GroupMaker) -> None:
-    """Remember the groups of the dimensions, flattened ones included."""
-    inside = _contains_this_rank(view.mesh)
-    flattened = flattened_meshes(view.mesh)
-    for name, dims in view.known.items():
-        group = None
-        if inside:
-            flat = flattened.get(name) if name not in view.layout.axes else None
-            group = view.mesh.get_group(name) if flat is None else flat.get_group()
-        if not _is_disabled(group):
-            maker.adopt(view.layout.lists(dims), group)
-
-
 def _is_disabled(group: dist.ProcessGroup | None) -> bool:
-    """Return whether a group of several ranks moves nothing: torchtitan's for unused dimensions."""
+    """Return whether a group of several ranks is fake, as torchtitan's of unused dimensions are."""
     if group is None or group.size() == 1 or dist.get_backend() == "fake":
         return False
     return dist.get_backend(group) == "fake"
 
 
-def _group(
+def _take_or_create(
     name: str, part: _Part, maker: GroupMaker, settings: GroupSettings
 ) -> dist.ProcessGroup | None:
-    view, lists = part.view, part.lists
+    mapped, lists = part.mapped, part.lists
     is_special = settings.timeout or settings.backend or name in settings.options
-    if part.is_whole and part.dims and not is_special and not maker.knows(lists, name):
-        flat = flatten_mesh(view.mesh[part.dims], name)
+    exists = maker.knows(lists, name)
+    if not exists and part.is_whole and part.dims and not is_special:
+        flat = flatten_mesh(mapped.mesh[part.dims], name)
         if flat is not None:
-            group = flat.get_group() if _contains_this_rank(view.mesh) else None
+            group = flat.get_group() if mapped.contains_this_rank else None
             if group is not None:
                 set_group_timeout(group, maker.timeout)
             maker.adopt(lists, group)
-    world, covered = dist.get_world_size(), view.mesh.mesh.numel()
-    if not maker.knows(lists, name) and covered != world:
-        # A slice shows only this rank's part: the ranks outside would create other groups.
+            exists = True
+    if not exists and not mapped.covers_world:
+        # A slice has only this rank's part: the ranks outside would create other groups.
         raise ValueError(
-            f"cannot create {name} from a mesh over {covered} of {world} ranks; "
-            f"pass a mesh over the whole world, or leave {name} out with groups=(...)"
+            f"cannot create {name} from a mesh over {mapped.mesh.mesh.numel()} of "
+            f"{dist.get_world_size()} ranks: pass a mesh over the whole world, or leave {name} "
+            "out with groups=(...)"
         )
     return maker.group_of(lists, name)

@@ -10,7 +10,12 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from mcore.parallel.groups import reject_destroyed
-from mcore.parallel.process_groups.creation import GroupMaker, GroupSettings, SharedGroup, agreed
+from mcore.parallel.process_groups.creation import (
+    GroupMaker,
+    GroupSettings,
+    SharedGroup,
+    agree_on_plan,
+)
 from mcore.parallel.process_groups.layout import (
     EMBEDDING_FIELDS,
     EXPERT_FIELDS,
@@ -25,14 +30,14 @@ from mcore.parallel.process_groups.layout import (
 from mcore.tensor.device import available_accelerator
 
 NEEDS_INIT = (
-    "needs torch.distributed, which is not initialised; "
+    "needs torch.distributed, which is not initialised: "
     "call torch.distributed.init_process_group first"
 )
 
 
 @dataclass(frozen=True)
 class GroupPlan:
-    """The ranks of every group, worked out alike on every rank before any group is made."""
+    """The ranks of every group, computed equally on every rank before any group is made."""
 
     dense: Layout
     expert: Layout
@@ -50,7 +55,7 @@ def plan_groups(
     hcp_sizes: Sequence[int] | None,
     device_type: str | None,
 ) -> GroupPlan:
-    """Work out the wanted groups and check the arguments; no communication."""
+    """Compute the ranks of the wanted groups and check the arguments. No communication."""
     dense, expert = layouts_of_sizes(sizes, dist.get_world_size(), order)
     hcp_levels = [] if hcp_sizes is None else hierarchical_lists(dense.lists(["cp"]), hcp_sizes)
     table = rank_table(dense, expert, wanted, choices)
@@ -71,10 +76,10 @@ def plan_groups(
 def groups_from_sizes(
     make_plan: Callable[[], tuple[GroupPlan, GroupSettings]],
 ) -> tuple[dict[str, Any], list[SharedGroup]]:
-    """Make this rank's plan and its groups, or raise on all ranks where one cannot.
+    """Make this rank's plan and its groups, or raise on all ranks if one rank cannot.
     Collective on the world group: one all-reduce (MAX of 64 int64), then creation in one order.
     """
-    plan, settings = agreed(make_plan, lambda made: {**made[0].facts, **made[1].facts()})
+    plan, settings = agree_on_plan(make_plan, lambda made: {**made[0].facts, **made[1].facts()})
     maker = GroupMaker(settings)
     made: dict[str, Any] = {name: maker.group_of(lists, name) for name, lists in plan.table.items()}
     if plan.hcp_levels:
@@ -87,7 +92,7 @@ def groups_from_sizes(
 
 
 def require_one_process(sizes: ParallelSizes, order: str, hcp_sizes: Sequence[int] | None) -> None:
-    """Raise RuntimeError for a size above 1 where torch.distributed is not initialised."""
+    """Raise RuntimeError for a size above 1, since torch.distributed is not initialised."""
     given = {name: value for name, value in vars(sizes).items() if value > 1}
     if given:
         shown = ", ".join(f"{name}={value}" for name, value in given.items())
@@ -104,7 +109,7 @@ def rank_table(
     choices: Mapping[str, Callable[[list[int]], Sequence[int]]],
 ) -> dict[str, list[list[int]]]:
     """List the ranks of every group of each wanted field, in the order of the fields."""
-    lists: dict[tuple[str, ...], list[list[int]]] = {}  # of the axes of each field
+    lists: dict[tuple[str, ...], list[list[int]]] = {}  # by axes, which several fields share
     table = {}
     for name in GROUP_FIELDS:
         if name not in wanted or name == "hcp":
@@ -120,7 +125,7 @@ def rank_table(
 
 @dataclass(frozen=True)
 class LazyMesh:
-    """The mesh of groups that exist, which takes as long to make as they do."""
+    """A mesh of existing groups, made on demand since it takes as long as making the groups."""
 
     layout: Layout
     groups: list[dist.ProcessGroup]
@@ -132,7 +137,7 @@ class LazyMesh:
         return tuple(self.layout.ranks.shape)
 
     def make(self) -> DeviceMesh:
-        """Return a new mesh of these groups; no communication."""
+        """Return a new mesh of these groups. No communication."""
         for group in self.groups:
             reject_destroyed(group)
         axes = self.layout.axes
@@ -142,7 +147,7 @@ class LazyMesh:
 
 
 def default_device_type() -> str:
-    """Return the accelerator's type where the world group serves it natively, else ``"cpu"``."""
+    """Return the accelerator's type if the world group's backend is made for it, else ``"cpu"``."""
     accelerator = available_accelerator()
     if accelerator is None:
         return "cpu"

@@ -1,4 +1,4 @@
-"""The layout of ranks: the members of each group, as arithmetic without process groups."""
+"""The layout of ranks: arithmetic for the members of each group, without process groups."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from math import prod
 
 import torch
 
-# The axes that each group is flattened from.
+# The axes of each group's field, the slowest first.
 DENSE_FIELDS: dict[str, tuple[str, ...]] = {
     "tp": ("tp",),
     "pp": ("pp",),
@@ -31,13 +31,13 @@ EXPERT_FIELDS: dict[str, tuple[str, ...]] = {
 }
 EMBEDDING_FIELDS = ("embd", "pos_embd")
 FIELD_AXES = {**DENSE_FIELDS, **EXPERT_FIELDS, "embd": ("pp",), "pos_embd": ("pp",)}
-# All fields that can be created, in the one order of creation.
+# All fields that can be created, in the order of creation, which must be equal on all ranks.
 GROUP_FIELDS = (
     *("tp", "pp", "mp", "embd", "pos_embd", "cp", "tp_cp", "ep", "expt_tp", "tp_ep", "tp_ep_pp"),
     *("dp", "dp_cp", "tp_dp_cp", "expt_dp", "intra_dp_cp", "intra_expt_dp", "hcp"),
 )
 ORDER_TOKENS = ("tp", "cp", "ep", "dp", "pp")
-EXPERT_NAMES = {"tp": "expt_tp", "dp": "expt_dp"}  # how an order token is called in the expert view
+EXPERT_NAMES = {"tp": "expt_tp", "dp": "expt_dp"}  # axes of the expert layout by order token
 
 
 @dataclass(frozen=True)
@@ -54,11 +54,11 @@ class Layout:
         return cls(tuple(sizes), torch.arange(prod(shape), device="cpu").reshape(shape))
 
     def size(self, axis: str) -> int:
-        """Return the length of an axis, 1 where the layout has no such axis."""
+        """Return the length of an axis, 1 if the layout has no such axis."""
         return self.ranks.shape[self.axes.index(axis)] if axis in self.axes else 1
 
     def present(self, axes: Iterable[str]) -> tuple[str, ...]:
-        """Return those of ``axes`` that the layout has, in its own order."""
+        """Return the axes that the layout has, in the order of the layout."""
         wanted = set(axes)
         return tuple(axis for axis in self.axes if axis in wanted)
 
@@ -69,14 +69,14 @@ class Layout:
         sources = [self.axes.index(axis) for axis in along]
         moved = self.ranks.movedim(sources, list(range(-len(along), 0)))
         rows: list[list[int]] = moved.reshape(-1, members).tolist()
-        for row in rows:  # faster than to sort a tensor: most are sorted
+        for row in rows:  # faster than sorting the tensor, since most rows are sorted
             row.sort()
         return rows
 
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How many ranks each kind of parallelism takes; the data-parallel sizes follow."""
+    """The sizes of the model parallelisms. The data-parallel sizes follow from the world's."""
 
     tp: int
     cp: int
@@ -89,30 +89,30 @@ class ParallelSizes:
             require_positive_int(name, value)
 
     def dense(self, world: int) -> dict[str, int]:
-        """Return the sizes of the dense view by order token, or raise ValueError."""
+        """Return the sizes of the dense layout by order token, or raise ValueError."""
         taken = self.tp * self.cp * self.pp
-        dp = _quotient(world, taken, f"tp * cp * pp = {self.tp} * {self.cp} * {self.pp}")
+        dp = _divide(world, taken, f"tp * cp * pp = {self.tp} * {self.cp} * {self.pp}")
         return {"tp": self.tp, "cp": self.cp, "pp": self.pp, "dp": dp}
 
     def expert(self, world: int) -> dict[str, int]:
-        """Return the sizes of the expert view by order token, or raise ValueError."""
+        """Return the sizes of the expert layout by order token, or raise ValueError."""
         taken = self.expt_tp * self.ep * self.pp
-        dp = _quotient(world, taken, f"expt_tp * ep * pp = {self.expt_tp} * {self.ep} * {self.pp}")
+        dp = _divide(world, taken, f"expt_tp * ep * pp = {self.expt_tp} * {self.ep} * {self.pp}")
         return {"tp": self.expt_tp, "ep": self.ep, "pp": self.pp, "dp": dp}
 
 
 def require_positive_int(name: str, value: object) -> None:
-    """Raise TypeError for anything but an int and ValueError for an int below 1."""
+    """Raise TypeError for a value that is not an int and ValueError for an int below 1."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise TypeError(f"{name} must be an int of at least 1, got {value!r}")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}")
 
 
-def _quotient(world: int, taken: int, factors: str) -> int:
+def _divide(world: int, taken: int, factors: str) -> int:
     if world % taken:
         raise ValueError(
-            f"the world size {world} is not divisible by {factors} = {taken}; "
+            f"the world size {world} is not divisible by {factors} = {taken}: "
             "start another number of ranks or change the sizes"
         )
     return world // taken
@@ -120,30 +120,29 @@ def _quotient(world: int, taken: int, factors: str) -> int:
 
 def layouts_of_sizes(sizes: ParallelSizes, world: int, order: str) -> tuple[Layout, Layout]:
     """Arrange ``world`` ranks into the dense and the expert layout, in the given order."""
-    views = (sizes.dense(world), sizes.expert(world))
-    tokens = _parse_order(order, views)
-    slowest_first = tokens[::-1]
-    dense = Layout.row_major({t: views[0][t] for t in slowest_first if t in views[0]})
+    dense_sizes, expert_sizes = sizes.dense(world), sizes.expert(world)
+    slowest_first = _parse_order(order, (dense_sizes, expert_sizes))[::-1]
+    dense = Layout.row_major({t: dense_sizes[t] for t in slowest_first if t in dense_sizes})
     expert = Layout.row_major(
-        {EXPERT_NAMES.get(t, t): views[1][t] for t in slowest_first if t in views[1]}
+        {EXPERT_NAMES.get(t, t): expert_sizes[t] for t in slowest_first if t in expert_sizes}
     )
     require_equal_pipelines(dense, expert, f"order {order!r}")
     return dense, expert
 
 
-def _parse_order(order: str, views: Iterable[Mapping[str, int]]) -> list[str]:
+def _parse_order(order: str, sizes: Iterable[Mapping[str, int]]) -> list[str]:
     tokens = order.split("-")
     for token in tokens:
         if token not in ORDER_TOKENS:
             raise ValueError(
-                f"order {order!r} has the unknown token {token!r}; "
+                f"order {order!r} has the unknown token {token!r}: "
                 f"use each of {', '.join(ORDER_TOKENS)} at most once, joined by '-'"
             )
     if len(set(tokens)) != len(tokens):
         raise ValueError(f"order {order!r} names an axis twice")
     missing = [token for token in ORDER_TOKENS if token not in tokens]
     for token in missing:
-        size = max(view.get(token, 1) for view in views)
+        size = max(of_layout.get(token, 1) for of_layout in sizes)
         if size > 1:
             raise ValueError(f"order {order!r} lacks {token!r}, whose size is {size}")
     return tokens + missing
@@ -157,12 +156,12 @@ def require_equal_pipelines(dense: Layout, expert: Layout, source: str) -> None:
         if mine != other:
             raise ValueError(
                 f"the dense and the expert layout have different pp groups (from {source}): "
-                f"{mine} and {other}; put pp where both agree, such as last in the order"
+                f"{mine} and {other}. Put pp in the same place in both, such as last in the order"
             )
 
 
 def wanted_fields(groups: Collection[str] | None) -> tuple[str, ...]:
-    """Return the fields to create in the order of creation; ValueError for an unknown one."""
+    """Return the fields to create in the order of creation. ValueError for an unknown field."""
     if groups is None:
         return GROUP_FIELDS
     if isinstance(groups, str):
@@ -170,7 +169,7 @@ def wanted_fields(groups: Collection[str] | None) -> tuple[str, ...]:
     for name in groups:
         if name not in GROUP_FIELDS:
             raise ValueError(
-                f"groups has {name!r}, which cannot be created; known: {', '.join(GROUP_FIELDS)}"
+                f"groups has {name!r}, which cannot be created. Known: {', '.join(GROUP_FIELDS)}"
             )
     return tuple(name for name in GROUP_FIELDS if name in groups)
 
@@ -179,7 +178,7 @@ def embedding_choices(
     word: Callable[[list[int]], Sequence[int]] | None,
     position: Callable[[list[int]], Sequence[int]] | None,
 ) -> dict[str, Callable[[list[int]], Sequence[int]]]:
-    """Return how the ranks of each embedding are chosen from those of a pipeline."""
+    """Return the functions that choose the ranks of each embedding from those of a pipeline."""
     return {
         "embd": word or (lambda ranks: [ranks[0], ranks[-1]]),
         "pos_embd": position or (lambda ranks: [ranks[0]]),
@@ -191,12 +190,12 @@ def embedding_lists(
     choose: Callable[[list[int]], Sequence[int]],
     field: str,
 ) -> list[list[int]]:
-    """Choose the ranks of each pipeline that hold an embedding, dropping pipelines without any."""
+    """Choose the ranks of each pipeline that hold an embedding, and drop pipelines without any."""
     chosen = []
     for ranks in pipelines:
         some = sorted(set(choose(list(ranks))))
         if not set(some) <= set(ranks):
-            raise ValueError(f"{field}: chose ranks {some}, which are not all in pipeline {ranks}")
+            raise ValueError(f"{field} has ranks {some}, which are not all in pipeline {ranks}")
         if some:
             chosen.append(some)
     return chosen
@@ -205,7 +204,7 @@ def embedding_lists(
 def hierarchical_lists(
     cp_lists: Sequence[list[int]], hcp_sizes: Sequence[int]
 ) -> list[list[list[int]]]:
-    """Split every context-parallel group along the factors of its size, the first one fastest."""
+    """Split every context-parallel group along the factors of its size, the first fastest."""
     cp = len(cp_lists[0])
     for size in hcp_sizes:
         require_positive_int("each of hcp_sizes", size)

@@ -15,32 +15,34 @@ gather_from_sequence_parallel_region (*)    all-gather, dim 0      reduce-scatte
 reduce_scatter_to_sequence_parallel_region  reduce-scatter, dim 0  all-gather, dim 0
 ==========================================  =====================  ================================
 
-(*) Reduce-scatter where each rank uses the gathered tensor for another part of the computation, and
-so has a part of the gradient; slice r where all ranks compute the same from it
-(``tensor_parallel_output_grad=False``), and so have the whole gradient.
+(*) Reduce-scatter if each rank uses the gathered tensor for another part of the computation and so
+has a part of the gradient. Slice r if all ranks compute the same from it
+(``tensor_parallel_output_grad=False``) and so have the whole gradient.
 
-The three of the sequence also take sizes, one for each rank, where the ranks do not share it
-equally: those of the gathered output, or of the input that is split.
+The three sequence functions accept one size for each rank if the ranks share the sequence
+unequally: the sizes of the gathered output, or of the input to split.
 
 - Without a group (the argument, else ``tp`` of the default ``ProcessGroups``), in a group of one
   rank and without torch.distributed the input itself is returned and nothing is sent.
 - Every rank of the group must call the function with tensors of the same shape and dtype, in the
-  same order, and must run the backward pass alike. With ``MCORE_DEBUG_COLLECTIVES=1`` in the
-  environment small all-reduces before each collective find ranks that do not, or that refuse
-  their arguments, and all of them raise. Otherwise gloo ends the process and NCCL hangs or mixes
-  values; and where one rank refuses, the others wait for it until it ends, or for the timeout.
+  same order, and must run the same backward pass. With ``MCORE_DEBUG_COLLECTIVES=1`` in the
+  environment, a small all-reduce before each collective detects differences and refused arguments,
+  and all ranks raise. Without it gloo ends the process and NCCL hangs or mixes values. If one rank
+  refuses its arguments, the others wait until it ends or until the timeout.
 - The input is never modified. Only ``copy_to_tensor_model_parallel_region`` returns an alias of its
   input, on which autograd refuses in-place changes.
-- Any strides and any dtype that the group's backend reduces work, and so do gradients of gradients.
+- Any strides and any dtype that the group's backend reduces are supported, and so are gradients of
+  gradients.
 
 The pairs are those of Shoeybi et al. (arXiv:1909.08053) and Korthikanti et al. (arXiv:2205.05198).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import operator
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -49,26 +51,22 @@ from torch import Tensor
 from mcore.parallel.agreement import check_tensors, checked
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
-from mcore.parallel.regions.split_sizes import (
-    CheckSizes,
-    Sizes,
-    check_has_dims,
-    filled_up,
-    sizes_of_parts,
-    sizes_of_whole,
-)
+from mcore.parallel.shortened import counted
 from mcore.parallel.torch_compat import all_gather_single, reduce_scatter_single
+
+CheckSizes: TypeAlias = "Callable[[Sequence[int] | None, Tensor, dist.ProcessGroup], Sizes]"
+Sizes: TypeAlias = "tuple[int, ...] | None"  # rows of every rank; None: equal numbers
 
 SEQUENCE_DIM = 0
 LAST_DIM = -1
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None = None) -> Tensor:
-    """Enter a tensor-parallel region with a replicated tensor; backward sums the gradients.
+    """Enter a tensor-parallel region with a replicated tensor. Backward sums the gradients.
 
     Args:
         input_: Tensor of any shape, equal on all ranks of the group.
-        group: Tensor-parallel group or 1-D DeviceMesh; default ``tp`` of the default
+        group: Tensor-parallel group or 1-D DeviceMesh. Default ``tp`` of the default
             ``ProcessGroups``.
 
     Returns:
@@ -84,17 +82,17 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, group: GroupLike | None
         >>> copy_to_tensor_model_parallel_region(weight) is weight
         True
     """
-    return _across(Copy, input_, group)
+    return _apply_across(Copy, input_, group)
 
 
 def reduce_from_tensor_model_parallel_region(
     input_: Tensor, group: GroupLike | None = None
 ) -> Tensor:
-    """Leave a tensor-parallel region by summing the ranks' tensors; backward is the identity.
+    """Leave a tensor-parallel region by summing the ranks' tensors. Backward is the identity.
 
     Args:
         input_: Tensor of any shape, this rank's summand.
-        group: Tensor-parallel group or 1-D DeviceMesh; default ``tp`` of the default
+        group: Tensor-parallel group or 1-D DeviceMesh. Default ``tp`` of the default
             ``ProcessGroups``.
 
     Returns:
@@ -109,17 +107,17 @@ def reduce_from_tensor_model_parallel_region(
         >>> reduce_from_tensor_model_parallel_region(torch.tensor([1.0, 2.0]))
         tensor([1., 2.])
     """
-    return _across(Reduce, input_, group)
+    return _apply_across(Reduce, input_, group)
 
 
 def scatter_to_tensor_model_parallel_region(
     input_: Tensor, group: GroupLike | None = None
 ) -> Tensor:
-    """Keep this rank's slice of the last dim; backward all-gathers it.
+    """Keep this rank's slice of the last dim. Backward all-gathers it.
 
     Args:
         input_: Tensor ``[..., h]``, equal on all ranks of the group.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks. Default ``tp`` of the default
             ``ProcessGroups``.
 
     Returns:
@@ -135,17 +133,17 @@ def scatter_to_tensor_model_parallel_region(
         >>> scatter_to_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    return _across(Scatter, input_, group, LAST_DIM)
+    return _apply_across(Scatter, input_, group, LAST_DIM)
 
 
 def gather_from_tensor_model_parallel_region(
     input_: Tensor, group: GroupLike | None = None
 ) -> Tensor:
-    """Concatenate the ranks' tensors along the last dim; backward takes this rank's slice.
+    """Concatenate the ranks' tensors along the last dim. Backward keeps this rank's slice.
 
     Args:
         input_: Tensor ``[..., h / n]``, this rank's slice.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks. Default ``tp`` of the default
             ``ProcessGroups``.
 
     Returns:
@@ -160,7 +158,7 @@ def gather_from_tensor_model_parallel_region(
         >>> gather_from_tensor_model_parallel_region(torch.zeros(2, 4)).shape
         torch.Size([2, 4])
     """
-    return _across(Gather, input_, group, LAST_DIM)
+    return _apply_across(Gather, input_, group, LAST_DIM)
 
 
 def scatter_to_sequence_parallel_region(
@@ -169,29 +167,30 @@ def scatter_to_sequence_parallel_region(
     *,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Keep this rank's slice of dim 0, the sequence; backward all-gathers it.
+    """Keep this rank's slice of dim 0, the sequence. Backward all-gathers it.
 
     Args:
         input_: Tensor ``[s, ...]``, equal on all ranks of the group.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks. Default ``tp`` of the default
             ``ProcessGroups``.
-        input_split_sizes: The length of every rank's slice, equal on all ranks; default s / n.
+        input_split_sizes: The length of every rank's slice. The list must be equal on all ranks.
+            Default s / n.
 
     Returns:
         A new tensor ``[s / n, ...]``: slice r of dim 0 on rank r. The forward pass sends nothing.
         Without a group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, the sizes are not n or do not sum to s, ``input_`` has no
-            dims, or this rank is not a member of ``group``.
+        ValueError: n does not divide s, there are not n sizes or they do not sum to s, ``input_``
+            has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
         >>> scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    sizes = sizes_of_whole, input_split_sizes
-    return _across(Scatter, input_, group, SEQUENCE_DIM, sizes=sizes)
+    sizes = check_input_sizes, input_split_sizes
+    return _apply_across(Scatter, input_, group, SEQUENCE_DIM, sizes=sizes)
 
 
 def gather_from_sequence_parallel_region(
@@ -205,31 +204,31 @@ def gather_from_sequence_parallel_region(
 
     Args:
         input_: Tensor ``[s / n, ...]``, this rank's slice of the sequence.
-        tensor_parallel_output_grad: True when each rank uses the result for another part of the
-            computation, so that backward reduce-scatters the ranks' gradients (a sum). False when
-            all ranks compute the same from it, so that backward takes this rank's own slice.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+        tensor_parallel_output_grad: True if each rank uses the result for another part of the
+            computation: backward reduce-scatters (sums) the ranks' gradients. False if all ranks
+            compute the same from it: backward keeps this rank's slice.
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks. Default ``tp`` of the default
             ``ProcessGroups``.
-        output_split_sizes: The length of every rank's slice, equal on all ranks, where they differ.
-            Each rank then sends as much as the longest.
+        output_split_sizes: The length of every rank's slice, if the lengths differ. The list must
+            be equal on all ranks. Each rank then sends as much as the longest slice.
 
     Returns:
         A new tensor ``[s, ...]``, all-gathered in rank order, on every rank. Without a group,
         ``input_``.
 
     Raises:
-        ValueError: The sizes are not n or not those of ``input_`` on this rank, ``input_`` has no
-            dims, or this rank is not a member of ``group``.
+        ValueError: There are not n sizes, this rank's size is not that of ``input_``, ``input_``
+            has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
         >>> gather_from_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    sizes = sizes_of_parts, output_split_sizes
+    sizes = check_output_sizes, output_split_sizes
     if tensor_parallel_output_grad:
-        return _across(GatherToPartial, input_, group, sizes=sizes)
-    return _across(Gather, input_, group, SEQUENCE_DIM, sizes=sizes)
+        return _apply_across(GatherToPartial, input_, group, sizes=sizes)
+    return _apply_across(Gather, input_, group, SEQUENCE_DIM, sizes=sizes)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -238,40 +237,40 @@ def reduce_scatter_to_sequence_parallel_region(
     *,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Sum the ranks' tensors and keep this rank's slice of dim 0; backward all-gathers.
+    """Sum the ranks' tensors and keep this rank's slice of dim 0. Backward all-gathers.
 
     Args:
         input_: Tensor ``[s, ...]``, this rank's summand.
-        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the default
+        group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks. Default ``tp`` of the default
             ``ProcessGroups``.
-        input_split_sizes: The length of every rank's slice, equal on all ranks; default s / n.
-            Where they differ each rank sends as much as for slices of the longest.
+        input_split_sizes: The length of every rank's slice. The list must be equal on all ranks.
+            Default s / n. If the lengths differ, each rank sends as much as for n of the longest.
 
     Returns:
         A new tensor ``[s / n, ...]``: slice r of the reduce-scattered sum on rank r. Without a
         group, ``input_``.
 
     Raises:
-        ValueError: n does not divide s, the sizes are not n or do not sum to s, ``input_`` has no
-            dims, or this rank is not a member of ``group``.
+        ValueError: n does not divide s, there are not n sizes or they do not sum to s, ``input_``
+            has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
         >>> reduce_scatter_to_sequence_parallel_region(torch.zeros(8, 2)).shape
         torch.Size([8, 2])
     """
-    sizes = sizes_of_whole, input_split_sizes
-    return _across(ReduceScatter, input_, group, sizes=sizes)
+    sizes = check_input_sizes, input_split_sizes
+    return _apply_across(ReduceScatter, input_, group, sizes=sizes)
 
 
-def _across(
+def _apply_across(
     function: type[torch.autograd.Function],
     input_: Tensor,
     group: GroupLike | None,
     *more: Any,
     sizes: tuple[CheckSizes, Sequence[int] | None] | None = None,
 ) -> Tensor:
-    """Apply a function over a group of several ranks, with checked sizes as its last argument."""
+    """Apply a function over a group of several ranks. Checked sizes are its last argument."""
     resolved = group_of_several(group, "tp")
     if resolved is None:
         return input_
@@ -285,13 +284,13 @@ def _across(
 def apply_function(
     function: type[torch.autograd.Function], input_: Tensor, group: dist.ProcessGroup, *more: Any
 ) -> Tensor:
-    """Apply a differentiable collective to a tensor, with its further arguments."""
+    """Apply a differentiable collective to a tensor, with further arguments."""
     output: Tensor = function.apply(input_, group, *more)  # type: ignore[no-untyped-call]
     return output
 
 
 class Copy(torch.autograd.Function):
-    """Forward identity; backward all-reduce."""
+    """Forward identity, backward all-reduce."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -304,12 +303,12 @@ class Copy(torch.autograd.Function):
 
 
 class Reduce(torch.autograd.Function):
-    """Forward all-reduce; backward identity."""
+    """Forward all-reduce, backward identity."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_reduce(input_, group)
+        return _reduce_over(input_, group)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -317,14 +316,14 @@ class Reduce(torch.autograd.Function):
 
 
 class Scatter(torch.autograd.Function):
-    """Forward this rank's slice of a dim; backward all-gather."""
+    """Forward this rank's slice of a dim, backward all-gather."""
 
     @staticmethod
     def forward(
         ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes = None
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _own_slice(input_, group, dim, sizes)
+        return _slice_own_part(input_, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
@@ -333,14 +332,14 @@ class Scatter(torch.autograd.Function):
 
 
 class Gather(torch.autograd.Function):
-    """Forward all-gather along a dim; backward this rank's slice."""
+    """Forward all-gather along a dim, backward this rank's slice."""
 
     @staticmethod
     def forward(
         ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes = None
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _all_gather(input_, group, dim, sizes)
+        return _gather_along(input_, group, dim, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
@@ -349,12 +348,12 @@ class Gather(torch.autograd.Function):
 
 
 class GatherToPartial(torch.autograd.Function):
-    """Forward all-gather of the sequence; backward reduce-scatter of partial gradients."""
+    """Forward all-gather of the sequence, backward reduce-scatter of partial gradients."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return _all_gather(input_, group, SEQUENCE_DIM, sizes)
+        return _gather_along(input_, group, SEQUENCE_DIM, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
@@ -362,35 +361,35 @@ class GatherToPartial(torch.autograd.Function):
 
 
 class ReduceScatter(torch.autograd.Function):
-    """Forward reduce-scatter of the sequence; backward all-gather."""
+    """Forward reduce-scatter of the sequence, backward all-gather."""
 
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return _reduce_scatter(input_, group, sizes)
+        return _reduce_and_scatter(input_, group, sizes)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         return apply_function(GatherToPartial, grad_output, ctx.group, ctx.sizes), None, None
 
 
-def _all_reduce(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
+def _reduce_over(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
     check_tensors("all-reduce", input_, group)
     output = input_.clone(memory_format=torch.contiguous_format)
     dist.all_reduce(output, group=group)
     return output
 
 
-def _own_slice(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+def _slice_own_part(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None:
-        length = _length_per_rank(input_, group, dim)
+        length = _divide_length(input_, group, dim)
         start = group.rank() * length
     else:
         length, start = sizes[group.rank()], sum(sizes[: group.rank()])
     return input_.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
-def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
+def _gather_along(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
     if sizes is None:
         check_tensors("all-gather", input_, group)
     check_has_dims(input_)
@@ -399,7 +398,7 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes
     output = input_.new_empty((num_ranks * longest, *input_.shape[1:]))
     sent = input_.contiguous()
     if sizes is not None:
-        sent = filled_up(sent, longest)
+        sent = pad_rows(sent, longest)
         check_tensors("all-gather", sent, group)
     all_gather_single(output, sent, group)
     if sizes is not None:
@@ -410,21 +409,21 @@ def _all_gather(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes
     return torch.cat(output.chunk(num_ranks, dim=0), dim=dim)
 
 
-def _reduce_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Tensor:
+def _reduce_and_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Tensor:
     if sizes is None:
         check_tensors("reduce-scatter", input_, group)
-        length = longest = _length_per_rank(input_, group, SEQUENCE_DIM)
+        length = longest = _divide_length(input_, group, SEQUENCE_DIM)
         sent = input_.contiguous()
     else:
         length, longest = sizes[group.rank()], max(sizes)
-        sent = torch.cat([filled_up(part, longest) for part in torch.split(input_, list(sizes))])
+        sent = torch.cat([pad_rows(part, longest) for part in torch.split(input_, list(sizes))])
         check_tensors("reduce-scatter", sent, group)
     output = input_.new_empty((longest, *input_.shape[1:]))
     reduce_scatter_single(output, sent, group)
     return output if length == longest else output[:length]
 
 
-def _length_per_rank(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:
+def _divide_length(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:
     check_has_dims(input_)
     num_ranks = group.size()
     length = input_.shape[dim]
@@ -435,3 +434,63 @@ def _length_per_rank(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:
             f"pad it to a multiple of {num_ranks}"
         )
     return length // num_ranks
+
+
+def check_input_sizes(
+    given: Sequence[int] | None, input_: Tensor, group: dist.ProcessGroup
+) -> Sizes:
+    """Return ``input_split_sizes`` as ints. ValueError unless their sum is the input's rows."""
+    sizes = check_sizes("input_split_sizes", given, group)
+    if sizes is not None:
+        check_has_dims(input_)
+        if sum(sizes) != input_.shape[0]:
+            raise ValueError(
+                f"input_split_sizes {list(sizes)} sums to {sum(sizes)}, an input of shape "
+                f"{tuple(input_.shape)} has {counted(input_.shape[0], 'row')}"
+            )
+    return sizes
+
+
+def check_output_sizes(
+    given: Sequence[int] | None, input_: Tensor, group: dist.ProcessGroup
+) -> Sizes:
+    """Return ``output_split_sizes`` as ints. ValueError unless this rank's is its input's rows."""
+    sizes = check_sizes("output_split_sizes", given, group)
+    if sizes is not None:
+        check_has_dims(input_)
+        own = sizes[group.rank()]
+        if own != input_.shape[0]:
+            raise ValueError(
+                f"output_split_sizes {list(sizes)} has {counted(own, 'row')} for rank "
+                f"{group.rank()} of the group, its input of shape {tuple(input_.shape)} has "
+                f"{input_.shape[0]}"
+            )
+    return sizes
+
+
+def check_sizes(name: str, given: Sequence[int] | None, group: dist.ProcessGroup) -> Sizes:
+    """Return the rows of every rank as ints. ValueError unless there is one number for each."""
+    if given is None:
+        return None
+    sizes = tuple(operator.index(size) for size in given)
+    if len(sizes) != group.size() or min(sizes) < 0:
+        raise ValueError(
+            f"{name} must be {group.size()} numbers of 0 or more, one for each rank of the group, "
+            f"got {list(sizes)}"
+        )
+    return sizes
+
+
+def pad_rows(part: Tensor, length: int) -> Tensor:
+    """Return a tensor padded to a length with rows of zeros."""
+    missing = length - part.shape[0]
+    return torch.cat([part, part.new_zeros((missing, *part.shape[1:]))]) if missing else part
+
+
+def check_has_dims(input_: Tensor) -> None:
+    """Raise ValueError for a tensor that has no rows."""
+    if input_.dim() == 0:
+        raise ValueError(
+            "a tensor without dims can be neither split over nor gathered from the ranks of a "
+            "group: add a dim, for example with input_.unsqueeze(0)"
+        )

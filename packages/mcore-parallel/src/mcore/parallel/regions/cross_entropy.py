@@ -25,34 +25,35 @@ def vocab_parallel_cross_entropy(
     vocab_size: int | None = None,
     ignore_index: int = -100,
 ) -> Tensor:
-    """Return the cross entropy of each token, from logits of which every rank has some columns.
+    """Return the cross entropy of each token, from logits split by columns over the ranks.
 
-    Two all-reduces in the forward pass, of one number and of two numbers (three with smoothing) for
-    each token; none in backward. All ranks of the group must call it; with
-    ``MCORE_DEBUG_COLLECTIVES=1`` other arguments on one of them are an error on all.
+    Two all-reduces in the forward pass: of one number for each token, and of two numbers (three
+    with smoothing). None in backward. All ranks of the group must call it. With
+    ``MCORE_DEBUG_COLLECTIVES=1`` different arguments on one rank are an error on all.
 
-    With smoothing s the wanted probability of the target is 1 - s, and s / (v - 1) of every other
-    entry, as in Megatron-LM; Megatron-LM averages over each rank's own columns instead of all v.
+    With smoothing s the wanted probability is 1 - s for the target and s / (v - 1) for every other
+    entry, as in Megatron-LM. Megatron-LM averages over each rank's columns, this function over all
+    v.
 
     Args:
-        vocab_parallel_logits: ``[..., v / n]``, columns r * v / n and on, on rank r; equally many
-            on all ranks. Half precision is computed in float32. Never modified.
-        target: ``[...]``, int64 places in the whole vocabulary, equal on all ranks.
+        vocab_parallel_logits: ``[..., v / n]``: on rank r the columns from r * v / n, with the same
+            number of columns on all ranks. Half precision is computed in float32. Never modified.
+        target: ``[...]``, int64 indices into the whole vocabulary, equal on all ranks.
         label_smoothing: s, from 0 to below 1.
-        tp_group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks; default ``tp`` of the
+        tp_group: Tensor-parallel group (or 1-D DeviceMesh) of n ranks. Default ``tp`` of the
             default ``ProcessGroups``, else one rank.
-        vocab_size: The entries that count; columns beyond, which fill up the last ranks, are left
+        vocab_size: The number of vocabulary entries. Later columns are padding: they are left
             out and get no gradient. Default all columns.
         ignore_index: A target of this value has loss 0 and no gradient.
 
     Returns:
-        Nats, ``[...]``, float32 or wider, equal on all ranks. Gradients have the logits' dtype;
-        gradients of gradients are not supported.
+        Nats, ``[...]``, float32 or wider, equal on all ranks. Gradients have the logits' dtype.
+        Gradients of gradients are not supported.
 
     Raises:
-        ValueError: Shapes do not fit, an argument is out of range, or, on a CPU, a target is not
-            below ``vocab_size``; on accelerators, which are not waited for, its loss is NaN. Or
-            this rank is not a member of ``tp_group``.
+        ValueError: Shapes do not fit, an argument is out of range, or this rank is not a member of
+            ``tp_group``. On a CPU also a target that is not below ``vocab_size``. Accelerators are
+            not waited for: there the loss of such a target is NaN.
         RuntimeError: Backward with ``create_graph``.
         TypeError: ``target`` does not hold int64.
 
@@ -67,8 +68,8 @@ def vocab_parallel_cross_entropy(
     most = columns * (1 if group is None else group.size())
     vocab_size = most if vocab_size is None else vocab_size
     given = vocab_parallel_logits, target, label_smoothing, vocab_size, ignore_index
-    places = partial(_places_without_loss, *given, most)
-    is_ignored, is_outside = checked(places, lambda _: _described(*given), group)
+    places = partial(_find_targets_without_loss, *given, most)
+    is_ignored, is_outside = checked(places, lambda _: _describe(*given), group)
     smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
     first = 0 if group is None else group.rank() * columns
     num_counted = min(max(vocab_size - first, 0), columns)
@@ -79,7 +80,10 @@ def vocab_parallel_cross_entropy(
 
 
 class _Smoothing:
-    """The loss as a mean of the target's, with 1 - share, and all entries' average, with share."""
+    """Weights of a smoothed loss: 1 - share for the target's, share for the mean of all entries."""
+
+    # (1 - s) L_t + s / (v - 1) * (the sum of L_i over i != t) equals (1 - c) L_t + c * mean(L)
+    # with c = s * v / (v - 1): the mean over all entries also contains the target.
 
     def __init__(self, label_smoothing: float, vocab_size: int) -> None:
         self.share = label_smoothing * vocab_size / (vocab_size - 1)
@@ -87,7 +91,7 @@ class _Smoothing:
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """Forward losses from local targets, those of other ranks included; keeps exponentials."""
+    """Forward losses from targets in local columns, also of other ranks. Keeps exponentials."""
 
     @staticmethod
     def forward(
@@ -100,7 +104,7 @@ class _CrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         is_elsewhere = (target < 0) | (target >= num_counted)
         places = target.masked_fill(is_elsewhere, 0)[..., None]
-        shifted = _shifted(logits, num_counted, group)
+        shifted = _shift(logits, num_counted, group)
         chosen = shifted.gather(-1, places)[..., 0].masked_fill(is_elsewhere, 0.0)
         totals = [] if smoothing is None else [shifted[..., :num_counted].sum(dim=-1)]
         exponentials = shifted.exp_()
@@ -114,7 +118,8 @@ class _CrossEntropy(torch.autograd.Function):
         if smoothing is None:
             return losses
         average = normalizer.log() - sums[2] / smoothing.vocab_size
-        return losses * (1 - smoothing.share) + average * smoothing.share  # lerp: inf - inf
+        # Not torch.lerp: its difference of two infinite losses is NaN.
+        return losses * (1 - smoothing.share) + average * smoothing.share
 
     @staticmethod
     def backward(ctx: Any, grad_losses: Tensor) -> tuple[Tensor, None, None, None, None]:
@@ -134,10 +139,9 @@ class _CrossEntropy(torch.autograd.Function):
         return grad.to(ctx.dtype), None, None, None, None
 
 
-def _shifted(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) -> Tensor:
-    """Return a new tensor, the logits less the largest of each row; -inf beyond those that count.
-
-    One all-reduce.
+def _shift(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return the logits minus the maximum of each row as a new tensor, with -inf in the padding.
+    One all-reduce. Exponentials of the result cannot overflow.
     """
     values = logits.float() if logits.dtype.itemsize < 4 else logits
     if num_counted:
@@ -151,7 +155,7 @@ def _shifted(logits: Tensor, num_counted: int, group: dist.ProcessGroup | None) 
     return shifted
 
 
-def _places_without_loss(
+def _find_targets_without_loss(
     logits: Tensor,
     target: Tensor,
     label_smoothing: float,
@@ -159,20 +163,20 @@ def _places_without_loss(
     ignore_index: int,
     most: int,
 ) -> tuple[Tensor, Tensor]:
-    """Check the arguments; return which targets are ignored, and which are in no vocabulary."""
+    """Check the arguments. Return masks of ignored targets and of targets not in the vocabulary."""
     _check_arguments(logits, target, label_smoothing, vocab_size, most)
     is_ignored = target == ignore_index
     is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
     if target.device.type == "cpu" and is_outside.any():
         raise ValueError(
             f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
-            f"{vocab_size}; only {ignore_index} is ignored"
+            f"{vocab_size}: only {ignore_index} is ignored"
         )
     return is_ignored, is_outside
 
 
-def _described(logits: Tensor, target: Tensor, *settings: float) -> str:
-    """Return what the ranks must have in common, the targets as a digest."""
+def _describe(logits: Tensor, target: Tensor, *settings: float) -> str:
+    """Return the arguments that must be equal on all ranks, with a digest of the targets."""
     digest = hashlib.sha1(bytes_of(target), usedforsecurity=False).hexdigest()
     return f"cross entropy of {logits.dtype} {tuple(logits.shape)}, {settings}, targets {digest}"
 
@@ -188,9 +192,9 @@ def _check_arguments(
             f"{tuple(target.shape)}"
         )
     if not 1 <= vocab_size <= most:
-        raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {most}, the columns there are")
+        raise ValueError(f"vocab_size is {vocab_size}, expected 1 to {most}, the number of columns")
     if not 0 <= label_smoothing < 1 or (label_smoothing and vocab_size == 1):
         raise ValueError(
             f"label_smoothing is {label_smoothing} with a vocabulary of {vocab_size}, expected 0 "
-            "to below 1, and 0 where there is nothing else to predict"
+            "to below 1, and 0 for a vocabulary of 1"
         )

@@ -13,12 +13,12 @@ from torch import Tensor
 from mcore.parallel.agreement import checked, checks_tensors
 from mcore.parallel.groups import GroupLike, comm_device
 from mcore.parallel.process_groups.default import group_of_several
-from mcore.parallel.regions.borders import apply_function
-from mcore.parallel.regions.split_sizes import (
+from mcore.parallel.regions.borders import (
     Sizes,
+    apply_function,
     check_has_dims,
-    checked_sizes,
-    sizes_of_whole,
+    check_input_sizes,
+    check_sizes,
 )
 
 
@@ -29,22 +29,22 @@ def all_to_all(
     output_split_sizes: Sequence[int] | None = None,
     input_split_sizes: Sequence[int] | None = None,
 ) -> Tensor:
-    """Send rows of dim 0 to every rank and get theirs; backward sends the gradients back.
+    """Send rows of dim 0 to every rank and receive theirs. Backward returns the gradients.
 
-    For tokens, sorted by the rank of their expert: one all-to-all forward and one backward. Every
-    rank of the group must call it, giving the same ones of the arguments, and must run backward
-    alike; with ``MCORE_DEBUG_COLLECTIVES=1`` other arguments, and numbers of rows that do not fit
-    together, are an error on all ranks. Gradients of gradients work too.
+    For tokens sorted by the rank of their expert: one all-to-all forward and one backward. Every
+    rank of the group must call it with the same optional arguments given or omitted, and must run
+    the same backward pass. With ``MCORE_DEBUG_COLLECTIVES=1`` differing arguments, and numbers of
+    rows that do not fit together, are an error on all ranks. Gradients of gradients are supported.
 
     Args:
-        input_: Tensor ``[s, ...]``, the rows for rank 0 first; other dims and dtype equal on all
-            ranks.
-        group: Expert-parallel group (or 1-D DeviceMesh) of n ranks; default ``ep`` of the default
+        input_: Tensor ``[s, ...]``, the rows for rank 0 first. Other dims and dtype are equal on
+            all ranks.
+        group: Expert-parallel group (or 1-D DeviceMesh) of n ranks. Default ``ep`` of the default
             ``ProcessGroups``.
-        output_split_sizes: How many rows come from every rank; that is what each of them gives as
-            its ``input_split_sizes`` for this one. Without it, but with ``input_split_sizes``, the
-            ranks exchange the numbers first, at the price of a small all-to-all and a host sync.
-        input_split_sizes: How many rows go to every rank; default s / n.
+        output_split_sizes: The number of rows to receive from every rank, as in that rank's
+            ``input_split_sizes`` for this rank. If only ``input_split_sizes`` is given, the ranks
+            first exchange the numbers, which costs a small all-to-all and a host sync.
+        input_split_sizes: The number of rows to send to every rank. Default s / n.
 
     Returns:
         A new tensor, the rows of rank 0 first. Without a group, in a group of one rank and without
@@ -52,8 +52,8 @@ def all_to_all(
 
     Raises:
         TypeError: ``input_`` is no tensor, as with Megatron-LM's order of arguments.
-        ValueError: n does not divide s, the sizes are not n or do not sum to s, ``input_`` has no
-            dims, or this rank is not a member of ``group``.
+        ValueError: n does not divide s, there are not n sizes or they do not sum to s, ``input_``
+            has no dims, or this rank is not a member of ``group``.
 
     Example:
         >>> import torch
@@ -69,33 +69,33 @@ def all_to_all(
     resolved = group_of_several(group, "ep")
     if resolved is None:
         return input_
-    sizes = partial(_sizes, input_, input_split_sizes, output_split_sizes, resolved)
-    received, sent = checked(sizes, partial(_described, input_), resolved)
+    sizes = partial(_resolve_sizes, input_, input_split_sizes, output_split_sizes, resolved)
+    received, sent = checked(sizes, partial(_describe, input_), resolved)
     if received is None or checks_tensors():
-        wanted, received = received, _exchanged(sent, resolved)
+        wanted, received = received, _exchange_sizes(sent, resolved)
         if wanted is not None:
             checked(partial(_check_received, wanted, received), str, resolved)
     return apply_function(AllToAll, input_, resolved, received, sent)
 
 
-def _sizes(
+def _resolve_sizes(
     input_: Tensor,
     input_split_sizes: Sequence[int] | None,
     output_split_sizes: Sequence[int] | None,
     group: dist.ProcessGroup,
 ) -> tuple[Sizes, tuple[int, ...]]:
-    """Return how many rows come, None where the ranks have to say so, and how many go."""
+    """Return the rows to receive, None if the ranks must exchange them, and the rows to send."""
     check_has_dims(input_)
-    sent = sizes_of_whole(input_split_sizes, input_, group)
-    received = checked_sizes("output_split_sizes", output_split_sizes, group)
+    sent = check_input_sizes(input_split_sizes, input_, group)
+    received = check_sizes("output_split_sizes", output_split_sizes, group)
     if sent is not None:
         return received, sent
-    equal = _equal_sizes(input_, group)
+    equal = _divide_equally(input_, group)
     return equal if received is None else received, equal
 
 
-def _described(input_: Tensor, sizes: tuple[Sizes, tuple[int, ...]]) -> str:
-    """Return what the ranks of an exchange must have in common."""
+def _describe(input_: Tensor, sizes: tuple[Sizes, tuple[int, ...]]) -> str:
+    """Return the properties of an exchange that must be equal on all ranks."""
     rows = f"rows {tuple(input_.shape[1:])} of {input_.dtype} on {input_.device.type}"
     return f"all-to-all of {rows}, output_split_sizes {'None' if sizes[0] is None else 'given'}"
 
@@ -103,13 +103,13 @@ def _described(input_: Tensor, sizes: tuple[Sizes, tuple[int, ...]]) -> str:
 def _check_received(wanted: tuple[int, ...], received: tuple[int, ...]) -> None:
     if wanted != received:
         raise ValueError(
-            f"output_split_sizes {list(wanted)} are to come, but the ranks of the group send "
-            f"{list(received)} rows: give what each of them gives in its input_split_sizes"
+            f"output_split_sizes is {list(wanted)}, but the ranks of the group send "
+            f"{list(received)} rows: pass each rank's input_split_sizes for this rank"
         )
 
 
 class AllToAll(torch.autograd.Function):
-    """Forward an exchange of rows; backward the exchange the other way."""
+    """Forward an exchange of rows, backward the reverse exchange."""
 
     @staticmethod
     def forward(
@@ -130,18 +130,18 @@ class AllToAll(torch.autograd.Function):
         return grad, None, None, None
 
 
-def _equal_sizes(input_: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
+def _divide_equally(input_: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
     length, num_ranks = input_.shape[0], group.size()
     if length % num_ranks:
         raise ValueError(
             f"an input of shape {tuple(input_.shape)} cannot be sent in equal parts to the "
-            f"{num_ranks} ranks of the group: give input_split_sizes"
+            f"{num_ranks} ranks of the group: pass input_split_sizes"
         )
     return (length // num_ranks,) * num_ranks
 
 
-def _exchanged(sent: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return how many rows every rank sends to this one."""
+def _exchange_sizes(sent: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
+    """Return the number of rows that every rank sends to this rank."""
     own = torch.tensor(sent, device=comm_device(group))
     theirs = torch.empty_like(own)
     dist.all_to_all_single(theirs, own, group=group)

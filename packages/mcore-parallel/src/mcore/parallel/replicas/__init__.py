@@ -1,4 +1,4 @@
-"""Checks that the copies of a model's parameters on several ranks are equal."""
+"""Checks that the replicas of a model's parameters on several ranks are equal."""
 
 from mcore.parallel.replicas.check import check_param_hashes_across_dp_replicas
 from mcore.parallel.replicas.hashing import param_hashes

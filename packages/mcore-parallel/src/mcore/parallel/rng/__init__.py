@@ -1,4 +1,4 @@
-"""Random number streams that a rank shares with some ranks of a job but not with others."""
+"""Named random number streams, each shared by some ranks of a job and different on others."""
 
 from mcore.parallel.rng.recompute import (
     checkpoint_activations,

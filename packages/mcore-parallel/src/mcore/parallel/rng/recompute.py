@@ -1,4 +1,4 @@
-"""Activations that are computed a second time, from the same random numbers, instead of kept."""
+"""Activation checkpointing: recomputation from the same random numbers."""
 
 from __future__ import annotations
 
@@ -31,25 +31,25 @@ def checkpoint_context_fn(
     *,
     tracker: RngTracker | None = None,
 ) -> tuple[_Context, _Context]:
-    """Let torch's checkpoint draw the same numbers from forks when it computes a second time.
+    """Let torch's checkpoint draw the same numbers from forks in the recomputation.
 
-    For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``, which alone
-    repeats the default numbers only. No communication. In the second computation every stream, the
-    open forks and the default numbers of the tracker's device are as they were in the first; after
-    it they are again as they were before it. With ``use_reentrant=True``, which takes no
-    ``context_fn``, use :func:`replay_rng_streams`.
+    For ``torch.utils.checkpoint.checkpoint(..., use_reentrant=False, context_fn=...)``, which
+    restores only the default numbers. No communication. During recomputation every stream, the
+    open forks and the default numbers of the tracker's device are as in the first computation.
+    After it they are as before it. ``use_reentrant=True`` accepts no ``context_fn``: use
+    :func:`replay_rng_streams`.
 
     Args:
-        context_fn: Another such function, such as that of selective checkpointing, whose contexts
-            are entered as well; pass both with ``functools.partial``.
-        tracker: The tracker whose streams are repeated; default the one that the process shares.
+        context_fn: Another such function, for example of selective checkpointing. Its contexts
+            are entered as well. Pass both with ``functools.partial``.
+        tracker: The tracker of the streams. Default the shared tracker of the process.
 
     Returns:
-        The contexts of the first and of the second computation; the latter can be entered any
-        number of times. Without a tracker and without streams they do nothing.
+        The contexts of the first computation and of the recomputation. The latter can be entered
+        any number of times. Without a tracker and without streams they do nothing.
 
     Raises:
-        RuntimeError: On entry, the shared tracker is not the one of the first computation any more.
+        RuntimeError: On entry, if the shared tracker was replaced since the first computation.
 
     Example:
         >>> from torch.utils.checkpoint import checkpoint
@@ -73,11 +73,11 @@ def checkpoint_context_fn(
 def replay_rng_streams(
     function: Callable[_P, _R], *, tracker: RngTracker | None = None
 ) -> Callable[_P, _R]:
-    """Return a function whose first call draws new numbers and whose later calls draw them again.
+    """Return a function that draws new numbers in its first call and the same in later calls.
 
     For ``torch.utils.checkpoint.checkpoint(replay_rng_streams(f), x, use_reentrant=True)`` and
-    other code that calls a function a second time. Make a new one for each use: the first call
-    decides. No communication.
+    other code that calls a function a second time. Make a new function for each use, since the
+    first call fixes the numbers. No communication.
 
     Args:
         function: Any function.
@@ -85,7 +85,7 @@ def replay_rng_streams(
 
     Returns:
         A function of the same arguments. Later calls leave all streams, and the default numbers of
-        the tracker's device, as they find them.
+        the tracker's device, unchanged.
 
     Raises:
         RuntimeError: As for :func:`checkpoint_context_fn`, at a later call.
@@ -118,26 +118,26 @@ def checkpoint_activations(
     tp_group: GroupLike | None = None,
     tracker: RngTracker | None = None,
 ) -> _R:
-    """Run a function without keeping its activations; backward computes them a second time.
+    """Run a function without keeping its activations, which backward recomputes.
 
     The counterpart of Megatron-LM's ``tensor_parallel.checkpoint``, on torch's non-reentrant
-    checkpoint, so that checkpoints nest with each other and with torch's, under autocast and under
-    ``fully_shard``. Outputs, gradients and all random streams are those without a checkpoint, to
-    the last bit; default numbers of other devices than the tracker's are repeated as in torch.
+    checkpoint. Checkpoints nest with each other and with torch's, under autocast and under
+    ``fully_shard``. Outputs, gradients and all random streams are bit for bit those without a
+    checkpoint. Default numbers of devices other than the tracker's are restored as in torch.
 
     Args:
-        function: Called with ``args`` here and again in backward.
-        distribute_saved_activations: Keep of the first argument, a tensor of any shape that is
-            equal on all ranks of ``tp_group``, only this rank's 1/n of the elements. Backward
-            all-gathers it before the second computation, so that all ranks must run it alike.
+        function: Called with ``args`` now and in backward.
+        distribute_saved_activations: Keep only this rank's 1/n of the first argument, a tensor of
+            any shape that is equal on all ranks of ``tp_group``. Backward all-gathers it before
+            the recomputation, so all ranks must run the same backward pass.
         *args: The arguments. Tensors among them are kept, or distributed as above.
-        tp_group: Tensor-parallel group or 1-D DeviceMesh, for distributing; default ``tp`` of the
-            default ``ProcessGroups``. Without one, and in a group of one rank, nothing is
+        tp_group: Tensor-parallel group or 1-D DeviceMesh, for distributing. Default ``tp`` of the
+            default ``ProcessGroups``. Without a group, and in a group of one rank, nothing is
             distributed.
         tracker: As for :func:`checkpoint_context_fn`.
 
     Returns:
-        What the function returns. Where gradients are disabled nothing else happens.
+        The result of the function. If gradients are disabled, the function is only called.
 
     Raises:
         TypeError: The first argument is to be distributed and is no tensor, or is a DTensor.
@@ -155,13 +155,13 @@ def checkpoint_activations(
         return function(*args)
     context_fn = functools.partial(checkpoint_context_fn, tracker=tracker)
     if group is not None:
-        function, args = _with_first_distributed(function, args, group)
+        function, args = _distribute_first(function, args, group)
     result: _R = checkpoint(function, *args, use_reentrant=False, context_fn=context_fn)
     return result
 
 
 class _Repetition(AbstractContextManager[None]):
-    """Blocks in which a tracker's streams are as they were when this was made."""
+    """A reusable block in which a tracker's streams are as they were when this object was made."""
 
     def __init__(self, tracker: RngTracker | None, inner: _Context | None = None) -> None:
         self._is_shared = tracker is None
@@ -173,9 +173,9 @@ class _Repetition(AbstractContextManager[None]):
     def __enter__(self) -> None:
         if self._is_shared and self._tracker is not None and existing_tracker() != self._tracker:
             raise RuntimeError(
-                "the shared random streams were replaced between a forward pass and the second "
-                "computation of its activations, which would draw other numbers: run backward "
-                "before seeding with force"
+                "the shared random streams were replaced between a forward pass and the "
+                "recomputation of its activations, which would draw other numbers: run backward "
+                "before seeding with force_reset_rng=True"
             )
         with ExitStack() as stack:
             stack.enter_context(self._streams)
@@ -186,10 +186,10 @@ class _Repetition(AbstractContextManager[None]):
         return self._open.pop().__exit__(*error)
 
 
-def _with_first_distributed(
+def _distribute_first(
     function: Callable[..., _R], args: tuple[Any, ...], group: dist.ProcessGroup
 ) -> tuple[Callable[..., _R], tuple[Any, ...]]:
-    """Return function and arguments of which a checkpoint keeps this rank's part of the first."""
+    """Return function and arguments, with this rank's part of the first argument in its place."""
     first = args[0] if args else None
     if not isinstance(first, Tensor) or is_dtensor(first):
         raise TypeError(
@@ -197,7 +197,7 @@ def _with_first_distributed(
             f"{type(first).__name__}: pass its local tensor, or False"
         )
     check_tensors("distributed activations", first, group)
-    unused = [first]  # emptied by the first call, so that nothing keeps the whole tensor
+    unused = [first]  # the first call empties this list, so only the caller keeps the whole tensor
     parts = _Parts(first, group)
 
     def run(own: Tensor, *rest: Any) -> _R:
@@ -207,7 +207,7 @@ def _with_first_distributed(
 
 
 class _Parts:
-    """The equal parts of one tensor's bytes, in their order in memory, one for each rank."""
+    """One equal part of a tensor's bytes for each rank, in their order in memory."""
 
     def __init__(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
         self._group, self._dtype, self._requires_grad = group, tensor.dtype, tensor.requires_grad
@@ -216,7 +216,7 @@ class _Parts:
         self._part_bytes = math.ceil(int(tensor.nbytes) / group.size())
 
     def own(self, tensor: Tensor) -> Tensor:
-        """Return this rank's part in memory of its own, filled up with zeros."""
+        """Return a copy of this rank's part, padded with zeros."""
         every = tensor.detach().permute(self._slowest_first).reshape(-1).view(torch.uint8)
         part = every[self._part_bytes * self._group.rank() :][: self._part_bytes]
         own = part.new_zeros(self._part_bytes)

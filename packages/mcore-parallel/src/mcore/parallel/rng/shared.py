@@ -1,4 +1,4 @@
-"""The tracker of random number streams that a process shares."""
+"""The shared tracker of random number streams of a process."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class TrackerFlags(NamedTuple):
-    """The requested kind of tracker; all False accepts any."""
+    """The requested kind of tracker. If all are False, any tracker is accepted."""
 
     use_te_rng_tracker: bool
     inference_rng_tracker: bool
@@ -27,7 +27,7 @@ class TrackerFlags(NamedTuple):
 
 @dataclass(frozen=True)
 class _Shared:
-    """The tracker, the flags it was made with, and the other flags that were warned about."""
+    """The tracker, its flags, and other requested flags that were warned about."""
 
     tracker: RngTracker
     flags: TrackerFlags
@@ -44,17 +44,17 @@ def initialize_rng_tracker(
     use_cudagraphable_rng: bool = False,
     force_reset: bool = False,
 ) -> None:
-    """Make the tracker that the process shares, unless there is one.
+    """Make the shared tracker of the process, unless there is one.
 
-    Local to the process; no communication. Where a tracker exists already, different
-    flags change nothing and warn once; the defaults accept any tracker and never warn.
+    Local to the process, no communication. If a tracker exists, different flags have no effect
+    and warn once. The default flags accept any tracker and never warn.
 
     Args:
-        use_te_rng_tracker: Take TransformerEngine's tracker (>= 1.5.0), which serves CUDA graphs
-            and FP8; without TransformerEngine this package's, with a logged warning.
-        inference_rng_tracker: Take a tracker that leaves the random numbers alone.
-        use_cudagraphable_rng: Take a tracker that CUDA graphs can capture.
-        force_reset: Drop the tracker that exists, with its streams.
+        use_te_rng_tracker: Use TransformerEngine's tracker (>= 1.5.0), which supports CUDA graphs
+            and FP8. Without TransformerEngine use this package's, with a logged warning.
+        inference_rng_tracker: Use a tracker that leaves the random numbers unchanged.
+        use_cudagraphable_rng: Use a tracker that CUDA graphs can capture.
+        force_reset: Drop the existing tracker with its streams.
 
     Raises:
         RuntimeError: TransformerEngine is requested but too old.
@@ -73,7 +73,7 @@ def get_cuda_rng_tracker(
     inference_rng_tracker: bool = False,
     use_cudagraphable_rng: bool = False,
 ) -> RngTracker:
-    """Return the tracker that the process shares, made at the first call.
+    """Return the shared tracker of the process, made at the first call.
 
     Args:
         use_te_rng_tracker: As for ``initialize_rng_tracker``.
@@ -98,8 +98,8 @@ def get_all_rng_states() -> dict[str, Any]:
     """Return the states of the shared tracker's streams, e.g. to register them with a graph.
 
     Returns:
-        A new dict, state by name; empty while there is no tracker and for an inference tracker.
-        No tracker is made.
+        A new dict, state by name. Empty if there is no tracker, and for an inference tracker. No
+        tracker is made.
 
     Example:
         >>> isinstance(get_all_rng_states(), dict)
@@ -126,13 +126,13 @@ def is_graph_safe_cuda_rng_tracker(tracker: object) -> bool:
 
 
 def existing_tracker() -> RngTracker | None:
-    """Return the shared tracker, None while there is none."""
+    """Return the shared tracker, or None if there is none."""
     shared = _shared
     return None if shared is None else shared.tracker
 
 
 def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> RngTracker:
-    """Return the shared tracker, made if need be; warn once about flags that are not its own."""
+    """Return the shared tracker, made if necessary. Warn once about flags other than its flags."""
     global _shared
     with _lock:
         shared = _shared
@@ -144,7 +144,7 @@ def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> R
             shared.refused.add(flags)
     if differs:
         warnings.warn(
-            f"rng tracker already initialised with {shared.flags}; requested {flags}: use "
+            f"rng tracker already initialised with {shared.flags}, requested {flags}: use "
             "force_reset to replace it",
             RuntimeWarning,
             stacklevel=stacklevel,
@@ -159,6 +159,6 @@ def _make_tracker(flags: TrackerFlags) -> RngTracker:
             return tracker
         logger.warning(
             "use_te_rng_tracker: TransformerEngine is not installed "
-            "(pip install 'mcore-parallel[te]'); using the tracker of mcore.parallel"
+            "(pip install 'mcore-parallel[te]'): using the tracker of mcore.parallel"
         )
     return CudaRNGStatesTracker(flags.use_cudagraphable_rng, flags.inference_rng_tracker)

@@ -1,7 +1,7 @@
 """States of a device's default random number generator, on the CPU and any accelerator.
 
-A state is plain, a uint8 tensor on the CPU, or a ``torch.Generator`` handle, the only kind that may
-be exchanged inside a CUDA graph, because replay advances the state behind the handle.
+A state is plain, a uint8 tensor on the CPU, or a ``torch.Generator`` handle. Only handles may be
+exchanged inside a CUDA graph, because a replay advances the state that the handle refers to.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from mcore.versioning import internal_api
 
 RngState: TypeAlias = "Tensor | torch.Generator"
 
-# The one device type that is named here: the documented default argument, and the type whose
-# generators torch can register with a graph.
+# The only device type named in this module: the documented default argument, and the only type
+# with generators that torch can register with a graph.
 CUDA = "cuda"
 CURRENT_INDEX = -1
 
@@ -31,14 +31,14 @@ def _get_cuda_rng_state(
 
     Args:
         device: Accelerator index, name or device. "cuda" without an index and -1 mean the current
-            accelerator, or the CPU where there is none.
+            accelerator, or the CPU if there is none.
         clone: With ``graph_safe``, return an independent copy instead of the live handle. Plain
-            states are always fresh tensors.
+            states are always new tensors.
         graph_safe: Return a ``torch.Generator`` that shares its state with the default generator.
-            Where the device cannot share it (the CPU), an independent copy of the generator.
+            If the device cannot share it (the CPU), an independent copy of the generator.
 
     Returns:
-        A uint8 tensor on the CPU, or a generator. No communication; nothing is advanced.
+        A uint8 tensor on the CPU, or a generator. No communication. No state is advanced.
 
     Raises:
         RuntimeError: The device was named explicitly and does not exist.
@@ -58,16 +58,16 @@ def _get_cuda_rng_state(
 def _set_cuda_rng_state(
     new_state: RngState, device: int | str | torch.device = CURRENT_INDEX, graph_safe: bool = False
 ) -> None:
-    """Set the state of a device's default random number generator; in effect on return.
+    """Set the state of a device's default random number generator. In effect on return.
 
     Args:
-        new_state: What ``_get_cuda_rng_state`` returned with the same ``graph_safe``. Not cloned.
+        new_state: A state from ``_get_cuda_rng_state`` with the same ``graph_safe``. Not cloned.
         device: As for ``_get_cuda_rng_state``.
-        graph_safe: ``new_state`` is a generator, whose state the default generator shares from now
-            on; where the device cannot share it (the CPU), it takes a copy.
+        graph_safe: ``new_state`` is a generator, and the default generator shares its state from
+            now on. If the device cannot share it (the CPU), the state is copied.
 
     Raises:
-        RuntimeError: The device was named explicitly and does not exist, or the state is one of
+        RuntimeError: The device was named explicitly and does not exist, or the state is of
             another kind of device.
         TypeError: ``new_state`` is not of the kind that ``graph_safe`` requires.
 
@@ -82,18 +82,18 @@ def _set_cuda_rng_state(
 def convert_cuda_rng_state(
     state: RngState, to_graphable: bool = False, *, device: int | str | torch.device | None = None
 ) -> RngState:
-    """Convert a state between its plain and its graph-safe form; the sequence continues unchanged.
+    """Convert a state between its plain and its graph-safe form, without a change of the numbers.
 
     Args:
         state: A plain state (uint8 tensor) or a ``torch.Generator``.
         to_graphable: Return a generator, else a plain state.
-        device: Device of a generator that is made; default the current accelerator, else the CPU.
+        device: Device of a new generator. Default the current accelerator, else the CPU.
 
     Returns:
-        ``state`` itself where it has the wanted form already, else an independent copy.
+        ``state`` itself if it already has the requested form, else an independent copy.
 
     Raises:
-        RuntimeError: The plain state is not one of ``device``.
+        RuntimeError: The plain state is not of ``device``.
         TypeError: ``state`` is neither a tensor nor a generator.
 
     Example:
@@ -113,7 +113,7 @@ def convert_cuda_rng_state(
 
 
 def resolve_rng_device(device: int | str | torch.device) -> torch.device:
-    """Return the device meant by an argument of this module, with the index of an accelerator."""
+    """Return the device for an argument of this module, with the index of an accelerator."""
     current = current_device()
     if device == CURRENT_INDEX:
         return current
@@ -129,17 +129,17 @@ def resolve_rng_device(device: int | str | torch.device) -> torch.device:
         return named
     raise RuntimeError(
         f"device {str(named)!r} does not exist, the current device is {str(current)!r}: pass -1 "
-        "for the current accelerator (the CPU where there is none), or 'cpu'"
+        "for the current accelerator (or the CPU if there is none), or 'cpu'"
     )
 
 
 def default_generator(device: torch.device) -> torch.Generator:
-    """Return the generator itself, not a copy, that draws on a device use by default."""
+    """Return the default generator of a device itself, not a copy."""
     if device.type == "cpu":
         return torch.default_generator
     module = torch.get_device_module(device)
     if hasattr(module, "init"):
-        module.init()  # the generators exist only from here on
+        module.init()  # creates the generators
     generators: tuple[torch.Generator, ...] | None = getattr(module, "default_generators", None)
     if generators is None:
         raise RuntimeError(
@@ -150,16 +150,16 @@ def default_generator(device: torch.device) -> torch.Generator:
 
 
 def read_rng_state(generator: torch.Generator, graph_safe: bool) -> RngState:
-    """Return a generator's plain state, or a handle that shares its state where it can."""
+    """Return a generator's plain state, or a handle that shares its state if the device can."""
     if not graph_safe:
         return generator.get_state()
-    if _shares_state(generator.device.type):
+    if _can_share_state(generator.device.type):
         return generator.graphsafe_get_state()
     return generator.clone_state()
 
 
 def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: bool) -> None:
-    """Set a generator to a plain state, or make it share the state of a handle where it can."""
+    """Set a generator to a plain state, or share the state of a handle if the device can."""
     expected = torch.Generator if graph_safe else Tensor
     if not isinstance(state, expected):
         raise TypeError(
@@ -168,15 +168,15 @@ def write_rng_state(generator: torch.Generator, state: RngState, graph_safe: boo
         )
     if isinstance(state, Tensor):
         generator.set_state(state)
-    elif _shares_state(generator.device.type):
+    elif _can_share_state(generator.device.type):
         generator.graphsafe_set_state(state)
     else:
         generator.set_state(state.get_state())
 
 
 @functools.cache
-def _shares_state(device_type: str) -> bool:
-    """Return whether generators of a device type can share one state, checked once."""
+def _can_share_state(device_type: str) -> bool:
+    """Return whether generators of a device type can share one state. Checked once."""
     try:
         torch.Generator(device_type).graphsafe_get_state()
     except NotImplementedError:
@@ -190,7 +190,7 @@ def clone_rng_state(state: RngState) -> RngState:
 
 
 def require_graph_safe_generators(device: torch.device) -> None:
-    """Raise RuntimeError if graphs on this device cannot register generators; a CPU has none."""
+    """Raise RuntimeError if graphs on this device cannot register generators."""
     if device.type == CUDA and not hasattr(torch.cuda.CUDAGraph, "register_generator_state"):
         raise RuntimeError(
             "use_cudagraphable_rng needs torch.cuda.CUDAGraph.register_generator_state, which "

@@ -36,7 +36,7 @@ def get_expert_parallel_rng_tracker_name() -> str:
 
 
 def get_data_parallel_rng_tracker_name() -> str:
-    """Return the name of the stream that all ranks of one model replica share.
+    """Return the name of the stream that all ranks of a model replica share.
 
     Example:
         >>> get_data_parallel_rng_tracker_name()
@@ -80,25 +80,24 @@ class RngTracker(Protocol):
 class CudaRNGStatesTracker:
     """Keeps named streams of random numbers and makes one the device's default inside ``fork``.
 
-    Local to the process; no communication. Forks may be nested in any order and depth, the same
-    name included: every stream yields the numbers it would yield if it were used alone. Not meant
-    for use by several threads at once, like the default generator that it exchanges.
+    Local to the process, no communication. Forks may be nested in any order and depth, also with
+    the same name: every stream yields the same numbers as if it were used alone. Like the default
+    generator that it exchanges, a tracker is not thread-safe.
 
     Args:
-        use_cudagraphable_rng: Keep generators and exchange handles, so that forks can be captured
-            in CUDA graphs. On devices without graphs, the CPU among them, copies of generators
-            give the same numbers.
-        is_inference_rng_tracker: Make ``add`` and ``set_states`` do nothing and ``fork`` leave the
-            default random numbers as they are, for any name.
-        device: Device of the streams; default the current accelerator, else the CPU, at the first
+        use_cudagraphable_rng: Keep generators and exchange handles, which CUDA graphs can capture.
+            On devices without graphs, such as the CPU, copies of generators yield the same numbers.
+        is_inference_rng_tracker: ``add`` and ``set_states`` do nothing, and ``fork`` leaves the
+            default random numbers unchanged, for any name.
+        device: Device of the streams. Default the current accelerator, else the CPU, at the first
             use after ``reset``.
 
     Attributes:
-        states_: State by name: a uint8 tensor, or a ``torch.Generator`` when graph-safe. The states
-            of streams in use are brought up to date by ``get_states``.
+        states_: State by name: a uint8 tensor, or a ``torch.Generator`` when graph-safe.
+            ``get_states`` updates the states of streams in use.
         seeds_: The seeds in use.
         use_cudagraphable_rng: Whether states are generators.
-        is_inference_rng_tracker: Whether this tracker leaves the random numbers alone.
+        is_inference_rng_tracker: Whether this tracker leaves the random numbers unchanged.
 
     Example:
         >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -125,9 +124,9 @@ class CudaRNGStatesTracker:
 
     @property
     def device(self) -> torch.device:
-        """The device of the streams; the first use decides where none was given.
+        """The device of the streams, set at the first use if none was given.
 
-        Another one can be assigned while there are no streams.
+        Another device can be assigned while there are no streams.
 
         Raises:
             RuntimeError: It does not exist, or is a CUDA device without graph-safe generators.
@@ -140,7 +139,7 @@ class CudaRNGStatesTracker:
         if self.states_:
             raise ValueError(
                 f"the streams {sorted(self.states_)} are on {self.device}: reset() the tracker "
-                "before giving it another device"
+                "before assigning another device"
             )
         self._device_wanted = device
         self._cached_generator = None
@@ -155,7 +154,7 @@ class CudaRNGStatesTracker:
         return self._is_initialized
 
     def reset(self) -> None:
-        """Forget all streams and seeds; a stream in use is not stored when its fork ends.
+        """Remove all streams and seeds. A stream in use is not stored when its fork ends.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -167,15 +166,16 @@ class CudaRNGStatesTracker:
         self.states_: dict[str, Any] = {}
         self.seeds_: set[int] = set()
         self._is_initialized = False
-        self._forks: list[_Fork] = []  # replaced, never cleared: tells open forks that they ended
+        # Replaced, never cleared: an open fork keeps its list and so detects that it ended.
+        self._forks: list[_Fork] = []
         self._cached_generator = None
 
     def get_states(self, *, clone: bool = False) -> dict[str, Any]:
         """Return the states of all streams.
 
         Args:
-            clone: Copy the states. Plain states are never changed by draws; generators are live
-                handles, which draws advance.
+            clone: Copy the states. Draws never change plain states, but advance generators, which
+                are live handles.
 
         Returns:
             A new dict, state by name.
@@ -193,11 +193,11 @@ class CudaRNGStatesTracker:
         return {name: clone_rng_state(state) for name, state in self.states_.items()}
 
     def set_states(self, states: Mapping[str, Any]) -> None:
-        """Replace all streams; the device's current random numbers are left alone.
+        """Replace all streams. The device's current random numbers are unchanged.
 
         Args:
-            states: State by name, as from ``get_states``; the dict is copied, seeds are forgotten.
-                Values are checked when they are used.
+            states: State by name, as from ``get_states``. The dict is copied, and the tracker no
+                longer records seeds in use. Values are checked when they are used.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -217,12 +217,12 @@ class CudaRNGStatesTracker:
         self._is_initialized = True
 
     def add(self, name: str, seed: int) -> None:
-        """Add a stream; the device's current random numbers are left alone.
+        """Add a stream. The device's current random numbers are unchanged.
 
         Args:
             name: A new name.
             seed: A new seed, an integer of any library, from -2 ** 63 to 2 ** 64 - 1. Seeds that
-                differ by 2 ** 64 give the same numbers and count as one.
+                differ by 2 ** 64 yield the same numbers and count as one.
 
         Raises:
             TypeError: The seed is not an integer.
@@ -248,23 +248,23 @@ class CudaRNGStatesTracker:
     ) -> AbstractContextManager[None]:
         """Draw from a named stream inside a ``with`` block, or in a function that it decorates.
 
-        On entry the device's default generator becomes the stream; on exit, exceptions included,
-        the stream is stored where it stands and the previous numbers continue.
+        On entry the device's default generator switches to the stream. On exit, also by an
+        exception, the state of the stream is stored and the previous numbers continue.
 
         Args:
             name: Name of an added stream.
-            check_cpu: Warn, once for each tracker, when the block of a tracker for another device
-                drew from the CPU's default generator, which is not forked. Costs a copy and a
-                comparison of 5 kB; turn it off where that matters.
+            check_cpu: Warn, once for each tracker, if the block of a tracker for another device
+                drew from the CPU's default generator, which is not forked. The check copies and
+                compares 5 kB.
 
         Returns:
-            A context manager that gives nothing, for one block at a time.
+            A context manager that yields None, for one block at a time.
 
         Raises:
             UnknownRngStreamError: No stream has this name, a KeyError at the ``with``.
             TypeError: The stored state is of the wrong kind, at the ``with``.
-            RuntimeError: The block ended before one that was opened inside it, as in a suspended
-                generator, and not by an exception. All streams are intact all the same.
+            RuntimeError: The block ended, not by an exception, before a block that was opened
+                inside it, as in a suspended generator. All streams are still intact.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -278,11 +278,11 @@ class CudaRNGStatesTracker:
         return nullcontext() if self.is_inference_rng_tracker else _Fork(self, name, check_cpu)
 
     def snapshot(self) -> AbstractContextManager[None]:
-        """Return a block, usable any number of times, in which all numbers are those from now on.
+        """Return a reusable block in which all random numbers continue from this call.
 
-        Inside it the streams, the open forks and the device's default numbers are as they are at
-        this call; after it they are as they were before it. With CUDA graphs the streams inside
-        are copies, which a graph does not know.
+        Inside it the streams, the open forks and the device's default numbers are as at this call.
+        After it they are as before the block. With CUDA graphs the streams inside are copies, which
+        are not registered with a graph.
 
         Example:
             >>> tracker = CudaRNGStatesTracker(device="cpu")
@@ -296,13 +296,13 @@ class CudaRNGStatesTracker:
         """
         return _Snapshot(self) if self._is_initialized else nullcontext()
 
-    def _moment(self) -> _Moment:
-        """Return what the tracker holds now, uncopied."""
+    def _capture_moment(self) -> _Moment:
+        """Return the current streams, seeds, forks and default numbers, uncopied."""
         states = self.get_states()
         return _Moment(states, self.seeds_, self._forks, self._read())
 
-    def _go_to(self, moment: _Moment) -> None:
-        """Continue from a moment, which belongs to the tracker from here on."""
+    def _restore_moment(self, moment: _Moment) -> None:
+        """Continue from a moment. The tracker owns and changes it from now on."""
         self.states_, self.seeds_, self._forks = moment.states, moment.seeds, moment.forks
         write_rng_state(self._generator, moment.current, self.use_cudagraphable_rng)
 
@@ -319,12 +319,12 @@ class CudaRNGStatesTracker:
         self._forks.append(fork)
 
     def _leave(self, fork: _Fork) -> None:
-        """Store the stream where it stands and continue from what surrounds the innermost fork."""
+        """Store the current state of the stream and continue the surrounding fork or default."""
         siblings, previous = fork.siblings, fork.previous
         siblings.pop()
-        if siblings is self._forks:
+        if siblings is self._forks:  # else the tracker was reset inside the fork
             self.states_[fork.name] = self._read()
-            if siblings:
+            if siblings:  # the same stream may have been drawn from in both forks
                 previous = self.states_.get(siblings[-1].name, previous)
         write_rng_state(fork.generator, previous, self.use_cudagraphable_rng)
 
@@ -343,7 +343,7 @@ class CudaRNGStatesTracker:
 
 
 class _Moment(NamedTuple):
-    """What a tracker holds: its streams, seeds and open forks, and the default numbers."""
+    """The streams, seeds and open forks of a tracker, and the default numbers, at one time."""
 
     states: dict[str, Any]
     seeds: set[int]
@@ -360,18 +360,18 @@ class _Moment(NamedTuple):
 
 
 class _Snapshot(AbstractContextManager[None]):
-    """Blocks in which a tracker is as it was when this was made."""
+    """A reusable block in which a tracker is as it was when this object was made."""
 
     def __init__(self, tracker: CudaRNGStatesTracker) -> None:
-        self._tracker, self._moment = tracker, tracker._moment().copied()
+        self._tracker, self._moment = tracker, tracker._capture_moment().copied()
         self._outside: list[_Moment] = []
 
     def __enter__(self) -> None:
-        self._outside.append(self._tracker._moment())
-        self._tracker._go_to(self._moment.copied())
+        self._outside.append(self._tracker._capture_moment())
+        self._tracker._restore_moment(self._moment.copied())
 
     def __exit__(self, *error: object) -> None:
-        self._tracker._go_to(self._outside.pop())
+        self._tracker._restore_moment(self._outside.pop())
 
 
 class _Fork(ContextDecorator):
@@ -382,15 +382,15 @@ class _Fork(ContextDecorator):
 
     def __init__(self, tracker: CudaRNGStatesTracker, name: str, check_cpu: bool) -> None:
         self.tracker, self.name, self._check_cpu = tracker, name, check_cpu
-        self.siblings: list[_Fork] = []  # the open forks, this one and those inside it included
+        self.siblings: list[_Fork] = []  # all open forks, including this fork and those inside it
 
-    def _recreate_cm(self) -> _Fork:  # each call of a decorated function is a block of its own
+    def _recreate_cm(self) -> _Fork:  # contextlib's hook: each decorated call is a separate block
         return _Fork(self.tracker, self.name, self._check_cpu)
 
     def __enter__(self) -> None:
         tracker = self.tracker
         if self in self.siblings:
-            raise RuntimeError(f"this fork of {self.name} is open already: call fork() once more")
+            raise RuntimeError(f"this fork of {self.name} is already open: make one with fork()")
         tracker._enter(self)
         is_watching = self._check_cpu and not tracker._has_warned
         watches_cpu = is_watching and self.generator.device.type != "cpu"
@@ -410,16 +410,16 @@ class _Fork(ContextDecorator):
             )
 
     def _leave_early(self, is_error: bool) -> None:
-        """Leave the numbers to the forks inside this one; the next continues what surrounds it."""
+        """Leave the numbers to the inner forks. The next of them restores the outer state."""
         index = self.siblings.index(self)
         inner = self.siblings[index + 1]
         inner.previous = self.previous
         del self.siblings[index]
         if is_error:
             raise RuntimeError(
-                f"a fork of {self.name} closed while that of {inner.name}, opened inside it, is "
-                "open: close forks in reverse order, which with blocks do unless a generator is "
-                "suspended inside one. No stream was changed"
+                f"a fork of {self.name} closed while a fork of {inner.name}, opened inside it, is "
+                "still open: close forks in reverse order, as with blocks do unless a generator is "
+                "suspended inside a block. No stream was changed"
             )
 
 
@@ -427,7 +427,7 @@ RNGStatesTracker = CudaRNGStatesTracker
 
 
 def new_stream_seed(name: str, seed: int, states: Mapping[str, Any], seeds: set[int]) -> int:
-    """Return the seed of a new stream as an int; ValueError if it or the name is in use."""
+    """Return the seed of a new stream as an int. ValueError if the seed or the name is in use."""
     try:
         number = operator.index(seed)
     except TypeError as error:

@@ -22,7 +22,7 @@ MIN_TE_VERSION = "1.5.0"
 
 
 def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None:
-    """Make a tracker on top of TransformerEngine's; None where that is not installed."""
+    """Make a tracker on top of TransformerEngine's, or return None if that is not installed."""
     if not is_te_min_version("0.0.0"):
         return None
     if not is_te_min_version(MIN_TE_VERSION):
@@ -38,18 +38,18 @@ def make_te_tracker(is_inference_rng_tracker: bool = False) -> RngTracker | None
             f"use_te_rng_tracker: TransformerEngine {get_te_version()} is installed, but its "
             f"tracker {TE_MODULE}.CudaRNGStatesTracker cannot be imported: {error}"
         ) from error
-    tracker: RngTracker = _adapted_class(base)(is_inference_rng_tracker)
+    tracker: RngTracker = _adapt_class(base)(is_inference_rng_tracker)
     return tracker
 
 
 def is_te_tracker(tracker: object) -> bool:
-    """Return whether a tracker is one of TransformerEngine's; imports nothing."""
+    """Return whether a tracker is one of TransformerEngine's. Imports nothing."""
     base = getattr(sys.modules.get(TE_MODULE), "CudaRNGStatesTracker", None)
     return base is not None and isinstance(tracker, base)
 
 
 class _TESnapshot(AbstractContextManager[None]):
-    """Blocks in which the streams of TransformerEngine's tracker are copies of those of now."""
+    """A reusable block in which TransformerEngine's streams are as when this object was made."""
 
     def __init__(self, tracker: Any) -> None:
         self._tracker = tracker
@@ -58,20 +58,20 @@ class _TESnapshot(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._outside.append((self._tracker.get_states(), self._tracker.seeds_))
-        self._go_to({n: clone_rng_state(s) for n, s in self._states.items()}, set(self._seeds))
+        self._restore({n: clone_rng_state(s) for n, s in self._states.items()}, set(self._seeds))
 
     def __exit__(self, *error: object) -> None:
-        self._go_to(*self._outside.pop())
+        self._restore(*self._outside.pop())
 
-    def _go_to(self, states: dict[str, Any], seeds: set[int]) -> None:
+    def _restore(self, states: dict[str, Any], seeds: set[int]) -> None:
         self._tracker.set_states(states)
         self._tracker.seeds_ = seeds
 
 
 @functools.cache
-def _adapted_class(base: Any) -> Any:
+def _adapt_class(base: Any) -> Any:
     class TECudaRNGStatesTracker(base):  # type: ignore[misc]
-        """TransformerEngine's tracker with the checks and the states of this package's."""
+        """TransformerEngine's tracker with the checks and states of CudaRNGStatesTracker."""
 
         def __init__(self, is_inference_rng_tracker: bool) -> None:
             self.is_inference_rng_tracker = is_inference_rng_tracker

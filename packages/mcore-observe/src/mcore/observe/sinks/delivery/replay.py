@@ -10,7 +10,7 @@ from typing import Any
 
 from mcore.observe.runs.config import LoggerConfig
 from mcore.observe.sinks.delivery.spool import SpoolOwner, spool_files
-from mcore.observe.sinks.delivery.tracker_run import Opening, TrackerRun
+from mcore.observe.sinks.delivery.tracker_run import Opening
 from mcore.observe.sinks.run_folder import RunFolder
 from mcore.observe.sinks.trackers import TRACKERS
 
@@ -57,7 +57,7 @@ def _replay_file(owner: SpoolOwner, mlflow_uri: str | None) -> str:
     others = spool_files(owner.path.parent, spec.name)
     settings = _restore_settings(facts["settings"], mlflow_uri)
     opening = Opening(settings, facts.get("params"), run_id=facts.get("run_id") or None)
-    run: TrackerRun[Any] = spec.open(opening)
+    run = spec.open(opening)
     try:
         run.open()
         sent = run.send_left(owner)

@@ -246,7 +246,7 @@ class MetricSender:
         while not self._is_urgent():
             pause_s = self.linger_s
             if self._failures_in_a_row:
-                # At the end of a run a tracker that is reachable at last is found within a second.
+                # The end of a run waits only closing_s: retry at least every second.
                 longest_s = (
                     min(1.0, self.longest_retry_s) if self._closing else self.longest_retry_s
                 )

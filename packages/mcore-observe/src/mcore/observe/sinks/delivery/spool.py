@@ -286,7 +286,7 @@ class EarlierSpools:
 
     folder: Path
     tracker: str
-    up_to: int | None
+    up_to: int
 
     def of_run(self, run_id: str) -> Iterator[SpoolOwner]:
         """Yield the unowned files of this run, and of runs that were never opened."""

@@ -141,18 +141,13 @@ class TrackerRun(abc.ABC, Generic[_Client]):
                 self._connection = connection
             return self._connection
 
-    def send_left(self, owner: SpoolOwner, up_to: int | None = None) -> int:
+    def send_left(self, owner: SpoolOwner) -> int:
         """Send the metrics that a dead process left in a spool file, and remove the file.
-
-        Args:
-            owner: The file.
-            up_to: The last step that is sent. Later ones are dropped. None sends all.
 
         Returns:
             Values sent.
         """
-        connection = self.open() if self._connection is None else self._connection
-        return self._send_left(connection, owner, up_to)
+        return self._send_left(self.open(), owner, None)
 
     def open_in_background(self) -> None:
         """Start to open the run, without waiting for an import or a server."""

@@ -1,4 +1,4 @@
-"""Archives of ``torch.save`` inside larger files: how they are written, where elements lie."""
+"""Tensors and objects inside files: archives of ``torch.save``, and slices read out of them."""
 
 from __future__ import annotations
 
@@ -7,17 +7,28 @@ import os
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from functools import lru_cache
+from math import prod
 from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
 
 from mcore.parallel.checkpoint.errors import describe_error
+from mcore.parallel.checkpoint.files.checksums import (
+    RunningChecksum,
+    Scratch,
+    Unbuffered,
+    read_exactly,
+    read_next,
+)
+from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.tensor_memory import memory_of
 
-_SMALL_BYTES = 1 << 20  # torch.save takes as long for a few bytes as for a quarter of a megabyte
+_SMALL_BYTES = 1 << 20  # below, most of the time is spent in torch.save, not in the write
 _SMALL_PICKLE_BYTES = 1 << 12
+_STEP_BYTES = 1 << 19  # read and checked at a time: small enough to stay in the cache of a core
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CRC_IN_DIRECTORY, _NAME_IN_DIRECTORY = 16, 46
 
@@ -26,7 +37,7 @@ Readable = BinaryIO | io.RawIOBase
 
 
 class Seekable(io.RawIOBase):
-    """A position in a read-only file of known length; subclasses read from there on."""
+    """A read-only file of known length with a position. Subclasses add the reads."""
 
     def __init__(self, length: int) -> None:
         super().__init__()
@@ -50,7 +61,7 @@ class Seekable(io.RawIOBase):
 
 
 class FileSlice(Seekable):
-    """A read-only, seekable view of some bytes of an open file, which must outlive it."""
+    """Some bytes of an open file as a read-only file of their own. Keep the stream open."""
 
     def __init__(self, stream: Readable, offset: int, length: int) -> None:
         super().__init__(length)
@@ -68,19 +79,19 @@ class FileSlice(Seekable):
 def write_tensor(stream: Any, tensor: torch.Tensor) -> int:
     """Write a contiguous CPU tensor, alone in its storage, as ``torch.save`` does.
 
-    Returns how many bytes precede its elements. ``stream`` has ``write``, ``tell`` and ``flush``.
+    Returns the number of bytes before the elements. ``stream`` has ``write``, ``tell``, ``flush``.
     """
     if tensor.nbytes <= _SMALL_BYTES:
-        template = _template(tensor.dtype, tuple(tensor.shape))
-        stream.write(template.filled(memory_of(tensor)))
+        template = _make_template(tensor.dtype, tuple(tensor.shape))
+        stream.write(template.fill(memory_of(tensor)))
         return len(template.head)
     finder = _ElementsFinder(stream, tensor.nbytes)
     torch.save(tensor, cast("BinaryIO", finder))
-    return finder.found_at()
+    return finder.position()
 
 
 class _ElementsFinder:
-    """A stream that notes where the only write of so many bytes begins."""
+    """A stream that records the position of the only write of ``num_bytes`` bytes."""
 
     def __init__(self, stream: Any, num_bytes: int) -> None:
         self._write, self.flush = stream.write, stream.flush
@@ -88,28 +99,30 @@ class _ElementsFinder:
         self._found: list[int] = []
 
     def write(self, content: memoryview) -> int:
-        """Pass bytes on."""
+        """Write bytes to the stream."""
         if len(content) == self._num_bytes:
             self._found.append(self._position)
         self._position += len(content)
         self._write(content)
         return len(content)
 
-    def found_at(self) -> int:
-        """Return how many bytes came before."""
+    def position(self) -> int:
+        """Return the number of bytes before that write."""
         if len(self._found) != 1:
-            raise RuntimeError("this version of torch.save does not write elements in one piece")
+            raise RuntimeError(
+                "this version of torch.save does not write the elements of a tensor in one piece"
+            )
         return self._found[0]
 
 
 class _Template(NamedTuple):
-    """An archive of a tensor without its elements, and where their CRC-32 stands after them."""
+    """An archive of a tensor without its elements, and the places of their CRC-32 in its tail."""
 
     head: bytes
     tail: bytes
     crc_places: tuple[int, ...]
 
-    def filled(self, elements: memoryview) -> bytes:
+    def fill(self, elements: memoryview) -> bytes:
         """Return the archive of these elements."""
         tail, crc = bytearray(self.tail), struct.pack("<I", zlib.crc32(elements))
         for place in self.crc_places:
@@ -118,7 +131,9 @@ class _Template(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
+def _make_template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
+    # torch.save needs a quarter of a millisecond for an archive. Of tensors of one dtype and shape
+    # only the elements and their CRC-32 differ, so it runs once and the two are filled in.
     sample, stream = torch.empty(shape, dtype=dtype, device="cpu"), io.BytesIO()
     if not sample.nbytes:
         torch.save(sample, stream)
@@ -128,31 +143,33 @@ def _template(dtype: torch.dtype, shape: tuple[int, ...]) -> _Template:
     content = stream.getvalue()
     at = elements_at(stream, 0, len(content), sample.nbytes)
     if at is None:
-        raise RuntimeError("this version of torch.save does not write elements in one piece")
+        raise RuntimeError(
+            "this version of torch.save does not write the elements of a tensor in one piece"
+        )
     tail, crc = content[at + sample.nbytes :], struct.pack("<I", zlib.crc32(memory_of(sample)))
     with zipfile.ZipFile(stream) as archive:
-        [record] = _data_records(archive)
+        [record] = _list_data_records(archive)
     name = record.filename.encode()
-    # Once in what follows the elements, and once in the directory of the archive.
+    # After the elements, and in the central directory of the zip format.
     places = (4, tail.index(name) - _NAME_IN_DIRECTORY + _CRC_IN_DIRECTORY)
     if any(tail[place : place + 4] != crc for place in places):
-        raise RuntimeError("this version of torch.save lays out archives in another way")
+        raise RuntimeError("this version of torch.save has another layout of archives")
     return _Template(content[:at], tail, places)
 
 
-def _data_records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
+def _list_data_records(archive: zipfile.ZipFile) -> list[zipfile.ZipInfo]:
     return [
         info for info in archive.infolist() if PurePosixPath(info.filename).parent.name == "data"
     ]
 
 
 def elements_at(stream: Readable, offset: int, length: int, num_bytes: int) -> int | None:
-    """Return where in a file the elements of the only tensor in an archive start.
+    """Return the position in a file of the elements of the only tensor in an archive.
 
-    None when the archive is not laid out like this, or the tensor does not have ``num_bytes``.
+    None if the archive has another layout, or the tensor does not have ``num_bytes``.
     """
     with zipfile.ZipFile(FileSlice(stream, offset, length)) as archive:
-        records = _data_records(archive)
+        records = _list_data_records(archive)
     if len(records) != 1 or records[0].compress_type != zipfile.ZIP_STORED:
         return None
     if records[0].file_size != num_bytes:
@@ -163,14 +180,14 @@ def elements_at(stream: Readable, offset: int, length: int, num_bytes: int) -> i
     return header + int(_LOCAL_HEADER.size) + int(name_bytes) + int(extra_bytes)
 
 
-def loaded(stream: Readable, offset: int, length: int) -> Any:
-    """Return what an archive holds, by torch's restricted unpickler, which runs no code."""
+def load_archive(stream: Readable, offset: int, length: int) -> Any:
+    """Unpickle an archive with torch's restricted unpickler, which runs no code."""
     content = FileSlice(stream, offset, length).read()
     return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
 
 
-def small_pickle(stream: Readable, offset: int, length: int) -> bytes:
-    """Return the pickle in an archive that holds little else; ValueError for a large one."""
+def read_small_pickle(stream: Readable, offset: int, length: int) -> bytes:
+    """Return the pickle in an archive. A large one is a ValueError."""
     with zipfile.ZipFile(FileSlice(stream, offset, length)) as archive:
         [record] = [one for one in archive.infolist() if one.filename.endswith("/data.pkl")]
         if record.file_size > _SMALL_PICKLE_BYTES:
@@ -179,10 +196,134 @@ def small_pickle(stream: Readable, offset: int, length: int) -> bytes:
 
 
 def archive_problem(stream: FileSlice) -> str | None:
-    """Compare the checksums in an archive with its content; None when they match."""
+    """Compare the checksums in an archive with its content. None if they match."""
     try:
         with zipfile.ZipFile(stream) as archive:
             damaged = archive.testzip()
     except Exception as error:
         return describe_error(error)
     return None if damaged is None else f"checksum of {damaged}"
+
+
+class Part(NamedTuple):
+    """The start of a box in a stored shard, and the tensor that it is copied to."""
+
+    start: Shape
+    target: torch.Tensor
+
+
+class CheckedStream:
+    """A file that is read in order, with a running checksum."""
+
+    def __init__(self, stream: Unbuffered, at: int, scratch: Scratch) -> None:
+        self.running = RunningChecksum()
+        self.scratch = scratch
+        self._stream = stream
+        stream.seek(at)
+
+    def read(self, memory: memoryview) -> None:
+        """Fill memory in steps. Each is added to the checksum while it is in the cache."""
+        for start in range(0, len(memory), _STEP_BYTES):
+            step = memory[start : start + _STEP_BYTES]
+            read_next(self._stream, step)
+            self.running.update(step)
+
+    def skip(self, length: int) -> None:
+        """Add bytes to the checksum without keeping them."""
+        size = len(self.scratch.memory)
+        for start in range(0, length, size):
+            self.read(self.scratch.memory[: min(size, length - start)])
+
+
+def read_shard(
+    stream: CheckedStream, shape: Shape, parts: Sequence[Part], dtype: torch.dtype
+) -> None:
+    """Read the shard at the stream's position, row-major, and fill the targets of all parts."""
+    if not shape:
+        shape = (1,)
+        parts = [Part((0,), part.target.unsqueeze(0)) for part in parts]
+    row_bytes = prod(shape[1:]) * dtype.itemsize
+    if len(parts) == 1 and _has_file_layout(shape, parts[0].target, dtype):
+        start, target = parts[0].start[0], parts[0].target
+        stream.skip(start * row_bytes)
+        stream.read(memory_of(target))
+        stream.skip((shape[0] - start - target.shape[0]) * row_bytes)
+        target[:0].zero_()  # counts as a change in place for autograd, which has not seen the read
+        return
+    if not parts:
+        stream.skip(shape[0] * row_bytes)
+        return
+    if len(shape) > 1 and row_bytes > len(stream.scratch.memory):
+        for row in range(shape[0]):
+            inside = [
+                Part(part.start[1:], part.target[row - part.start[0]])
+                for part in parts
+                if part.start[0] <= row < part.start[0] + part.target.shape[0]
+            ]
+            read_shard(stream, shape[1:], inside, dtype)
+        return
+    step = max(1, len(stream.scratch.memory) // max(1, row_bytes))
+    for first in range(0, shape[0], step):
+        count = min(step, shape[0] - first)
+        memory = stream.scratch.memory[: count * row_bytes]
+        stream.read(memory)
+        rows = stream.scratch.tensor[: len(memory)].view(dtype).view(count, *shape[1:])
+        for part in parts:
+            _copy_rows(rows, first, part)
+
+
+def _copy_rows(rows: torch.Tensor, first: int, part: Part) -> None:
+    """Copy the overlap of a part with the rows from ``first`` on."""
+    begin = max(first, part.start[0])
+    end = min(first + rows.shape[0], part.start[0] + part.target.shape[0])
+    if begin >= end:
+        return
+    source = rows[begin - first : end - first]
+    for dim in range(1, rows.ndim):
+        source = source.narrow(dim, part.start[dim], part.target.shape[dim])
+    part.target[begin - part.start[0] : end - part.start[0]].copy_(source)
+
+
+def read_slice(
+    stream: Unbuffered,
+    elements_at: int,
+    shape: Sequence[int],
+    start: Sequence[int],
+    target: torch.Tensor,
+    dtype: torch.dtype,
+    scratch: Scratch,
+) -> None:
+    """Fill a tensor with the slice at ``start`` of a tensor of ``shape``, stored row-major.
+
+    The target may have any device, any strides, and any floating-point dtype or the stored
+    ``dtype``.
+    """
+    if not shape:
+        shape, start, target = (1,), (0,), target.unsqueeze(0)
+    row_bytes = prod(shape[1:]) * dtype.itemsize
+    if _has_file_layout(shape, target, dtype):
+        read_exactly(stream, elements_at + start[0] * row_bytes, memory_of(target))
+        target[:0].zero_()  # counts as a change in place for autograd, which has not seen the read
+        return
+    if len(shape) > 1 and row_bytes > scratch.tensor.numel():
+        for row in range(target.shape[0]):
+            at = elements_at + (start[0] + row) * row_bytes
+            read_slice(stream, at, shape[1:], start[1:], target[row], dtype, scratch)
+        return
+    step = scratch.tensor.numel() // row_bytes
+    for first in range(0, target.shape[0], step):
+        count = min(step, target.shape[0] - first)
+        num_bytes = count * row_bytes
+        scratch.fill(stream, elements_at + (start[0] + first) * row_bytes, num_bytes)
+        rows = scratch.tensor[:num_bytes].view(dtype).view(count, *shape[1:])
+        _copy_rows(rows, 0, Part((0, *start[1:]), target.narrow(0, first, count)))
+
+
+def _has_file_layout(shape: Sequence[int], target: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a target has the bytes of the file in the order of the file."""
+    return (
+        target.is_cpu
+        and target.dtype == dtype
+        and target.is_contiguous()
+        and tuple(target.shape[1:]) == tuple(shape[1:])
+    )

@@ -1,4 +1,4 @@
-"""A directory of checkpoints: which are complete, which is the latest, which to delete."""
+"""A directory of checkpoints: list the complete ones, find the latest, delete the old ones."""
 
 from __future__ import annotations
 
@@ -12,19 +12,26 @@ from pathlib import Path
 from typing import overload
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.durable_files import (
+from mcore.parallel.checkpoint.files.index import file_problems, read_index
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE
+from mcore.parallel.checkpoint.files.places import (
+    PathLike,
+    Place,
+    RemotePath,
+    is_unreachable,
+    local_path,
+    place_of,
+)
+from mcore.parallel.checkpoint.files.save_place import (
     incomplete_sibling,
     is_incomplete_name,
+    remove_leftovers,
     sync_directory,
 )
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, file_problems, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, local_path, place_of
-from mcore.parallel.checkpoint.files.remote import RemotePath, is_unreachable
-from mcore.parallel.checkpoint.files.save_place import remove_leftovers
 from mcore.parallel.torch_compat import METADATA_FILE
 
 CHECKPOINT_NAMES = r"(?:step|iter)_(\d+)"
-"""What names the checkpoints of a run: ``step_20``, ``iter_0000020``."""
+"""The names of a run's checkpoints: ``step_20``, ``iter_0000020``."""
 
 Pattern = str | re.Pattern[str]
 
@@ -32,18 +39,18 @@ Pattern = str | re.Pattern[str]
 def is_complete_checkpoint(path: PathLike) -> bool:
     """Return whether a directory is a checkpoint with all its files at their full size.
 
-    Looks at the file system only; no communication. Only the manifest is read, so a flipped bit
-    elsewhere goes unnoticed here (loading notices it). Nothing that the files hold is run.
+    Reads the file system only, without communication. Of the files only the manifest is read, so a
+    flipped bit in another file is found by a load, not here. No code in the files is run.
 
     Args:
-        path: The directory, or its URL. A checkpoint that torch.distributed.checkpoint wrote by
-            itself counts too, judged by its index.
+        path: The directory, or its URL. A checkpoint of torch.distributed.checkpoint is accepted
+            too and checked by its index.
 
     Returns:
-        True or False, whatever the directory contains.
+        True or False, for any content of the directory.
 
     Raises:
-        CheckpointingException: The storage behind a URL does not answer. Also an OSError.
+        CheckpointingException: The storage of a URL does not respond. Also an OSError.
 
     Example:
         >>> is_complete_checkpoint("/no/such/directory")
@@ -72,39 +79,44 @@ def list_checkpoints(
 ) -> list[Path] | list[Place]:
     """List the complete checkpoints of a run, directly below a directory, oldest first.
 
-    Looks at the file system only; no communication. Links are not listed.
+    Reads the file system only, without communication. Links are not listed.
 
     Args:
-        root: The directory, or a URL of fsspec; it need not exist.
-        pattern: A regular expression that the whole name matches. Its first group is the step; one
-            without groups makes the time of writing decide.
+        root: The directory, or a URL of fsspec. It need not exist.
+        pattern: A regular expression that the whole name matches. Its first group is the step.
+            Without groups, checkpoints are sorted by the time of writing.
 
     Returns:
-        Paths in the order of their steps. Of a URL they are objects with ``name``, ``parent`` and
-        ``/`` whose ``str()`` is a URL.
+        Paths in the order of their steps. For a URL they are objects with ``name``, ``parent`` and
+        ``/``, and ``str()`` returns the URL.
 
     Raises:
-        CheckpointingException: ``root`` is a URL that nothing installed here can reach.
+        CheckpointingException: ``root`` is a URL that no installed package can reach.
         ValueError: ``pattern`` is not a regular expression, or its first group is not a number.
 
     Example:
         >>> list_checkpoints("/no/such/directory")
         []
     """
-    return [entry for entry in _named(root, pattern) if _is_complete(place_of(entry))]
+    return [entry for entry in _sort_named(root, pattern) if _is_complete(place_of(entry))]
 
 
-def _named(root: PathLike, pattern: Pattern) -> list[Place]:
-    """List what has the name of a checkpoint, complete or not, oldest first."""
-    expression = _compiled(pattern)
-    matches = {entry: expression.fullmatch(entry.name) for entry in _entries(root)}
+def _sort_named(root: PathLike, pattern: Pattern) -> list[Place]:
+    """List the directories with the name of a checkpoint, complete or not, oldest first."""
+    try:
+        expression = re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
+    folder = place_of(root)
+    entries = folder.folders() if isinstance(folder, RemotePath) else _list_local_folders(root)
+    matches = {entry: expression.fullmatch(entry.name) for entry in entries}
     found = {entry: match for entry, match in matches.items() if match}
     steps = {
-        entry: _step(match, expression) if expression.groups else 0
+        entry: _read_step(match, expression) if expression.groups else 0
         for entry, match in found.items()
     }
     has_ties = len(set(steps.values())) < len(steps)  # only then does the time matter
-    times = {entry: _written_at(entry) if has_ties else 0 for entry in steps}
+    times = {entry: _read_time(entry) if has_ties else 0 for entry in steps}
     return sorted(steps, key=lambda entry: (steps[entry], times[entry], entry.name))
 
 
@@ -115,33 +127,33 @@ def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) ->
 def latest_checkpoint(root: PathLike, *, pattern: Pattern = CHECKPOINT_NAMES) -> Place | None:
     """Return the newest complete checkpoint of a run below a directory.
 
-    Looks at the file system only; no communication.
+    Reads the file system only, without communication.
 
     Args:
-        root: The directory, or its URL; it need not exist.
+        root: The directory, or its URL. It need not exist.
         pattern: As in :func:`list_checkpoints`.
 
     Returns:
-        The last of :func:`list_checkpoints`, or None when there is none.
+        The last of :func:`list_checkpoints`, or None if there is none.
 
     Example:
         >>> latest_checkpoint("/no/such/directory") is None
         True
     """
-    newest_first = reversed(_named(root, pattern))
+    newest_first = reversed(_sort_named(root, pattern))
     return next((entry for entry in newest_first if _is_complete(place_of(entry))), None)
 
 
 def remove_incomplete(root: PathLike) -> list[Place]:
-    """Delete what interrupted saves and deletions left below a directory.
+    """Delete the leftovers of interrupted saves and deletions below a directory.
 
     Call it on one rank while no save into ``root`` is running, at the start of a job for example.
 
     Args:
-        root: The directory, or its URL; it need not exist.
+        root: The directory, or its URL. It need not exist.
 
     Returns:
-        The directories that were deleted. Nothing complete is touched.
+        The directories that were deleted. Complete checkpoints are never deleted.
 
     Raises:
         OSError: A directory cannot be deleted.
@@ -153,7 +165,7 @@ def remove_incomplete(root: PathLike) -> list[Place]:
     folder = place_of(root)
     if isinstance(folder, RemotePath):
         return [entry for entry in folder.folders() if remove_leftovers(entry)]
-    left = [entry for entry in _local_entries(root) if is_incomplete_name(entry.name)]
+    left = [entry for entry in _list_local_folders(root) if is_incomplete_name(entry.name)]
     for entry in left:
         shutil.rmtree(entry)
     return [*left]
@@ -168,18 +180,18 @@ def keep_last(
 ) -> list[Place]:
     """Delete all but the newest ``n`` complete checkpoints of a run below a directory.
 
-    Only complete checkpoints whose name matches ``pattern`` count and only they are deleted, so the
-    newest good one always stays, however many broken directories there are. Links neither count nor
-    are they deleted or followed. Each checkpoint is renamed before it is deleted, behind a URL its
-    manifest deleted first, so a crash never leaves half of one. Call it on one rank, after a save
-    has finished.
+    Only complete checkpoints with a name that matches ``pattern`` are counted and deleted. The
+    newest good checkpoint always stays, however many broken directories there are. Links are not
+    counted, deleted or followed. A crash never leaves half a checkpoint: before the files are
+    deleted, the checkpoint is renamed or, at a URL, its manifest is deleted. Call it on one rank,
+    after a save has finished.
 
     Args:
-        root: The directory, or its URL; it need not exist.
-        n: How many to keep, at least 1.
+        root: The directory, or its URL. It need not exist.
+        n: The number of checkpoints to keep, at least 1.
         pattern: As in :func:`list_checkpoints`.
-        protect: Names in ``root``, or paths, of checkpoints that neither count nor are deleted; a
-            link protects what it points to.
+        protect: Names in ``root``, or paths, of checkpoints that are neither counted nor deleted. A
+            link protects its target.
 
     Returns:
         The checkpoints that were deleted, oldest first.
@@ -194,11 +206,16 @@ def keep_last(
     """
     if n < 1:
         raise ValueError(f"n must be at least 1, got {n}: the newest checkpoint always stays")
-    protected = _protected(root, protect)
+    given = [protect] if isinstance(protect, str | os.PathLike) else list(protect)
+    folder = place_of(root)
+    protected = {
+        _resolve(folder / text if len(Path(text).parts) == 1 else place_of(text))
+        for text in (os.fspath(one) for one in given)
+    }
     surplus = [
         entry
         for entry in list_checkpoints(root, pattern=pattern)
-        if _resolved(entry) not in protected
+        if _resolve(entry) not in protected
     ][:-n]
     for entry in surplus:
         _delete(entry)
@@ -206,7 +223,7 @@ def keep_last(
 
 
 def _delete(checkpoint: Place) -> None:
-    """Delete a checkpoint that at no moment is half of one."""
+    """Delete a checkpoint that looks complete or absent at any moment."""
     if isinstance(checkpoint, RemotePath):
         for name in (MANIFEST_FILE, METADATA_FILE):
             (checkpoint / name).remove()
@@ -218,26 +235,12 @@ def _delete(checkpoint: Place) -> None:
     shutil.rmtree(doomed)
 
 
-def _protected(root: PathLike, protect: Iterable[PathLike]) -> set[Place]:
-    given = [protect] if isinstance(protect, str | os.PathLike) else list(protect)
-    folder = place_of(root)
-    texts = [os.fspath(one) for one in given]
-    return {
-        _resolved(folder / one if len(Path(one).parts) == 1 else place_of(one)) for one in texts
-    }
-
-
-def _resolved(place: Place) -> Place:
+def _resolve(place: Place) -> Place:
     return place if isinstance(place, RemotePath) else place.resolve()
 
 
-def _entries(root: PathLike) -> list[Place]:
+def _list_local_folders(root: PathLike) -> list[Path]:
     """List the directories below another one, without links to directories."""
-    folder = place_of(root)
-    return [*(folder.folders() if isinstance(folder, RemotePath) else _local_entries(root))]
-
-
-def _local_entries(root: PathLike) -> list[Path]:
     folder = local_path(root)
     if not folder.is_dir():
         return []
@@ -247,25 +250,19 @@ def _local_entries(root: PathLike) -> list[Path]:
     )
 
 
-def _compiled(pattern: Pattern) -> re.Pattern[str]:
-    try:
-        return re.compile(pattern)
-    except re.error as error:
-        raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from error
-
-
-def _step(match: re.Match[str], expression: re.Pattern[str]) -> int:
+def _read_step(match: re.Match[str], expression: re.Pattern[str]) -> int:
     try:
         return int(match[1])
     except (TypeError, ValueError):
         raise ValueError(
             f"the first group of pattern {expression.pattern!r} must be the step, got {match[1]!r} "
-            f"in {match[0]!r}; use (?:...) for groups that are none"
+            f"in {match[0]!r}; use (?:...) for other groups"
         ) from None
 
 
-def _written_at(checkpoint: Place) -> int:
-    """Return nanoseconds; an index is written once, while a directory's own time moves on."""
+def _read_time(checkpoint: Place) -> int:
+    """Return the time of writing in nanoseconds."""
+    # The time of the directory changes with each file in it. An index is written once.
     for name in (MANIFEST_FILE, METADATA_FILE):
         with suppress(OSError):
             file = checkpoint / name

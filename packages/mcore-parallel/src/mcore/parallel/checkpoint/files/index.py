@@ -1,245 +1,327 @@
-"""What a checkpoint holds: its keys, and where in which file each piece of them lies."""
+"""The index of a checkpoint: read from its manifest, or else from torch's ``.metadata``.
+
+``.metadata`` is a pickle. Unpickling can call any function and change the classes that the pickle
+refers to. The interpreter here runs nothing: names stay names, no module is imported, no class is
+looked up, and the results are plain records.
+"""
 
 from __future__ import annotations
 
-from array import array
-from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import accumulate
-from math import prod
-from typing import NamedTuple
+import io
+import os
+import pickle
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 
-from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.checksums import DIGITS
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files.manifest import (
+    DTYPES,
+    MANIFEST_FILE,
+    MANIFEST_START,
+    Index,
+    Piece,
+    StoredKey,
+    decode_manifest,
+    is_inside,
+    is_plain_name,
+)
+from mcore.parallel.checkpoint.files.places import Place, RemotePath, read_regular, size_problems
 from mcore.parallel.checkpoint.sharded import Shape
-from mcore.parallel.tensor_memory import memory_of
+from mcore.parallel.torch_compat import METADATA_FILE
 
-ALIGNMENT_BYTES = 64  # as in archives of torch.save: memory is copied half as fast from odd places
-_LAST = chr(0x10FFFF)  # sorts after every name of a file
-DTYPES = {
-    str(value).removeprefix("torch."): value
-    for value in vars(torch).values()
-    if isinstance(value, torch.dtype)
+OUR_MARK = "mcore.parallel.checkpoint"
+"""In the ``modules`` of a ``.metadata`` whose checkpoint has a manifest."""
+PICKLE_START = b"\x80"
+
+_DCP = "torch.distributed.checkpoint.metadata"
+_PLANNER = "torch.distributed.checkpoint.planner"  # Megatron-LM keeps the plans of a save
+_RECORDS = {
+    (_DCP, "BytesStorageMetadata"),
+    (_DCP, "ChunkStorageMetadata"),
+    (_DCP, "Metadata"),
+    (_DCP, "MetadataIndex"),
+    (_DCP, "StorageMeta"),
+    (_DCP, "TensorProperties"),
+    (_DCP, "TensorStorageMetadata"),
+    (_PLANNER, "BytesIOWriteData"),
+    (_PLANNER, "SavePlan"),
+    (_PLANNER, "TensorWriteData"),
+    (_PLANNER, "WriteItem"),
+    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"),
 }
-"""Every dtype by the only name that files may give it."""
+_CALLS = {
+    ("collections", "OrderedDict"),
+    ("torch", "Size"),
+    ("torch.serialization", "_get_layout"),
+    (_DCP, "_MEM_FORMAT_ENCODING"),
+    (_PLANNER, "WriteItemType"),
+    ("pathlib", "Path"),
+    ("pathlib", "PosixPath"),
+    ("pathlib", "WindowsPath"),
+    ("pathlib", "PurePosixPath"),
+    ("pathlib", "PureWindowsPath"),
+    ("pathlib._local", "Path"),
+    ("pathlib._local", "PosixPath"),
+    ("pathlib._local", "WindowsPath"),
+    ("pathlib._local", "PurePosixPath"),
+    ("pathlib._local", "PureWindowsPath"),
+}
+_HARMLESS = (
+    pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
+    pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1,
+    pickle.BININT2, pickle.LONG, pickle.LONG1, pickle.BINFLOAT, pickle.UNICODE,
+    pickle.BINUNICODE, pickle.SHORT_BINUNICODE, pickle.EMPTY_TUPLE, pickle.TUPLE, pickle.TUPLE1,
+    pickle.TUPLE2, pickle.TUPLE3, pickle.EMPTY_LIST, pickle.LIST, pickle.EMPTY_DICT,
+    pickle.GLOBAL, pickle.STACK_GLOBAL, pickle.GET, pickle.BINGET, pickle.LONG_BINGET,
+    pickle.PUT, pickle.BINPUT, pickle.LONG_BINPUT, pickle.MEMOIZE,
+)  # fmt: skip
 
 
-class Piece(NamedTuple):
-    """A shard of a tensor, or an object, in a file: an archive of torch.save, then zeros."""
+class _Name(NamedTuple):
+    """The name of a class or function that a pickle may refer to."""
 
-    file: str
-    at: int  # its first byte
-    length: int  # of the archive
-    span: int  # up to the next piece
-    checksum: str  # of the span; empty where there is none
-    elements: int | None  # from ``at`` to the first element of a tensor, row-major; None: unknown
-    start: Shape  # in the global tensor
-    shape: Shape
-    transforms: tuple[str, ...] = ()  # what torch's own writer was told to do with the bytes
+    module: str
+    name: str
 
 
-class StoredKey(NamedTuple):
-    """A tensor or an object of a checkpoint."""
+class _Record:
+    """An instance of a class in a pickle: the name of the class and the state of the instance."""
 
-    dtype: torch.dtype | None  # None: an object
-    shape: Shape
-    pieces: tuple[Piece, ...]
+    __slots__ = ("name", "state")
 
+    def __init__(self, name: _Name) -> None:
+        self.name, self.state = name.name, cast("Any", {})
 
-class Index(NamedTuple):
-    """A checkpoint's keys, its files by size (of torch's own at least that), and its checksums."""
-
-    keys: Mapping[str, StoredKey]
-    files: Mapping[str, int]
-    checksums: str  # "xxh3"; "sums" before version 3; "" for torch's own, which has none
-    whole_files: Mapping[str, str] = {}  # checksums of files without pieces
+    def __getitem__(self, field: str) -> Any:
+        return self.state[field]
 
 
-def aligned(position: int) -> int:
-    """Return the first place for a piece at or after a position."""
-    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+_Interpreter: Any = pickle._Unpickler  # type: ignore[attr-defined,unused-ignore]
 
 
-class PackedKeys(Mapping[str, StoredKey]):
-    """Keys and pieces in columns of numbers, from which a key is built when it is asked for.
+class _PlainUnpickler(_Interpreter):  # type: ignore[misc]
+    """Python's interpreter of pickles with few instructions, none of which calls anything."""
 
-    Half a million pieces would take a gigabyte as objects. Pieces are added file by file, in the
-    order in which they lie there. Columns are as narrow as their numbers allow.
-    """
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and name in DTYPES:
+            return DTYPES[name]
+        if (module, name) in _RECORDS or (module, name) in _CALLS:
+            return _Name(module, name)
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
 
-    def __init__(self, files: Mapping[str, int]) -> None:
-        self._sizes = files
-        self._blocks: list[tuple[int, str]] = []  # number of the first piece, and the file
-        self._ends: dict[str, int] = {}
-        self._names: list[str] = []
-        self._kinds: list[torch.dtype | None] = []
-        self._places: dict[str, int] = {}
-        self._dtypes = array("i")  # places in the list of kinds
-        self._axes, self._shapes = array("i"), array("i")
-        self._key_of, self._at = array("i"), array("q")
-        self._lengths, self._elements = array("i"), array("i")
-        self._boxes = array("i")
-        self._checksums = bytearray()
+    def load_newobj(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if type(name) is not _Name or tuple(name) not in _RECORDS or arguments != ():
+            _refuse()
+        self.stack.append(_Record(name))
 
-    def add_keys(
-        self, names: list[str], dtypes: list[str], axes: list[int], shapes: list[int]
-    ) -> None:
-        """Append keys in the order of their names; an object has an empty dtype."""
-        inside = [*self._names[-1:], *names]
-        if not set(map(type, names)) <= {str} or sorted(set(inside)) != inside:
-            raise ValueError("keys are not sorted")
-        self._names += names
-        for name in sorted({*dtypes} - {*self._places}):
-            self._places[name] = len(self._kinds)
-            self._kinds.append(DTYPES[name] if name else None)
-        self._dtypes.extend([self._places[name] for name in dtypes])
-        self._axes = _extended(self._axes, axes)
-        self._shapes = _extended(self._shapes, shapes)
+    def load_reduce(self) -> None:
+        arguments, name = self.stack.pop(), self.stack.pop()
+        if type(name) is not _Name or tuple(name) not in _CALLS or type(arguments) is not tuple:
+            _refuse()
+        if name.name == "OrderedDict":
+            self.stack.append({})
+        else:
+            self.stack.append(arguments[0] if name.name == "Size" else arguments)
 
-    def add_pieces(
-        self,
-        file: str,
-        at: int,
-        keys: list[int],
-        lengths: list[int],
-        elements: list[int],
-        checksums: str,
-        boxes: list[int],
-    ) -> None:
-        """Append pieces of a file from a position on; -1 elements for an object."""
-        if at != aligned(self._ends.get(file, 0)):
-            raise ValueError(f"the pieces of {file} leave a gap")
-        if len(checksums) != DIGITS * len(lengths) or not lengths:
-            raise ValueError("there are not as many checksums as pieces")
-        self._blocks.append((len(self._at), file))
-        steps = [-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths]
-        self._at.extend(accumulate(steps[:-1], initial=at))
-        self._ends[file] = self._at[-1] + lengths[-1]
-        self._key_of = _extended(self._key_of, keys)
-        self._lengths = _extended(self._lengths, lengths)
-        self._elements = _extended(self._elements, elements)
-        self._boxes = _extended(self._boxes, boxes)
-        self._checksums += bytes.fromhex(checksums)
+    def load_build(self) -> None:
+        state = self.stack.pop()
+        if type(self.stack[-1]) is not _Record:
+            _refuse()
+        self.stack[-1].state = state
 
-    def finish(self) -> None:
-        """Check that the columns fit each other and sort the pieces by key; ValueError if not."""
-        counts = {len(self._names), len(self._dtypes), len(self._axes)}
-        columns = {len(c) for c in (self._key_of, self._at, self._lengths, self._elements)}
-        if len(counts) != 1 or len(columns) != 1:
-            raise ValueError("the columns have different lengths")
-        axes, keys = _numbers(self._axes), _numbers(self._key_of)
-        lowest = (axes, keys, _numbers(self._shapes), _numbers(self._lengths))
-        if any(bool((column < 0).any()) for column in lowest) or bool((keys >= len(self)).any()):
-            raise ValueError("a number lies outside its range")
-        if int(axes.sum()) != len(self._shapes):
-            raise ValueError("the shapes do not have as many numbers as axes")
-        self._shape_at = _column(_starts(axes))
-        self._box_at = _column(_starts(2 * axes.index_select(0, keys)))
-        if self._box_at[-1] != len(self._boxes):
-            raise ValueError("the boxes do not have as many numbers as axes")
-        self._order = _column(torch.argsort(keys, stable=True).int())
-        self._first = _column(_starts(torch.bincount(keys, minlength=len(self))).int())
-        if self._ends != self._sizes:
-            raise ValueError("the pieces of some file do not end where it ends")
+    def load_setitem(self) -> None:
+        value, key = self.stack.pop(), self.stack.pop()
+        self._set_items([key, value])
 
-    def __len__(self) -> int:
-        return len(self._names)
+    def load_setitems(self) -> None:
+        self._set_items(self.pop_mark())
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
+    def _set_items(self, items: list[Any]) -> None:
+        keys = items[::2]
+        # Hashing a key of another type, such as a deeply nested tuple, may never end.
+        if type(self.stack[-1]) is not dict or not {type(key) for key in keys} <= {str, _Record}:
+            _refuse()
+        self.stack[-1].update(zip(keys, items[1::2], strict=True))
 
-    def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and self._number(name) is not None
+    def _load_append(self) -> None:
+        value = self.stack.pop()
+        self._extend([value])
 
-    def __getitem__(self, name: str) -> StoredKey:
-        key = self._number(name)
-        if key is None:
-            raise KeyError(name)
-        begin = self._shape_at[key]
-        shape = tuple(self._shapes[begin : begin + self._axes[key]])
-        dtype = self._kinds[self._dtypes[key]]
-        numbers = self._order[self._first[key] : self._first[key + 1]]
-        pieces = tuple(self._piece(number, len(shape)) for number in numbers)
-        stored = StoredKey(dtype, shape, pieces)
-        if not _fits(stored):
-            raise CheckpointingException(
-                f"key {name!r}: its pieces do not fit its shape {shape} and dtype {dtype}; the "
-                "manifest was changed on purpose, take another checkpoint"
-            )
-        return stored
+    def _load_appends(self) -> None:
+        self._extend(self.pop_mark())
 
-    def _number(self, name: str) -> int | None:
-        place = bisect_left(self._names, name)
-        return place if self._names[place : place + 1] == [name] else None
+    def _extend(self, values: list[Any]) -> None:
+        if type(self.stack[-1]) is not list:
+            _refuse()
+        self.stack[-1].extend(values)
 
-    def _piece(self, number: int, axes: int) -> Piece:
-        _, file = self._blocks[bisect_right(self._blocks, (number, _LAST)) - 1]
-        at, length, elements = self._at[number], self._lengths[number], self._elements[number]
-        box = self._box_at[number]
-        digest = self._checksums[number * DIGITS // 2 : (number + 1) * DIGITS // 2]
-        return Piece(
-            file,
-            at,
-            length,
-            min(aligned(at + length), self._sizes[file]) - at,
-            digest.hex(),
-            None if elements < 0 else elements,
-            tuple(self._boxes[box : box + axes]),
-            tuple(self._boxes[box + axes : box + 2 * axes]),
-        )
+    dispatch = {  # noqa: RUF012 - as in the base class
+        **{code[0]: _Interpreter.dispatch[code[0]] for code in _HARMLESS},
+        pickle.NEWOBJ[0]: load_newobj,
+        pickle.REDUCE[0]: load_reduce,
+        pickle.BUILD[0]: load_build,
+        pickle.SETITEM[0]: load_setitem,
+        pickle.SETITEMS[0]: load_setitems,
+        pickle.APPEND[0]: _load_append,
+        pickle.APPENDS[0]: _load_appends,
+    }
 
 
-def _extended(column: array[int], values: list[int]) -> array[int]:
-    """Return a column with more numbers, in a wider one where they need it."""
+class _ValueUnpickler(_PlainUnpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}")
+
+
+def plain_value(content: bytes) -> Any:
+    """Unpickle numbers, text, lists and dicts of text. Any other content raises an error."""
+    return _ValueUnpickler(io.BytesIO(content)).load()
+
+
+def _refuse() -> NoReturn:
+    raise pickle.UnpicklingError("it holds instructions that no index needs")
+
+
+def _unpickle_metadata(content: bytes) -> _Record:
+    root = _PlainUnpickler(io.BytesIO(content)).load()
+    if type(root) is not _Record or root.name != "Metadata":
+        raise pickle.UnpicklingError("it is not the index of a checkpoint")
+    return root
+
+
+def nested_paths(content: bytes) -> dict[str, tuple[str | int, ...]]:
+    """Return the path of each key in nested dicts and lists, as far as an index has it."""
     try:
-        column.extend(array(column.typecode, values))
-    except OverflowError:
-        column = array("q", column)
-        column.extend(array("q", values))
-    return column
+        paths = _unpickle_metadata(content).state.get("planner_data")
+    except Exception:  # a damaged or hostile pickle can raise anything
+        return {}
+    return {
+        name: path
+        for name, path in (paths.items() if type(paths) is dict else ())
+        if type(name) is str
+        and type(path) is tuple
+        and {type(step) for step in path} in ({str}, {int}, {str, int})
+    }
 
 
-def _numbers(column: array[int]) -> torch.Tensor:
-    dtype = torch.int64 if column.typecode == "q" else torch.int32
-    return (
-        torch.frombuffer(column, dtype=dtype)
-        if column
-        else torch.zeros(0, dtype=dtype, device="cpu")
-    )
+def read_index(directory: Place) -> Index:
+    """Return the index of a checkpoint, as one process."""
+    return parse_index(directory, read_index_file(directory))
 
 
-def _column(numbers: torch.Tensor) -> memoryview[int]:
-    """Return numbers as a sequence of ints, each read in a hundredth of the time of a tensor's."""
-    return memory_of(numbers).cast("q" if numbers.dtype == torch.int64 else "i")
+def read_index_file(directory: Place) -> bytes:
+    """Read the manifest of a checkpoint or, if there is none, torch's index."""
+    manifest, metadata = directory / MANIFEST_FILE, directory / METADATA_FILE
+    if _has_name(manifest):
+        return read_regular(manifest, MANIFEST_START)
+    if _has_name(metadata):
+        return read_regular(metadata, PICKLE_START)
+    if not directory.exists():
+        problem = "does not exist. list_checkpoints(...) lists the checkpoints of a run"
+    elif not directory.is_dir():
+        problem = "cannot be read: it is not a directory"
+    else:
+        problem = f"is not a checkpoint: it has no file {MANIFEST_FILE} or {METADATA_FILE}"
+    raise CheckpointingException(f"{directory} {problem}")
 
 
-def _starts(counts: torch.Tensor) -> torch.Tensor:
-    """Return where each of several runs starts, and where the last one ends."""
-    starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
-    torch.cumsum(counts, 0, dtype=torch.int64, out=starts[1:])
-    return starts
+def parse_index(directory: Place, raw: bytes) -> Index:
+    """Return the index in the bytes of :func:`read_index_file`, checked, without running code."""
+    if raw.startswith(MANIFEST_START):
+        return decode_manifest(directory / MANIFEST_FILE, raw)
+    try:
+        root = _unpickle_metadata(raw)
+        keys = _list_keys(root)
+        meta = root.state.get("storage_meta")
+        is_ours = type(meta) is _Record and OUR_MARK in meta.state.get("modules", ())
+    except Exception as error:  # a damaged or hostile pickle can raise anything
+        raise CheckpointingException(
+            f"{directory / METADATA_FILE} cannot be read ({describe_error(error)}). Take another "
+            "checkpoint"
+        ) from error
+    if is_ours:
+        raise CheckpointingException(
+            f"{directory / MANIFEST_FILE} is missing, and without it nothing of this checkpoint "
+            "can be checked. Take another checkpoint"
+        )
+    sizes: dict[str, int] = {}
+    for piece in (piece for stored in keys.values() for piece in stored.pieces):
+        sizes[piece.file] = max(piece.at + piece.length, sizes.get(piece.file, 0))
+    return Index(keys, sizes, has_checksums=False)
 
 
-def _fits(stored: StoredKey) -> bool:
-    if stored.dtype is None:
-        return len(stored.pieces) == 1 and stored.pieces[0].elements is None
-    return all(_piece_fits(piece, stored) for piece in stored.pieces)
+def file_problems(directory: Place, index: Index) -> Iterator[tuple[str, str]]:
+    """Yield the name of each file that is missing or has another size, and the problem."""
+    return size_problems(directory, index.files, at_least=not index.has_checksums)
 
 
-def _piece_fits(piece: Piece, stored: StoredKey) -> bool:
-    if piece.elements is None or stored.dtype is None:
-        return False
-    num_bytes = prod(piece.shape) * stored.dtype.itemsize
-    return piece.elements + num_bytes <= piece.length and is_inside(
-        piece.start, piece.shape, stored.shape
-    )
+def format_keys(keys: Iterable[str]) -> str:
+    """Name the first key of some content, and the number of further keys."""
+    first, *others = dict.fromkeys(keys)
+    return f"it holds key {first!r}" + (f" and {len(others)} more" if others else "")
 
 
-def is_inside(start: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
-    """Return whether a box has the axes of a tensor and lies in it."""
-    return len(start) == len(shape) == len(whole) and all(
-        first >= 0 and size >= 0 and first + size <= total
-        for first, size, total in zip(start, shape, whole, strict=True)
-    )
+def _has_name(path: Place) -> bool:
+    """Return whether a name exists; a broken link counts."""
+    try:
+        return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
+    except OSError as error:
+        raise CheckpointingException(f"{path} cannot be read ({error.strerror})") from error
+
+
+def _list_keys(root: _Record) -> dict[str, StoredKey]:
+    if not isinstance(root["storage_data"], dict):
+        raise ValueError("the locations of the content are missing")
+    places: dict[str, dict[Shape | None, _Record]] = {}
+    for index, place in root["storage_data"].items():
+        offset = index.state.get("offset")
+        start = None if offset is None else _check_shape(offset)
+        places.setdefault(_check_text(index["fqn"]), {})[start] = place
+    return {
+        _check_text(name): _describe_key(described, places.get(name, {}))
+        for name, described in root["state_dict_metadata"].items()
+    }
+
+
+def _describe_key(described: _Record, places: Mapping[Shape | None, _Record]) -> StoredKey:
+    if described.name == "BytesStorageMetadata":
+        [place] = places.values()
+        return StoredKey(None, (), (_describe_piece(place, (), ()),))
+    if described.name != "TensorStorageMetadata":
+        raise ValueError(f"{described.name} is not a tensor")
+    properties = described["properties"].state
+    dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError("a tensor has no dtype")
+    whole, pieces = _check_shape(described["size"]), []
+    for chunk in described["chunks"]:
+        start, shape = _check_shape(chunk["offsets"]), _check_shape(chunk["sizes"])
+        if not is_inside(start, shape, whole):
+            raise ValueError(f"a shard {start} {shape} is outside its tensor {whole}")
+        pieces.append(_describe_piece(places[start], start, shape))
+    return StoredKey(dtype, whole, tuple(pieces))
+
+
+def _describe_piece(place: _Record, start: Shape, shape: Shape) -> Piece:
+    name, at, length = _check_text(place["relative_path"]), place["offset"], place["length"]
+    if not is_plain_name(name):
+        raise ValueError(f"{name!r} is not the plain name of a file")
+    at, length = _check_shape((at, length))
+    transforms = tuple(_check_text(one) for one in place.state.get("transform_descriptors") or ())
+    return Piece(name, at, length, length, "", None, start, shape, transforms)
+
+
+def _check_shape(numbers: Any) -> Shape:
+    if not isinstance(numbers, list | tuple) or not all(
+        type(number) is int and 0 <= number < 1 << 63 for number in numbers
+    ):
+        raise ValueError("a shape or position is not made of sizes")
+    return tuple(numbers)
+
+
+def _check_text(value: Any) -> str:
+    if type(value) is not str:
+        raise ValueError("a name is not text")
+    return value

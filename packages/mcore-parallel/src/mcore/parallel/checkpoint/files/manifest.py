@@ -1,140 +1,100 @@
-"""The manifest: all that a load has to know, written last and read first, by one rank for all."""
+"""The manifest: the keys, files and checksums of a checkpoint, written last and read first.
+
+A load reads the manifest on one rank, which sends it to all others.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import re
+from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import islice
-from typing import Any, NamedTuple
+from itertools import accumulate, islice
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.checksums import DIGITS, checksum_of, sums_of
-from mcore.parallel.checkpoint.files.index import Index, PackedKeys, Piece, StoredKey
-from mcore.parallel.checkpoint.files.metadata_file import PICKLE_START, is_plain_name, stock_index
-from mcore.parallel.checkpoint.files.regular_files import (
-    Place,
-    read_regular,
-    size_problems,
-)
-from mcore.parallel.checkpoint.files.remote import RemotePath
+from mcore.parallel.checkpoint.files.checksums import DIGITS, checksum_of
 from mcore.parallel.checkpoint.sharded import Shape
-from mcore.parallel.torch_compat import METADATA_FILE
+from mcore.parallel.tensor_memory import memory_of
+
+if TYPE_CHECKING:
+    from mcore.parallel.checkpoint.files.places import Place
 
 MANIFEST_FILE = "manifest.json"
-_START = b'{"format": "mcore sharded checkpoint", "version": '
-_HEADER = _START + b'3, "content": [\n'
+MANIFEST_START = b'{"format": "mcore sharded checkpoint", "version": '
+ALIGNMENT_BYTES = 64  # as in archives of torch.save: unaligned memory is copied half as fast
+DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype)
+}
+"""Every dtype by its name in files."""
+
+_HEADER = MANIFEST_START + b'3, "content": [\n'
 _END = b'], "checksum": "'
 _AFTER = b'"}\n'
-_VERSION = re.compile(rb"\d*")
-_ROWS = 4096  # a line's numbers become objects, so a line holds a limited number
+_ROWS = 4096  # per line: json makes objects of a whole line, which bounds the memory
+_LAST = chr(0x10FFFF)  # sorts after every file name
+
+
+class Piece(NamedTuple):
+    """A shard of a tensor, or an object, in a file: an archive of torch.save, then zeros."""
+
+    file: str
+    at: int  # its first byte
+    length: int  # of the archive
+    span: int  # up to the next piece
+    checksum: str  # of the span, empty if unknown
+    elements: int | None  # from ``at`` to a tensor's first element, None if unknown
+    start: Shape  # in the global tensor
+    shape: Shape
+    transforms: tuple[str, ...] = ()  # applied to the bytes by torch's writer
+
+
+class StoredKey(NamedTuple):
+    """A tensor or an object of a checkpoint."""
+
+    dtype: torch.dtype | None  # None: an object
+    shape: Shape
+    pieces: tuple[Piece, ...]
+
+
+class Index(NamedTuple):
+    """The keys of a checkpoint, its files and their checksums."""
+
+    keys: Mapping[str, StoredKey]
+    files: Mapping[str, int]  # sizes in bytes, without a manifest the least sizes
+    has_checksums: bool  # False without a manifest: torch's index has none
+    whole_files: Mapping[str, str] = {}  # checksums of files without pieces
 
 
 class FileRecord(NamedTuple):
-    """A file of a checkpoint: its size in bytes, and the pieces in it, in their order."""
+    """A file of a checkpoint: its size in bytes, and its pieces in order, after their keys."""
 
     size: int
-    pieces: Sequence[tuple[str, Piece]]  # after their keys
+    pieces: Sequence[tuple[str, Piece]]
 
 
-class RawIndex(NamedTuple):
-    """What one rank reads and shares: manifest and, where that does not say all, torch's index."""
-
-    manifest: bytes
-    metadata: bytes
-
-
-def read_raw_index(directory: Place) -> RawIndex:
-    """Read the files that say what a checkpoint holds; empty bytes where one is not needed."""
-    manifest, metadata = directory / MANIFEST_FILE, directory / METADATA_FILE
-    if not _has_name(manifest):
-        if not _has_name(metadata):
-            raise CheckpointingException(_no_checkpoint(directory))
-        return RawIndex(b"", read_regular(metadata, PICKLE_START))
-    raw = read_regular(manifest, _START)
-    is_alone = not raw.startswith(_START + b"2,")
-    return RawIndex(raw, b"" if is_alone else read_regular(metadata, PICKLE_START))
-
-
-def parsed_index(directory: Place, raw: RawIndex) -> Index:
-    """Return what :func:`read_raw_index` read, checked; no code of it is run."""
-    if not raw.manifest:
-        index, is_ours = stock_index(directory, raw.metadata)
-        if is_ours:
-            raise CheckpointingException(
-                f"{directory / MANIFEST_FILE} is missing, without which nothing of this checkpoint "
-                "can be checked; take another checkpoint"
-            )
-        return index
-    path = directory / MANIFEST_FILE
-    version = _VERSION.match(raw.manifest, len(_START))
-    if version is None or version[0] not in (b"2", b"3"):
-        raise CheckpointingException(
-            f"{path} is of another version than 2 or 3: another version of mcore-parallel wrote "
-            "it, or it has changed"
-        )
-    try:
-        if version[0] == b"2":
-            return _version_2(directory, raw)
-        return _version_3(raw.manifest)
-    except CheckpointingException:
-        raise
-    except (_ChangedError, json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointingException(
-            f"{path} has changed since it was saved; take another checkpoint"
-        ) from error
-    except Exception as error:  # whatever the parser makes of what somebody wrote on purpose
-        raise CheckpointingException(
-            f"{path} contradicts itself ({type(error).__name__}: {error}); take another checkpoint"
-        ) from error
-
-
-def read_index(directory: Place) -> Index:
-    """Return what a checkpoint holds, as one process."""
-    return parsed_index(directory, read_raw_index(directory))
-
-
-def file_problems(directory: Place, index: Index) -> Iterator[tuple[str, str]]:
-    """Yield the files that are missing or have another size, and what is wrong."""
-    return size_problems(directory, index.files, at_least=not index.checksums)
-
-
-class _ChangedError(Exception):
-    """The checksum at the end of a manifest is not that of its content."""
-
-
-def _has_name(path: Place) -> bool:
-    """Return whether there is something of a name, be it a link to nothing."""
-    try:
-        return path.exists() if isinstance(path, RemotePath) else os.path.lexists(path)
-    except OSError as error:
-        raise CheckpointingException(f"{path} cannot be read ({error.strerror})") from error
-
-
-def _no_checkpoint(directory: Place) -> str:
-    if not directory.exists():
-        return f"{directory} does not exist; list_checkpoints(...) lists those of a run"
-    if not directory.is_dir():
-        return f"{directory} cannot be read: it is not a directory"
-    return f"{directory} is not a checkpoint: it has no file {MANIFEST_FILE} or {METADATA_FILE}"
-
-
-def manifest_of(
+def encode_manifest(
     keys: Mapping[str, tuple[str, Shape]],
     files: Mapping[str, FileRecord],
     whole_files: Mapping[str, tuple[int, str]],
 ) -> bytes:
     """Return the manifest of some files.
 
-    ``keys`` has dtype, empty for an object, and global shape; ``whole_files`` size and checksum.
+    ``keys`` has dtype, empty for an object, and global shape. ``whole_files`` has size and
+    checksum.
     """
-    lines = [json.dumps(line).encode() for line in _lines(keys, files, whole_files)]
+    lines = [json.dumps(line).encode() for line in _list_lines(keys, files, whole_files)]
     content = _HEADER + b",\n".join(lines) + b"\n"
     return content + _END + checksum_of(content).encode() + _AFTER
 
 
-def _lines(
+def _list_lines(
     keys: Mapping[str, tuple[str, Shape]],
     files: Mapping[str, FileRecord],
     whole_files: Mapping[str, tuple[int, str]],
@@ -142,7 +102,7 @@ def _lines(
     sizes = {name: (record.size, "") for name, record in files.items()}
     yield {"files": dict(sorted({**sizes, **whole_files}.items()))}
     names = sorted(keys)
-    for rows in _batches(names):
+    for rows in _split_rows(names):
         yield {
             "keys": rows,
             "dtypes": [keys[name][0] for name in rows],
@@ -151,7 +111,7 @@ def _lines(
         }
     numbers = {name: number for number, name in enumerate(names)}
     for file, record in sorted(files.items()):
-        for named in _batches(record.pieces):
+        for named in _split_rows(record.pieces):
             pieces = [piece for _, piece in named]
             yield {
                 "file": file,
@@ -164,76 +124,250 @@ def _lines(
             }
 
 
-def _batches(rows: Sequence[Any]) -> Iterator[list[Any]]:
+def _split_rows(rows: Sequence[Any]) -> Iterator[list[Any]]:
     left = iter(rows)
     while batch := list(islice(left, _ROWS)):
         yield batch
 
 
-def _version_3(raw: bytes) -> Index:
+def decode_manifest(path: Place, raw: bytes) -> Index:
+    """Return the content of a manifest, checked."""
+    version = re.split(rb"[,}]", raw[len(MANIFEST_START) : len(MANIFEST_START) + 20])[0]
+    if version != b"3":
+        raise CheckpointingException(
+            f"{path} has version {version.decode(errors='backslashreplace')}, but this version of "
+            "mcore-parallel reads version 3 only. Either another version wrote it, or the file has "
+            "changed. Take another checkpoint"
+        )
     end = len(raw) - len(_END) - DIGITS - len(_AFTER)
     closing = _END + checksum_of(memoryview(raw)[: max(end, 0)]).encode() + _AFTER
     if not raw.startswith(_HEADER) or not raw.endswith(closing):
-        raise _ChangedError
-    lines = _json_lines(raw, len(_HEADER), end)
+        raise CheckpointingException(
+            f"{path} has changed since it was saved. Take another checkpoint"
+        )
+    try:
+        return _parse_lines(raw, end)
+    except Exception as error:  # any error of the parser: a hostile file may contain anything
+        raise CheckpointingException(
+            f"{path} contradicts itself ({type(error).__name__}: {error}). Take another checkpoint"
+        ) from error
+
+
+def _parse_lines(raw: bytes, end: int) -> Index:
+    lines = _load_lines(raw, len(_HEADER), end)
     files: dict[str, tuple[int, str]] = {
         name: (size, checksum) for name, (size, checksum) in next(lines)["files"].items()
     }
     if not all(is_plain_name(name) and type(size) is int for name, (size, _) in files.items()):
         raise ValueError("a file has no plain name or no size")
-    packed = PackedKeys({name: size for name, (size, checksum) in files.items() if not checksum})
+    keys = KeyTable({name: size for name, (size, checksum) in files.items() if not checksum})
     for line in lines:
-        (packed.add_pieces if "file" in line else packed.add_keys)(*line.values())
-    packed.finish()
+        (keys.add_pieces if "file" in line else keys.add_keys)(*line.values())
+    keys.finish()
     return Index(
-        packed,
+        keys,
         {name: size for name, (size, _) in files.items()},
-        "xxh3",
+        True,
         {name: checksum for name, (_, checksum) in files.items() if checksum},
     )
 
 
-def _json_lines(raw: bytes, position: int, end: int) -> Iterator[Any]:
-    """Parse line by line: the objects of all lines at once would take ten times the memory."""
+def _load_lines(raw: bytes, position: int, end: int) -> Iterator[Any]:
+    # Line by line: the objects of all lines at once would need ten times the memory.
     while position < end:
         next_line = raw.index(b"\n", position) + 1
         yield json.loads(raw[position:next_line].rstrip(b",\n"))
         position = next_line
 
 
-def _version_2(directory: Place, raw: RawIndex) -> Index:
-    """Read a manifest that lists only pieces, and torch's index, which says what they are."""
-    content = json.loads(raw.manifest)
-    checksum = content.pop("checksum")
-    checked = {**content, "checksum": sums_of(json.dumps(content).encode())}
-    if checksum != checked["checksum"] or (json.dumps(checked) + "\n").encode() != raw.manifest:
-        raise _ChangedError
-    sizes = {name: entry["bytes"] for name, entry in content["files"].items()}
-    parts = {
-        (name, part[0]): part for name, entry in content["files"].items() for part in entry["parts"]
-    }
-    if not all(is_plain_name(name) for name in sizes):
-        raise ValueError("a file has no plain name")
-    if parts[METADATA_FILE, 0][2] != sums_of(raw.metadata):
-        raise CheckpointingException(
-            f"{directory / METADATA_FILE} has changed since it was saved, or the manifest is that "
-            "of another checkpoint; take another checkpoint"
+class KeyTable(Mapping[str, StoredKey]):
+    """Keys and pieces as columns of numbers; looking a key up builds it.
+
+    As objects, half a million pieces need a gigabyte. Pieces are added file by file, in the order
+    in which they are stored. Columns are as narrow as their numbers allow.
+    """
+
+    def __init__(self, files: Mapping[str, int]) -> None:
+        self._sizes = files
+        self._blocks: list[tuple[int, str]] = []  # number of the first piece, and the file
+        self._ends: dict[str, int] = {}
+        self._names: list[str] = []
+        self._kinds: list[torch.dtype | None] = []
+        self._places: dict[str, int] = {}
+        self._dtypes = array("i")  # positions in ``_kinds``
+        self._axes, self._shapes = array("i"), array("i")
+        self._key_of, self._at = array("i"), array("q")
+        self._lengths, self._elements = array("i"), array("i")
+        self._boxes = array("i")
+        self._checksums = bytearray()
+
+    def add_keys(
+        self, names: list[str], dtypes: list[str], axes: list[int], shapes: list[int]
+    ) -> None:
+        """Append keys in the order of their names. An object has an empty dtype."""
+        inside = [*self._names[-1:], *names]
+        if not set(map(type, names)) <= {str} or sorted(set(inside)) != inside:
+            raise ValueError("keys are not sorted")
+        self._names += names
+        for name in sorted({*dtypes} - {*self._places}):
+            self._places[name] = len(self._kinds)
+            self._kinds.append(DTYPES[name] if name else None)
+        self._dtypes.extend([self._places[name] for name in dtypes])
+        self._axes = _extend(self._axes, axes)
+        self._shapes = _extend(self._shapes, shapes)
+
+    def add_pieces(
+        self,
+        file: str,
+        at: int,
+        keys: list[int],
+        lengths: list[int],
+        elements: list[int],
+        checksums: str,
+        boxes: list[int],
+    ) -> None:
+        """Append pieces of a file from a position on. An object has -1 elements."""
+        # Positions are implied: a piece starts at the first aligned byte after the previous piece.
+        if at != aligned(self._ends.get(file, 0)):
+            raise ValueError(f"the pieces of {file} leave a gap")
+        if len(checksums) != DIGITS * len(lengths) or not lengths:
+            raise ValueError("there are not as many checksums as pieces")
+        self._blocks.append((len(self._at), file))
+        steps = [-(-length // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for length in lengths]
+        self._at.extend(accumulate(steps[:-1], initial=at))
+        self._ends[file] = self._at[-1] + lengths[-1]
+        self._key_of = _extend(self._key_of, keys)
+        self._lengths = _extend(self._lengths, lengths)
+        self._elements = _extend(self._elements, elements)
+        self._boxes = _extend(self._boxes, boxes)
+        self._checksums += bytes.fromhex(checksums)
+
+    def finish(self) -> None:
+        """Check that the columns fit each other (else ValueError) and sort the pieces by key."""
+        counts = {len(self._names), len(self._dtypes), len(self._axes)}
+        columns = {len(c) for c in (self._key_of, self._at, self._lengths, self._elements)}
+        if len(counts) != 1 or len(columns) != 1:
+            raise ValueError("the columns have different lengths")
+        axes, keys = _view_numbers(self._axes), _view_numbers(self._key_of)
+        # Checked once here, so that lookups can index without further checks.
+        lowest = (axes, keys, _view_numbers(self._shapes), _view_numbers(self._lengths))
+        if any(bool((column < 0).any()) for column in lowest) or bool((keys >= len(self)).any()):
+            raise ValueError("a number is outside its range")
+        if int(axes.sum()) != len(self._shapes):
+            raise ValueError("the shapes do not have as many numbers as axes")
+        self._shape_at = _view_ints(_sum_starts(axes))
+        self._box_at = _view_ints(_sum_starts(2 * axes.index_select(0, keys)))
+        if self._box_at[-1] != len(self._boxes):
+            raise ValueError("the boxes do not have as many numbers as axes")
+        self._order = _view_ints(torch.argsort(keys, stable=True).int())
+        self._first = _view_ints(_sum_starts(torch.bincount(keys, minlength=len(self))).int())
+        if self._ends != self._sizes:
+            raise ValueError("the pieces of a file do not end at its size")
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and self._find_number(name) is not None
+
+    def __getitem__(self, name: str) -> StoredKey:
+        key = self._find_number(name)
+        if key is None:
+            raise KeyError(name)
+        begin = self._shape_at[key]
+        shape = tuple(self._shapes[begin : begin + self._axes[key]])
+        dtype = self._kinds[self._dtypes[key]]
+        numbers = self._order[self._first[key] : self._first[key + 1]]
+        pieces = tuple(self._build_piece(number, len(shape)) for number in numbers)
+        stored = StoredKey(dtype, shape, pieces)
+        if not _is_consistent(stored):
+            raise CheckpointingException(
+                f"key {name!r}: its pieces do not fit its shape {shape} and dtype {dtype}, though "
+                "the checksum of the manifest is right. The program that wrote the manifest may "
+                "have a bug. Take another checkpoint"
+            )
+        return stored
+
+    def _find_number(self, name: str) -> int | None:
+        place = bisect_left(self._names, name)
+        return place if self._names[place : place + 1] == [name] else None
+
+    def _build_piece(self, number: int, axes: int) -> Piece:
+        _, file = self._blocks[bisect_right(self._blocks, (number, _LAST)) - 1]
+        at, length, elements = self._at[number], self._lengths[number], self._elements[number]
+        box = self._box_at[number]
+        digest = self._checksums[number * DIGITS // 2 : (number + 1) * DIGITS // 2]
+        return Piece(
+            file,
+            at,
+            length,
+            min(aligned(at + length), self._sizes[file]) - at,
+            digest.hex(),
+            None if elements < 0 else elements,
+            tuple(self._boxes[box : box + axes]),
+            tuple(self._boxes[box + axes : box + 2 * axes]),
         )
-    stock, _ = stock_index(directory, raw.metadata)
-    keys = {
-        name: StoredKey(
-            stored.dtype,
-            stored.shape,
-            tuple(_with_part(piece, parts[piece.file, piece.at]) for piece in stored.pieces),
-        )
-        for name, stored in stock.keys.items()
-    }
-    return Index(keys, sizes, "sums")
 
 
-def _with_part(piece: Piece, part: Sequence[Any]) -> Piece:
-    at, span, checksum, elements_at = part
-    if span < piece.length:
-        raise ValueError(f"the piece at {at} of {piece.file} is longer than the manifest says")
-    elements = None if elements_at is None else elements_at - at
-    return piece._replace(span=span, checksum=checksum, elements=elements)
+def _extend(column: array[int], values: list[int]) -> array[int]:
+    """Return a column with more numbers, wider if they need it."""
+    try:
+        column.extend(array(column.typecode, values))
+    except OverflowError:
+        column = array("q", column)
+        column.extend(array("q", values))
+    return column
+
+
+def _view_numbers(column: array[int]) -> torch.Tensor:
+    dtype = torch.int64 if column.typecode == "q" else torch.int32
+    return (
+        torch.frombuffer(column, dtype=dtype)
+        if column
+        else torch.zeros(0, dtype=dtype, device="cpu")
+    )
+
+
+def _view_ints(numbers: torch.Tensor) -> memoryview[int]:
+    # Indexing a memoryview of ints is a hundred times faster than indexing a tensor.
+    return memory_of(numbers).cast("q" if numbers.dtype == torch.int64 else "i")
+
+
+def _sum_starts(counts: torch.Tensor) -> torch.Tensor:
+    """Return the start of each of several runs, then the end of the last run."""
+    starts = torch.zeros(len(counts) + 1, dtype=torch.int64, device="cpu")
+    torch.cumsum(counts, 0, dtype=torch.int64, out=starts[1:])
+    return starts
+
+
+def _is_consistent(stored: StoredKey) -> bool:
+    if stored.dtype is None:
+        return len(stored.pieces) == 1 and stored.pieces[0].elements is None
+    itemsize = stored.dtype.itemsize
+    return all(
+        piece.elements is not None
+        and piece.elements + prod(piece.shape) * itemsize <= piece.length
+        and is_inside(piece.start, piece.shape, stored.shape)
+        for piece in stored.pieces
+    )
+
+
+def aligned(position: int) -> int:
+    """Return the first place for a piece at or after a position."""
+    return -(-position // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def is_plain_name(name: str) -> bool:
+    """Return whether a name is that of a file directly in the checkpoint's directory."""
+    return name not in ("", ".", "..") and not set(name) & set("/\\\0") and ":" not in name
+
+
+def is_inside(start: Sequence[int], shape: Sequence[int], whole: Sequence[int]) -> bool:
+    """Return whether a box has as many axes as a tensor and is inside it."""
+    return len(start) == len(shape) == len(whole) and all(
+        first >= 0 and size >= 0 and first + size <= total
+        for first, size, total in zip(start, shape, whole, strict=True)
+    )

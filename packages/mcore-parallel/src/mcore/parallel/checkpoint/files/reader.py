@@ -1,4 +1,4 @@
-"""Reads of pieces of a checkpoint, each checked before or while it is copied to its targets."""
+"""Reads of pieces of a checkpoint, each checked before or while it is copied to targets."""
 
 from __future__ import annotations
 
@@ -23,25 +23,28 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem, loaded
-from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in, sums_in
-from mcore.parallel.checkpoint.files.index import Index, Piece, StoredKey
-from mcore.parallel.checkpoint.files.metadata_file import keys_text
-from mcore.parallel.checkpoint.files.regular_files import (
-    Place,
-    open_regular,
-    size_problem,
+from mcore.parallel.checkpoint.files.archive import (
+    CheckedStream,
+    FileSlice,
+    Part,
+    archive_problem,
+    load_archive,
+    read_shard,
+    read_slice,
 )
-from mcore.parallel.checkpoint.files.slices import CheckedStream, Part, read_slice, sweep
+from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
+from mcore.parallel.checkpoint.files.index import format_keys
+from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
+from mcore.parallel.checkpoint.files.places import Place, open_regular, size_problem
 from mcore.parallel.torch_compat import file_part
 
 Verify = Literal["while_reading", "before", False]
 
-_DEVICE_SCRATCH_BYTES = 1 << 25  # on the way to an accelerator, few large copies are fastest
+_DEVICE_SCRATCH_BYTES = 1 << 25  # few large copies to an accelerator are fastest
 
 
 def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
-    """Describe some keys as torch.distributed.checkpoint does, but for where they lie."""
+    """Describe some keys as torch.distributed.checkpoint does, without their locations."""
     described: dict[str, Any] = {}
     for name, stored in keys.items():
         if stored.dtype is None:
@@ -56,21 +59,13 @@ def metadata_of(keys: Mapping[str, StoredKey]) -> Metadata:
     return Metadata(described)
 
 
-def _place_of(piece: Piece) -> Any:
-    """Return where a piece lies in terms of torch.distributed.checkpoint."""
-    place = file_part(piece.file, piece.at, piece.length)
-    if piece.transforms:
-        place.transform_descriptors = list(piece.transforms)
-    return place
-
-
 def index_of(name: str, stored: StoredKey, piece: Piece) -> MetadataIndex:
-    """Return what a plan calls a piece."""
+    """Return the index of a piece in a plan."""
     return MetadataIndex(name, None if stored.dtype is None else piece.start)
 
 
 class _Wanted(NamedTuple):
-    """A piece of a plan, and the items that need it."""
+    """A piece of a plan and the items that need it."""
 
     piece: Piece
     dtype: torch.dtype | None
@@ -78,12 +73,12 @@ class _Wanted(NamedTuple):
 
     @property
     def key(self) -> str:
-        """Return the key that it is a part of."""
+        """Return the key of the piece."""
         return self.items[0].storage_index.fqn
 
 
 class CheckedReader:
-    """Reads what a rank needs of a checkpoint, and nothing that is not as it was saved."""
+    """Reads the pieces that a rank needs of a checkpoint. A changed piece is an error."""
 
     def __init__(
         self, directory: Place, index: Index, keys: dict[str, StoredKey], verify: Verify
@@ -104,22 +99,22 @@ class CheckedReader:
         return self._metadata
 
     def check_plan(self, plan: LoadPlan) -> None:
-        """Check the size of all files that a plan needs and, if asked to, all it reads."""
-        for name, wanted in self._by_file(plan.items):
+        """Check the sizes of a plan's files and, with ``verify="before"``, their content."""
+        for name, wanted in self._group_by_file(plan.items):
             end = max(one.piece.at + one.piece.length for one in wanted)
             problem = size_problem(self._directory / name, end, at_least=True)
             if problem is not None:
-                keys = keys_text(one.key for one in wanted)
-                raise CheckpointingException(f"{problem}; {keys}; take another checkpoint")
+                keys = format_keys(one.key for one in wanted)
+                raise CheckpointingException(f"{problem}; {keys}. Take another checkpoint")
             if self._verify == "before":
                 with open_regular(self._directory / name) as stream:
                     for one in wanted:
                         self._check(stream, one)
 
     def read_objects(self, plan: LoadPlan, planner: Any) -> None:
-        """Read the objects of a plan; nothing is changed in place."""
+        """Read the objects of a plan. Nothing is changed in place."""
         items = [item for item in plan.items if item.type == LoadItemType.BYTE_IO]
-        for name, wanted in self._by_file(items):
+        for name, wanted in self._group_by_file(items):
             with open_regular(self._directory / name) as stream:
                 for one in wanted:
                     self._check_now(stream, one)
@@ -133,20 +128,20 @@ class CheckedReader:
     def read_tensors(self, plan: LoadPlan, planner: Any) -> None:
         """Read the tensors of a plan into their targets."""
         items = [item for item in plan.items if item.type != LoadItemType.BYTE_IO]
-        for name, wanted in self._by_file(items):
+        for name, wanted in self._group_by_file(items):
             with open_regular(self._directory / name) as stream:
                 for one in wanted:
                     self._read_tensor(stream, one, planner)
 
-    def _by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[_Wanted]]]:
-        """Yield what items need, in the order of the files, each piece once."""
+    def _group_by_file(self, items: Sequence[ReadItem]) -> Iterator[tuple[str, list[_Wanted]]]:
+        """Yield the pieces that items need, each once, in the order of the files."""
         users: dict[MetadataIndex, list[ReadItem]] = {}
         for item in items:
             users.setdefault(item.storage_index, []).append(item)
-        wanted = [_Wanted(*self._pieces[index], own) for index, own in users.items()]
+        wanted = [_Wanted(*self._pieces[index], inside) for index, inside in users.items()]
         wanted.sort(key=lambda one: (one.piece.file, one.piece.at))
-        for name, inside in groupby(wanted, lambda one: one.piece.file):
-            yield name, list(inside)
+        for name, pieces in groupby(wanted, lambda one: one.piece.file):
+            yield name, list(pieces)
 
     def _check_now(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         if self._verify == "while_reading":
@@ -154,26 +149,25 @@ class CheckedReader:
 
     def _check(self, stream: io.RawIOBase, wanted: _Wanted) -> None:
         piece = wanted.piece
-        with self._named_problems(wanted):
-            if self._index.checksums:
-                compute = checksum_in if self._index.checksums == "xxh3" else sums_in
-                found = compute(stream, piece.at, piece.span, self._scratch)
+        with self._name_problems(wanted):
+            if self._index.has_checksums:
+                found = checksum_in(stream, piece.at, piece.span, self._scratch)
                 problem = None if found == piece.checksum else "its checksum differs"
             elif piece.transforms:
                 problem = None
             else:
                 problem = archive_problem(FileSlice(stream, piece.at, piece.length))
         if problem is not None:
-            raise self._changed(wanted, problem)
+            raise self._report_change(wanted, problem)
 
-    def _changed(self, wanted: _Wanted, problem: str) -> CheckpointingException:
+    def _report_change(self, wanted: _Wanted, problem: str) -> CheckpointingException:
         return CheckpointingException(
             f"{self._directory / wanted.piece.file}: the content of key {wanted.key!r} has changed "
-            f"since it was saved ({problem}); take another checkpoint"
+            f"since it was saved ({problem}). Take another checkpoint"
         )
 
     @contextmanager
-    def _named_problems(
+    def _name_problems(
         self, wanted: _Wanted, errors: tuple[type[Exception], ...] = (OSError, EOFError)
     ) -> Iterator[None]:
         try:
@@ -183,13 +177,13 @@ class CheckedReader:
         except errors as error:
             raise CheckpointingException(
                 f"{self._directory / wanted.piece.file}: key {wanted.key!r} cannot be read "
-                f"({describe_error(error)}); take another checkpoint"
+                f"({describe_error(error)}). Take another checkpoint"
             ) from error
 
     def _read_tensor(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
         piece, dtype = wanted.piece, wanted.dtype
-        is_checked_on_the_way = self._verify == "while_reading" and self._index.checksums == "xxh3"
-        if not is_checked_on_the_way:
+        is_checked_while_copied = self._verify == "while_reading" and self._index.has_checksums
+        if not is_checked_while_copied:
             self._check_now(stream, wanted)
         if piece.elements is None or dtype is None:
             if isinstance(self._directory, Path) or piece.transforms:
@@ -200,32 +194,27 @@ class CheckedReader:
         parts = [
             Part(tuple(item.storage_offsets), planner.resolve_tensor(item)) for item in wanted.items
         ]
-        scratch = self._scratch_for(parts)
+        scratch = self._scratch
+        if not all(part.target.is_cpu for part in parts):
+            scratch = self._device_scratch = self._device_scratch or Scratch(_DEVICE_SCRATCH_BYTES)
         first = piece.at + piece.elements
-        with self._named_problems(wanted):
-            if is_checked_on_the_way:
+        with self._name_problems(wanted):
+            if is_checked_while_copied:
                 num_bytes = prod(piece.shape) * dtype.itemsize
                 checked = CheckedStream(stream, piece.at, scratch)
                 checked.skip(piece.elements)
-                sweep(checked, piece.shape, parts, dtype)
+                read_shard(checked, piece.shape, parts, dtype)
                 checked.skip(piece.span - piece.elements - num_bytes)
-                if checked.running.digits() != piece.checksum:
-                    raise self._changed(wanted, "its checksum differs")
+                if checked.running.hexdigest() != piece.checksum:
+                    raise self._report_change(wanted, "its checksum differs")
             else:
                 for part in parts:
                     read_slice(stream, first, piece.shape, part.start, part.target, dtype, scratch)
 
-    def _scratch_for(self, parts: Sequence[Part]) -> Scratch:
-        if all(part.target.is_cpu for part in parts):
-            return self._scratch
-        if self._device_scratch is None:
-            self._device_scratch = Scratch(_DEVICE_SCRATCH_BYTES)
-        return self._device_scratch
-
     def _read_archive(self, stream: io.RawIOBase, wanted: _Wanted, planner: Any) -> None:
-        """Read an archive of torch's own, which may hold more than the elements."""
-        with self._named_problems(wanted, (Exception,)):
-            whole = loaded(stream, wanted.piece.at, wanted.piece.length)
+        """Read an archive that torch's writer made, which may contain more than the elements."""
+        with self._name_problems(wanted, (Exception,)):
+            whole = load_archive(stream, wanted.piece.at, wanted.piece.length)
             for item in wanted.items:
                 source = whole
                 for dim, start in enumerate(item.storage_offsets):
@@ -233,14 +222,17 @@ class CheckedReader:
                 planner.resolve_tensor(item).copy_(source)
 
     def _read_as_torch(self, wanted: _Wanted, planner: Any) -> None:
-        """Have torch read an archive of its own, and undo what was done to it."""
+        """Read an archive by torch's reader, which undoes transforms such as compression."""
         if not isinstance(self._directory, Path):
             raise CheckpointingException(
                 f"{self._directory}: key {wanted.key!r} was stored through "
-                f"{', '.join(wanted.piece.transforms)}; load it from a copy on a local file system"
+                f"{', '.join(wanted.piece.transforms)}. Load it from a copy on a local file system"
             )
         reader = FileSystemReader(self._directory)
-        places = {item.storage_index: _place_of(wanted.piece) for item in wanted.items}
+        place = file_part(wanted.piece.file, wanted.piece.at, wanted.piece.length)
+        if wanted.piece.transforms:
+            place.transform_descriptors = list(wanted.piece.transforms)
+        places = {item.storage_index: place for item in wanted.items}
         reader.set_up_storage_reader(Metadata({}, storage_data=places), False)
-        with self._named_problems(wanted, (Exception,)):
+        with self._name_problems(wanted, (Exception,)):
             reader.read_data(LoadPlan(wanted.items), planner).wait()

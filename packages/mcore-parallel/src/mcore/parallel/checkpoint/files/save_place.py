@@ -1,12 +1,14 @@
-"""Where the files of a save are made, and how they become a checkpoint all at once.
+"""Where the files of a save are written, and how they become a checkpoint in one step.
 
-On a file system that is mounted here it is the rename of a hidden folder. Behind a URL nothing can
-be renamed at once: the files lie in the folder itself, under names that no other save uses, and the
-manifest that lists them is written last.
+On a mounted file system, the files are written into a hidden folder, which one rename makes the
+checkpoint. At a URL nothing can be renamed in one step. There the files are written into the final
+folder, under names that no other save uses, and the manifest that lists them is written last.
 """
 
 from __future__ import annotations
 
+import errno
+import io
 import os
 import re
 import shutil
@@ -14,35 +16,30 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.durable_files import (
-    incomplete_sibling,
-    make_directories,
-    new_large_file,
-    publish,
-    sync_directory,
-    sync_file,
-    write_file,
-)
+from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE
-from mcore.parallel.checkpoint.files.metadata_file import OUR_MARK
-from mcore.parallel.checkpoint.files.regular_files import Place, size_problems
-from mcore.parallel.checkpoint.files.remote import RemotePath
+from mcore.parallel.checkpoint.files.places import Place, RemotePath, size_problems
 from mcore.parallel.torch_compat import METADATA_FILE
 
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
+
+_AT_ONCE_BYTES = 1 << 24
+_INCOMPLETE = re.compile(r"\..+\.incomplete-[0-9a-f]{16}", re.S)
 _REMOTE_PAYLOAD = re.compile(r"__\d+_0-[0-9a-f]{16}\.distcp")
 
 
 class LocalSave:
-    """A save in a hidden folder beside its final place, all of whose methods leave it durable."""
+    """A save in a hidden folder next to its final place. Each method syncs its changes."""
 
     def __init__(self, final: Path, token: int) -> None:
         self.final, self.folder = final, incomplete_sibling(final, token)
 
     def begin(self) -> None:
-        """Make the folder, on every rank: one may see it only after another has made it."""
+        """Make the folder on every rank: shared file systems show it late to other hosts."""
         self.folder.mkdir(exist_ok=True)
 
     def file_of(self, rank: int) -> Path:
@@ -51,7 +48,7 @@ class LocalSave:
 
     @contextmanager
     def new_file(self, rank: int) -> Iterator[Any]:
-        """Yield a stream to a rank's file, which is on storage when the block has ended."""
+        """Yield a stream to a rank's file, which is on storage after the block."""
         with new_large_file(self.file_of(rank)) as stream:
             yield stream
             stream.flush()
@@ -59,7 +56,7 @@ class LocalSave:
         sync_directory(self.folder)
 
     def write_index(self, write: Callable[[Path], None]) -> bytes:
-        """Have torch's index written into a folder, and return its content."""
+        """Call ``write`` to write torch's index into the folder, and return its content."""
         write(self.folder)
         sync_file(self.folder / METADATA_FILE)
         return (self.folder / METADATA_FILE).read_bytes()
@@ -73,12 +70,12 @@ class LocalSave:
         publish(self.folder, self.final)
 
     def discard(self) -> None:
-        """Delete what a save that failed has written."""
+        """Delete the files of a failed save."""
         shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class RemoteSave:
-    """A save behind a URL, with the methods of :class:`LocalSave`."""
+    """A save at a URL, with the methods of :class:`LocalSave`."""
 
     def __init__(self, final: RemotePath, token: int) -> None:
         self.final = self.folder = final
@@ -89,17 +86,17 @@ class RemoteSave:
         """Do nothing: folders are parts of names."""
 
     def file_of(self, rank: int) -> RemotePath:
-        """Return the file that a rank writes; one of another save never has its name."""
+        """Return the file that a rank writes, under a name that no other save uses."""
         return self.folder / f"__{rank}_0-{self._token:016x}.distcp"
 
     @contextmanager
     def new_file(self, rank: int) -> Iterator[Any]:
-        """Yield a stream to a rank's file, which is there when the block has ended."""
+        """Yield a stream to a rank's file, which appears after the block."""
         with self.file_of(rank).new_file() as stream:
             yield stream
 
     def write_index(self, write: Callable[[Path], None]) -> bytes:
-        """Have torch's index written, and return its content."""
+        """Call ``write`` to write torch's index, upload it, and return its content."""
         with tempfile.TemporaryDirectory() as folder:
             write(Path(folder))
             content = (Path(folder) / METADATA_FILE).read_bytes()
@@ -109,21 +106,21 @@ class RemoteSave:
     def write_manifest(self, manifest: bytes) -> None:
         """Write the manifest, which makes the files a checkpoint."""
         if (self.final / MANIFEST_FILE).exists():
-            raise CheckpointingException(f"{self.final} was saved by another job meanwhile")
-        self._wrote_manifest = True  # perhaps even where an error follows
+            raise CheckpointingException(f"{self.final} was saved by another job at the same time")
+        self._wrote_manifest = True  # an upload that fails may still have arrived
         self._write(MANIFEST_FILE, manifest)
 
     def publish(self, sizes: Mapping[str, int]) -> None:
-        """Make sure that the storage has lost nothing in the meantime."""
+        """Raise if the storage has lost a file since."""
         for _, problem in size_problems(self.final, sizes):
             raise CheckpointingException(f"{problem} (the storage has lost it since)")
 
     def discard(self) -> None:
-        """Delete what a save that failed has written, as far as the storage answers."""
+        """Delete the files of a failed save, as far as the storage responds."""
         with suppress(OSError):
             if self._wrote_manifest:
                 (self.final / MANIFEST_FILE).remove()
-            payloads = _payloads(self.final.sizes())
+            payloads = _filter_payloads(self.final.sizes())
             own = [name for name in payloads if name.endswith(f"-{self._token:016x}.distcp")]
             for name in own:
                 (self.final / name).remove()
@@ -136,14 +133,14 @@ class RemoteSave:
 
 
 def save_at(final: Place, token: int) -> LocalSave | RemoteSave:
-    """Return the save that makes a checkpoint of a place."""
+    """Return the save that makes the checkpoint at a place."""
     if isinstance(final, RemotePath):
         return RemoteSave(final, token)
     return LocalSave(final, token)
 
 
 def reserve(final: Place) -> None:
-    """Raise where something exists already; make parents, and remove what a failed save left."""
+    """Raise if the place exists already, else make its parents. Removes leftovers at a URL."""
     if isinstance(final, RemotePath):
         remove_leftovers(final)
         exists = final.exists()
@@ -151,28 +148,104 @@ def reserve(final: Place) -> None:
         exists = os.path.lexists(final)
     if exists:
         raise CheckpointingException(
-            f"{final} already exists and is left as it is; choose another path, or delete it"
+            f"{final} already exists and is not overwritten. Choose another path, or delete it"
         )
     if not isinstance(final, RemotePath):
         make_directories(final.parent)
 
 
 def remove_leftovers(folder: RemotePath) -> bool:
-    """Delete what an interrupted save or deletion left behind a URL; return whether it did."""
+    """Delete the leftovers of an interrupted save or deletion at a URL. True if there were any."""
     names = folder.sizes()
     if MANIFEST_FILE in names:
         return False
-    left = _payloads(names)
-    if METADATA_FILE in names and (left or _has_our_mark(folder / METADATA_FILE)):
-        left = [METADATA_FILE, *left]
+    left = _filter_payloads(names)
+    if METADATA_FILE in names:
+        # Without payloads, only the mark distinguishes our index from one that torch wrote.
+        metadata = folder / METADATA_FILE
+        if left or OUR_MARK.encode() in metadata.read_range(0, metadata.size()):
+            left = [METADATA_FILE, *left]
     for name in left:
         (folder / name).remove()
     return bool(left)
 
 
-def _payloads(names: Iterable[str]) -> list[str]:
+def _filter_payloads(names: Iterable[str]) -> list[str]:
     return [name for name in names if _REMOTE_PAYLOAD.fullmatch(name)]
 
 
-def _has_our_mark(metadata: RemotePath) -> bool:
-    return OUR_MARK.encode() in metadata.read_range(0, metadata.size())
+def incomplete_sibling(path: Path, token: int) -> Path:
+    """Return the hidden name, next to ``path``, under which its content is written."""
+    return path.with_name(f".{path.name}.incomplete-{token:016x}")
+
+
+def is_incomplete_name(name: str) -> bool:
+    """Return whether :func:`incomplete_sibling` made a name."""
+    return _INCOMPLETE.fullmatch(name) is not None
+
+
+def sync_file(path: Path) -> None:
+    """Wait until a file's content is on storage."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Wait until the names in a directory are on storage. Windows has no such call."""
+    if os.name != "nt":
+        sync_file(path)
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a new file and wait until its content is on storage."""
+    with path.open("xb") as stream:
+        stream.write(content)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def new_large_file(path: Path) -> BinaryIO:
+    """Open a new file whose content is sent to storage while more of it is written.
+
+    Otherwise the operating system keeps it in memory until the sync.
+    """
+    return io.BufferedWriter(_EarlyFlushedFile(path, "x"))
+
+
+class _EarlyFlushedFile(io.FileIO):
+    started = 0
+
+    def write(self, content: ReadableBuffer) -> int:
+        written = super().write(content)
+        end = (
+            self.tell() // _AT_ONCE_BYTES * _AT_ONCE_BYTES
+        )  # a half page would block the next write
+        if end > self.started and hasattr(os, "posix_fadvise"):
+            # Allowing the kernel to drop pages makes it start to write them, without waiting.
+            with suppress(OSError):
+                os.posix_fadvise(
+                    self.fileno(), self.started, end - self.started, os.POSIX_FADV_DONTNEED
+                )
+            self.started = end
+        return written
+
+
+def make_directories(path: Path) -> None:
+    """Make a directory and its missing parents, and sync each parent."""
+    if path.is_dir():
+        return
+    if path.exists():
+        raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+    make_directories(path.parent)
+    path.mkdir(exist_ok=True)
+    sync_directory(path.parent)
+
+
+def publish(incomplete: Path, final: Path) -> None:
+    """Rename a directory of synced files to its final name, in one step."""
+    sync_directory(incomplete)
+    incomplete.rename(final)
+    sync_directory(final.parent)

@@ -1,4 +1,4 @@
-"""The files of a save: that of each rank, then index and manifest, which publish them."""
+"""The files of a save: one of each rank, then torch's index and the manifest."""
 
 from __future__ import annotations
 
@@ -22,10 +22,15 @@ from torch.distributed.checkpoint.storage import WriteResult
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
 from mcore.parallel.checkpoint.files.archive import write_tensor
 from mcore.parallel.checkpoint.files.checksums import RunningChecksum, checksum_of
-from mcore.parallel.checkpoint.files.index import Piece, aligned
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, FileRecord, manifest_of
-from mcore.parallel.checkpoint.files.metadata_file import OUR_MARK
-from mcore.parallel.checkpoint.files.regular_files import Place, size_problems
+from mcore.parallel.checkpoint.files.index import OUR_MARK
+from mcore.parallel.checkpoint.files.manifest import (
+    ALIGNMENT_BYTES,
+    MANIFEST_FILE,
+    FileRecord,
+    Piece,
+    encode_manifest,
+)
+from mcore.parallel.checkpoint.files.places import Place, size_problems
 from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE, file_part
@@ -34,25 +39,25 @@ Content = torch.Tensor | io.BytesIO
 
 
 class RankWrites(NamedTuple):
-    """What a rank wrote: where each item is, and its files by name."""
+    """The result of a rank's writes: the location of each item, and its files by name."""
 
     results: list[WriteResult]
     files: dict[str, FileRecord]
 
 
 class DurableWriter:
-    """Writes the files of a save, which become a checkpoint once all of them are on storage."""
+    """Writes the files of a save. They become a checkpoint when all are on storage."""
 
     def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
         self._save = save
         self._file = _RankFile(save, rank)
 
     def begin(self) -> None:
-        """Make the directory, on every rank: one may see it only after another has made it."""
+        """Make the directory, on every rank."""
         self._save.begin()
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> RankWrites:
-        """Write and sync this rank's file; a rank with nothing to write makes none."""
+        """Write and sync this rank's file. An empty plan makes no file."""
         if not plan.items:
             return RankWrites([], {})
         try:
@@ -60,11 +65,11 @@ class DurableWriter:
         except CheckpointingException:
             raise
         except Exception as error:
-            raise _unwritten(error, self._file.path, self._file.key) from error
+            raise _name_failure(error, self._file.path, self._file.key) from error
         return RankWrites(self._file.results, {self._file.path.name: record})
 
     def publish(self, metadata: Metadata, writes: list[RankWrites]) -> None:
-        """Write index and manifest and make it a checkpoint; one rank, after all have written."""
+        """Write index and manifest and publish the checkpoint. One rank, after all have written."""
         folder = self._save.folder
         files = {name: record for one in writes for name, record in one.files.items()}
         sizes = {name: record.size for name, record in files.items()}
@@ -81,30 +86,26 @@ class DurableWriter:
         try:
             index = self._save.write_index(write_index)
             whole = {METADATA_FILE: (len(index), checksum_of(index))}
-            manifest = manifest_of(_described(metadata), files, whole)
+            keys = {
+                key: (str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
+                if isinstance(saved, TensorStorageMetadata)
+                else ("", ())
+                for key, saved in metadata.state_dict_metadata.items()
+            }
+            manifest = encode_manifest(keys, files, whole)
             path = folder / MANIFEST_FILE
             self._save.write_manifest(manifest)
         except CheckpointingException:
             raise
         except Exception as error:
-            raise _unwritten(error, path) from error
+            raise _name_failure(error, path) from error
         self._save.publish({**sizes, METADATA_FILE: len(index), MANIFEST_FILE: len(manifest)})
-
-
-def _described(metadata: Metadata) -> dict[str, tuple[str, Shape]]:
-    """Return dtype and shape of each key, as the manifest has them."""
-    return {
-        key: (str(saved.properties.dtype).removeprefix("torch."), tuple(saved.size))
-        if isinstance(saved, TensorStorageMetadata)
-        else ("", ())
-        for key, saved in metadata.state_dict_metadata.items()
-    }
 
 
 class _RankFile:
     """The file that one rank writes in a save: objects, then tensors, each as an archive.
 
-    ``key`` is that of the content that was requested or written last, None before the first.
+    ``key`` is the key of the content that was requested or written last, None before the first.
     """
 
     def __init__(self, save: LocalSave | RemoteSave, rank: int) -> None:
@@ -115,31 +116,31 @@ class _RankFile:
         self._pieces: list[tuple[str, Piece]] = []
 
     def write(self, plan: SavePlan, planner: SavePlanner) -> FileRecord:
-        """Write what a plan lists, with its checksums, and wait until it is on storage."""
+        """Write the items of a plan, with checksums, and wait until they are on storage."""
         with self._open() as stream:
-            checked = _AddedUp(stream)
-            for item, content in self._contents(plan, planner):
+            checked = _ChecksummedStream(stream)
+            for item, content in self._iterate_contents(plan, planner):
                 self._write_piece(checked, item, content)
             self._end_piece(checked)
             size = checked.tell()
         return FileRecord(size, self._pieces)
 
-    def _contents(
+    def _iterate_contents(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Iterator[tuple[WriteItem, Content]]:
-        """Yield objects, then tensors, each of which is copied while the one before is written."""
+        """Yield objects, then tensors. Each tensor is copied while the previous one is written."""
         for item in plan.items:
             if item.type == WriteItemType.BYTE_IO:
                 self.key = item.index.fqn
                 yield item, cast(io.BytesIO, planner.resolve_data(item))
-        copies = self._started_copies(plan, planner)
+        copies = self._start_copies(plan, planner)
         ahead = next(copies, None)
         while ahead is not None:
             (item, finish), ahead = ahead, next(copies, None)
             self.key = item.index.fqn
             yield item, finish()
 
-    def _started_copies(
+    def _start_copies(
         self, plan: SavePlan, planner: SavePlanner
     ) -> Iterator[tuple[WriteItem, Callable[[], torch.Tensor]]]:
         for item in plan.items:
@@ -148,8 +149,8 @@ class _RankFile:
                 tensor = cast(torch.Tensor, planner.resolve_data(item))
                 yield item, _copy_to_cpu(tensor.detach())
 
-    def _write_piece(self, stream: _AddedUp, item: WriteItem, content: Content) -> None:
-        stream.write(bytes(aligned(stream.tell()) - stream.tell()))
+    def _write_piece(self, stream: _ChecksummedStream, item: WriteItem, content: Content) -> None:
+        stream.write(bytes(-stream.tell() % ALIGNMENT_BYTES))
         self._end_piece(stream)
         at, elements = stream.tell(), None
         start: Shape = ()
@@ -167,8 +168,8 @@ class _RankFile:
         piece = Piece(self.path.name, at, length, 0, "", elements, start, shape)
         self._pieces.append((item.index.fqn, piece))
 
-    def _end_piece(self, stream: _AddedUp) -> None:
-        """Note the checksum of the piece before, with the zeros that follow it."""
+    def _end_piece(self, stream: _ChecksummedStream) -> None:
+        """Record the span and checksum of the previous piece, with the zeros after it."""
         checksum = stream.checksum_so_far()
         if self._pieces:
             key, piece = self._pieces[-1]
@@ -176,33 +177,33 @@ class _RankFile:
             self._pieces[-1] = (key, piece._replace(span=span, checksum=checksum))
 
 
-class _AddedUp:
-    """A file that is written, with a running checksum."""
+class _ChecksummedStream:
+    """A file that is written with a running checksum."""
 
     def __init__(self, stream: BinaryIO) -> None:
         self._stream, self._running, self._end = stream, RunningChecksum(), 0
 
     def write(self, content: bytes | memoryview) -> int:
-        """Write bytes and add them up."""
+        """Write bytes and add them to the checksum."""
         self._running.update(content)
         self._end += len(content)
         return self._stream.write(content)
 
     def tell(self) -> int:
-        """Return how many bytes were written."""
+        """Return the number of bytes that were written."""
         return self._end
 
     def flush(self) -> None:
-        """Do nothing; torch.save expects the method."""
+        """Do nothing. torch.save expects the method."""
 
     def checksum_so_far(self) -> str:
         """Return the checksum of the bytes since the last call."""
         running, self._running = self._running, RunningChecksum()
-        return running.digits()
+        return running.hexdigest()
 
 
 class _IndexWriter(FileSystemWriter):
-    """A writer of the index of a directory that will have another name."""
+    """A writer of torch's index for a directory that will be renamed."""
 
     def __init__(self, directory: Path, final: Place) -> None:
         super().__init__(directory, sync_files=False)
@@ -213,38 +214,28 @@ class _IndexWriter(FileSystemWriter):
 
 
 def _copy_to_cpu(tensor: torch.Tensor) -> Callable[[], torch.Tensor]:
-    """Start copying a tensor to the CPU; the returned function waits for and returns the copy."""
+    """Start copying a tensor to the CPU. The returned function waits for the copy."""
     if tensor.is_cpu:
-        return lambda: _without_neighbours(tensor)
+        # torch.save writes whole storages, so a view is copied to a storage of its size.
+        is_alone = tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.itemsize
+        return lambda: tensor if is_alone else tensor.clone()
     copy = tensor.to("cpu", non_blocking=True)
     event = torch.accelerator.current_stream(tensor.device).record_event()
 
-    def finished() -> torch.Tensor:
+    def finish() -> torch.Tensor:
         event.synchronize()
         return copy
 
-    return finished
+    return finish
 
 
-def _without_neighbours(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a tensor that has its storage for itself: archives hold storages as a whole."""
-    alone = tensor.untyped_storage().nbytes() == prod(tensor.shape) * tensor.itemsize
-    return tensor if alone else tensor.clone()
-
-
-def _unwritten(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:
+def _name_failure(error: Exception, path: Place, key: str | None = None) -> CheckpointingException:
     """Turn an error into one of ours, since not every exception can be sent to the other ranks."""
+    origin: BaseException | None = error
+    # torch.save hides the operating system's error, such as a full disk, in the chain of causes.
+    while origin is not None and not isinstance(origin, OSError):
+        origin = origin.__cause__ or origin.__context__
     at = f" at key {key!r}" if key is not None else ""
     return CheckpointingException(
-        f"{path} cannot be written{at} ({describe_error(_origin(error))})"
+        f"{path} cannot be written{at} ({describe_error(origin or error)})"
     )
-
-
-def _origin(error: BaseException) -> BaseException:
-    """Return the operating system's error behind the one that torch.save raised."""
-    seen: BaseException | None = error
-    while seen is not None:
-        if isinstance(seen, OSError):
-            return seen
-        seen = seen.__cause__ or seen.__context__
-    return error

@@ -1,1 +1,1 @@
-"""What the command line does with checkpoints: list, describe, verify, compare, convert."""
+"""The commands of the command line: list, describe, verify, compare and convert checkpoints."""

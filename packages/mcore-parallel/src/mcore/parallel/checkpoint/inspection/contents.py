@@ -1,4 +1,4 @@
-"""A checkpoint that is looked into: its index, and values read box by box."""
+"""A checkpoint for inspection: its index, and its values box by box."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from mcore.parallel.checkpoint.errors import CheckpointingException, describe_er
 from mcore.parallel.checkpoint.files.archive import (
     FileSlice,
     elements_at,
-    loaded,
-    small_pickle,
+    load_archive,
+    read_slice,
+    read_small_pickle,
 )
 from mcore.parallel.checkpoint.files.checksums import Scratch
-from mcore.parallel.checkpoint.files.index import Piece, StoredKey
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, read_index
-from mcore.parallel.checkpoint.files.metadata_file import plain_value
-from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, open_regular, place_of
-from mcore.parallel.checkpoint.files.slices import read_slice
+from mcore.parallel.checkpoint.files.index import plain_value, read_index
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Piece, StoredKey
+from mcore.parallel.checkpoint.files.places import PathLike, Place, open_regular, place_of
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE
 
@@ -37,43 +36,43 @@ def is_checkpoint(directory: Place) -> bool:
 
 
 def checkpoints_in(root: Place) -> list[Place]:
-    """List the checkpoints, complete or not, of a run or in the folder ``checkpoints`` of one."""
+    """List the checkpoints, complete or not, in a run's folder or its folder ``checkpoints``."""
     if not root.is_dir() or is_checkpoint(root):
         return []
     inside: Iterable[Place] = root.iterdir()
-    found = sorted(filter(is_checkpoint, inside), key=_numbers_first)
+    found = sorted(filter(is_checkpoint, inside), key=_split_number)
     if not found and root.name != "checkpoints":
         return checkpoints_in(root / "checkpoints")
     return found
 
 
-def _numbers_first(path: Place) -> tuple[bool, str, int]:
+def _split_number(path: Place) -> tuple[bool, str, int]:
     name = path.name.rstrip("0123456789")
     digits = path.name[len(name) :]
     return (not digits, name, int(digits or 0))
 
 
 def short_repr(value: Any) -> str:
-    """Return the beginning of a value as text; one that holds itself may have no end."""
+    """Return the start of a value as text, which also ends for a value that contains itself."""
     short = reprlib.Repr()
     short.maxlevel, short.maxstring, short.maxother = 3, _PREVIEW, _PREVIEW
     return short.repr(value)
 
 
 class Contents:
-    """One checkpoint, for several threads. Raises CheckpointingException where it is damaged."""
+    """One checkpoint, for several threads. Damage raises CheckpointingException."""
 
     def __init__(self, path: PathLike) -> None:
         self.directory = place_of(path)
         found = checkpoints_in(self.directory)
         if found:
             raise CheckpointingException(
-                f"{self.directory} is a folder with {len(found)} checkpoints; give one of them, "
+                f"{self.directory} is a folder with {len(found)} checkpoints. Give one of them, "
                 f"such as {found[-1]}"
             )
         self.index = read_index(self.directory)
         self._opened = ExitStack()
-        self._own = threading.local()
+        self._local = threading.local()
 
     def __enter__(self) -> Contents:
         return self
@@ -82,16 +81,16 @@ class Contents:
         self._opened.close()
 
     def names(self, patterns: Sequence[str] = ()) -> list[str]:
-        """List the keys, sorted; with patterns those that are equal to one or match it."""
+        """List the keys, sorted. With patterns, only keys that match or are equal to one."""
         found = self.matching(patterns)
         if patterns and not found:
             raise CheckpointingException(
-                f"{self.directory} has no key {' or '.join(map(repr, patterns))}; ls lists its keys"
+                f"{self.directory} has no key {' or '.join(map(repr, patterns))}. ls lists its keys"
             )
         return found
 
     def matching(self, patterns: Sequence[str]) -> list[str]:
-        """List the keys as :meth:`names` does; that there is none is no error."""
+        """List the keys as :meth:`names` does, or none."""
         return sorted(
             name
             for name in self.index.keys
@@ -99,29 +98,29 @@ class Contents:
         )
 
     def value(self, name: str) -> Any:
-        """Read an object by torch's restricted unpickler, which runs no code."""
+        """Read an object with torch's restricted unpickler, which runs no code."""
         [piece] = self.index.keys[name].pieces
-        return self._loaded(name, piece)
+        return self._load_archive(name, piece)
 
     def preview(self, name: str) -> str:
-        """Return an object that is small and plain as text, without unpickling it; else nothing."""
+        """Return a small, plain object as text, without unpickling it, else an empty text."""
         try:
             [piece] = self.index.keys[name].pieces
-            content = small_pickle(self._stream(piece), piece.at, piece.length)
+            content = read_small_pickle(self._open(piece), piece.at, piece.length)
             text = short_repr(plain_value(content))
-        except Exception:  # whatever hostile or damaged content makes of the parsers
+        except Exception:  # damaged or hostile content can raise anything
             return ""
         return text if len(text) <= _PREVIEW else f"{text[: _PREVIEW - 3]}..."
 
     def raw(self, name: str) -> Iterator[bytes]:
         """Yield the bytes of an object's archive."""
         for piece in self.index.keys[name].pieces:
-            content = FileSlice(self._stream(piece), piece.at, piece.length)
+            content = FileSlice(self._open(piece), piece.at, piece.length)
             while chunk := content.read(1 << 20):
                 yield chunk
 
     def box(self, name: str, start: Shape, shape: Shape) -> torch.Tensor:
-        """Read a box of a tensor, in whatever pieces it was saved, to the CPU."""
+        """Read a box of a tensor to the CPU, from all pieces that overlap it."""
         stored = self.index.keys[name]
         if stored.dtype is None:
             raise CheckpointingException(f"key {name!r} is an object, not a tensor")
@@ -139,7 +138,7 @@ class Contents:
     def _copy_overlap(
         self, name: str, stored: StoredKey, piece: Piece, start: Shape, target: torch.Tensor
     ) -> int:
-        """Fill the part of a box that lies in a piece and return its number of elements."""
+        """Fill the part of a box that is in a piece and return its number of elements."""
         inside = []
         for dim, (begin, held) in enumerate(zip(piece.start, piece.shape, strict=True)):
             first = max(begin, start[dim])
@@ -149,15 +148,15 @@ class Contents:
             target = target.narrow(dim, first - start[dim], length)
             inside.append(first - begin)
         dtype = cast("torch.dtype", stored.dtype)
-        stream, at = self._stream(piece), self._elements(piece, dtype)
+        stream, at = self._open(piece), self._find_elements(piece, dtype)
         try:
             if at is None:
-                whole = self._loaded(name, piece)
+                whole = self._load_archive(name, piece)
                 for dim, first in enumerate(inside):
                     whole = whole.narrow(dim, first, target.shape[dim])
                 target.copy_(whole)
             else:
-                read_slice(stream, at, piece.shape, inside, target, dtype, self._scratch())
+                read_slice(stream, at, piece.shape, inside, target, dtype, self._make_scratch())
         except (OSError, EOFError) as error:
             raise CheckpointingException(
                 f"{self.directory / piece.file}: key {name!r} cannot be read "
@@ -165,26 +164,26 @@ class Contents:
             ) from error
         return target.numel()
 
-    def _elements(self, piece: Piece, dtype: torch.dtype) -> int | None:
-        """Return where the elements of a piece are in its file; None where torch has to say."""
+    def _find_elements(self, piece: Piece, dtype: torch.dtype) -> int | None:
+        """Return the position of a piece's elements in its file. None: only torch can read them."""
         if piece.elements is not None:
             return piece.at + piece.elements
         if piece.transforms:
             return None
         num_bytes = prod(piece.shape) * dtype.itemsize
         try:
-            return elements_at(self._stream(piece), piece.at, piece.length, num_bytes)
-        except Exception:  # whatever the parser of archives makes of a damaged one
+            return elements_at(self._open(piece), piece.at, piece.length, num_bytes)
+        except Exception:  # a damaged archive can raise anything
             return None
 
-    def _loaded(self, name: str, piece: Piece) -> Any:
+    def _load_archive(self, name: str, piece: Piece) -> Any:
         if piece.transforms:
             raise CheckpointingException(
-                f"{self.directory}: key {name!r} was stored through {', '.join(piece.transforms)}; "
-                "load it by torch.distributed.checkpoint"
+                f"{self.directory}: key {name!r} was stored through {', '.join(piece.transforms)}. "
+                "Load it by torch.distributed.checkpoint"
             )
         try:
-            return loaded(self._stream(piece), piece.at, piece.length)
+            return load_archive(self._open(piece), piece.at, piece.length)
         except CheckpointingException:
             raise
         except Exception as error:
@@ -193,19 +192,19 @@ class Contents:
                 f"({describe_error(error)})"
             ) from error
 
-    def _stream(self, piece: Piece) -> Any:
+    def _open(self, piece: Piece) -> Any:
         """Return this thread's stream of the file of a piece."""
-        streams = self._own.__dict__.setdefault("streams", {})
+        streams = self._local.__dict__.setdefault("streams", {})
         if piece.file not in streams:
             streams[piece.file] = self._opened.enter_context(
                 open_regular(self.directory / piece.file)
             )
         return streams[piece.file]
 
-    def _scratch(self) -> Scratch:
-        if "scratch" not in self._own.__dict__:
-            self._own.scratch = Scratch()
-        return cast("Scratch", self._own.scratch)
+    def _make_scratch(self) -> Scratch:
+        if "scratch" not in self._local.__dict__:
+            self._local.scratch = Scratch()
+        return cast("Scratch", self._local.scratch)
 
 
 def num_bytes_of(stored: StoredKey) -> int:

@@ -1,4 +1,4 @@
-"""Tables of what a run or a checkpoint holds: checkpoints, keys, files and pieces."""
+"""The commands ``ls`` and ``show``: tables of checkpoints, keys, files and pieces."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.durable_files import is_incomplete_name
-from mcore.parallel.checkpoint.files.index import Index, StoredKey
-from mcore.parallel.checkpoint.files.manifest import file_problems, read_index
-from mcore.parallel.checkpoint.files.regular_files import PathLike, Place, place_of
+from mcore.parallel.checkpoint.files.index import file_problems, read_index
+from mcore.parallel.checkpoint.files.manifest import Index, StoredKey
+from mcore.parallel.checkpoint.files.places import PathLike, Place, place_of
+from mcore.parallel.checkpoint.files.save_place import is_incomplete_name
 from mcore.parallel.checkpoint.inspection.contents import (
     Contents,
     checkpoints_in,
@@ -22,51 +22,61 @@ from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_te
 from mcore.parallel.shortened import counted, ranks_text, shorten
 
 _RANK_FILE = re.compile(r"__(\d+)_\d+.*\.distcp")
-_FORMATS = {
-    "xxh3": "mcore-parallel, version 3, checksums XXH3 of 64 bits",
-    "sums": "mcore-parallel, version 2, checksums of 96 bits",
-    "": "torch.distributed.checkpoint, no checksums but the CRC-32 of archives",
-}
+_OUR_FORMAT = "mcore-parallel, version 3, checksums XXH3 of 64 bits"
+_TORCH_FORMAT = "torch.distributed.checkpoint, no checksums but the CRC-32 of archives"
 
 
 def ls(path: PathLike, patterns: Sequence[str], output: Output) -> int:
     """List the keys of a checkpoint, or the checkpoints of a run."""
     found = checkpoints_in(place_of(path))
     if found and not patterns:
-        entries = [_described(one) for one in found]
+        entries = [_describe_checkpoint(one) for one in found]
         rows = [[e["name"], e["state"], e["keys"], size_text(e["bytes"])] for e in entries]
         content = {"path": str(place_of(path)), "checkpoints": entries}
         output.report(content, table(["checkpoint", "state", "keys", "size"], rows))
         return 0
     with Contents(path) as contents:
         names = contents.names(patterns)
-        keys = [_key(name, contents.index.keys[name]) for name in names]
+        keys = [_describe_key(name, contents.index.keys[name]) for name in names]
     total = sum(key["bytes"] for key in keys)
     content = {"path": str(contents.directory), "keys": keys, "bytes": total}
-    output.report(content, _key_lines(keys, total))
+    rows = [
+        [
+            key["key"],
+            key["dtype"],
+            "" if key["dtype"] == "object" else key["shape"],
+            size_text(key["bytes"]),
+            key["pieces"],
+            format_writers(key["files"]),
+        ]
+        for key in keys
+    ]
+    titles = ["key", "dtype", "shape", "size", "pieces", "written by"]
+    total_text = f"{counted(len(keys), 'key')}, {size_text(total)}"
+    output.report(content, [*table(titles, rows), total_text])
     return 0
 
 
-def _described(path: Place) -> dict[str, Any]:
+def _describe_checkpoint(path: Place) -> dict[str, Any]:
     """Describe a checkpoint by its index and the sizes of its files."""
     state, num_keys, num_bytes = "complete", 0, 0
     try:
         index = read_index(path)
         num_keys, num_bytes = len(index.keys), sum(index.files.values())
-        if (problem := _first_problem(path, index)) is not None:
+        if (problem := _find_problem(path, index)) is not None:
             state = f"damaged: {problem}"
     except CheckpointingException as error:
         state = f"damaged: {error}"
     if is_incomplete_name(path.name):
-        state = "left by a save that did not finish"
+        state = "left by an unfinished save"
     return {"name": path.name, "state": state, "keys": num_keys, "bytes": num_bytes}
 
 
-def _first_problem(path: Place, index: Index) -> str | None:
+def _find_problem(path: Place, index: Index) -> str | None:
     return next((problem for _, problem in file_problems(path, index)), None)
 
 
-def _key(name: str, stored: StoredKey) -> dict[str, Any]:
+def _describe_key(name: str, stored: StoredKey) -> dict[str, Any]:
     return {
         "key": name,
         "dtype": dtype_text(stored),
@@ -77,24 +87,8 @@ def _key(name: str, stored: StoredKey) -> dict[str, Any]:
     }
 
 
-def _key_lines(keys: Sequence[dict[str, Any]], total: int) -> list[str]:
-    rows = (
-        [
-            key["key"],
-            key["dtype"],
-            "" if key["dtype"] == "object" else key["shape"],
-            size_text(key["bytes"]),
-            key["pieces"],
-            writers_text(key["files"]),
-        ]
-        for key in keys
-    )
-    titles = ["key", "dtype", "shape", "size", "pieces", "written by"]
-    return [*table(titles, rows), f"{counted(len(keys), 'key')}, {size_text(total)}"]
-
-
-def writers_text(files: Iterable[str]) -> str:
-    """Name the ranks that wrote some files, or the files where their names do not say."""
+def format_writers(files: Iterable[str]) -> str:
+    """Name the ranks that wrote some files, and the files whose names have no rank."""
     matches = [(name, _RANK_FILE.fullmatch(name)) for name in files]
     ranks = sorted({int(match[1]) for _, match in matches if match})
     others = sorted(name for name, match in matches if not match)
@@ -105,16 +99,16 @@ def show(path: PathLike, patterns: Sequence[str], output: Output) -> int:
     """Describe a checkpoint and its files, or the pieces of some keys."""
     with Contents(path) as contents:
         if patterns:
-            keys = [_pieces(name, contents) for name in contents.names(patterns)]
+            keys = [_describe_pieces(name, contents) for name in contents.names(patterns)]
             report = {"path": str(contents.directory), "keys": keys}
-            output.report(report, (line for key in keys for line in _piece_lines(key)))
+            output.report(report, (line for key in keys for line in _format_pieces(key)))
             return 0
-        summary = _summary(contents.directory, contents.index)
-    output.report(summary, _summary_lines(summary))
+        summary = _summarize(contents.directory, contents.index)
+    output.report(summary, _format_summary(summary))
     return 0
 
 
-def _summary(directory: Place, index: Index) -> dict[str, Any]:
+def _summarize(directory: Place, index: Index) -> dict[str, Any]:
     dtypes: Counter[str] = Counter()
     numbers: Counter[str] = Counter()
     keys_in: Counter[str] = Counter()
@@ -124,10 +118,10 @@ def _summary(directory: Place, index: Index) -> dict[str, Any]:
         keys_in.update({piece.file for piece in stored.pieces})
     return {
         "path": str(directory),
-        "format": _FORMATS[index.checksums],
+        "format": _OUR_FORMAT if index.has_checksums else _TORCH_FORMAT,
         "keys": len(index.keys),
         "bytes": sum(index.files.values()),
-        "problem": _first_problem(directory, index),
+        "problem": _find_problem(directory, index),
         "dtypes": {
             name: {"keys": numbers[name], "bytes": size} for name, size in dtypes.most_common()
         },
@@ -136,14 +130,14 @@ def _summary(directory: Place, index: Index) -> dict[str, Any]:
                 "file": name,
                 "bytes": size,
                 "keys": keys_in[name],
-                "writer": writers_text([name] if keys_in[name] else []),
+                "writer": format_writers([name] if keys_in[name] else []),
             }
             for name, size in sorted(index.files.items())
         ],
     }
 
 
-def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
+def _format_summary(summary: dict[str, Any]) -> Iterator[str]:
     yield escaped(summary["path"])
     yield f"written by {summary['format']}"
     files = counted(len(summary["files"]), "file")
@@ -162,7 +156,7 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
     yield from table(["file", "size", "keys", "written by"], named)
 
 
-def _pieces(name: str, contents: Contents) -> dict[str, Any]:
+def _describe_pieces(name: str, contents: Contents) -> dict[str, Any]:
     stored = contents.index.keys[name]
     value = contents.preview(name) if stored.dtype is None else ""
     pieces = [
@@ -176,10 +170,10 @@ def _pieces(name: str, contents: Contents) -> dict[str, Any]:
         }
         for piece in stored.pieces
     ]
-    return {**_key(name, stored), "pieces": pieces, **({"value": value} if value else {})}
+    return {**_describe_key(name, stored), "pieces": pieces, **({"value": value} if value else {})}
 
 
-def _piece_lines(key: dict[str, Any]) -> Iterator[str]:
+def _format_pieces(key: dict[str, Any]) -> Iterator[str]:
     shape = "" if key["dtype"] == "object" else f" {key['shape']}"
     value = f" = {escaped(key['value'])}" if "value" in key else ""
     yield f"{escaped(key['key'])}: {key['dtype']}{shape}, {size_text(key['bytes'])}{value}"

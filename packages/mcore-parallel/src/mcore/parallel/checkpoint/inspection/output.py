@@ -1,4 +1,4 @@
-"""What the command line prints: tables and JSON, with a progress bar on a terminal."""
+"""Output of the command line: tables and JSON, with a progress bar on a terminal."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 
 
 class Output:
-    """Where results and progress go: text or JSON to one stream, the bar to another."""
+    """Prints results, as text or JSON, to one stream and a progress bar to another."""
 
     def __init__(self, stream: TextIO, bar_stream: TextIO, *, as_json: bool = False) -> None:
         self._stream, self._bar_stream, self._as_json = stream, bar_stream, as_json
@@ -22,39 +22,41 @@ class Output:
 
     def report(self, content: Any, lines: Iterable[str]) -> None:
         """Print a result, as one JSON document or as lines of text."""
-        self._bar("")
+        self._draw_bar("")
         if self._as_json:
-            lines = [json.dumps(_plain(content), indent=1, allow_nan=False)]
+            lines = [json.dumps(_make_plain(content), indent=1, allow_nan=False)]
         for line in lines:
             self._stream.write(f"{line}\n")
 
-    def progress(self, done: int, total: int, what: str) -> None:
-        """Show how far a command is, on a terminal only; ``done`` and ``total`` are bytes."""
+    def progress(self, done: int, total: int, title: str) -> None:
+        """Show the progress of a command, on a terminal only. ``done`` and ``total`` are bytes."""
         share = done / total if total else 1.0
         cells = "#" * int(share * _BAR_CELLS)
         sizes = f"{size_text(done)} of {size_text(total)}"
-        self._bar(f"{escaped(what)} [{cells:.<{_BAR_CELLS}}] {int(100 * share):3d} % ({sizes})")
+        self._draw_bar(
+            f"{escaped(title)} [{cells:.<{_BAR_CELLS}}] {int(100 * share):3d} % ({sizes})"
+        )
 
-    def _bar(self, line: str) -> None:
+    def _draw_bar(self, line: str) -> None:
         if line != self._last and self._bar_stream.isatty():
             self._bar_stream.write(f"\r\x1b[K{line}")
             self._bar_stream.flush()
             self._last = line
 
 
-def _plain(value: Any) -> Any:
-    """Return what JSON can say: numbers that are none, or infinite, become text."""
+def _make_plain(value: Any) -> Any:
+    """Convert a value for JSON: NaN and infinities become text."""
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _make_plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_make_plain(item) for item in value]
     return value
 
 
 def escaped(text: str) -> str:
-    """Return text without what a terminal would obey or a reader could not see."""
+    """Escape control and invisible characters, which a terminal may act on."""
     if text.isprintable():
         return text.replace("\\", "\\\\") if "\\" in text else text
     return "".join(
@@ -64,7 +66,7 @@ def escaped(text: str) -> str:
 
 
 def size_text(num_bytes: int) -> str:
-    """Return a size as a person reads it: ``12 bytes``, ``1.5 GiB``."""
+    """Format a size for people: ``12 bytes``, ``1.5 GiB``."""
     size, place = float(num_bytes), 0
     while size >= 1024 and place < len(_UNITS) - 1:
         size, place = size / 1024, place + 1
@@ -72,7 +74,7 @@ def size_text(num_bytes: int) -> str:
 
 
 def table(titles: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:
-    """Return rows as lines in columns, escaped; the columns of numbers are right-aligned."""
+    """Format rows as lines in columns, escaped. Columns of numbers are right-aligned."""
     given = [list(row) for row in rows]
     texts = [list(titles), *([escaped(str(cell)) for cell in row] for row in given)]
     widths = [max(map(len, column)) for column in zip(*texts, strict=True)]

@@ -1,4 +1,4 @@
-"""A checkpoint as one file of ``torch.save``."""
+"""The command ``to-torch``: a checkpoint as one file of ``torch.save``."""
 
 from __future__ import annotations
 
@@ -10,13 +10,8 @@ from typing import Any
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.metadata_file import PICKLE_START, nested_paths
-from mcore.parallel.checkpoint.files.regular_files import (
-    PathLike,
-    Place,
-    local_path,
-    read_regular,
-)
+from mcore.parallel.checkpoint.files.index import PICKLE_START, nested_paths
+from mcore.parallel.checkpoint.files.places import PathLike, Place, local_path, read_regular
 from mcore.parallel.checkpoint.inspection.contents import Contents, num_bytes_of
 from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
 from mcore.parallel.shortened import counted
@@ -24,10 +19,10 @@ from mcore.parallel.torch_compat import METADATA_FILE
 
 
 def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output) -> int:
-    """Write a checkpoint, or some keys, as one dict; the file appears whole or not at all."""
+    """Write a checkpoint, or some keys, as one dict. One rename makes the file appear."""
     target = local_path(file)
     if os.path.lexists(target):
-        raise CheckpointingException(f"{target} already exists and is left as it is")
+        raise CheckpointingException(f"{target} already exists and is not overwritten")
     if not target.parent.is_dir():
         raise CheckpointingException(f"cannot write {target}: there is no folder {target.parent}")
     values: dict[str, Any] = {}
@@ -44,7 +39,7 @@ def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output)
             output.progress(done, total, "read")
     incomplete = target.with_name(f".{target.name}.incomplete-{secrets.token_hex(8)}")
     try:
-        torch.save(_nested(values, nested_paths(_metadata(contents.directory))), incomplete)
+        torch.save(_nest(values, nested_paths(_read_metadata(contents.directory))), incomplete)
         incomplete.rename(target)
     finally:
         incomplete.unlink(missing_ok=True)
@@ -54,8 +49,8 @@ def to_torch(path: PathLike, file: str, patterns: Sequence[str], output: Output)
     return 0
 
 
-def _metadata(directory: Place) -> bytes:
-    """Return torch's index, which says how a state dict was nested; empty where there is none."""
+def _read_metadata(directory: Place) -> bytes:
+    """Return torch's index, which has the nesting of a state dict, or nothing without one."""
     try:
         return read_regular(directory / METADATA_FILE, PICKLE_START)
     except CheckpointingException:
@@ -63,11 +58,11 @@ def _metadata(directory: Place) -> bytes:
 
 
 class _Node(dict[Any, Any]):
-    """A dict or list that holds keys of a checkpoint, unlike a value that is a dict."""
+    """A dict or list made here, to distinguish it from a value that is a dict."""
 
 
-def _nested(values: dict[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> Any:
-    """Return values in dicts and lists as they were, or by key where the paths do not fit."""
+def _nest(values: dict[str, Any], paths: Mapping[str, tuple[str | int, ...]]) -> Any:
+    """Return values in dicts and lists as they were saved, or by key if the paths do not fit."""
     root = _Node()
     for name, value in values.items():
         node, (*inner, last) = root, paths.get(name) or (name,)
@@ -78,13 +73,13 @@ def _nested(values: dict[str, Any], paths: Mapping[str, tuple[str | int, ...]]) 
         if last in node:
             return values
         node[last] = value
-    return _finished(root)
+    return _make_plain_containers(root)
 
 
-def _finished(node: Any) -> Any:
+def _make_plain_containers(node: Any) -> Any:
     if type(node) is not _Node:
         return node
-    inside = {step: _finished(value) for step, value in node.items()}
+    inside = {step: _make_plain_containers(value) for step, value in node.items()}
     if {type(step) for step in inside} == {int} and max(inside) == len(inside) - 1:
         return [inside[place] for place in range(len(inside))]
     return inside

@@ -1,1 +1,1 @@
-"""What each rank writes or reads, checked on all ranks before a byte is touched."""
+"""The plans of the writes and reads of all ranks, checked before any file or tensor changes."""

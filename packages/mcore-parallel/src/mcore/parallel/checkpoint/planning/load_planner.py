@@ -1,4 +1,4 @@
-"""The plan of a load: what each rank reads, refused before anything is read if it does not fit."""
+"""The plan of a load, which is refused before any read if the checkpoint does not fit."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Target:
-    """Memory of this rank that a shard of a global tensor is read into."""
+    """A tensor of this rank that a shard of a global tensor is read into."""
 
     tensor: torch.Tensor  # detached, with prepended axes first
-    global_shape: Shape  # on this side
+    global_shape: Shape  # in the state dict
     offset: Shape
     shape: Shape
     allow_shape_mismatch: bool
@@ -56,17 +56,17 @@ class ShardedLoadPlanner(LoadPlanner):
     """Plans a load into :class:`ShardedTensor` and :class:`ShardedObject` values.
 
     Works with ``torch.distributed.checkpoint.load`` and any storage reader, on checkpoints of
-    this package and of torch.distributed.checkpoint itself. Tensors are filled in place, on every
-    rank; :meth:`loaded_state_dict` gives them and all other values after the load.
+    this package and of torch.distributed.checkpoint. Tensors are filled in place, on every rank.
+    After the load, :meth:`loaded_state_dict` returns them and all other values.
 
-    With ``torch.distributed.checkpoint.load`` use it only on checkpoints that you trust: the reader
-    of torch unpickles the index, which may run any code, before a planner sees it, and checks no
-    content. :func:`load_sharded_state_dict` does neither.
+    With ``torch.distributed.checkpoint.load`` use it only on checkpoints that you trust. torch's
+    reader unpickles the index, which may run any code, before it calls a planner, and checks no
+    content. :func:`load_sharded_state_dict` runs no code and checks the content.
 
     Args:
-        strict: Refuse a checkpoint that lacks a key; otherwise the local value stays.
-        weights_only: Unpickle objects with torch's restricted unpickler. False runs whatever code
-            the checkpoint holds.
+        strict: Refuse a checkpoint that lacks a key. Otherwise the local value stays.
+        weights_only: Unpickle objects with torch's restricted unpickler. False runs any code in the
+            checkpoint.
 
     Example:
         >>> import tempfile
@@ -89,7 +89,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._strict = strict
         self._weights_only = weights_only
         self._is_coordinator = False
-        self.has_listed_objects = False  # Megatron-LM writes each object as a list of it alone
+        self.has_listed_objects = False  # Megatron-LM wraps each object in a list
         self._state_dict: Mapping[str, Any] | None = None
         self._entries = Entries([], [], {}, [])
         self.wanted: frozenset[str] = frozenset()
@@ -105,7 +105,7 @@ class ShardedLoadPlanner(LoadPlanner):
         self._casts: list[str] = []
 
     def take(self, state_dict: Mapping[str, Any]) -> frozenset[str]:
-        """Take the state dict to fill, and return the keys that it asks for; no communication."""
+        """Accept the state dict to fill, and return its keys. No communication."""
         self._state_dict, self._entries = state_dict, flatten_state_dict(state_dict)
         tensors = {shard.key for _, shard in self._entries.tensors}
         objects = {obj.unique_key for _, obj in self._entries.objects}
@@ -118,7 +118,7 @@ class ShardedLoadPlanner(LoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict to fill and the index of the checkpoint."""
+        """Accept the state dict to fill and the index of the checkpoint."""
         if metadata is None:
             raise CheckpointingException("a load needs the index of the checkpoint, got None")
         if self._state_dict is not state_dict:
@@ -127,14 +127,14 @@ class ShardedLoadPlanner(LoadPlanner):
         self._is_coordinator = is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """List what this rank reads, after checking that all of it fits.
+        """List the reads of this rank, after checking that all of them fit.
 
         Raises:
             CheckpointingException: A key is missing, a dtype or shape differs, or the checkpoint
-                does not hold all elements; at most 20 such problems are listed.
+                lacks elements. The text lists at most 20 problems.
         """
         self._start_over()
-        items = self._object_items() + self._common_items() + self._tensor_items()
+        items = self._plan_objects() + self._plan_common() + self._plan_tensors()
         if self._problems:
             raise CheckpointingException(
                 titled_list("the checkpoint does not fit the state dict", self._problems)
@@ -146,7 +146,7 @@ class ShardedLoadPlanner(LoadPlanner):
         return global_plan
 
     def finish_plan(self, central_plan: LoadPlan) -> LoadPlan:
-        """Accept the plan; from here on targets are written."""
+        """Accept the plan. Targets change from here on."""
         for tensor in self._zeroed:
             tensor.zero_()
         if self._casts and self._is_coordinator:
@@ -167,7 +167,7 @@ class ShardedLoadPlanner(LoadPlanner):
         try:
             found = torch.load(value, map_location="cpu", weights_only=self._weights_only)
         except Exception as error:
-            hint = "; pass weights_only=False if you trust the file" if self._weights_only else ""
+            hint = ". Pass weights_only=False if you trust the file" if self._weights_only else ""
             raise CheckpointingException(
                 f"key {name!r} cannot be unpickled ({describe_error(error)}){hint}"
             ) from error
@@ -195,7 +195,7 @@ class ShardedLoadPlanner(LoadPlanner):
         Call it after the load. No communication.
 
         Returns:
-            A new dict; a tensor is the ``data`` it was loaded into.
+            A new dict. Each tensor is the ``data`` that was filled.
         """
         values = dict(self._results)
         values.update(self._entries.local)
@@ -206,48 +206,43 @@ class ShardedLoadPlanner(LoadPlanner):
                 values[path] = self._values.get(name, local)
         return rebuild_state_dict(self._state_dict or {}, values)
 
-    def _object_items(self) -> list[ReadItem]:
+    def _plan_objects(self) -> list[ReadItem]:
         names = dict.fromkeys(obj.unique_key for _, obj in self._entries.objects)
-        return [item for name in names for item in self._bytes_items(name, "an object")]
+        return [item for name in names for item in self._plan_bytes(name, "an object")]
 
-    def _common_items(self) -> list[ReadItem]:
+    def _plan_common(self) -> list[ReadItem]:
         items: list[ReadItem] = []
         for name, (path, local) in self._entries.common.items():
             saved = self._metadata.state_dict_metadata.get(name)
-            if isinstance(saved, TensorStorageMetadata):
-                items += self._common_tensor_items(name, path, local, saved)
+            if not isinstance(saved, TensorStorageMetadata):
+                items += self._plan_bytes(name, "a value")
+                continue
+            if not isinstance(local, torch.Tensor):
+                value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
+            elif local.is_meta:
+                value = torch.empty_like(local, device="cpu", requires_grad=False)
             else:
-                items += self._bytes_items(name, "a value")
+                _require_fillable(name, local)
+                value = local
+            self._results[path] = value
+            shape = tuple(value.shape)
+            target = Target(value.detach(), shape, (0,) * len(shape), shape, False)
+            items += self._plan_reads(name, [target])
         return items
 
-    def _common_tensor_items(
-        self, name: str, path: Path, local: Any, saved: TensorStorageMetadata
-    ) -> list[ReadItem]:
-        if not isinstance(local, torch.Tensor):
-            value = torch.empty(saved.size, dtype=saved.properties.dtype, device="cpu")
-        elif local.is_meta:
-            value = torch.empty_like(local, device="cpu", requires_grad=False)
-        else:
-            _require_fillable(name, local)
-            value = local
-        self._results[path] = value
-        shape = tuple(value.shape)
-        target = Target(value.detach(), shape, (0,) * len(shape), shape, False)
-        return self._read_tensors(name, [target])
-
-    def _tensor_items(self) -> list[ReadItem]:
+    def _plan_tensors(self) -> list[ReadItem]:
         items: list[ReadItem] = []
         for key, group in groupby(self._entries.tensors, key=lambda entry: entry[1].key):
             targets = []
             for path, shard in group:
-                self._results[path], target = _target_of(shard)
+                self._results[path], target = _make_target(shard)
                 if self._is_lacking(key, target):
                     self._results[path] = shard.data
                 targets.append(target)
-            items += self._read_tensors(key, targets)
+            items += self._plan_reads(key, targets)
         return items
 
-    def _bytes_items(self, name: str, wanted: str) -> list[ReadItem]:
+    def _plan_bytes(self, name: str, wanted: str) -> list[ReadItem]:
         saved = self._metadata.state_dict_metadata.get(name)
         if isinstance(saved, BytesStorageMetadata):
             nowhere = torch.Size([0])
@@ -259,26 +254,26 @@ class ShardedLoadPlanner(LoadPlanner):
             self._note_missing(name)
         return []
 
-    def _read_tensors(self, key: str, targets: list[Target]) -> list[ReadItem]:
+    def _plan_reads(self, key: str, targets: list[Target]) -> list[ReadItem]:
         saved = self._metadata.state_dict_metadata.get(key)
         if saved is None:
             if any(self._is_lacking(key, target) for target in targets):
                 self._note_missing(key)
             return []
-        problems = [problem for t in targets if (problem := _tensor_problem(key, saved, t))]
+        problems = [problem for t in targets if (problem := _find_problem(key, saved, t))]
         if problems or not isinstance(saved, TensorStorageMetadata):
             self._problems += dict.fromkeys(problems)
             return []
         filled = [target for target in targets if target.tensor.numel()]
         if key in self._targets:
-            self._problems.append(f"key {key!r} names a tensor and a plain value; rename one")
+            self._problems.append(f"key {key!r} names a tensor and a plain value. Rename one")
         self._targets[key] = [target.tensor for target in filled]
         items = create_read_items_for_chunk_list(key, saved, [t.chunk for t in filled])
         self._check_filling(key, saved, filled, items)
         return items
 
     def _is_lacking(self, key: str, target: Target) -> bool:
-        """Return whether the checkpoint lacks a key; tensors without elements need none."""
+        """Return whether the checkpoint lacks a key. Tensors without elements need none."""
         return key not in self._metadata.state_dict_metadata and prod(target.global_shape) > 0
 
     def _check_filling(
@@ -288,7 +283,7 @@ class ShardedLoadPlanner(LoadPlanner):
         targets: list[Target],
         items: list[ReadItem],
     ) -> None:
-        """Record holes, casts, and what must be zeroed because the checkpoint has less of it."""
+        """Record holes, casts, and targets to zero because the checkpoint has another shape."""
         found = [0] * len(targets)
         for item in items:
             found[item.dest_index.index or 0] += prod(item.lengths)
@@ -298,7 +293,7 @@ class ShardedLoadPlanner(LoadPlanner):
             elif elements != target.tensor.numel():
                 self._problems.append(
                     f"key {key!r}: the checkpoint has {elements} of the {target.tensor.numel()} "
-                    f"elements at offset {target.offset} shape {target.shape}; it was not saved "
+                    f"elements at offset {target.offset} shape {target.shape}. It was not saved "
                     "whole"
                 )
         if targets and saved.properties.dtype != targets[0].tensor.dtype:
@@ -309,19 +304,19 @@ class ShardedLoadPlanner(LoadPlanner):
     def _note_missing(self, name: str) -> None:
         if self._strict:
             self._problems.append(
-                f"key {name!r} is missing in the checkpoint; pass strict=False to keep the local "
+                f"key {name!r} is missing in the checkpoint. Pass strict=False to keep the local "
                 "value"
             )
 
 
-def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
-    """Return the tensor that a load returns, new where there is none, and the target in it."""
+def _make_target(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
+    """Return the result of a load for a shard, new if it has no data, and the target in it."""
     data = shard.data
     if data is None:
         data = torch.empty(shard.local_shape, dtype=shard.dtype, device="cpu")
     if data.is_meta:
         raise CheckpointingException(
-            f"key {shard.key!r} is on the meta device: materialise it before the load, with "
+            f"key {shard.key!r} is on the meta device. Materialise it before the load, with "
             "module.to_empty(device=...) for instance"
         )
     _require_fillable(shard.key, to_local_if_dtensor(data))
@@ -335,7 +330,7 @@ def _target_of(shard: ShardedTensor) -> tuple[torch.Tensor, Target]:
     return data, inside
 
 
-def _tensor_problem(
+def _find_problem(
     key: str, saved: TensorStorageMetadata | BytesStorageMetadata, target: Target
 ) -> str | None:
     """Return why a tensor of the checkpoint cannot be read into a target, or None."""
@@ -349,7 +344,7 @@ def _tensor_problem(
         return None
     has_as_many_axes = len(shape) == len(target.global_shape)
     if not has_as_many_axes or not target.allow_shape_mismatch:
-        hint = "; allow_shape_mismatch=True reads what overlaps and zeroes the rest"
+        hint = ". allow_shape_mismatch=True reads the overlap and zeroes the rest"
         return (
             f"key {key!r}: the checkpoint has global shape {shape}, expected "
             f"{target.global_shape}{hint if has_as_many_axes else ''}"
@@ -358,20 +353,15 @@ def _tensor_problem(
 
 
 def _require_fillable(key: str, tensor: torch.Tensor) -> None:
-    problem = _unfillable(tensor)
-    if problem is not None:
-        raise CheckpointingException(f"key {key!r}: the tensor to fill {problem}")
-
-
-def _unfillable(tensor: torch.Tensor) -> str | None:
-    """Return why a tensor cannot be filled in place, or None."""
     if tensor.layout != torch.strided or tensor.is_quantized:
-        return f"is not plain memory (layout {tensor.layout}, dtype {tensor.dtype})"
-    if any(size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)):
-        return "is expanded, so that several elements share their memory; clone() it first"
-    if tensor.is_inference() and not torch.is_inference_mode_enabled():
-        return (
-            "was made in inference mode and cannot change outside of it; load in inference mode, "
+        problem = f"is not plain memory (layout {tensor.layout}, dtype {tensor.dtype})"
+    elif 0 in (step for size, step in zip(tensor.shape, tensor.stride(), strict=True) if size > 1):
+        problem = "is expanded, so several elements share their memory. clone() it first"
+    elif tensor.is_inference() and not torch.is_inference_mode_enabled():
+        problem = (
+            "was made in inference mode and cannot change outside of it. Load in inference mode, "
             "or make it with torch.no_grad()"
         )
-    return None
+    else:
+        return
+    raise CheckpointingException(f"key {key!r}: the tensor to fill {problem}")

@@ -1,4 +1,4 @@
-"""The plan of a save: what each rank writes, refused if the shards do not make whole tensors."""
+"""The plan of a save, which is refused if the shards do not make whole tensors."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from mcore.parallel.checkpoint.planning.staging import (
     StagedValue,
     data_problem,
     digest_of,
-    serialized,
+    serialize,
     written_shards,
 )
 from mcore.parallel.checkpoint.planning.validation import (
@@ -59,10 +59,10 @@ from mcore.parallel.shortened import titled_list
 
 @dataclass(frozen=True)
 class _RankReport:
-    """What the coordinator needs from a rank besides its write items, packed."""
+    """The packed data that the coordinator needs from a rank in addition to its write items."""
 
     written: bytes
-    unwritten: bytes  # apart, as ranks with the same replicas send the same bytes, unpacked once
+    unwritten: bytes  # separate: equal on many ranks, and equal bytes are unpacked once
     common: bytes
     paths: bytes
 
@@ -71,13 +71,13 @@ class ShardedSavePlanner(SavePlanner):
     """Plans a save of :class:`ShardedTensor` and :class:`ShardedObject` values.
 
     Works with ``torch.distributed.checkpoint.save`` and any storage writer. Main replicas write
-    tensors and objects; the coordinator writes all other leaves. The coordinator refuses plans in
-    which an element is written twice or never, and warns about common leaves that differ.
+    tensors and objects. The coordinator writes all other leaves. It refuses plans in which an
+    element is written twice or never, and warns about common leaves that differ.
 
     Args:
-        entries: Leaves already sorted by kind, in place of those of the state dict.
-        weights_only: Refuse objects and values that a load would refuse, since code that their
-            file names would have to be run.
+        entries: Leaves already sorted by kind, instead of the leaves of the state dict.
+        weights_only: Refuse objects and values that a load would refuse, since unpickling them runs
+            code.
 
     Example:
         >>> import tempfile
@@ -106,18 +106,18 @@ class ShardedSavePlanner(SavePlanner):
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Take the state dict of this rank."""
+        """Accept the state dict of this rank."""
         self._entries = self._prepared or flatten_state_dict(state_dict)
         self._is_coordinator = is_coordinator
 
     def create_local_plan(self) -> SavePlan:
-        """List what this rank writes.
+        """List the writes of this rank.
 
         Raises:
             CheckpointingException: A shard that this rank must write has no data.
         """
         self._tensors, self._values = {}, {}
-        items = self._tensor_items() + self._object_items() + self._common_items()
+        items = self._plan_tensors() + self._plan_objects() + self._plan_common()
         return SavePlan(items, planner_data=self._report())
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -127,14 +127,23 @@ class ShardedSavePlanner(SavePlanner):
             CheckpointingException: The shards do not make whole tensors.
         """
         reports = [plan.planner_data for plan in all_plans]
-        records = _unpacked(reports, each_rank=False)
+        records = _unpack_records(reports, each_rank=False)
+        # Many ranks hold equal replicas, so the first check skips repeats. A failure repeats the
+        # check with all of them, to name every rank.
         if validate_plans(records):
-            raise_if_not_whole(_unpacked(reports, each_rank=True))
+            raise_if_not_whole(_unpack_records(reports, each_rank=True))
         _warn_of_differences([report.common for report in reports])
         plain = [replace(plan, planner_data=None) for plan in all_plans]
         plans, metadata = create_default_global_save_plan(plain)
-        _describe_empty_tensors(metadata, records)
-        metadata.planner_data = _agreed_paths([report.paths for report in reports])
+        # Nothing is stored for tensors without elements, but a load expects them in the index.
+        for record in (record for rank_records in records for record in rank_records):
+            if record.kind == "tensor" and not prod(record.global_shape):
+                metadata.state_dict_metadata[record.key] = TensorStorageMetadata(
+                    properties=TensorProperties(dtype=getattr(torch, record.dtype)),
+                    size=torch.Size(record.global_shape),
+                    chunks=[],
+                )
+        metadata.planner_data = _merge_paths([report.paths for report in reports])
         return plans, metadata
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
@@ -148,19 +157,19 @@ class ShardedSavePlanner(SavePlanner):
             return tensor.as_subclass(torch.Tensor)
         name = write_item.index.fqn
         value = self._values[name]
-        return io.BytesIO(serialized(name, value, weights_only=self._weights_only))
+        return io.BytesIO(serialize(name, value, weights_only=self._weights_only))
 
-    def _tensor_items(self) -> list[WriteItem]:
+    def _plan_tensors(self) -> list[WriteItem]:
         items = []
         for shard in written_shards(self._entries):
             if shard.data is None:
                 raise CheckpointingException(f"{shard.key!r} {data_problem(None)}")
             index = MetadataIndex(shard.key, shard.global_offset)
             self._tensors[index] = with_leading_axes(shard.data, shard.prepend_axis_num)
-            items.append(_write_item(index, WriteItemType.SHARD, self._tensors[index], shard))
+            items.append(_make_write_item(index, WriteItemType.SHARD, self._tensors[index], shard))
         return items
 
-    def _object_items(self) -> list[WriteItem]:
+    def _plan_objects(self) -> list[WriteItem]:
         items = []
         for _, obj in self._entries.objects:
             if is_main_replica(obj.replica_id):
@@ -168,7 +177,7 @@ class ShardedSavePlanner(SavePlanner):
                 items.append(WriteItem(MetadataIndex(obj.unique_key), WriteItemType.BYTE_IO))
         return items
 
-    def _common_items(self) -> list[WriteItem]:
+    def _plan_common(self) -> list[WriteItem]:
         items = []
         written = self._entries.written_common(is_first=self._is_coordinator)
         for name, value in written.items():
@@ -176,7 +185,7 @@ class ShardedSavePlanner(SavePlanner):
             if isinstance(content, torch.Tensor):
                 index = MetadataIndex(name, [0] * content.ndim)
                 self._tensors[index] = content.detach()
-                items.append(_write_item(index, WriteItemType.TENSOR, self._tensors[index]))
+                items.append(_make_write_item(index, WriteItemType.TENSOR, self._tensors[index]))
             else:
                 self._values[name] = value
                 items.append(WriteItem(MetadataIndex(name), WriteItemType.BYTE_IO))
@@ -191,16 +200,16 @@ class ShardedSavePlanner(SavePlanner):
         return _RankReport(
             written=encode_records([record for record in records if record.is_written]),
             unwritten=encode_records([record for record in records if not record.is_written]),
-            common=_packed(digests),
-            paths=_packed(list(named_paths(self._entries))),
+            common=_pack(digests),
+            paths=_pack(list(named_paths(self._entries))),
         )
 
 
-def _packed(value: Any) -> bytes:
+def _pack(value: Any) -> bytes:
     return zlib.compress(json.dumps(value).encode(), 1)
 
 
-def _write_item(
+def _make_write_item(
     index: MetadataIndex,
     kind: WriteItemType,
     tensor: torch.Tensor,
@@ -218,8 +227,8 @@ def _write_item(
     )
 
 
-def _unpacked(reports: Sequence[_RankReport], *, each_rank: bool) -> list[list[ShardRecord]]:
-    """Unpack all records; equal lists of unwritten replicas once, unless each rank is named."""
+def _unpack_records(reports: Sequence[_RankReport], *, each_rank: bool) -> list[list[ShardRecord]]:
+    """Unpack all records, but equal lists of unwritten replicas once unless ``each_rank``."""
     seen: set[bytes] = set()
     ranks = []
     for report in reports:
@@ -243,17 +252,16 @@ def _warn_of_differences(packed: Sequence[bytes]) -> None:
                 differing.add(name)
     if differing:
         title = (
-            "values outside ShardedTensor and ShardedObject differ between ranks; those of the "
-            "first rank that has them are saved"
+            "values outside ShardedTensor and ShardedObject differ between ranks. The value of the "
+            "first rank that has the key is saved"
         )
         warnings.warn(titled_list(title, sorted(differing), "key"), stacklevel=2)
 
 
-def _agreed_paths(packed: Sequence[bytes]) -> dict[str, Path]:
-    """Say where in a nested dict each key belongs, as torch's converter reads it.
+def _merge_paths(packed: Sequence[bytes]) -> dict[str, Path]:
+    """Return the path of each key in a nested dict, for torch's converter.
 
-    A key that is not the dotted path of its place, such as that of stacked layers, belongs to the
-    top under its own name.
+    A key other than its dotted path, such as the key of stacked layers, is put at the top.
     """
     paths: dict[str, set[Path]] = {}
     for one in dict.fromkeys(packed):
@@ -264,14 +272,3 @@ def _agreed_paths(packed: Sequence[bytes]) -> dict[str, Path]:
         for name, found in paths.items()
         for path in found
     }
-
-
-def _describe_empty_tensors(metadata: Metadata, ranks: Sequence[Sequence[ShardRecord]]) -> None:
-    """List tensors without elements in the index, though nothing is stored for them."""
-    for record in (record for records in ranks for record in records):
-        if record.kind == "tensor" and not prod(record.global_shape):
-            metadata.state_dict_metadata[record.key] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=getattr(torch, record.dtype)),
-                size=torch.Size(record.global_shape),
-                chunks=[],
-            )

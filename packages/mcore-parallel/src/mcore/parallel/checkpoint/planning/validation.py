@@ -1,4 +1,4 @@
-"""The check that the shards of all ranks make whole tensors, and the records it compares."""
+"""The check that the shards of all ranks make whole tensors, and its records."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.manifest import is_inside
 from mcore.parallel.checkpoint.sharded import Shape, is_main_replica
 from mcore.parallel.checkpoint.state_tree import Entries, flatten_state_dict
-from mcore.parallel.checkpoint.team import Team, team_of
+from mcore.parallel.checkpoint.team import team_of
 from mcore.parallel.shortened import ranks_text, titled_list
 
 if TYPE_CHECKING:
@@ -27,12 +28,12 @@ class ShardRecord(NamedTuple):
 
     Attributes:
         kind: ``"tensor"``, ``"object"`` or ``"common"``.
-        key: Name; the dotted path for ``"common"``.
+        key: Name. For ``"common"`` the dotted path.
         is_written: Whether this rank writes it.
         dtype: Name of the dtype, empty for objects.
         global_shape: Shape of the tensor (prepended axes first) or array of objects.
-        global_offset: Where the shard starts; empty for replicas that are not written.
-        shard_shape: Shape of the shard, prepended axes first; empty for objects and for replicas
+        global_offset: Start of the shard. Empty for replicas that are not written.
+        shard_shape: Shape of the shard, prepended axes first. Empty for objects and for replicas
             that are not written.
         prepend_axis_num: Number of prepended axes.
     """
@@ -48,22 +49,22 @@ class ShardRecord(NamedTuple):
 
 
 RankedRecord = tuple[int, ShardRecord]
-Place = tuple[Shape, Shape]  # offset and shape
+Box = tuple[Shape, Shape]  # offset and shape
 
 
 def describe_shards(
     state_dict: Mapping[str, Any], *, is_first_rank: bool = False
 ) -> list[ShardRecord]:
-    """List what a rank with this state dict writes and holds replicas of.
+    """List the entries that a rank with this state dict writes or holds replicas of.
 
     No communication. The lists of all ranks are the input of :func:`validate_plans`.
 
     Args:
-        state_dict: The rank's sharded state dict; meta tensors are fine.
-        is_first_rank: Whether the rank writes the leaves that all ranks have alike.
+        state_dict: The rank's sharded state dict. Meta tensors are accepted.
+        is_first_rank: Whether the rank writes the leaves that are equal on all ranks.
 
     Returns:
-        The records in a fixed order; unwritten replicas of several shards of a key are one.
+        The records in a fixed order. The unwritten replicas of a key share one record.
 
     Raises:
         CheckpointingException: It is not a state dict.
@@ -81,27 +82,34 @@ def describe_shards(
 def validate_plans(list_of_rank_metadata: Sequence[Sequence[ShardRecord]]) -> list[str]:
     """Check the records of all ranks against each other, in one process.
 
-    A pure function: thousands of ranks can be checked without starting one.
+    A pure function: it can check thousands of ranks without starting them.
 
     Args:
         list_of_rank_metadata: The records of each rank, in rank order.
 
     Returns:
-        One sentence per problem with the key and the ranks; empty if there are none.
+        One text per problem, with the key and the ranks.
 
     Example:
         >>> whole = ShardRecord("tensor", "w", True, "float32", (4,), (0,), (4,))
         >>> validate_plans([[whole], [whole]])
-        ["tensor 'w': ranks 0-1 write the same shard, offset (0,) shape (4,); give all but one a \
+        ["tensor 'w': ranks 0-1 write the same shard, offset (0,) shape (4,). Give all but one a \
 replica_id other than 0"]
     """
     by_entry: dict[tuple[str, str], list[RankedRecord]] = {}
     for rank, records in enumerate(list_of_rank_metadata):
         for record in records:
             by_entry.setdefault((record.kind, record.key), []).append((rank, record))
-    problems = _name_clashes(by_entry)
+    kinds: dict[str, set[str]] = {}
+    for kind, key in by_entry:
+        kinds.setdefault(key, set()).add(kind)
+    problems = [
+        f"{key!r} names a {' and a '.join(sorted(found))} entry at the same time. Rename one"
+        for key, found in sorted(kinds.items())
+        if len(found) > 1
+    ]
     for kind, key in sorted(by_entry):
-        check = _tensor_problems if kind == "tensor" else _object_problems
+        check = _find_tensor_problems if kind == "tensor" else _find_object_problems
         if kind != "common":
             problems += [f"{kind} {key!r}: {text}" for text in check(by_entry[kind, key])]
     return problems
@@ -112,17 +120,17 @@ def validate_sharding_integrity(
 ) -> None:
     """Check that all ranks together write every element of every tensor and object once.
 
-    Collective over ``process_group``: one gather to its first rank, whose verdict all ranks get.
-    Without torch.distributed the state dict must be whole by itself.
+    Collective over ``process_group``: one gather to its first rank, which sends the result to all.
+    Without torch.distributed the state dict must be whole without other ranks.
 
     Args:
-        sharded_state_dict: What this rank holds; nested dicts and lists are fine.
-        process_group: The ranks that hold the shards; None is the world.
+        sharded_state_dict: This rank's state dict. Nested dicts and lists are accepted.
+        process_group: The ranks that hold the shards. None is the world.
 
     Raises:
         CheckpointingException: On every rank, with at most 20 problems, keys and ranks: dtype,
-            global shape or prepended axes differ, two ranks write one shard, shards overlap, lie
-            outside or leave a hole.
+            global shape or prepended axes differ, two ranks write one shard, shards overlap, are
+            outside the tensor or leave a hole.
         ValueError: This rank is not a member of the group.
 
     Example:
@@ -132,25 +140,24 @@ def validate_sharding_integrity(
         >>> validate_sharding_integrity({"norm": whole})
     """
     team = team_of(process_group)
-    packed = team.agree(lambda: _packed(sharded_state_dict, team))
-    gathered = team.gather_bytes(packed)
+
+    def pack() -> bytes:
+        entries = flatten_state_dict(sharded_state_dict)
+        return encode_records(describe_entries(entries, is_first=team.is_first))
+
+    gathered = team.gather_bytes(team.agree(pack))
     team.agree(lambda: raise_if_not_whole([decode_records(one) for one in gathered]))
 
 
-def _packed(sharded_state_dict: dict[str, Any], team: Team) -> bytes:
-    entries = flatten_state_dict(sharded_state_dict)
-    return encode_records(describe_entries(entries, is_first=team.is_first))
-
-
 def raise_if_not_whole(ranks: Sequence[Sequence[ShardRecord]]) -> None:
-    """Raise one CheckpointingException with what :func:`validate_plans` finds."""
+    """Raise one CheckpointingException with the problems of :func:`validate_plans`."""
     problems = validate_plans(ranks)
     if problems:
         raise CheckpointingException(titled_list(_TITLE, problems))
 
 
 def describe_entries(entries: Entries, *, is_first: bool) -> list[ShardRecord]:
-    """List what a rank writes, and once per key what it holds unwritten replicas of."""
+    """List the entries that a rank writes and, once per key, its unwritten replicas."""
     unwritten: dict[ShardRecord, None] = {}
     written: list[ShardRecord] = []
     for _, shard in entries.tensors:
@@ -181,12 +188,12 @@ def describe_entries(entries: Entries, *, is_first: bool) -> list[ShardRecord]:
 
 
 def encode_records(records: Sequence[ShardRecord]) -> bytes:
-    """Pack records; equal records give equal bytes."""
+    """Pack records. Equal records have equal bytes."""
     return zlib.compress(json.dumps(records, separators=(",", ":")).encode(), 1)
 
 
 def decode_records(packed: bytes) -> list[ShardRecord]:
-    """Unpack what :func:`encode_records` packed."""
+    """Unpack the bytes of :func:`encode_records`."""
     return [
         ShardRecord(kind, key, written, dtype, tuple(whole), tuple(offset), tuple(shape), prepended)
         for kind, key, written, dtype, whole, offset, shape, prepended in json.loads(
@@ -195,68 +202,51 @@ def decode_records(packed: bytes) -> list[ShardRecord]:
     ]
 
 
-def _name_clashes(by_entry: dict[tuple[str, str], list[RankedRecord]]) -> list[str]:
-    kinds: dict[str, set[str]] = {}
-    for kind, key in by_entry:
-        kinds.setdefault(key, set()).add(kind)
-    return [
-        f"{key!r} names a {' and a '.join(sorted(found))} entry at the same time; rename one"
-        for key, found in sorted(kinds.items())
-        if len(found) > 1
+def _find_tensor_problems(records: list[RankedRecord]) -> list[str]:
+    different = _find_differences(records, ("dtype", "global_shape", "prepend_axis_num"))
+    if different:
+        return different
+    outside = [
+        f"the shard of rank {rank}, offset {shard.global_offset} shape {shard.shard_shape}, is "
+        f"outside the global shape {shard.global_shape}"
+        for rank, shard in records
+        if shard.is_written
+        and not is_inside(shard.global_offset, shard.shard_shape, shard.global_shape)
     ]
+    return outside or _find_writer_problems(records)
 
 
-def _tensor_problems(records: list[RankedRecord]) -> list[str]:
-    different = _differing_fields(records, ("dtype", "global_shape", "prepend_axis_num"))
+def _find_object_problems(records: list[RankedRecord]) -> list[str]:
+    different = _find_differences(records, ("global_shape",))
     if different:
         return different
-    return _outside(records) or _writer_problems(records)
-
-
-def _object_problems(records: list[RankedRecord]) -> list[str]:
-    different = _differing_fields(records, ("global_shape",))
-    if different:
-        return different
-    problems = _repeated(records, lambda record: f"object {record.global_offset}")
+    problems = _find_repeated(records, lambda record: f"object {record.global_offset}")
     places = {record.global_offset for _, record in records if record.is_written}
     total = prod(records[0][1].global_shape)
     if len(places) != total:
-        problems.append(f"{len(places)} of {total} objects are written; {_missing_writer(records)}")
+        problems.append(
+            f"{len(places)} of {total} objects are written ({_describe_missing_writer(records)})"
+        )
     return problems
 
 
-def _differing_fields(records: list[RankedRecord], names: Sequence[str]) -> list[str]:
+def _find_differences(records: list[RankedRecord], names: Sequence[str]) -> list[str]:
     problems = []
     for name in names:
         ranks_of: dict[Any, list[int]] = {}
         for rank, record in records:
             ranks_of.setdefault(getattr(record, name), []).append(rank)
         if len(ranks_of) > 1:
-            shown = "; ".join(f"{value} on {_ranks(ranks)}" for value, ranks in ranks_of.items())
+            shown = "; ".join(
+                f"{value} on {_format_ranks(ranks)}" for value, ranks in ranks_of.items()
+            )
             problems.append(f"{name} differs: {shown}")
     return problems
 
 
-def _outside(records: list[RankedRecord]) -> list[str]:
-    return [
-        f"the shard of rank {rank}, offset {shard.global_offset} shape {shard.shard_shape}, lies "
-        f"outside the global shape {shard.global_shape}"
-        for rank, shard in records
-        if shard.is_written and not _is_inside(shard)
-    ]
-
-
-def _is_inside(shard: ShardRecord) -> bool:
-    axes = (shard.global_offset, shard.shard_shape, shard.global_shape)
-    return len({len(numbers) for numbers in axes}) == 1 and all(
-        start >= 0 and size >= 0 and start + size <= total
-        for start, size, total in zip(*axes, strict=True)
-    )
-
-
-def _writer_problems(records: list[RankedRecord]) -> list[str]:
+def _find_writer_problems(records: list[RankedRecord]) -> list[str]:
     filled = [(rank, one) for rank, one in records if one.is_written and prod(one.shard_shape) > 0]
-    problems = _repeated(
+    problems = _find_repeated(
         filled, lambda shard: f"shard, offset {shard.global_offset} shape {shard.shard_shape}"
     )
     owners = {(shard.global_offset, shard.shard_shape): rank for rank, shard in filled}
@@ -271,49 +261,51 @@ def _writer_problems(records: list[RankedRecord]) -> list[str]:
     if covered != total:
         problems.append(
             f"the shards that are written have {covered} elements and the global shape "
-            f"{records[0][1].global_shape} has {total}; {_missing_writer(records)}"
+            f"{records[0][1].global_shape} has {total} ({_describe_missing_writer(records)})"
         )
     return problems
 
 
-def _repeated(records: list[RankedRecord], describe: Callable[[ShardRecord], str]) -> list[str]:
-    """Report places that more than one record writes."""
-    writers: dict[Place, list[int]] = {}
-    sample: dict[Place, ShardRecord] = {}
+def _find_repeated(
+    records: list[RankedRecord], describe: Callable[[ShardRecord], str]
+) -> list[str]:
+    """Report boxes that more than one record writes."""
+    writers: dict[Box, list[int]] = {}
+    sample: dict[Box, ShardRecord] = {}
     for rank, record in records:
         if record.is_written:
             place = (record.global_offset, record.shard_shape)
             writers.setdefault(place, []).append(rank)
             sample[place] = record
     return [
-        f"{_ranks(writers[place])} write the same {describe(sample[place])}; give all but one a "
-        "replica_id other than 0"
+        f"{_format_ranks(writers[place])} write the same {describe(sample[place])}. Give all but "
+        "one a replica_id other than 0"
         for place in sorted(writers)
         if len(writers[place]) > 1
     ]
 
 
-def _missing_writer(records: list[RankedRecord]) -> str:
+def _describe_missing_writer(records: list[RankedRecord]) -> str:
     holders = sorted({rank for rank, record in records if not record.is_written})
     if not holders:
         return "some shard is on no rank"
     return (
-        f"replicas that are not written are on {_ranks(holders)}: one replica of each shard needs "
-        "replica_id 0"
+        f"replicas that are not written are on {_format_ranks(holders)}: one replica of each shard "
+        "needs replica_id 0"
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     counted = Counter(ranks)
     twice = [rank for rank in counted if counted[rank] > 1]
     note = f" ({ranks_text(sorted(twice))} more than once)" if twice else ""
     return ranks_text(sorted(counted)) + note
 
 
-def overlapping_pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
-    """Find pairs of different, non-empty shards that share an element; the smaller index first.
+def overlapping_pairs(places: Sequence[Box]) -> list[tuple[int, int]]:
+    """Find pairs of different, non-empty shards that share an element, the smaller index first.
 
-    A sweep along the axis with most starts compares only shards that are open at one place.
+    A sweep along the axis with most starts compares only shards that are open at the same time.
     """
     if len(places) < 2 or not places[0][0] or _is_regular_grid(places):
         return []
@@ -331,7 +323,7 @@ def overlapping_pairs(places: Sequence[Place]) -> list[tuple[int, int]]:
     return sorted(pairs)
 
 
-def _is_regular_grid(places: Sequence[Place]) -> bool:
+def _is_regular_grid(places: Sequence[Box]) -> bool:
     shape = places[0][1]
     return all(
         other == shape and all(start % size == 0 for start, size in zip(offset, shape, strict=True))
@@ -339,7 +331,7 @@ def _is_regular_grid(places: Sequence[Place]) -> bool:
     )
 
 
-def _share_an_element(first: Place, second: Place) -> bool:
+def _share_an_element(first: Box, second: Box) -> bool:
     return all(
         start < other + other_size and other < start + size
         for start, size, other, other_size in zip(*first, *second, strict=True)

@@ -1,0 +1,141 @@
+"""Asynchronous saves: threads that write checkpoints in order, over a separate process group."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch.distributed as dist
+
+from mcore.parallel.checkpoint.files.places import Place
+from mcore.parallel.checkpoint.team import Team, name_lost_ranks
+from mcore.parallel.groups import group_ranks
+from mcore.parallel.torch_compat import group_timeout
+
+logger = logging.getLogger(__name__)
+
+
+class SaveHandle:
+    """An asynchronous save.
+
+    Args:
+        path: The path of the checkpoint.
+        future: Done when the save has finished or failed.
+
+    Attributes:
+        path: The path of the checkpoint.
+
+    Example:
+        >>> import tempfile, torch
+        >>> from mcore.parallel.checkpoint import ShardedTensor, save_sharded_state_dict
+        >>> shard = ShardedTensor.from_rank_offsets("w", torch.zeros(2))
+        >>> folder = tempfile.mkdtemp()
+        >>> handle = save_sharded_state_dict({"w": shard}, folder + "/step_1", async_=True)
+        >>> handle.result().name
+        'step_1'
+        >>> handle.done()
+        True
+    """
+
+    def __init__(self, path: Place, future: concurrent.futures.Future[None]) -> None:
+        self.path = path
+        self._future = future
+
+    def done(self) -> bool:
+        """Return whether the save has finished or failed on this rank."""
+        return self._future.done()
+
+    def result(self, timeout: float | None = None) -> Place:
+        """Wait until the checkpoint is complete under its name.
+
+        Args:
+            timeout: Longest wait in seconds. None waits without a limit.
+
+        Returns:
+            The path of the checkpoint.
+
+        Raises:
+            CheckpointingException: The save failed. All ranks raise it.
+            TimeoutError: The save is not finished yet. It continues.
+        """
+        try:
+            self._future.result(timeout)
+        except concurrent.futures.TimeoutError as error:
+            raise TimeoutError(
+                f"the save to {self.path} is not finished after {timeout} s"
+            ) from error
+        return self.path
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Do the same as :meth:`result`, but return nothing."""
+        self.result(timeout)
+
+
+@dataclass
+class _SaveQueue:
+    """The asynchronous saves of one set of ranks, which run in the order of the calls.
+
+    They use a separate group, because other threads keep using the caller's group.
+    """
+
+    world: dist.ProcessGroup | None
+    team: Team
+    last: concurrent.futures.Future[None] | None = None
+
+
+_lock = threading.Lock()
+_queues: dict[tuple[int, ...], _SaveQueue] = {}
+
+
+def _find_queue(team: Team) -> _SaveQueue:
+    """Return the queue of a team. The first call makes its group, collectively over the team."""
+    world = None if team.group is None else dist.group.WORLD
+    ranks = () if team.group is None else tuple(group_ranks(team.group))
+    with _lock:
+        # torch.distributed was initialised anew: the groups of the old world are gone.
+        for old in [key for key, queue in _queues.items() if queue.world is not world]:
+            del _queues[old]
+        queue = _queues.get(ranks)
+    if queue is not None:
+        return queue
+    if team.group is not None:
+        with name_lost_ranks():
+            group = dist.new_group(
+                list(ranks),
+                timeout=group_timeout(team.group),
+                backend="gloo",
+                # Only the ranks of the team call this, unless they are the world.
+                use_local_synchronization=len(ranks) != dist.get_world_size(),
+            )
+        team = Team(group, team.rank, team.size)
+    queue = _SaveQueue(world, team)
+    with _lock:
+        _queues[ranks] = queue
+    return queue
+
+
+def start_async_save(path: Place, team: Team, save: Callable[[Team], None]) -> SaveHandle:
+    """Run a save in a thread, after earlier saves of the same ranks, in a team with its own group.
+
+    Collective over the team: the first call makes a gloo group. The interpreter waits for the save.
+    """
+    queue = _find_queue(team)
+    before, future = queue.last, concurrent.futures.Future[None]()
+    queue.last = future
+
+    def work() -> None:
+        if before is not None:
+            concurrent.futures.wait([before])
+        try:
+            save(queue.team)
+        except BaseException as error:
+            logger.error("the asynchronous save to %s failed: %s", path, error)
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=work, name=f"save-{path.name}").start()
+    return SaveHandle(path, future)

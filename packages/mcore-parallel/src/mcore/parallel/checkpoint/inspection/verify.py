@@ -1,0 +1,178 @@
+"""The command ``verify``: the content of checkpoints against their checksums, on all cores."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator, Sequence
+from concurrent.futures import (
+    Executor,
+    Future,
+    ProcessPoolExecutor,
+    ThreadPoolExecutor,
+    as_completed,
+)
+from typing import Any, NamedTuple
+
+from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
+from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem
+from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
+from mcore.parallel.checkpoint.files.index import file_problems, read_index
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Index, Piece
+from mcore.parallel.checkpoint.files.places import (
+    PathLike,
+    Place,
+    RemotePath,
+    is_unreachable,
+    open_regular,
+    place_of,
+)
+from mcore.parallel.checkpoint.inspection.contents import checkpoints_in, is_checkpoint
+from mcore.parallel.checkpoint.inspection.output import Output, escaped, size_text
+from mcore.parallel.shortened import counted
+
+_BATCH_BYTES = 1 << 26  # per task of a worker, in one file
+_BATCH_PIECES = 1000
+_FEW_BYTES = 1 << 28  # below, starting processes takes longer than it saves
+
+
+class Damage(NamedTuple):
+    """A key or file that has changed since it was saved."""
+
+    key: str  # empty: the whole file
+    file: str
+    problem: str
+
+
+class _Batch(NamedTuple):
+    """Pieces of one file, with their keys, for one worker."""
+
+    path: Place
+    has_checksums: bool
+    pieces: list[tuple[str, Piece]]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(piece.span for _, piece in self.pieces)
+
+
+def verify(path: PathLike, workers: int | None, output: Output) -> int:
+    """Read every byte of a checkpoint, or of a run's checkpoints, and name the damaged keys."""
+    directory = place_of(path)
+    found = checkpoints_in(directory) or [directory]
+    if not is_checkpoint(found[0]):
+        read_index(directory)  # raises an error that describes the path
+    reports = [_check_checkpoint(one, workers, output) for one in found]
+    content = (
+        reports[0] if found == [directory] else {"path": str(directory), "checkpoints": reports}
+    )
+    output.report(content, (line for report in reports for line in _format_lines(report)))
+    return 0 if all(report["ok"] for report in reports) else 1
+
+
+def _check_checkpoint(directory: Place, workers: int | None, output: Output) -> dict[str, Any]:
+    report = {"path": str(directory), "ok": True, "bytes": 0, "pieces": 0, "damaged": []}
+    try:
+        index = read_index(directory)
+    except CheckpointingException as error:
+        if is_unreachable(error):
+            raise
+        damaged = [Damage("", MANIFEST_FILE, str(error))]
+    else:
+        batches = list(_make_batches(directory, index))
+        report["bytes"] = sum(batch.num_bytes for batch in batches)
+        report["pieces"] = sum(len(batch.pieces) for batch in batches)
+        damaged = _find_damage(directory, index, batches, workers, output)
+    report["ok"], report["damaged"] = not damaged, [one._asdict() for one in damaged]
+    return report
+
+
+def _format_lines(report: dict[str, Any]) -> Iterator[str]:
+    path = escaped(report["path"])
+    if report["ok"]:
+        amount = f"{counted(report['pieces'], 'piece')}, {size_text(report['bytes'])}"
+        yield f"{path}: as it was saved ({amount})"
+        return
+    yield f"{path}: DAMAGED"
+    for one in report["damaged"]:
+        subject = f"key {one['key']!r} in {one['file']}" if one["key"] else one["file"]
+        yield f"  {escaped(subject)}: {escaped(one['problem'])}"
+
+
+def _make_batches(directory: Place, index: Index) -> Iterator[_Batch]:
+    """Yield all pieces, in the order of the files."""
+    inside: dict[str, list[tuple[str, Piece]]] = {}
+    for name, stored in index.keys.items():
+        for piece in stored.pieces:
+            inside.setdefault(piece.file, []).append((name, piece))
+    for file, pieces in sorted(inside.items()):
+        batch: list[tuple[str, Piece]] = []
+        for key, piece in sorted(pieces, key=lambda one: one[1].at):
+            is_full = batch and piece.at + piece.span - batch[0][1].at > _BATCH_BYTES
+            if is_full or len(batch) == _BATCH_PIECES:
+                yield _Batch(directory / file, index.has_checksums, batch)
+                batch = []
+            batch.append((key, piece))
+        yield _Batch(directory / file, index.has_checksums, batch)
+
+
+def _find_damage(
+    directory: Place, index: Index, batches: Sequence[_Batch], workers: int | None, output: Output
+) -> list[Damage]:
+    damaged = [Damage("", *one) for one in file_problems(directory, index)]
+    unreadable = {one.file for one in damaged}
+    for name, checksum in index.whole_files.items():
+        if name not in unreadable:
+            with open_regular(directory / name) as stream:
+                found = checksum_in(stream, 0, index.files[name], Scratch())
+            if found != checksum:
+                damaged.append(Damage("", name, "its checksum differs"))
+    done, total = 0, sum(batch.num_bytes for batch in batches)
+    are_local = not isinstance(directory, RemotePath)
+    workers = workers or len(os.sched_getaffinity(0))
+    # Processes, since checksums in Python hold the interpreter lock. Remote reads wait for the
+    # network, so threads are enough for them.
+    executor: Executor
+    if are_local and total >= _FEW_BYTES and workers > 1:
+        executor = ProcessPoolExecutor(workers, multiprocessing.get_context("fork"))
+    else:
+        executor = ThreadPoolExecutor(workers)
+    with executor:
+        started: dict[Future[list[Damage]], int] = {
+            executor.submit(_check_batch, batch): batch.num_bytes for batch in batches
+        }
+        try:
+            for future in as_completed(started):
+                damaged += future.result()
+                done += started[future]
+                output.progress(done, total, directory.name)
+        finally:
+            executor.shutdown(cancel_futures=True)
+    return sorted(damaged)
+
+
+def _check_batch(batch: _Batch) -> list[Damage]:
+    scratch, damaged = Scratch(), []
+    try:
+        with open_regular(batch.path) as stream:
+            for key, piece in batch.pieces:
+                problem = _check_piece(stream, batch.has_checksums, piece, scratch)
+                if problem is not None:
+                    damaged.append(Damage(key, piece.file, problem))
+    except (CheckpointingException, OSError) as error:
+        if is_unreachable(error):
+            raise
+        keys = dict.fromkeys(key for key, _ in batch.pieces)
+        return [Damage(key, batch.path.name, describe_error(error)) for key in keys]
+    return damaged
+
+
+def _check_piece(stream: Any, has_checksums: bool, piece: Piece, scratch: Scratch) -> str | None:
+    if not has_checksums:
+        is_archive = not piece.transforms
+        return archive_problem(FileSlice(stream, piece.at, piece.length)) if is_archive else None
+    try:
+        found = checksum_in(stream, piece.at, piece.span, scratch)
+    except EOFError as error:
+        return str(error)
+    return None if found == piece.checksum else "its checksum differs"

@@ -1,0 +1,1 @@
+"""The whole state of a training run, and the manager of its checkpoints."""

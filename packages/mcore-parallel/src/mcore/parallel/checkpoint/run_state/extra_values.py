@@ -1,0 +1,170 @@
+"""The extra values of a run's state: plain values, objects with a state, random streams."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.objects import ShardedObject
+from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.run_state.model_state import model_state
+from mcore.parallel.checkpoint.sharded import ShardedBase
+from mcore.parallel.checkpoint.state_tree import OneLeaf
+from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.rng.shared import (
+    existing_tracker,
+    get_all_rng_states,
+    is_graph_safe_cuda_rng_tracker,
+)
+from mcore.parallel.rng.state import (
+    _get_cuda_rng_state,
+    _set_cuda_rng_state,
+    convert_cuda_rng_state,
+)
+from mcore.tensor.device import current_device
+from mcore.tensor.dtensor import is_dtensor
+
+RANDOM_STATE = "random_state"
+_ARGUMENTS = (
+    "async_ check_replicas force model optimizer path process_group step strict unexpected verify "
+    "weights_only"
+)
+_TAKEN = frozenset({RANDOM_STATE, *_ARGUMENTS.split()})
+
+
+def check_names(values: Mapping[str, Any]) -> None:
+    """Raise CheckpointingException for names that extra values cannot have."""
+    for name in values:
+        if name in _TAKEN or not name.isidentifier():
+            raise CheckpointingException(
+                f"{name!r} cannot be the name of an extra value: it must be an identifier other "
+                f"than {', '.join(sorted(_TAKEN))}"
+            )
+
+
+def is_stateful(value: Any) -> bool:
+    """Return whether a value has a ``state_dict``, such as a scheduler."""
+    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+
+
+def state_of(name: str, value: Any) -> Any:
+    """Return the state of a value: tensors of modules and DTensors by name, else one leaf."""
+    if isinstance(value, nn.Module):
+        return model_state(value).tree(name)
+    state = value.state_dict() if is_stateful(value) else value
+    return state if _has_shards(state) else OneLeaf(state)
+
+
+def _has_shards(node: Any) -> bool:
+    if isinstance(node, Mapping):
+        return any(map(_has_shards, node.values()))
+    if isinstance(node, list | tuple):
+        return any(map(_has_shards, node))
+    return isinstance(node, ShardedBase) or is_dtensor(node)
+
+
+def states_to_save(values: Mapping[str, Any], team: Team) -> dict[str, Any]:
+    """Return the states of values. A state that differs between ranks is saved for each rank.
+
+    Collective over the team: two all-reduces of 64 numbers or more.
+    """
+
+    def collect() -> dict[str, Any]:
+        check_names(values)
+        return {name: state_of(name, value) for name, value in sorted(values.items())}
+
+    states = team.agree(collect)
+    leaves = {name: one.value for name, one in states.items() if isinstance(one, OneLeaf)}
+    if not all(_compare_ranks([sorted(values), sorted(leaves)], team)):
+        raise CheckpointingException(
+            f"the ranks were given different values, this rank {sorted(values)}. Pass the same "
+            "names on every rank"
+        )
+    digested = team.agree(lambda: list(map(digest_of, leaves.values())))
+    for name, is_equal in zip(leaves, _compare_ranks(digested, team), strict=True):
+        if not is_equal:
+            states[name] = ShardedObject(name, leaves[name], (team.size,), (team.rank,))
+    return states
+
+
+def _compare_ranks(values: Iterable[Any], team: Team) -> Iterator[bool]:
+    """Return, for each value, whether it is equal on all ranks."""
+    # Shifted to 63 bits, so that a digest fits into an int64 and has a negative. The maximum of the
+    # negatives is minus the smallest digest: if both agree, all ranks have one digest.
+    digests = [int.from_bytes(digest_of(value), "big") >> 1 for value in values]
+    reduced = iter(team.max([number for one in digests for number in (one, -one)]))
+    pairs = zip(reduced, reduced, strict=True)
+    return (highest == -minus_lowest for highest, minus_lowest in pairs)
+
+
+class StoredValues(NamedTuple):
+    """The extra values of a checkpoint."""
+
+    targets: dict[str, Any]  # to load on this rank, by name
+    keys: list[str]  # of the targets
+    of_other_ranks: dict[
+        str, list[str]
+    ]  # keys by name, of values saved for another number of ranks
+
+
+def find_stored_values(keys: Iterable[str], team: Team) -> StoredValues:
+    """Return the extra values, for this rank, of a checkpoint with these keys."""
+    found = StoredValues({}, [], {})
+    for key in keys:
+        name, is_per_rank, _ = key.partition("/shard_")
+        if not name.isidentifier():
+            continue
+        if not is_per_rank:
+            found.targets[name] = OneLeaf()
+            found.keys.append(key)
+            continue
+        one = ShardedObject.empty_from_unique_key(key)
+        if one.global_shape != (team.size,):
+            found.of_other_ranks.setdefault(name, []).append(key)
+        elif one.global_offset == (team.rank,):
+            found.targets[name] = one
+            found.keys.append(key)
+    return found
+
+
+def rank_random_state() -> dict[str, Any]:
+    """Return the states of all default random streams of this rank, as plain values."""
+    device = current_device()
+    found = {
+        "python": random.getstate(),
+        "cpu": torch.get_rng_state(),
+        "device": None if device.type == "cpu" else _get_cuda_rng_state(device),
+        "tracker": {
+            name: convert_cuda_rng_state(state) for name, state in get_all_rng_states().items()
+        },
+    }
+    if "numpy" in sys.modules:
+        kind, words, *rest = sys.modules["numpy"].random.get_state()
+        found["numpy"] = (kind, words.tolist(), *rest)
+    return found
+
+
+def set_rank_random_state(state: Mapping[str, Any]) -> None:
+    """Restore the streams of :func:`rank_random_state`, as far as this process has them."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["cpu"])
+    device = current_device()
+    if state["device"] is not None and device.type != "cpu":
+        _set_cuda_rng_state(state["device"], device)
+    if "numpy" in state and "numpy" in sys.modules:
+        sys.modules["numpy"].random.set_state(state["numpy"])
+    tracker = existing_tracker()
+    if state["tracker"] and tracker is not None:
+        for_graphs = is_graph_safe_cuda_rng_tracker(tracker)
+        tracker.set_states(
+            {
+                name: convert_cuda_rng_state(one, to_graphable=for_graphs, device=device)
+                for name, one in state["tracker"].items()
+            }
+        )

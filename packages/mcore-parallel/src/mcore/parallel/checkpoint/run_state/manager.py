@@ -1,0 +1,278 @@
+"""The folder of a run's checkpoints: when to write one, which to keep, which to resume from."""
+
+from __future__ import annotations
+
+import json
+import logging
+import operator
+import re
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from mcore.parallel.checkpoint.errors import CheckpointingException, DamagedCheckpointError
+from mcore.parallel.checkpoint.files.directory import keep_last, remove_incomplete
+from mcore.parallel.checkpoint.files.places import PathLike, Place, RemotePath, place_of
+from mcore.parallel.checkpoint.run_state.training_state import (
+    load_training_state,
+    save_training_state,
+)
+from mcore.parallel.checkpoint.team import team_of
+from mcore.parallel.shortened import titled_list
+
+if TYPE_CHECKING:
+    from mcore.parallel.checkpoint.async_save import SaveHandle
+    from mcore.parallel.checkpoint.run_state.training_state import Model, Optimizers
+    from mcore.parallel.groups import GroupLike
+
+logger = logging.getLogger(__name__)
+_NAME = re.compile(r"step_(\d+)")
+
+
+class CheckpointManager:
+    """Writes a run's checkpoints ``root/step_N``, deletes old ones, and loads the newest good one.
+
+    All ranks of the group make a manager and call its methods together. No other run may use the
+    folder.
+
+    Args:
+        root: The folder, made by the first save. With ``mcore-parallel[remote]`` it may be a URL.
+        keep: The number of newest checkpoints to keep, at least 1. None keeps all. Old checkpoints
+            are deleted after a save is complete: with ``async_``, at the next save or wait.
+            Checkpoints of later steps, and those that :meth:`load_latest` found damaged, are
+            neither counted nor deleted.
+        every: :meth:`save` writes the steps that are divisible by this number.
+        async_: Write in a thread. A save first waits for the previous save, and raises its error.
+        process_group: The ranks. None is the world.
+        protect: Names of checkpoints that ``keep`` neither counts nor deletes.
+
+    Raises:
+        ValueError: ``keep`` or ``every`` is below 1.
+        TypeError: One of them is not a whole number.
+
+    Example:
+        >>> import tempfile, torch
+        >>> model = torch.nn.Linear(2, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> with CheckpointManager(tempfile.mkdtemp(), keep=2, every=10) as checkpoints:
+        ...     state = checkpoints.load_latest(model, optimizer) or {"step": 0}
+        ...     for step in range(state["step"] + 1, 31):
+        ...         if checkpoints.save(model, optimizer, step=step):
+        ...             print(step)
+        10
+        20
+        30
+    """
+
+    def __init__(
+        self,
+        root: PathLike,
+        *,
+        keep: int | None = None,
+        every: int = 1,
+        async_: bool = False,
+        process_group: GroupLike | None = None,
+        protect: Iterable[str] = (),
+    ) -> None:
+        self.root = place_of(root)
+        self.keep = None if keep is None else _check_whole_number("keep", keep, 1)
+        self.every, self.async_ = _check_whole_number("every", every, 1), async_
+        self._protect = tuple(protect)
+        self._group = process_group
+        self._pending: SaveHandle | None = None
+        self._last: Place | None = None  # the checkpoint that has the model's present state
+        self._step = 0  # of the last save
+        self._has_saved = False
+        self._damaged: set[Place] = set()
+
+    def save(
+        self,
+        model: Model,
+        optimizer: Optimizers = None,
+        *,
+        step: int,
+        force: bool = False,
+        **more: Any,
+    ) -> bool:
+        """Write the checkpoint of a step, or start to, if the step is divisible by ``every``.
+
+        Call it after every step. Other steps return immediately, without communication. The first
+        save deletes the leftovers of killed saves in the folder. If :meth:`load_latest` found a
+        checkpoint of this step damaged, that is renamed to ``step_N.damaged``.
+
+        Args:
+            model: As for :func:`save_training_state`.
+            optimizer: As for :func:`save_training_state`.
+            step: The number of steps made.
+            force: Write any step, such as the last step. A step that this manager has written is
+                not written twice.
+            **more: As for :func:`save_training_state`.
+
+        Returns:
+            Whether the checkpoint was written or, with ``async_``, started.
+
+        Raises:
+            CheckpointingException: On every rank: the save, or the previous asynchronous save,
+                failed. The folder has only complete checkpoints.
+            ValueError: The step is below 0.
+            TypeError: The step is not a whole number.
+        """
+        step = _check_whole_number("step", step, 0)
+        path = self.root / f"step_{step}"
+        if path == self._last or (step % self.every and not force):
+            return False
+        self.wait()
+        if not self._has_saved or path in self._damaged:
+            self._change_folder(lambda: self._make_room(path))
+        self._pending = save_training_state(
+            path,
+            model,
+            optimizer,
+            step=step,
+            process_group=self._group,
+            async_=self.async_,
+            **more,
+        )
+        self._last, self._step, self._has_saved = path, step, True
+        if self._pending is None:
+            self._delete_old()
+        return True
+
+    def wait(self) -> None:
+        """Wait for the asynchronous save, if there is one.
+
+        Raises:
+            CheckpointingException: On every rank: the save failed.
+        """
+        if self._pending is None:
+            return
+        pending, self._pending = self._pending, None
+        try:
+            pending.result()
+        except CheckpointingException:
+            self._last = None
+            raise
+        self._delete_old()
+
+    def load_latest(
+        self, model: Model, optimizer: Optimizers = None, **options: Any
+    ) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is not damaged.
+
+        Every rank logs a warning for each damaged checkpoint, which is incomplete or has changed
+        since it was saved. It stays in the folder. A checkpoint that does not fit the model is an
+        error, not damage.
+
+        Args:
+            model: As for :func:`load_training_state`.
+            optimizer: As for :func:`load_training_state`.
+            **options: The keywords of :func:`load_training_state`, also the objects that get their
+                state back.
+
+        Returns:
+            The result of :func:`load_training_state`, or None if the folder has no checkpoint.
+
+        Raises:
+            CheckpointingException: On every rank: the checkpoint does not fit, or there are
+                checkpoints and all are damaged (:class:`DamagedCheckpointError`).
+        """
+        self.wait()
+        problems: list[str] = []
+        for path in self._list_newest_first():
+            try:
+                found = load_training_state(
+                    path, model, optimizer, process_group=self._group, **options
+                )
+                self._last = path
+                return found
+            except DamagedCheckpointError as error:
+                self._damaged.add(path)
+                problems.append(str(error))
+                logger.warning("going back to the checkpoint before %s: %s", path, error)
+        if problems:
+            title = f"every checkpoint in {self.root} is damaged"
+            raise DamagedCheckpointError(titled_list(title, problems, "checkpoint"))
+        return None
+
+    def __enter__(self) -> CheckpointManager:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Wait for the asynchronous save. After an error in the block, only log its failure."""
+        try:
+            self.wait()
+        except CheckpointingException as failure:
+            if error is None:
+                raise
+            logger.error("the last asynchronous save failed: %s", failure)
+
+    def _list_newest_first(self) -> list[Place]:
+        """Return, on every rank, the checkpoints that the first rank finds, also damaged ones."""
+        team = team_of(self._group)
+
+        def list_names() -> list[bytes]:
+            steps = _list_steps(self.root) if team.is_first else {}
+            names = sorted(steps, key=lambda name: (steps[name], name), reverse=True)
+            return [json.dumps(names).encode()]
+
+        [shared] = team.share(list_names)
+        return [self.root / name for name in json.loads(shared)]
+
+    def _make_room(self, path: Place) -> None:
+        remove_incomplete(self.root)
+        if path in self._damaged:
+            number, aside = 1, path.parent / f"{path.name}.damaged"
+            while aside.exists():
+                number += 1
+                aside = path.parent / f"{path.name}.damaged-{number}"
+            path.rename(aside)  # type: ignore[arg-type]  # both are of one type
+            self._damaged.discard(path)
+
+    def _delete_old(self) -> None:
+        keep = self.keep
+        if keep is not None:
+            self._change_folder(lambda: self._keep_last(keep))
+
+    def _keep_last(self, keep: int) -> None:
+        """Delete old checkpoints, but none that is damaged or of a later step than the run."""
+        damaged = {path.name for path in self._damaged}
+        skipped = [
+            name
+            for name, step in _list_steps(self.root).items()
+            if step > self._step or name in damaged
+        ]
+        keep_last(self.root, keep, protect=[*self._protect, *skipped])
+
+    def _change_folder(self, change: Callable[[], object]) -> None:
+        """Change the folder on the first rank. A failure is only logged: the run can continue."""
+        if not team_of(self._group).is_first:
+            return
+        try:
+            change()
+        except OSError as error:
+            logger.warning("old checkpoints in %s cannot be deleted: %s", self.root, error)
+
+
+def _check_whole_number(name: str, given: Any, least: int) -> int:
+    try:
+        number = operator.index(given)
+    except TypeError:
+        raise TypeError(f"{name} must be a whole number, got {given!r}") from None
+    if number < least:
+        raise ValueError(f"{name} must be at least {least}, got {number}")
+    return number
+
+
+def _list_steps(root: Place) -> dict[str, int]:
+    """Map the names of checkpoints in a folder, complete or not, to their steps."""
+    if isinstance(root, RemotePath):
+        names = [folder.name for folder in root.folders()]
+    else:
+        is_dir = root.is_dir()
+        names = [one.name for one in root.iterdir() if not one.is_symlink()] if is_dir else []
+    return {name: int(match[1]) for name in names if (match := _NAME.fullmatch(name))}

@@ -1,0 +1,169 @@
+"""The state of a model's modules, by names that are the same in every layout."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
+from mcore.parallel.shortened import titled_list
+
+_ORIGINAL = "_orig_mod"  # the attribute of torch.compile for the compiled module
+_CHECKPOINTED = "_checkpoint_wrapped_module."
+_FSDP1 = "_fsdp_wrapped_module"
+
+
+class _Leaf(NamedTuple):
+    """A tensor or value of a module."""
+
+    value: Any
+    module: nn.Module
+    key: str  # in the state dict of ``module``
+
+
+@dataclass(frozen=True)
+class ModelState:
+    """The state of the modules of a model on this rank: one, or several chunks of a pipeline."""
+
+    leaves: Mapping[str, _Leaf]
+    names: Mapping[torch.Tensor, Sequence[str]]  # all names of a parameter that is saved
+    in_place: frozenset[int]  # ids of the tensors that a load fills in place
+    parts: frozenset[int]  # ids of the tensors that hooks compute from parameters
+    left_out: Mapping[torch.Tensor, str]  # the names of parameters that are not saved
+
+    def tree(self, prefix: str) -> dict[str, Any]:
+        """Return the tensors and values to save or fill, by name, for the key ``prefix``."""
+        return {
+            name: self._describe(f"{prefix}.{name}", leaf.value)
+            for name, leaf in self.leaves.items()
+        }
+
+    def _describe(self, key: str, value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            # Buffers such as running statistics may differ between ranks: they are no replicas.
+            is_replica = value in self.names or id(value) in self.parts
+            return bare_shard(value.detach(), key) if is_replica else value.detach()
+        return OneLeaf(value)
+
+    def take_back(self, loaded: Mapping[str, Any]) -> None:
+        """Give modules the values that cannot be filled in place. No communication."""
+        by_module: dict[nn.Module, dict[str, Any]] = {}
+        for name, leaf in self.leaves.items():
+            if id(leaf.value) not in self.in_place:
+                by_module.setdefault(leaf.module, {})[leaf.key] = loaded[name]
+        lost: list[str] = []
+        for module, state in by_module.items():
+            unknown = set(module.load_state_dict(state, strict=False).unexpected_keys)
+            lost += [
+                name
+                for name, leaf in self.leaves.items()
+                if id(leaf.value) in self.parts and leaf.module is module and leaf.key in unknown
+            ]
+        if lost:
+            title = (
+                "load_state_dict() of the model does not take the tensors that its state_dict() "
+                "computes from parameters. Register a hook that computes the parameters from them"
+            )
+            raise CheckpointingException(titled_list(title, lost, "key"))
+
+
+def model_state(model: nn.Module | Iterable[nn.Module]) -> ModelState:
+    """Collect the state of a module or of chunks. Names that clash are an error."""
+    modules = _list_modules(model)
+    leaves: dict[str, _Leaf] = {}
+    names: dict[torch.Tensor, list[str]] = {}
+    parameters: dict[torch.Tensor, list[str]] = {}
+    in_place: set[int] = set()
+    clashes = []
+    for module in modules:
+        name_of = _make_naming(module)
+        # Autograd records which parameters a tensor of a hook is computed from. state_dict() also
+        # makes fully_shard restore its shards, so the parameters are listed after it.
+        with torch.enable_grad():
+            found = module.state_dict(keep_vars=True)
+        in_place.update(map(id, [*module.parameters(), *module.buffers()]))
+        for path, parameter in module.named_parameters(remove_duplicate=False):
+            parameters.setdefault(parameter, []).append(name_of(path))
+        for key, value in found.items():
+            name = name_of(key)
+            if name in leaves and leaves[name].value is not value:
+                clashes.append(name)
+            leaves[name] = _Leaf(value, module, key)
+            if isinstance(value, torch.Tensor) and value in parameters:
+                names.setdefault(value, []).append(name)
+    hidden = {one: found for one, found in parameters.items() if one not in names}
+    parts: set[int] = set()
+    made = [leaf.value for leaf in leaves.values() if id(leaf.value) not in in_place]
+    for value in made if hidden else []:
+        origins = _find_origins(value) & hidden.keys() if isinstance(value, torch.Tensor) else set()
+        names.update({origin: hidden[origin] for origin in origins})
+        parts.update({id(value)} if origins else ())
+    clashes += _find_repeated(names.values())
+    if clashes:
+        title = (
+            "the model has different tensors of one name. Name layers by their place in the model"
+        )
+        raise CheckpointingException(titled_list(title, clashes, "name"))
+    left_out = {one: found[0] for one, found in hidden.items() if one not in names}
+    return ModelState(leaves, names, frozenset(in_place), frozenset(parts), left_out)
+
+
+def _find_origins(value: torch.Tensor) -> set[torch.Tensor]:
+    """Return the tensors that a tensor is a view of or, in autograd's graph, computed from."""
+    found = set() if value._base is None else {value._base}
+    nodes = [] if value.grad_fn is None else [value.grad_fn]
+    for node in nodes:  # the loop appends to the list
+        if isinstance(leaf := getattr(node, "variable", None), torch.Tensor):
+            found.add(leaf)
+        nodes += {one for one, _ in node.next_functions if one is not None}.difference(nodes)
+    return found
+
+
+def _find_repeated(names: Iterable[Iterable[str]]) -> list[str]:
+    every = Counter(name for one in names for name in set(one))
+    return [name for name, times in every.items() if times > 1]
+
+
+def _list_modules(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
+    given = [model] if isinstance(model, nn.Module) else list(model)
+    for module in given:
+        if not isinstance(module, nn.Module):
+            raise CheckpointingException(
+                f"a model must be a torch.nn.Module or a list of them, got {type(module).__name__}"
+            )
+        if any(hasattr(inner, _FSDP1) for inner in module.modules()):
+            raise CheckpointingException(
+                "the model is sharded by FullyShardedDataParallel, and its flat parameters have no "
+                "names. Use torch.distributed.fsdp.fully_shard"
+            )
+    return given
+
+
+def _make_naming(module: nn.Module) -> Callable[[str], str]:
+    """Return a function that removes the prefixes of wrappers from a key of a module."""
+    wrappers: dict[str, str] = {}  # the prefix of each wrapped module, and it without the wrapper
+    for path, inner in module.named_modules():
+        child = ""
+        if _ORIGINAL in vars(inner).get("_modules", {}):
+            child = _ORIGINAL
+        elif isinstance(inner, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            child = "module"
+        if child:
+            outer = f"{path}." if path else ""
+            wrappers[f"{outer}{child}."] = outer
+    wrappers = dict(sorted(wrappers.items(), reverse=True))  # inner wrappers first
+
+    def name_of(key: str) -> str:
+        name = key.replace(_CHECKPOINTED, "")
+        for inner, outer in wrappers.items():
+            if name.startswith(inner):
+                name = outer + name.removeprefix(inner)
+        return name
+
+    return name_of

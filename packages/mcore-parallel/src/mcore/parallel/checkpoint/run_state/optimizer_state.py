@@ -1,0 +1,292 @@
+"""The states and options of optimizers, by the names of the parameters, in any layout."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.optim import Optimizer
+
+from mcore.parallel.checkpoint.errors import CheckpointingException
+from mcore.parallel.checkpoint.files.manifest import StoredKey
+from mcore.parallel.checkpoint.planning.staging import digest_of
+from mcore.parallel.checkpoint.run_state.model_state import ModelState
+from mcore.parallel.checkpoint.state_tree import OneLeaf, bare_shard
+from mcore.parallel.checkpoint.team import Team
+from mcore.parallel.shortened import titled_list
+
+GROUPS = "param_groups"
+_STATE = "state"
+_NO_OPTIONS = frozenset({"params", "param_names"})
+# These choose the code of a step, not its result, so each process keeps its options.
+_IMPLEMENTATION = frozenset({"foreach", "fused", "capturable", "differentiable"})
+
+Groups = list[dict[str, Any]]
+
+
+class _Parameter(NamedTuple):
+    """A parameter of an optimizer."""
+
+    value: torch.Tensor
+    names: Sequence[str]
+    optimizer: Optimizer
+    group: dict[str, Any]
+
+    @property
+    def state(self) -> Mapping[str, Any]:
+        """The state of the parameter. The look-up does not make one."""
+        found: Mapping[str, Any] = self.optimizer.state.get(self.value, {})
+        return found
+
+
+class OptimizerState:
+    """The state of the optimizers of a model on this rank.
+
+    torch's ``get_optimizer_state_dict`` makes a step with a new optimizer to see its state. Its
+    ``set_optimizer_state_dict`` casts moments to the dtype of the parameter and refuses parameters
+    without a state. This class does neither.
+    """
+
+    def __init__(
+        self, optimizer: Optimizer | Iterable[Optimizer] | None, model: ModelState, key: str
+    ) -> None:
+        self._key = key
+        given = [optimizer] if isinstance(optimizer, Optimizer) else list(optimizer or ())
+        self._parameters = list(_list_parameters(given, model))
+
+    def tree(self, groups: Groups) -> dict[str, Any]:
+        """Return the tree to save: every parameter's state, and the groups of all ranks."""
+        state = {
+            name: {
+                field: self._describe(name, field, value)
+                for field, value in parameter.state.items()
+            }
+            for parameter in self._parameters
+            for name in parameter.names
+        }
+        return {_STATE: state, GROUPS: OneLeaf(groups)}
+
+    def _describe(self, name: str, field: Any, value: Any) -> Any:
+        if not isinstance(field, str) or "." in field:
+            raise CheckpointingException(
+                f"the optimizer's state of {name!r} has the field {field!r}. Only names without a "
+                "dot can be saved"
+            )
+        if isinstance(value, torch.Tensor):
+            return bare_shard(value.detach(), f"{self._key}.{_STATE}.{name}.{field}")
+        return OneLeaf(value)
+
+    def all_groups(self, team: Team) -> Groups:
+        """Return, on every rank, the groups of all ranks. Two all-reduces if they are equal."""
+        local = team.agree(
+            lambda: _merge_groups(
+                [{**_get_options(parameter.group), "params": list(parameter.names)}]
+                for parameter in self._parameters
+            )
+        )
+        # Shifted to 63 bits, so that the digest fits into an int64 and has a negative. The maximum
+        # of the negatives is minus the smallest digest: if both agree, all ranks have one digest.
+        digest = int.from_bytes(digest_of(local), "big") >> 1
+        highest, minus_lowest = team.max([digest, -digest])
+        if highest == -minus_lowest:
+            return local
+        packed = team.gather_bytes(pickle.dumps(local))
+        [shared] = team.share(lambda: [pickle.dumps(_merge_groups(map(pickle.loads, packed)))])
+        found: Groups = pickle.loads(shared)
+        return found
+
+    def targets(
+        self, keys: Mapping[str, StoredKey], groups: Groups, *, strict: bool
+    ) -> dict[str, Any]:
+        """Return the tree to fill: the state in the checkpoint, in this optimizer's layout."""
+        options = _map_options(groups)
+        self._check_options(options, strict=strict)
+        stored = self._find_stored_fields(keys)
+        state: dict[str, dict[str, Any]] = {}
+        for parameter in self._parameters:
+            if not _find_known_names(parameter, options):
+                continue
+            made: dict[str, torch.Tensor] = {}
+            for name in [name for name in parameter.names if name in stored]:
+                fields = stored[name]
+                state[name] = {
+                    field: self._make_target(name, field, parameter, fields.get(field), made)
+                    for field in {**fields, **parameter.state}
+                }
+        return {_STATE: state, GROUPS: OneLeaf()}
+
+    def _find_stored_fields(self, keys: Mapping[str, StoredKey]) -> dict[str, dict[str, StoredKey]]:
+        """Return the stored state of this rank's parameters, by name and field."""
+        prefix = f"{self._key}.{_STATE}."
+        names = {name for parameter in self._parameters for name in parameter.names}
+        fields: dict[str, dict[str, StoredKey]] = {}
+        for key in keys:
+            if key.startswith(prefix):
+                name, _, field = key.removeprefix(prefix).rpartition(".")
+                if name in names:
+                    fields.setdefault(name, {})[field] = keys[key]
+        return fields
+
+    def _make_target(
+        self,
+        name: str,
+        field: str,
+        parameter: _Parameter,
+        stored: StoredKey | None,
+        made: dict[str, torch.Tensor],
+    ) -> Any:
+        present = parameter.state.get(field)
+        if stored is not None and stored.dtype is None:
+            return OneLeaf(present)
+        if stored is None:  # the planner reports that it is missing
+            if not isinstance(present, torch.Tensor):
+                return OneLeaf(present)
+            target = present
+        elif isinstance(present, torch.Tensor) and tuple(present.shape) == stored.shape:
+            target = present
+        else:
+            if field not in made:
+                made[field] = _make_tensor(field, parameter, stored)
+            target = made[field]
+        return bare_shard(target, f"{self._key}.{_STATE}.{name}.{field}")
+
+    def _check_options(self, options: Mapping[str, dict[str, Any]], *, strict: bool) -> None:
+        unknown = [
+            parameter.names[0]
+            for parameter in self._parameters
+            if not _find_known_names(parameter, options)
+        ]
+        if unknown and strict:
+            title = (
+                "the optimizer of the checkpoint lacks parameters of this optimizer. Pass "
+                "strict=False to keep their present state and options"
+            )
+            raise CheckpointingException(titled_list(title, unknown, "parameter"))
+        first: dict[int, tuple[str, bytes]] = {}
+        mixed = []
+        for parameter in self._parameters:
+            for name in _find_known_names(parameter, options)[:1]:
+                known = first.setdefault(
+                    id(parameter.group), (name, _digest_options(options[name]))
+                )
+                if known[1] != _digest_options(options[name]):
+                    mixed.append(f"{known[0]!r} and {name!r}")
+        if mixed:
+            title = (
+                "a group of this optimizer has parameters that had different options in the "
+                "checkpoint. Make the groups as they were saved"
+            )
+            raise CheckpointingException(titled_list(title, mixed, "pair"))
+
+    def take_back(self, loaded: Mapping[str, Any]) -> None:
+        """Give the optimizers the loaded state and options. No communication."""
+        options = _map_options(loaded[GROUPS])
+        for parameter in self._parameters:
+            known = _find_known_names(parameter, options)
+            if not known:
+                continue
+            _set_options(parameter.group, options[known[0]])
+            names = [name for name in parameter.names if name in loaded[_STATE]]
+            if names:
+                parameter.optimizer.state[parameter.value] = dict(loaded[_STATE][names[0]])
+            else:
+                parameter.optimizer.state.pop(parameter.value, None)
+
+
+def _list_parameters(optimizers: Iterable[Optimizer], model: ModelState) -> Iterator[_Parameter]:
+    seen: set[torch.Tensor] = set()
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise CheckpointingException(
+                "an optimizer must be a torch.optim.Optimizer or a list of them, got "
+                f"{type(optimizer).__name__}"
+            )
+        for group in optimizer.param_groups:
+            for value in group["params"]:
+                if value in model.left_out:
+                    raise CheckpointingException(
+                        f"the optimizer has the parameter {model.left_out[value]!r}, of which the "
+                        "model's state_dict() has nothing in autograd's graph, so it would not be "
+                        "saved. Take it out of the optimizer, or make the hooks of the model keep "
+                        "it, without detach()"
+                    )
+                if value not in model.names:
+                    raise CheckpointingException(
+                        f"the optimizer has a tensor of shape {tuple(value.shape)} that is no "
+                        "parameter of the model, so it has no name. Make the optimizer over the "
+                        "model's parameters, after sharding the model"
+                    )
+                names = model.names[value]
+                if value in seen:
+                    raise CheckpointingException(
+                        f"parameter {names[0]!r} is in two optimizers, and their states would have "
+                        "one name. Save one of the optimizers separately"
+                    )
+                seen.add(value)
+                yield _Parameter(value, names, optimizer, group)
+
+
+def _get_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        option: value.detach().cpu() if isinstance(value, torch.Tensor) else value
+        for option, value in group.items()
+        if option not in _NO_OPTIONS
+    }
+
+
+def _digest_options(options: Mapping[str, Any]) -> bytes:
+    return digest_of({key: options[key] for key in options if key not in _IMPLEMENTATION})
+
+
+def _map_options(groups: Groups) -> dict[str, dict[str, Any]]:
+    return {name: _get_options(group) for group in groups for name in group["params"]}
+
+
+def _find_known_names(parameter: _Parameter, options: Mapping[str, Any]) -> list[str]:
+    return [name for name in parameter.names if name in options]
+
+
+def _merge_groups(ranks: Iterable[Groups]) -> Groups:
+    """Join groups that have the same options, in their order."""
+    merged: dict[bytes, dict[str, Any]] = {}
+    group_of: dict[str, bytes] = {}
+    for groups in ranks:
+        for group in groups:
+            options = _get_options(group)
+            digest = digest_of(options)
+            joined = merged.setdefault(digest, {"params": [], **options})
+            for name in group["params"]:
+                if group_of.setdefault(name, digest) != digest:
+                    raise CheckpointingException(
+                        f"parameter {name!r} has different options on different ranks. Give all "
+                        "its replicas the same options"
+                    )
+                joined["params"].append(name)
+    for group in merged.values():
+        group["params"] = list(dict.fromkeys(group["params"]))
+    return list(merged.values())
+
+
+def _set_options(group: dict[str, Any], options: Mapping[str, Any]) -> None:
+    for option, value in options.items():
+        present = group.get(option)
+        if option in _IMPLEMENTATION and option in group:
+            continue
+        if isinstance(present, torch.Tensor) and isinstance(value, torch.Tensor | int | float):
+            present.copy_(torch.as_tensor(value))  # in place: a captured graph reads this memory
+        else:
+            group[option] = value
+
+
+def _make_tensor(field: str, parameter: _Parameter, stored: StoredKey) -> torch.Tensor:
+    """Return a new tensor for a state that this optimizer lacks."""
+    value, dtype = parameter.value.detach(), stored.dtype
+    if tuple(value.shape) == stored.shape:
+        return torch.empty_like(value, dtype=dtype)
+    if not stored.shape or field == "step":
+        on_device = parameter.group.get("fused") or parameter.group.get("capturable")
+        device = value.device if field != "step" or on_device else "cpu"
+        return torch.empty(stored.shape, dtype=dtype, device=device)
+    return value.new_empty(stored.shape, dtype=dtype)

@@ -1,0 +1,278 @@
+"""Files that somebody made on purpose: none of them runs code, none changes a class."""
+
+from __future__ import annotations
+
+import io
+import json
+import pathlib
+import pickle
+import re
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+import xxhash
+from torch.distributed.checkpoint import filesystem, metadata
+
+from mcore.parallel.checkpoint import (
+    CheckpointingException,
+    ShardedObject,
+    is_complete_checkpoint,
+    latest_checkpoint,
+    load_sharded_state_dict,
+    save_sharded_state_dict,
+)
+
+WATCHED = (
+    pathlib.Path,
+    pathlib.PurePath,
+    pathlib.PosixPath,
+    metadata.Metadata,
+    metadata.MetadataIndex,
+    metadata.StorageMeta,
+    metadata.TensorProperties,
+    metadata.TensorStorageMetadata,
+    metadata._MEM_FORMAT_ENCODING,
+    filesystem._StorageInfo,
+    torch.Size,
+    dict,
+)
+
+
+def state() -> dict[str, Any]:
+    """A tensor, an object and a value."""
+    return {"w": torch.zeros(5), "o": ShardedObject("o", {"a": 1}, (1,), (0,)), "n": 3}
+
+
+def attributes() -> list[dict[str, int]]:
+    """What instances get from the watched classes; Python fills in some other names late."""
+    hooks = ("__init__", "__new__", "__setstate__", "__getattr__", "__reduce__", "__hash__")
+    return [
+        {
+            name: id(value)
+            for name, value in vars(one).items()
+            if name in hooks or not name.startswith("__")
+        }
+        for one in WATCHED
+    ]
+
+
+@pytest.fixture
+def unchanged_classes() -> Iterator[None]:
+    """Nothing of the classes that an index refers to may change."""
+    before = attributes()
+    yield
+    assert attributes() == before
+
+
+def rewrite_manifest(path: Path, change: Callable[[list[dict[str, Any]]], object]) -> None:
+    """Change the content of a manifest and give it the checksum that it then needs."""
+    raw = (path / "manifest.json").read_text()
+    lines = json.loads(raw)["content"]
+    change(lines)
+    text = raw[: raw.index("\n") + 1] + ",\n".join(map(json.dumps, lines)) + "\n"
+    digest = xxhash.xxh3_64_hexdigest(text.encode())
+    (path / "manifest.json").write_text(f'{text}], "checksum": "{digest}"' + "}\n")
+
+
+def match_manifest(path: Path) -> None:
+    """Make a manifest tell sizes and checksums that the files have now."""
+    payload = (path / "__0_0.distcp").read_bytes()
+
+    def change(lines: list[dict[str, Any]]) -> None:
+        index = (path / ".metadata").read_bytes()
+        lines[0]["files"][".metadata"] = [len(index), xxhash.xxh3_64_hexdigest(index)]
+        [block] = (line for line in lines if "file" in line)
+        at, digests = 0, ""
+        for length in block["lengths"]:
+            end = min(-(-(at + length) // 64) * 64, len(payload))
+            digests += xxhash.xxh3_64_hexdigest(payload[at:end])
+            at = end
+        block["checksums"] = digests
+
+    rewrite_manifest(path, change)
+
+
+class Bomb:
+    """Makes a directory when it is unpickled."""
+
+    def __init__(self, target: Path) -> None:
+        self.target = str(target)
+
+    def __reduce__(self) -> Any:
+        return Path.mkdir, (Path(self.target),)
+
+
+def build_on(module: str, name: str, value: bytes) -> bytes:
+    """A pickle that sets an attribute of a class: BUILD with the state of slots."""
+    return b"\x80\x04" + f"c{module}\n{name}\n".encode() + b"N}\x8c\x06unlink" + value + b"s\x86b."
+
+
+DCP = "torch.distributed.checkpoint.metadata"
+PICKLES: dict[str, Callable[[Path], bytes]] = {
+    "a call": lambda target: pickle.dumps(Bomb(target)),
+    "a call inside": lambda target: pickle.dumps(
+        metadata.Metadata({}, planner_data=Bomb(target), storage_data={})
+    ),
+    "BUILD on a path": lambda _: build_on("pathlib", "PosixPath", b"N"),
+    "BUILD on Path": lambda _: build_on("pathlib", "Path", b"ctorch\nSize\n"),
+    "BUILD on Metadata": lambda _: build_on(DCP, "Metadata", b"N"),
+    "BUILD on an enum": lambda _: build_on(DCP, "_MEM_FORMAT_ENCODING", b"N"),
+    "BUILD on the result of a call": lambda _: b"\x80\x04cpathlib\nPosixPath\n(tR}\x8c\x01aNsb.",
+    "any torch name": lambda _: b"\x80\x04ctorch\nload\n.",
+    "a tensor class": lambda _: b"\x80\x04ctorch\nTensor\n.",
+    "a name with dots": lambda _: b"\x80\x04\x8c\x05torch\x8c\x0fhub.load_urlstr\x93.",
+    "the registry of copyreg": lambda _: b"\x80\x04\x82\x01.",
+    "an instance of old": lambda _: b"\x80\x04(icollections\nOrderedDict\n.",
+    "a memo of gigabytes": lambda _: b"\x80\x04Nr\xff\xff\xff\x7f0N.",
+    "a byte array of terabytes": lambda _: b"\x80\x05\x96" + struct.pack("<Q", 1 << 42) + b".",
+    "a key too deep to hash": lambda _: b"\x80\x04})" + b"\x85" * 20_000 + b"Ns.",
+    "itself": lambda _: b"\x80\x04]\x94h\x00a.",
+    "nothing": lambda _: b"",
+    "no pickle": lambda _: b"\x80",
+}
+
+
+@pytest.mark.parametrize("name", PICKLES)
+@pytest.mark.usefixtures("unchanged_classes")
+def test_no_index_runs_code_or_changes_classes(name: str, tmp_path: Path) -> None:
+    target = tmp_path / "boom"
+    for kind in ("ours", "torchs"):
+        path = tmp_path / kind / "step_1"
+        if kind == "ours":
+            save_sharded_state_dict(state(), path)
+        else:
+            dcp.save({"w": torch.zeros(5)}, checkpoint_id=path, no_dist=True)
+        (path / ".metadata").write_bytes(PICKLES[name](target))
+        if kind == "ours":
+            match_manifest(path)
+            # It is not even looked at.
+            assert latest_checkpoint(path.parent) == path
+            load_sharded_state_dict(state(), path)
+        else:
+            assert not is_complete_checkpoint(path)
+            assert latest_checkpoint(path.parent) is None
+            with pytest.raises(CheckpointingException, match=r"\.metadata (cannot be read|has ch)"):
+                load_sharded_state_dict({"w": torch.zeros(5)}, path)
+            with pytest.raises(CheckpointingException):
+                load_sharded_state_dict({"w": torch.zeros(5)}, path, weights_only=False)
+    assert not target.exists()
+
+
+def test_a_name_that_no_index_needs_is_refused_where_nothing_looks_at_it(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    dcp.save({"w": torch.zeros(5)}, checkpoint_id=path, no_dist=True)
+    index = pickle.loads((path / ".metadata").read_bytes())
+    for value in (torch.float32, torch.Tensor, torch.device, torch.nn.Linear, metadata.dataclass):
+        index.planner_data = {"w": value}
+        (path / ".metadata").write_bytes(pickle.dumps(index))
+        assert is_complete_checkpoint(path) == (value is torch.float32), value
+
+
+@pytest.mark.parametrize("verify", ["while_reading", "before", False])
+@pytest.mark.usefixtures("unchanged_classes")
+def test_no_object_runs_code_even_with_a_manifest_made_to_match(
+    verify: Any, tmp_path: Path
+) -> None:
+    path, target = tmp_path / "step_1", tmp_path / "boom"
+    bomb = ShardedObject("o", Bomb(target), (1,), (0,))
+    save_sharded_state_dict({**state(), "o": bomb}, path, weights_only=False)
+    assert is_complete_checkpoint(path)
+    targets = {**state(), "w": torch.full((5,), -7.0)}
+    with pytest.raises(CheckpointingException, match="'o/shard_0_1' cannot be unpickled"):
+        load_sharded_state_dict(targets, path, verify=verify)
+    assert not target.exists()
+    assert (targets["w"] == -7).all()
+
+
+def column(name: str, value: Any) -> Callable[[list[dict[str, Any]]], None]:
+    def change(lines: list[dict[str, Any]]) -> None:
+        for line in lines:
+            if name in line and ("file" in line or name in ("keys", "dtypes", "axes", "shapes")):
+                line[name] = value(line[name]) if callable(value) else value
+                return
+
+    return change
+
+
+LIES: dict[str, Callable[[list[dict[str, Any]]], object]] = {
+    "a dtype that is a function": column("dtypes", lambda old: [one and "load" for one in old]),
+    "a file elsewhere": lambda lines: lines[0]["files"].update({"../evil": [1, "00"]}),
+    "an absolute file": lambda lines: lines[0]["files"].update({"/dev/zero": [1, "00"]}),
+    "a size that is text": lambda lines: lines[0]["files"].update({"__0_0.distcp": ["1", ""]}),
+    "keys out of order": column("keys", ["b", "a"]),
+    "numbers as keys": column("keys", lambda old: list(range(len(old)))),
+    "more axes": column("axes", lambda old: [one + 1 for one in old]),
+    "a shape below zero": column("shapes", [-5]),
+    "a shape of text": column("shapes", ["5"]),
+    "a shape without end": column("shapes", [1 << 70]),
+    "a shorter shape": column("shapes", [4]),
+    "a box outside": column("boxes", [3, 5]),
+    "too many boxes": column("boxes", [0, 5, 0, 5]),
+    "elements outside": column("elements", lambda old: [one if one < 0 else 4000 for one in old]),
+    "elements at text": column("elements", lambda old: ["x" for _ in old]),
+    "no checksums": column("checksums", ""),
+    "checksums of letters": column("checksums", lambda old: "zz" + old[2:]),
+    "pieces of another length": column("lengths", lambda old: [one + 64 for one in old]),
+    "lengths below zero": column("lengths", lambda old: [-one for one in old]),
+    "a gap": column("at", 64),
+    "no lines": lambda lines: lines.clear(),
+    "lines of text": lambda lines: lines.append("text"),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("lie", LIES)
+def test_a_manifest_that_lies_is_refused(lie: str, tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    save_sharded_state_dict({"w": torch.ones(5)}, path)
+    rewrite_manifest(path, LIES[lie])
+    targets = {"w": torch.full((5,), -7.0)}
+    with pytest.raises(CheckpointingException):
+        load_sharded_state_dict(targets, path)
+    assert (targets["w"] == -7).all()
+    is_complete_checkpoint(path)  # whatever it is, it does not raise
+    (path / "manifest.json").write_bytes(b'{"format": "mcore sharded checkpoint", "version": 3')
+    assert not is_complete_checkpoint(path)
+
+
+def test_a_flipped_bit_of_torchs_index_never_raises_in_a_listing(tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    dcp.save({"w": torch.zeros(5), "n": 3}, checkpoint_id=path, no_dist=True)
+    good = (path / ".metadata").read_bytes()
+    outcomes = set()
+    for at in range(0, len(good), 3):
+        changed = bytearray(good)
+        changed[at] ^= 1 << at % 8
+        (path / ".metadata").write_bytes(changed)
+        outcomes.add(latest_checkpoint(tmp_path) == path)
+    assert outcomes == {True, False}
+    (path / ".metadata").write_bytes(good)
+    assert latest_checkpoint(tmp_path) == path
+
+
+@pytest.mark.parametrize("version", ["2", "4", "x\xe9"])
+def test_another_version_of_the_manifest_is_refused_by_name(version: str, tmp_path: Path) -> None:
+    path = tmp_path / "step_1"
+    save_sharded_state_dict({"w": torch.ones(5)}, path)
+    manifest = (path / "manifest.json").read_bytes()
+    changed = manifest.replace(b'"version": 3', b'"version": ' + version.encode("latin-1"), 1)
+    (path / "manifest.json").write_bytes(changed)
+    assert not is_complete_checkpoint(path)
+    shown = version.encode("latin-1").decode("ascii", "backslashreplace")
+    words = re.escape(f"manifest.json has version {shown}, but") + ".* reads version 3 only"
+    with pytest.raises(CheckpointingException, match=words):
+        load_sharded_state_dict({"w": torch.zeros(5)}, path)
+
+
+def test_a_torch_reader_reads_what_is_written_though_it_must_trust_it(tmp_path: Path) -> None:
+    save_sharded_state_dict({"w": torch.arange(5.0), "n": 3}, tmp_path / "step_1")
+    target = {"w": torch.zeros(5), "n": 0}
+    dcp.load(target, checkpoint_id=tmp_path / "step_1", no_dist=True)
+    assert torch.equal(target["w"], torch.arange(5.0))
+    assert target["n"] == 3
+    with (tmp_path / "step_1" / ".metadata").open("rb") as stream:
+        assert isinstance(pickle.load(io.BytesIO(stream.read())), metadata.Metadata)

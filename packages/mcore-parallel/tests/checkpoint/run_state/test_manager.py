@@ -1,0 +1,253 @@
+"""A folder of checkpoints: which are written, kept and loaded, and what ranks hear of damage."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from mcore.parallel.checkpoint import (
+    CheckpointingException,
+    CheckpointManager,
+    load_training_state,
+    save_training_state,
+)
+from mcore.parallel.checkpoint.files.save_place import incomplete_sibling
+from rank_testing import run_ranks
+
+
+def linear(value: float = 0.0) -> torch.nn.Linear:
+    model = torch.nn.Linear(2, 1)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, value)
+    return model
+
+
+def names(root: Path) -> list[str]:
+    return sorted(entry.name for entry in root.iterdir())
+
+
+def flip_a_byte(checkpoint: Path) -> None:
+    """Change the last element of a tensor in the file that holds most."""
+    file = max(checkpoint.glob("*.distcp"), key=lambda one: one.stat().st_size)
+    content = bytearray(file.read_bytes())
+    at = content.rindex(torch.tensor(8.0).numpy().tobytes())
+    content[at] ^= 1
+    file.write_bytes(content)
+
+
+def test_every_and_keep_say_what_is_written_and_stays(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path, keep=2, every=3, protect=["step_3"])
+    assert manager.load_latest(linear()) is None
+    (tmp_path / "step_1").mkdir()  # no checkpoint, so that nobody counts or deletes it
+    assert [step for step in range(1, 12) if manager.save(linear(), step=step)] == [3, 6, 9]
+    assert manager.save(linear(), step=11, force=True)
+    assert not manager.save(linear(), step=11, force=True)
+    assert names(tmp_path) == ["step_1", "step_11", "step_3", "step_9"]
+    with pytest.raises(CheckpointingException, match="step_9 already exists"):
+        manager.save(linear(), step=9)
+    for options in ({"keep": 0}, {"every": 0}):
+        with pytest.raises(ValueError, match="must be at least 1, got 0"):
+            CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_a_damaged_checkpoint_of_a_later_step_costs_no_good_one(tmp_path: Path) -> None:
+    manager = CheckpointManager(tmp_path)
+    for step, value in ((2, 1.0), (4, 8.0), (6, 8.0)):
+        manager.save(linear(value), step=step)
+    flip_a_byte(tmp_path / "step_4")
+    flip_a_byte(tmp_path / "step_6")
+    manager = CheckpointManager(tmp_path, keep=1)
+    assert manager.load_latest(linear()) == {"step": 2}
+    assert manager.save(linear(3.0), step=3)
+    assert names(tmp_path) == ["step_3", "step_4", "step_6"]
+    manager = CheckpointManager(tmp_path, keep=2)
+    assert manager.load_latest(linear()) == {"step": 3}
+    assert manager.save(linear(5.0), step=5)
+    assert names(tmp_path) == ["step_3", "step_4", "step_5", "step_6"]
+    assert manager.save(linear(7.0), step=7)  # damaged ones are no reason to delete step 5
+    assert names(tmp_path) == ["step_4", "step_5", "step_6", "step_7"]
+
+
+def test_what_is_saved_stays_beside_checkpoints_of_an_abandoned_future(tmp_path: Path) -> None:
+    for step in (2, 8, 9):
+        save_training_state(tmp_path / f"step_{step}", linear(), step=step)
+    manager = CheckpointManager(tmp_path, keep=1)
+    assert manager.save(linear(), step=3)
+    assert names(tmp_path) == ["step_3", "step_8", "step_9"]
+    assert manager.save(linear(), step=10)
+    assert names(tmp_path) == ["step_10"]
+
+
+@pytest.mark.parametrize("step", [-2, 2.0, "2", None, torch.tensor(2.0)])
+def test_a_step_that_would_never_be_found_again_is_refused(tmp_path: Path, step: Any) -> None:
+    manager = CheckpointManager(tmp_path / "run")
+    with pytest.raises(
+        (TypeError, ValueError), match=r"step must be a(t least 0| whole number), got"
+    ):
+        manager.save(linear(), step=step)
+    assert not (tmp_path / "run").exists()
+    for options in ({"keep": 1.5}, {"every": "2"}):
+        with pytest.raises(TypeError, match="must be a whole number, got"):
+            CheckpointManager(tmp_path, **options)  # type: ignore[arg-type]
+
+
+def test_what_a_killed_save_left_is_deleted_by_the_first_save(tmp_path: Path) -> None:
+    left = incomplete_sibling(tmp_path / "step_2", 1)
+    save_training_state(tmp_path / "step_1", linear(), step=1)
+    (tmp_path / "step_1").rename(left)
+    manager = CheckpointManager(tmp_path)
+    assert manager.load_latest(linear()) is None
+    assert names(tmp_path) == [left.name]
+    manager.save(linear(), step=3)
+    assert names(tmp_path) == ["step_3"]
+
+
+def test_a_background_save_that_fails_is_raised_by_the_next_call(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, start = threading.Event(), threading.Thread.run
+
+    def run(thread: threading.Thread) -> None:
+        if thread.name.startswith("save-"):
+            gate.wait()
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "run", run)
+    model = linear(1.0)
+    with CheckpointManager(tmp_path, keep=1, async_=True) as manager:
+        assert manager.save(model, step=1)
+        (tmp_path / "step_1" / "in the way").mkdir(parents=True)
+        gate.set()
+        with pytest.raises(CheckpointingException, match=r"cannot save .*step_1: OSError"):
+            manager.save(model, step=2)
+        manager.save(model, step=2)
+        manager.save(model, step=3)
+        torch.nn.init.zeros_(model.weight)
+    assert names(tmp_path) == ["step_1", "step_3"]
+    load_training_state(tmp_path / "step_3", model)
+    assert model.weight.tolist() == [[1.0, 1.0]]
+
+
+class Heard(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.texts: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.texts.append(record.getMessage())
+
+
+def text_of(call: Any) -> str:
+    try:
+        call()
+    except CheckpointingException as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+class Stage(torch.nn.Module):
+    """A stage of a pipeline, whose names are those of the whole model."""
+
+    def __init__(self, *numbers: int, value: float = 0.0) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleDict({str(number): linear(value) for number in numbers})
+
+
+def stages(rank: int) -> tuple[list[Stage], torch.optim.Optimizer]:
+    """Two chunks of a pipeline of two ranks, with options that differ over layers."""
+    chunks = [Stage(rank, value=rank + 1.0), Stage(rank + 2, value=rank + 3.0)]
+    groups: list[dict[str, Any]] = [{"params": list(chunks[0].parameters()), "lr": 0.1}]
+    groups.append({"params": list(chunks[1].parameters()), "lr": [0.1, 0.3][rank]})
+    optimizer = torch.optim.SGD(groups, momentum=0.5)
+    sum(value.sum() for chunk in chunks for value in chunk.parameters()).backward()  # type: ignore[union-attr]
+    optimizer.step()
+    return chunks, optimizer
+
+
+def on_two_ranks(folder: str) -> dict[str, Any]:
+    rank, root, heard = dist.get_rank(), Path(folder), Heard()
+    logging.getLogger("mcore.parallel.checkpoint").addHandler(heard)
+    found: dict[str, Any] = {}
+
+    model = DistributedDataParallel(linear())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    manager = CheckpointManager(root / "run", keep=3, every=2, async_=True)
+    for step in range(1, 9):
+        torch.nn.init.constant_(model.module.weight, float(step))
+        manager.save(model, optimizer, step=step, place=rank)
+    manager.wait()
+    if rank == 0:
+        flip_a_byte(root / "run" / "step_8")
+        next((root / "run" / "step_6").glob("*.distcp")).unlink()
+    dist.barrier()
+    state = manager.load_latest(model, optimizer)
+    found["went on"] = [state, model.module.weight.tolist()]
+    found["heard"], heard.texts = heard.texts, []
+    found["misfit"] = text_of(lambda: manager.load_latest(torch.nn.Linear(2, 3)))
+    found["not heard"] = [text for text in heard.texts if "step_4" in text]
+    with manager:
+        manager.save(model, optimizer, step=6)
+    if rank == 0:
+        for name in ("step_4", "step_6", "step_8"):
+            (root / "run" / name / "manifest.json").unlink(missing_ok=True)
+    dist.barrier()
+    found["all damaged"] = text_of(lambda: manager.load_latest(model, optimizer))
+
+    with torch.no_grad():
+        model.module.weight[0, rank] += 1
+    found["diverged"] = text_of(lambda: save_training_state(root / "bad", model, step=1))
+    found["names"] = text_of(
+        lambda: save_training_state(root / "bad", linear(), step=1, **{"ab"[rank]: 1})
+    )
+    chunks, optimizer = stages(rank)
+    save_training_state(root / "pipeline", chunks, optimizer, step=1, place=rank)
+    return found
+
+
+def check_the_whole_pipeline(path: Path) -> None:
+    """One process takes over what two ranks held, with the options of each layer."""
+    model = Stage(0, 1, 2, 3)
+    groups = [list(model.layers[number].parameters()) for number in "0123"]
+    optimizer = torch.optim.SGD([{"params": group} for group in groups], lr=9.0, momentum=0.5)
+    text = text_of(lambda: load_training_state(path, model, optimizer, place=0))
+    assert "'place' was saved for each of 2 ranks, and 1 load" in text
+    with pytest.warns(UserWarning, match="place/shard_0_2"):
+        assert load_training_state(path, model, optimizer) == {"step": 1}
+    for number, (value, rate) in enumerate([(1, 0.1), (2, 0.1), (3, 0.1), (4, 0.3)]):
+        [weight, bias] = groups[number]
+        assert torch.equal(weight, torch.full((1, 2), value - rate))
+        assert optimizer.param_groups[number]["lr"] == rate
+        assert torch.equal(optimizer.state[bias]["momentum_buffer"], torch.ones(1))
+
+
+def test_two_ranks_go_back_past_damage_and_raise_alike(tmp_path: Path) -> None:
+    results = run_ranks(on_two_ranks, 2, str(tmp_path))
+    run = tmp_path / "run"
+    for rank, found in enumerate(results):
+        assert found["went on"] == [{"place": rank, "step": 4}, [[4.0, 4.0]]]
+        assert len(found["heard"]) == 2
+        assert f"going back to the checkpoint before {run / 'step_8'}" in found["heard"][0]
+        assert "'model.weight' has changed" in found["heard"][0]
+        assert f"going back to the checkpoint before {run / 'step_6'}" in found["heard"][1]
+        assert found["misfit"].startswith("CheckpointingException: cannot load")
+        assert "key 'model.weight': the checkpoint has global shape (1, 2)" in found["misfit"]
+        assert found["not heard"] == []
+        assert "every checkpoint in" in found["all damaged"]
+        assert found["all damaged"].startswith("DamagedCheckpointError")
+        assert "'model.weight', offset (0, 0) shape (1, 2): rank 0 and rank 1" in found["diverged"]
+        assert "the same names on every rank" in found["names"]
+    assert {key: results[0][key] for key in ("heard", "misfit", "all damaged", "diverged")} == {
+        key: results[1][key] for key in ("heard", "misfit", "all damaged", "diverged")
+    }
+    assert names(tmp_path) == ["pipeline", "run"]
+    check_the_whole_pipeline(tmp_path / "pipeline")
+    assert names(run) == ["step_4", "step_6", "step_6.damaged", "step_8"]
