@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec
 
 import torch
 
-from mcore.observe.straggler.detector_settings import OnStraggler, StragglerSettings
+from mcore.observe.straggler.settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import (
