@@ -76,10 +76,10 @@ if TYPE_CHECKING:
         StragglerFoundError,
         __straggler__,
     )
-    from mcore.observe.straggler.settings import StragglerSettings
     from mcore.observe.straggler.outliers import Outlier
     from mcore.observe.straggler.ranges import SectionStats
     from mcore.observe.straggler.report import StragglerReport, _StragglerData, _ValueWithRank
+    from mcore.observe.straggler.settings import StragglerSettings
     from mcore.observe.timers import Timer, Timers
     from mcore.observe.training_log import training_log
     from mcore.tensor.param_flags import param_is_not_shared
