@@ -63,23 +63,20 @@ def max_or_raise(
     block += [0] * (_BLOCK - len(block))
     first_failed, largest, minus_smallest, *maxima = _reduce_max(block, device, group)
     if first_failed:
-        _raise_error(error, size - first_failed, group)
+        failed = size - first_failed
+        kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
+        message = _encode(f"{kind}\n{error}", _ERROR_BYTES, group)
+        dist.broadcast(message, group=group, group_src=failed)
+        if error is not None:
+            raise error
+        [received] = _decode(message, _ERROR_BYTES)
+        kind, _, text = received.partition("\n")
+        rank = dist.get_global_rank(group, failed)
+        raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
     if largest != -minus_smallest:
         _raise_difference(facts or f"{len(numbers)} numbers to compare", group)
     rest = numbers[len(maxima) :]
     return maxima[: len(numbers)] + (_reduce_max(rest, device, group) if rest else [])
-
-
-def _raise_error(error: Exception | None, failed: int, group: dist.ProcessGroup) -> None:
-    kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-    message = _encode(f"{kind}\n{error}", _ERROR_BYTES, group)
-    dist.broadcast(message, group=group, group_src=failed)
-    if error is not None:
-        raise error
-    [received] = _decode(message, _ERROR_BYTES)
-    kind, _, text = received.partition("\n")
-    rank = dist.get_global_rank(group, failed)
-    raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
 
 
 def _raise_difference(own: str, group: dist.ProcessGroup) -> None:

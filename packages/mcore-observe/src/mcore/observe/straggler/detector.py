@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -55,14 +54,10 @@ def _take_parameters_of(
     def decorate(
         method: Callable[..., None],
     ) -> Callable[Concatenate[StragglerDetector, _P], None]:
-        @functools.wraps(method)
-        def call(self: StragglerDetector, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            method(self, *args, **kwargs)
-
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [itself, *inspect.signature(settings).parameters.values()]
-        call.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
-        return call
+        vars(method)["__signature__"] = inspect.Signature(parameters, return_annotation="None")
+        return method
 
     return decorate
 
