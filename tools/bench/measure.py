@@ -16,7 +16,7 @@ from typing import Any
 
 DISAGREES = "DISAGREES"
 _IMPORT_TIMER = (
-    "from time import perf_counter as now\nstart_s = now()\nimport {module}\nprint(now() - start_s)"
+    "import time\nstart = time.perf_counter()\nimport {module}\nprint(time.perf_counter() - start)"
 )
 
 

@@ -12,15 +12,15 @@ preload("mcore.observe", "mlflow.store.tracking.sqlalchemy_store", "torch.utils.
 README = Path(__file__).parents[1] / "README.md"
 
 
-def example_under(heading: str, index: int = 0) -> str:
+def example_under(heading: str) -> str:
     section = README.read_text().split(f"## {heading}\n")[1].split("\n## ")[0]
-    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[index]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
 
 
 def test_the_detectors_example_runs(capsys):
     mcore.observe.StragglerDetector.reset_singleton()
     try:
-        exec(compile(example_under("Who is slow"), str(README), "exec"), {})
+        exec(compile(example_under("Find a slow rank"), str(README), "exec"), {})
         report = mcore.observe.StragglerDetector().last_report
     finally:
         mcore.observe.StragglerDetector.reset_singleton()
@@ -31,7 +31,7 @@ def test_the_detectors_example_runs(capsys):
 
 def logging_example(arguments):
     """The README's program."""
-    exec(compile(example_under("A run that logs"), str(README), "exec"), {"__name__": "__main__"})
+    exec(compile(example_under("Log a run"), str(README), "exec"), {"__name__": "__main__"})
     return 0
 
 
@@ -42,7 +42,7 @@ def test_the_example_runs_on_two_ranks_and_prints_what_it_says(tmp_path):
     assert done.exit_codes == [0, 0], done.stderr
     lines = [line for line in done.stdout.splitlines() if line.startswith(" [")]
     assert len(lines) == 2, done.stdout
-    expected = shown_line(0).replace("          40", "          80").replace("     8 |", "    16 |")
+    expected = shown_line().replace("          40", "          80").replace("     8 |", "    16 |")
     assert without_times(lines[0]) == without_times(expected)
     text = (tmp_path / "runs" / "first" / "metrics.jsonl").read_text()
     written = [json.loads(line) for line in text.splitlines()]
@@ -62,26 +62,17 @@ def test_the_example_runs_on_two_ranks_and_prints_what_it_says(tmp_path):
     assert not (tmp_path / "runs" / "first" / "spool").exists()
 
 
-def test_megatrons_call_prints_what_it_says(tmp_path, capsys):
-    exec(compile(example_under("A run that logs", 1), str(README), "exec"), {})
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(" [")]
-    assert len(lines) == 2
-    assert without_times(lines[0]) == without_times(shown_line(1))
-    written = [json.loads(line) for line in Path("metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in written] == list(range(1, 11))
-    assert written[3]["lm loss"] == 0.5
-
-
-def shown_line(index):
-    return [line for line in README.read_text().splitlines() if line.startswith(" [2026")][index]
+def shown_line():
+    """The line that the page shows, which is wrapped there."""
+    shown = re.search(r"^ (\[2026.*?\|)\n```$", README.read_text(), re.MULTILINE | re.DOTALL)
+    return " " + shown[1].replace("\n", "")
 
 
 def without_times(line):
-    return re.sub(r"\[.{19}\]|(?:\(ms\)|ms|samples/s): [\d.,]+", "", line)
+    return re.sub(r"\[.{19}\]|(?:ms|samples/s): [\d.,]+", "", line)
 
 
-def test_every_name_it_lists_is_there():
-    table = README.read_text().split("## What is where")[1].split("##")[0]
-    names = set(re.findall(r"`(\w+)`", table))
-    assert names <= set(mcore.observe.__all__)
-    assert len(names) > 20
+def test_the_page_is_short():
+    lines = README.read_text().splitlines()
+    assert len(lines) <= 120
+    assert max(map(len, lines)) <= 120

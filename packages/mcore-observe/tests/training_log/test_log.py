@@ -12,6 +12,10 @@ import pytest
 import torch
 
 from mcore.observe import (
+    ConfigContainer,
+    GlobalState,
+    LoggerConfig,
+    MemorySink,
     ProfilingConfig,
     TrainingConfig,
     start_memory_history_recording,
@@ -259,3 +263,21 @@ def test_plain_namespaces_serve_as_containers(printed_line):
         config, state, None, None,
     )  # fmt: skip
     assert printed_line().startswith(" iteration        1 | consumed samples:")
+
+
+def test_both_entries_log_the_same_values():
+    """``training_log`` and ``GlobalState.log_step`` build the same input."""
+    train = TrainingConfig(micro_batch_size=2)
+    config = ConfigContainer(logger=LoggerConfig(log_interval=1), train=train)
+    sinks = MemorySink(), MemorySink()
+    losses = {"lm loss": torch.tensor(2.5)}
+    counted = GlobalState(config, extra_sinks=[sinks[0]])
+    counted.log_step(losses, lr=1e-4, grad_norm=torch.tensor(0.5))
+    called = GlobalState(config, extra_sinks=[sinks[1]])
+    called.train_state.step, called.train_state.consumed_train_samples = 1, 2
+    rate, norm = 1e-4, torch.tensor(0.5)
+    training_log(
+        losses, {}, rate, None, 1.0, False, 0, norm, None, None, config, called, None, None
+    )
+    assert sinks[0].steps == sinks[1].steps
+    assert sinks[0].steps[1]["grad-norm"] == 0.5
