@@ -16,7 +16,7 @@ from typing import Any
 
 DISAGREES = "DISAGREES"
 _IMPORT_TIMER = (
-    "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    "import time\nstart = time.perf_counter()\nimport {module}\nprint(time.perf_counter() - start)"
 )
 
 
