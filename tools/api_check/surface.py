@@ -93,7 +93,8 @@ def read_surface(package: Distribution) -> Surface:
         raise CannotCheckError(f"{package.name}: {package.module} is not a module")
     surface = Surface(module)
     _add_module(surface, module)
-    for name in _list_public_modules(package):
+    table = read_toml(package.folder / "pyproject.toml")
+    for name in table.get("tool", {}).get("mcore", {}).get("public-modules", ()):
         listed = module[name]
         if f"{module.path}.{name}" not in surface.modules and isinstance(listed, griffe.Module):
             _add_module(surface, listed)
@@ -108,11 +109,6 @@ def resolve(found: griffe.Object | griffe.Alias) -> griffe.Object | None:
         return found.final_target
     except (griffe.AliasResolutionError, griffe.CyclicAliasError):
         return None
-
-
-def _list_public_modules(package: Distribution) -> list[str]:
-    table = read_toml(package.folder / "pyproject.toml")
-    return list(table.get("tool", {}).get("mcore", {}).get("public-modules", ()))
 
 
 def _add_module(surface: Surface, module: griffe.Module) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 DISAGREES = "DISAGREES"
 _IMPORT_TIMER = (
-    "import time; start = time.perf_counter(); import {module}; print(time.perf_counter() - start)"
+    "import time\nstart = time.perf_counter()\nimport {module}\nprint(time.perf_counter() - start)"
 )
 
 
@@ -65,19 +65,10 @@ class Row:
 
 
 def compare(
-    case: str,
-    ours: Callable[[], Any],
-    peer: str,
-    theirs: Callable[[], Any],
-    target: float | None = None,
-    *,
-    agreement: str,
-    difference: object = "",
-    number: int = 1,
-    repeats: int = 7,
-    calls: int = 1,
-    note: str | Callable[[float, float], str] = "",
-) -> Row:
+    case: str, ours: Callable[[], Any], peer: str, theirs: Callable[[], Any],
+    target: float | None = None, *, agreement: str, difference: object = "", number: int = 1,
+    repeats: int = 7, calls: int = 1, note: str | Callable[[float, float], str] = "",
+) -> Row:  # fmt: skip
     """The row of two callables, each of which makes so many ``calls``.
 
     ``difference`` describes results that are not equal: nothing is timed then. A ``note`` may be

@@ -25,25 +25,27 @@ _REPEATS = 21
 _COLLECTIVES = ("all_gather", "all_reduce", "broadcast")
 
 
-def replica_rows() -> Iterable[Row]:
+def compare_replicas() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
     peer, name = megatron("utils").check_param_hashes_across_dp_replicas, name_of()
     # The peer moves its digests to a CUDA device, which this makes the CPU.
     with patch.multiple(torch.Tensor, cuda=lambda self, *args, **kwargs: self):
         with simulated_world(2), megatron_groups():
-            yield _hashing(peer, name, torch.bfloat16, 10)
-            yield _hashing(peer, name, torch.float32, 4)
+            yield _compare_hashing(peer, name, torch.bfloat16, 10)
+            yield _compare_hashing(peer, name, torch.float32, 4)
         with simulated_world(_MANY_RANKS), megatron_groups():
-            yield _exchange(peer, name)
+            yield _compare_exchange(peer, name)
     for num in (1, 8):
-        yield _drain(num)
+        yield _compare_drain(num)
 
 
 def _check(model: list[nn.Module]) -> bool:
     return check_param_hashes_across_dp_replicas(model, True, dp_group=dist.group.WORLD)
 
 
-def _hashing(peer: Callable[..., bool], name: str, dtype: torch.dtype, target: float) -> Row:
+def _compare_hashing(
+    peer: Callable[..., bool], name: str, dtype: torch.dtype, target: float
+) -> Row:
     """The whole check of 256 MiB in one process that plays one of two ranks."""
     model = [_make_model(dtype, 256 << 20)]
     theirs = _record_digests(peer, model)
@@ -58,14 +60,14 @@ def _hashing(peer: Callable[..., bool], name: str, dtype: torch.dtype, target: f
     )  # fmt: skip
 
 
-def _exchange(peer: Callable[..., bool], name: str) -> Row:
+def _compare_exchange(peer: Callable[..., bool], name: str) -> Row:
     """The cost of the exchange at many ranks: time of one rank, and the bytes of its buffers."""
     model: list[nn.Module] = [
         nn.ParameterList(nn.Parameter(torch.full((), float(i))) for i in range(_MANY_PARAMS))
     ]
-    with _counted_bytes() as ours:
+    with _count_bytes() as ours:
         agreed = _check(model)
-    with _counted_bytes() as theirs:
+    with _count_bytes() as theirs:
         agreed = agreed and peer(model, True)
     return compare(
         f"check {_MANY_PARAMS} scalars at {_MANY_RANKS} simulated ranks", partial(_check, model),
@@ -76,7 +78,7 @@ def _exchange(peer: Callable[..., bool], name: str) -> Row:
     )  # fmt: skip
 
 
-def _drain(num: int) -> Row:
+def _compare_drain(num: int) -> Row:
     """Deferred pairs on two gloo ranks against a gather and a GEMM in turn."""
     measured = run_ranks(_time_drain, 2, num, timeout_s=600)
     ours_s, peer_s, error = (max(column) for column in zip(*measured, strict=True))
@@ -137,13 +139,13 @@ def _record_digests(peer: Callable[..., bool], model: list[nn.Module]) -> list[s
 
 
 @contextmanager
-def _counted_bytes() -> Iterator[list[int]]:
+def _count_bytes() -> Iterator[list[int]]:
     """Record the bytes of the buffers given to each collective."""
     counts: list[int] = []
 
     def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            counts.append(sum(map(_num_bytes, args)))
+            counts.append(sum(map(_measure_bytes, args)))
             return collective(*args, **kwargs)
 
         return call
@@ -153,7 +155,7 @@ def _counted_bytes() -> Iterator[list[int]]:
         yield counts
 
 
-def _num_bytes(argument: object) -> int:
+def _measure_bytes(argument: object) -> int:
     if isinstance(argument, list):
-        return sum(map(_num_bytes, argument))
+        return sum(map(_measure_bytes, argument))
     return argument.nbytes if isinstance(argument, torch.Tensor) else 0

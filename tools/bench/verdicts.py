@@ -88,13 +88,9 @@ def judge_by_detector(times: torch.Tensor) -> _Verdicts:
         rows = rows.clone()
         rows[:, ELAPSED] = of_report
         found = RankComparison(
-            GatheredRows(rows, tuple(range(world))),
-            unix_time=0.0,
-            hosts=("host",) * world,
-            names=_NAMES,
-            rule=OutlierRule(),
-            past=past,
-        )
+            GatheredRows(rows, tuple(range(world))), unix_time=0.0, hosts=("host",) * world,
+            names=_NAMES, rule=OutlierRule(), past=past,
+        )  # fmt: skip
         verdicts.append({one.rank for one in found.stragglers})
     return verdicts
 

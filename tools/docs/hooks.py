@@ -1,4 +1,4 @@
-"""What mkdocs shows beside the guides: pages that other files hold, and the public docstrings."""
+"""Pages that mkdocs makes of other files and of the public docstrings."""
 
 from __future__ import annotations
 
@@ -41,28 +41,28 @@ class Markdown(griffe.Extension):
     """Docstrings with reST roles, read as Markdown."""
 
     def on_object(self, *, obj: griffe.Object, **_: Any) -> None:
-        """Turn the roles of a docstring into links, and its example into one of griffe's."""
+        """Turn the roles of a docstring into links, and its example into griffe's format."""
         if obj.docstring is not None:
-            text = _ROLE.sub(lambda role: _reference(obj, role[1]), obj.docstring.value)
+            text = _ROLE.sub(lambda role: _make_link(obj, role[1]), obj.docstring.value)
             obj.docstring.value = re.sub(r"^Example:$", "Examples:", text, flags=re.MULTILINE)
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Append to the navigation what other files bring, and keep where each page comes from."""
+    """Append the pages of other files to the navigation, and keep the source of each page."""
     nav: list[Any] = config.nav or []
     pictures = sorted((REPOSITORY / "tools/docs").glob("*.png"))
     copied = {
         **MORE_GUIDES,
         **RESULTS,
-        **{f"pictures/{one.name}": _source(one) for one in pictures},
+        **{f"pictures/{one.name}": _shorten_path(one) for one in pictures},
     }
     names: dict[str, dict[str, str]] = {}
     packages = []
     for package in load_workspace(REPOSITORY).distributions.values():
-        modules = _modules(package)
+        modules = _find_modules(package)
         names |= modules
         overview, changes = f"packages/{package.name}/index.md", f"changelogs/{package.name}.md"
-        copied[overview] = _source(package.folder / "README.md")
+        copied[overview] = _shorten_path(package.folder / "README.md")
         pages = [{name: f"reference/{name}.md"} for name in modules]
         packages.append({package.name: [overview, *pages, {"Changelog": changes}]})
     config.nav = [*nav, {"Packages": packages}, {"Results": list(RESULTS)}]
@@ -71,14 +71,14 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made of other files, and their pictures."""
+    """Add the pages made of other files, and their pictures."""
     for uri, source in config.extra["copied"].items():
         files.append(File.generated(config, uri, abs_src_path=str(REPOSITORY / source)))
     for package in load_workspace(REPOSITORY).distributions.values():
         uri = f"changelogs/{package.name}.md"
-        files.append(File.generated(config, uri, content=_changelog(package)))
+        files.append(File.generated(config, uri, content=_read_changelog(package)))
     for module, names in config.extra["names"].items():
-        content = _reference_page(module, names)
+        content = _make_reference_page(module, names)
         files.append(File.generated(config, f"reference/{module}.md", content=content))
     return files
 
@@ -86,25 +86,28 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, **_: Any) -> str:
     """Read a document as GitHub does: links between files of the repository, and lists."""
     uri, copied = page.file.src_uri, config.extra["copied"]
-    source = copied.get(uri, _source(Path(config.docs_dir, uri)))
-    pages = _source(Path(config.docs_dir))
+    source = copied.get(uri, _shorten_path(Path(config.docs_dir, uri)))
+    pages = _shorten_path(Path(config.docs_dir))
     places = {file: place for place, file in copied.items()}
 
     def link(found: re.Match[str]) -> str:
-        address = _address()
+        address = _read_address()
         target = found[1].removeprefix(f"{address}/raw/main/")
         path, _, heading = target.partition("#")
         if not path or (target == found[1] and re.match(r"[a-z]+:", path)):
             return found[0]
         folder = posixpath.dirname(source) if target == found[1] else ""
         file = posixpath.normpath(posixpath.join(folder, path))
-        if file.startswith(pages):
-            return found[0]
-        file = file if file in places else f"{file}/README.md"
-        if file not in places:
-            return f"]({address}/blob/main/{file.removesuffix('/README.md')})"
-        place = posixpath.relpath(places[file], posixpath.dirname(uri))
-        return f"]({place}{'#' * bool(heading)}{heading})"
+        if file.startswith(f"{pages}/"):
+            place = file.removeprefix(f"{pages}/")
+        else:
+            file = file if file in places else f"{file}/README.md"
+            if file not in places:
+                return f"]({address}/blob/main/{file.removesuffix('/README.md')})"
+            place = places[file]
+        return (
+            f"]({posixpath.relpath(place, posixpath.dirname(uri))}{'#' * bool(heading)}{heading})"
+        )
 
     return "".join(
         part if part.lstrip().startswith("```") else _LIST.sub(r"\1\n\n", _LINK.sub(link, part))
@@ -127,33 +130,29 @@ def on_page_content(html: str, page: Page, config: MkDocsConfig, **_: Any) -> st
 
 
 def on_post_page(output: str, page: Page, **_: Any) -> str:
-    """Refuse a page that would load something from elsewhere."""
+    """Refuse a page that would load something from another server."""
     loaded = [tag for tag in _EXTERNAL.findall(output) if 'rel="canonical"' not in tag]
     if loaded:
-        raise PluginError(f"{page.file.src_uri} loads from elsewhere: {loaded[0]}")
+        raise PluginError(f"{page.file.src_uri} loads from another server: {loaded[0]}")
     return output
 
 
-def _packages() -> list[Distribution]:
-    return list(load_workspace(REPOSITORY).distributions.values())
-
-
-def _modules(package: Distribution) -> dict[str, dict[str, str]]:
-    """The modules that users import by name: their names, and the module whose page shows each."""
+def _find_modules(package: Distribution) -> dict[str, dict[str, str]]:
+    """The modules that users import by name: their names, and the page that shows each name."""
     found: dict[str, dict[str, str]] = {}
     for file in sorted(package.source.rglob("*.py")):
         parts = file.relative_to(package.source).with_suffix("").parts
         module = ".".join(parts).removesuffix(".__init__")
         above = found.get(package.module, {})
-        # A module of a name's own name hides it from griffe: it is shown there.
+        # A module of the same name hides a name from griffe: its page shows the name.
         if module in (f"{package.module}.{name}" for name in above):
             above[file.parent.name] = module
-        if names := _exported(file):
+        if names := _read_exports(file):
             found[module] = {name: above.get(name, module) for name in names}
     return found
 
 
-def _exported(file: Path) -> list[str]:
+def _read_exports(file: Path) -> list[str]:
     """The names that ``__all__`` of a source lists, without the version."""
     for node in ast.parse(file.read_text(encoding="utf-8")).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -161,8 +160,8 @@ def _exported(file: Path) -> list[str]:
     return []
 
 
-def _reference_page(module: str, names: Mapping[str, str]) -> str:
-    """A page that has mkdocstrings show a module, with links to names that another page shows."""
+def _make_reference_page(module: str, names: Mapping[str, str]) -> str:
+    """A page for mkdocstrings of a module, with links to names on other pages."""
     own = "".join(f"        - {name}\n" for name, here in names.items() if here == module)
     elsewhere = [f"[`{name}`][{at}.{name}]" for name, at in names.items() if at != module]
     also = f"Also here: {', '.join(elsewhere)}.\n\n" if elsewhere else ""
@@ -172,8 +171,8 @@ def _reference_page(module: str, names: Mapping[str, str]) -> str:
     )
 
 
-def _changelog(package: Distribution) -> str:
-    """The changelog of a package, with what the next release brings."""
+def _read_changelog(package: Distribution) -> str:
+    """The changelog of a package, with the changes of the next release."""
     if not list_fragments(package):
         return (package.folder / "CHANGELOG.md").read_text(encoding="utf-8")
     today = date.today()
@@ -181,19 +180,19 @@ def _changelog(package: Distribution) -> str:
     return text.replace(f"## {package.version} ({today.isoformat()})", "## Unreleased")
 
 
-def _source(path: Path) -> str:
+def _shorten_path(path: Path) -> str:
     return path.relative_to(REPOSITORY).as_posix()
 
 
-def _address() -> str:
+def _read_address() -> str:
     """The address of the repository."""
     text = (REPOSITORY / "CITATION.cff").read_text(encoding="utf-8")
     (address,) = re.findall(r"^url: (\S+)$", text, re.MULTILINE)
     return str(address)
 
 
-def _reference(obj: griffe.Object, name: str) -> str:
-    """A link to a name of ours as seen from an object; the name alone for others'."""
+def _make_link(obj: griffe.Object, name: str) -> str:
+    """A link to a name of these packages as seen from an object, else the name alone."""
     first, _, rest = name.partition(".")
     if first == "mcore":
         return f"[`{name}`][{name}]"

@@ -38,14 +38,10 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         with small_disk(folder / "disk") as disk:
             campaign = Campaign(
-                folder,
-                options.seed,
-                timeout_s=options.timeout_s,
-                disk=disk,
-                is_chosen=is_chosen,
+                folder, options.seed, timeout_s=options.timeout_s, disk=disk, is_chosen=is_chosen,
                 launchers=(options.launcher,) if options.launcher else LAUNCHERS,
                 report=lambda line: print(f"{time.strftime('%H:%M:%S')} {line}", flush=True),
-            )
+            )  # fmt: skip
             until = time.time() + 60.0 * options.minutes
             result = campaign.run(faults=options.faults, until=until, at_once=options.at_once)
     except ValueError as error:

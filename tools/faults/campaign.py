@@ -36,16 +36,10 @@ class Campaign:
     """
 
     def __init__(
-        self,
-        folder: Path,
-        seed: int,
-        *,
-        timeout_s: float,
-        disk: Path | None,
+        self, folder: Path, seed: int, *, timeout_s: float, disk: Path | None,
         is_chosen: Callable[[Fault], bool] = lambda fault: True,
-        launchers: tuple[str, ...] = LAUNCHERS,
-        report: Callable[[str], None] = print,
-    ) -> None:
+        launchers: tuple[str, ...] = LAUNCHERS, report: Callable[[str], None] = print,
+    ) -> None:  # fmt: skip
         self.folder = folder
         self.disk = disk
         with_disk = disk is not None

@@ -16,13 +16,9 @@ class Dealer:
     """
 
     def __init__(
-        self,
-        seed: int,
-        happened: Mapping[str, Sequence[Fault]],
-        *,
-        with_disk: bool,
+        self, seed: int, happened: Mapping[str, Sequence[Fault]], *, with_disk: bool,
         is_chosen: Callable[[Fault], bool] = lambda fault: True,
-    ) -> None:
+    ) -> None:  # fmt: skip
         self._orders = {
             name: _leave_out(
                 filter(is_chosen, shuffle_faults(seed, with_disk=with_disk, launcher=name)), faults

@@ -74,7 +74,7 @@ class Phase:
 
 _SAVE = "mcore.parallel.checkpoint.files"
 _SAVES = ("dp2", "pp2", "tp2", "ep2", "fsdp")
-_FORWARD = ("pretrain.run.steps:Steps._loss", "pretrain.run.pipeline_steps:_Work.forward")
+_FORWARD = ("pretrain.run.steps:Steps._compute_loss", "pretrain.run.pipeline_steps:_Work.forward")
 _ALL_TO_ALL = "pretrain.model.experts:all_to_all"
 # A new phase of the job is a new row.
 PHASES = (

@@ -92,12 +92,18 @@ def _prepare(events: _Events) -> None:
 
 def _wrap(place: str, wrap: Callable[[Function], Function]) -> None:
     """Replace a function with its wrapped version."""
+    owner, name = find_function(place)
+    setattr(owner, name, wrap(getattr(owner, name)))
+
+
+def find_function(place: str) -> tuple[Any, str]:
+    """The owner and the name of a function such as ``module:Class.function``."""
     module, _, path = place.partition(":")
     owner: Any = importlib.import_module(module)
     *parents, name = path.split(".")
     for parent in parents:
         owner = getattr(owner, parent)
-    setattr(owner, name, wrap(getattr(owner, name)))
+    return owner, name
 
 
 def _add_fault(how: str, happen: Callable[[], None], function: Function) -> Function:

@@ -27,7 +27,7 @@ def own_command(words: Sequence[str], folder: Path, start: int, limit_s: float) 
 
 def torchrun(words: Sequence[str], folder: Path, start: int, limit_s: float) -> Ended:
     """Run the job under the real torchrun, which restarts it up to three times."""
-    command = _torchrun_command(words, 0, "--nnodes", "1", "--nproc-per-node", str(RANKS))
+    command = _build_torchrun_command(words, 0, "--nnodes", "1", "--nproc-per-node", str(RANKS))
     return _run(command, folder, start, limit_s, {COUNT: "1"})
 
 
@@ -36,13 +36,13 @@ def agents(words: Sequence[str], folder: Path, start: int, limit_s: float) -> En
 
     A killed node is started again, as a cluster's scheduler does.
     """
-    with _rendezvous_store() as port:
+    with _start_store() as port:
         options = ("--nnodes", str(RANKS), "--nproc-per-node", "1", "--rdzv-conf", RENDEZVOUS)
-        command = _torchrun_command(words, port, *options, "--rdzv-id", "faults")
+        command = _build_torchrun_command(words, port, *options, "--rdzv-id", "faults")
         return _run(command, folder, start, limit_s, {COUNT: "1", **NODES_CHANGE}, nodes=RANKS)
 
 
-def _torchrun_command(words: Sequence[str], port: int, *options: str) -> list[str]:
+def _build_torchrun_command(words: Sequence[str], port: int, *options: str) -> list[str]:
     return [
         "-m", "torch.distributed.run", *options,
         "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}",
@@ -51,7 +51,7 @@ def _torchrun_command(words: Sequence[str], port: int, *options: str) -> list[st
 
 
 @contextlib.contextmanager
-def _rendezvous_store() -> Iterator[int]:
+def _start_store() -> Iterator[int]:
     """A store outside both nodes, at the yielded port."""
     store = subprocess.Popen(
         [sys.executable, "-m", "pretrain.cli.store", "127.0.0.1", "0"],
@@ -67,14 +67,9 @@ def _rendezvous_store() -> Iterator[int]:
 
 
 def _run(
-    command: Sequence[str],
-    folder: Path,
-    start: int,
-    limit_s: float,
-    variables: Mapping[str, str],
-    *,
-    nodes: int = 1,
-) -> Ended:
+    command: Sequence[str], folder: Path, start: int, limit_s: float, variables: Mapping[str, str],
+    *, nodes: int = 1,
+) -> Ended:  # fmt: skip
     """Run a launcher on each node until all have ended. Of several nodes a killed one restarts."""
     with (folder / "output").open("w+") as output:
 

@@ -45,11 +45,9 @@ def end_all_with_this_process() -> None:
     os.environ[MARK] = uuid.uuid4().hex
     reading, writing = os.pipe()
     subprocess.Popen(
-        [sys.executable, "-m", "faults.machine", os.environ[MARK]],
-        stdin=reading,
-        env=plain,
+        [sys.executable, "-m", "faults.machine", os.environ[MARK]], stdin=reading, env=plain,
         start_new_session=True,
-    )
+    )  # fmt: skip
     os.close(reading)
     os.set_inheritable(writing, False)  # it is closed when this process ends
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

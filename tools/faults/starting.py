@@ -84,15 +84,9 @@ class Forked:
         self._port = 0
 
     def start(
-        self,
-        words: Sequence[str],
-        folder: Path,
-        start: int,
-        stopped: Callable[[], set[int]],
-        *,
-        leave_stopped: bool,
-        limit_s: float,
-    ) -> Ended:
+        self, words: Sequence[str], folder: Path, start: int, stopped: Callable[[], set[int]], *,
+        leave_stopped: bool, limit_s: float,
+    ) -> Ended:  # fmt: skip
         """Start all ranks. Once one fails, end the others as torchrun's agent does."""
         restart = start % (MAX_RESTARTS + 1)
         if not restart:
@@ -123,12 +117,9 @@ class Forked:
 
 
 def _watch(
-    ranks: dict[int, Script],
-    stopped: Callable[[], set[int]],
-    *,
-    leave_stopped: bool,
+    ranks: dict[int, Script], stopped: Callable[[], set[int]], *, leave_stopped: bool,
     limit_s: float,
-) -> Ended:
+) -> Ended:  # fmt: skip
     ended = Ended()
     began, failed_at = time.time(), 0.0
     while running := {rank: one for rank, one in ranks.items() if rank not in ended.at}:

@@ -66,12 +66,9 @@ class Tracker:
         words = [word for option in options.items() for word in option]
         quiet = {"MLFLOW_SERVER_ENABLE_JOB_EXECUTION": "false", "MLFLOW_DISABLE_TELEMETRY": "true"}
         return subprocess.Popen(
-            [sys.executable, "-m", "mlflow", "server", *words],
-            env={**os.environ, **quiet},
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+            [sys.executable, "-m", "mlflow", "server", *words], env={**os.environ, **quiet},
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
 
     def _watch(self) -> None:
         """Restart it after a kill, in trials with ``restarts`` set."""

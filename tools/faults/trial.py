@@ -157,13 +157,10 @@ class Trial:
             return launchers.own_command(self.words, folder, number, _LIMIT_S)
         kinds = {fault.kind for fault in self._list_planned(number)}
         return self.forked.start(
-            self.words,
-            folder,
-            number,
+            self.words, folder, number,
             lambda: {e["rank"] for e in self._list_faults(number) if "stop" in e["kind"]},
-            leave_stopped="stop and continue" in kinds,
-            limit_s=_LIMIT_S,
-        )
+            leave_stopped="stop and continue" in kinds, limit_s=_LIMIT_S,
+        )  # fmt: skip
 
     def _settle(self, number: int, ended: starting.Ended) -> None:
         """Record the faults of one start, check its end, and do the damage between two starts."""

@@ -71,12 +71,9 @@ def _select(options: argparse.Namespace, offered: list[Settings]) -> dict[str, S
 
 
 def _run(
-    options: argparse.Namespace,
-    left: list[Settings],
-    every: list[Settings],
-    folder: Path,
+    options: argparse.Namespace, left: list[Settings], every: list[Settings], folder: Path,
     rows: dict[str, Row],
-) -> bool:
+) -> bool:  # fmt: skip
     """Run combinations and record each. Returns whether Ctrl-C ended that."""
     deadline = time.monotonic() + 60 * options.minutes
     try:

@@ -31,7 +31,7 @@ class PlainExperts(PlainGPT):
     def _feed_forward(self, name: str, x: torch.Tensor) -> torch.Tensor:
         logits = x @ self.weights[f"{name}/router/weight"].T
         self._noted.setdefault(name, []).append(logits)
-        gates = _softmax(logits) * self._mark_chosen(logits)
+        gates = _compute_softmax(logits) * self._mark_chosen(logits)
         if self.settings.topk > 1:
             gates = gates / gates.sum(-1, keepdim=True)
         out = torch.zeros_like(x)
@@ -62,7 +62,7 @@ class PlainExperts(PlainGPT):
             if self.settings.balance == "batch":
                 window = torch.zeros_like(window)
             load = _average(self._mark_chosen(logits), window) / self.settings.topk
-            mean = _average(_softmax(logits), window)
+            mean = _average(_compute_softmax(logits), window)
             balances.append((self.settings.experts * load * mean).sum(-1).mean())
             sizes.append(logits.exp().sum(-1).log().square().mean())
         self._noted.clear()
@@ -77,12 +77,12 @@ class PlainExperts(PlainGPT):
         """1 for each of the likeliest experts. Of equal experts the lower number wins."""
         is_chosen = torch.zeros_like(logits)
         for _ in range(self.settings.topk):
-            best = (_softmax(logits) - 2 * is_chosen).argmax(-1)
+            best = (_compute_softmax(logits) - 2 * is_chosen).argmax(-1)
             is_chosen = is_chosen + F.one_hot(best, self.settings.experts)
         return is_chosen
 
 
-def _softmax(logits: torch.Tensor) -> torch.Tensor:
+def _compute_softmax(logits: torch.Tensor) -> torch.Tensor:
     return logits.exp() / logits.exp().sum(-1, keepdim=True)
 
 

@@ -163,12 +163,9 @@ def plain_run(settings: Settings) -> tuple[list[float], float]:
 
 
 def train_plain(
-    model: PlainGPT,
-    settings: Settings,
-    loss_of: Callable[[int], torch.Tensor],
-    *,
+    model: PlainGPT, settings: Settings, loss_of: Callable[[int], torch.Tensor], *,
     steps: int | None = None,
-) -> tuple[list[float], list[float]]:
+) -> tuple[list[float], list[float]]:  # fmt: skip
     """Train a plain model by its loss of each step. Returns the losses and the gradient norms."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     vectors = [p for p in model.parameters() if p.dim() == 1]

@@ -156,7 +156,8 @@ class Findings(cst.CSTVisitor):
             if module in self.table.modules:
                 self._leave(node, f"{module}.*", "name the imports, then run this once more")
             return
-        homes = {str(one.evaluated_name): self._find_home(module, one) for one in node.names}
+        names = [str(one.evaluated_name) for one in node.names]
+        homes = {name: self.table.find(f"{module}.{name}") for name in names}
         self.stays |= self.table.without_home(f"{module}.{name}" for name in homes)
         moved = {name: home.module for name, home in homes.items() if home is not None}
         if moved:
@@ -198,7 +199,8 @@ class Findings(cst.CSTVisitor):
 
     def visit_Call(self, node: cst.Call) -> None:
         parts = (get_full_name_for_node(node.func) or "").split(".")
-        target = next((one.value for one in node.args if _is_target(one)), None)
+        keywords = {one.keyword.value: one.value for one in node.args if one.keyword is not None}
+        target = keywords.get("target")
         first = node.args[0].value if node.args else None
         if {*parts[-2:]} & {*_PATCHING}:
             self._visit_text(target or first, is_whole=parts[-1] != "multiple")
@@ -216,7 +218,11 @@ class Findings(cst.CSTVisitor):
         for node, home, is_sure in self._candidates:
             root = _find_root(node)
             if is_sure and root.value not in self._bound:
-                self._use(node, home, root)
+                self.uses[node] = home
+                self.packages.add(home.package)
+                self._roots.add(root)
+                for statement in self._providers[root]:
+                    self.added.setdefault(statement, set()).add(home.module)
             else:
                 text = "its module is something else on another path: change it yourself"
                 self._leave(node, home.name, text)
@@ -232,19 +238,9 @@ class Findings(cst.CSTVisitor):
 
     # Recording the changes
 
-    def _use(self, node: cst.Attribute, home: Home, root: cst.Name) -> None:
-        self.uses[node] = home
-        self.packages.add(home.package)
-        self._roots.add(root)
-        for statement in self._providers[root]:
-            self.added.setdefault(statement, set()).add(home.module)
-
     def _bind(self, node: cst.BaseExpression | None) -> None:
         if isinstance(node, cst.Name):
             self._bound.add(node.value)
-
-    def _find_home(self, module: str, alias: cst.ImportAlias) -> Home | None:
-        return self.table.find(f"{module}.{alias.evaluated_name}")
 
     def _list_names(self, node: cst.CSTNode, path: str = "") -> Sequence[QualifiedName]:
         """The possible meanings of a node, or of a dotted path in its place."""
@@ -322,10 +318,6 @@ def _find_root(node: cst.CSTNode) -> cst.Name:
     while isinstance(node, cst.Attribute):
         node = node.value
     return node  # type: ignore[return-value]
-
-
-def _is_target(argument: cst.Arg) -> bool:
-    return argument.keyword is not None and argument.keyword.value == "target"
 
 
 def _read_text(value: cst.BaseExpression | None) -> str | None:

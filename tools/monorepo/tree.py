@@ -51,7 +51,11 @@ def problems(roots: Mapping[str, Root]) -> Iterator[str]:
     files = {name: module_files(name, root.source) for name, root in roots.items()}
     every = {module: file for modules in files.values() for module, file in modules.items()}
     imports = imported_modules(roots, every)
-    yield from _find_circle(imports)
+    try:
+        TopologicalSorter(imports).prepare()
+    except CycleError as error:
+        circle = " <- ".join(error.args[1])
+        yield f"{circle}: an import circle; move the shared code below both"
     public = {one for root in roots.values() for one in root.public}
     yield from _find_small_modules(every, imports, public)
     for modules in files.values():
@@ -92,13 +96,6 @@ def code_lines(text: str) -> int:
         if token.type not in _LAYOUT:
             lines.update(range(token.start[0], token.end[0] + 1))
     return len(lines - documented)
-
-
-def _find_circle(imports: Mapping[str, set[str]]) -> Iterator[str]:
-    try:
-        TopologicalSorter(imports).prepare()
-    except CycleError as error:
-        yield f"{' <- '.join(error.args[1])}: an import circle; move the shared code below both"
 
 
 def _find_small_modules(

@@ -93,7 +93,7 @@ class Workspace:
             return self.distributions[canonicalize_name(name)]
         except KeyError:
             known = ", ".join(self.distributions)
-            raise WorkspaceError(f"{name!r} is not a package here; there are: {known}") from None
+            raise WorkspaceError(f"{name!r} is not a package here. Packages: {known}") from None
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -132,7 +132,7 @@ def load_workspace(root: Path) -> Workspace:
     root = root.resolve()
     files = sorted((root / PACKAGES_FOLDER).glob("*/pyproject.toml"))
     if not files:
-        raise WorkspaceError(f"no packages/*/pyproject.toml in {root}; give the repository's root")
+        raise WorkspaceError(f"no packages/*/pyproject.toml in {root}: give the repository's root")
     tables = [(file, read_toml(file)) for file in files]
     names = {
         canonicalize_name(_read_text(file, table, "project", "name")) for file, table in tables
@@ -179,7 +179,7 @@ def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) ->
 def read_version(file: Path) -> str:
     """The string that a file assigns to ``__version__``, without running the file."""
     if not file.is_file():
-        raise WorkspaceError(f"{file} does not exist; it has to contain __version__")
+        raise WorkspaceError(f"{file} does not exist: it has to contain __version__")
     found = VERSION_LINE.findall(file.read_text(encoding="utf-8"))
     if len(found) != 1:
         raise WorkspaceError(f'{file} has {len(found)} lines such as __version__ = "0.1.0", not 1')

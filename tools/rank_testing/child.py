@@ -46,8 +46,8 @@ class Request:
     target: Target
     call: bytes  # its pickled arguments
     environment: dict[str, str]  # all variables of the rank
-    start_method: str | None  # of multiprocessing; None for Python's default
-    init: str | None  # for init_process_group; None for no group
+    start_method: str | None  # of multiprocessing, or None for Python's default
+    init: str | None  # for init_process_group, or None for no group
     timeout_s: float
     folder: str  # of this run, for the rendezvous and the files of all ranks
 
@@ -162,7 +162,7 @@ def _select_device(init: str, rank: int, world_size: int) -> None:
     if count < needed:
         raise RuntimeError(
             f"init={init!r} with {world_size} ranks needs {needed} accelerators, "
-            f"this machine has {count}; skip the test here or start fewer ranks"
+            f"this machine has {count}: skip the test here or start fewer ranks"
         )
     torch.accelerator.set_device_index(rank % count)
 
@@ -202,7 +202,7 @@ def _end_with_parent(folder: str) -> None:
     """
     parent = multiprocessing.parent_process()
     if parent is None:
-        raise RuntimeError("run_ranks starts ranks; this module is no program")
+        raise RuntimeError("run_ranks starts ranks: this module is no program")
 
     def wait_for_parent() -> None:
         parent.join()

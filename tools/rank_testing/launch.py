@@ -70,7 +70,7 @@ def run_ranks(
             f"run_ranks was called in {name}; a rank cannot start ranks, call it in the test"
         )
     if isinstance(world_size, bool) or not isinstance(world_size, int) or world_size < 1:
-        raise ValueError(f"world_size is the number of ranks, at least 1; got {world_size!r}")
+        raise ValueError(f"world_size is the number of ranks, at least 1, got {world_size!r}")
     if not 0 < timeout_s < math.inf:
         raise ValueError(f"timeout_s is a positive number of seconds, got {timeout_s!r}")
     if taken := sorted(_SET_BY_THE_HARNESS & set(env or {})):

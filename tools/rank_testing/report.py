@@ -34,7 +34,7 @@ class RankReport:
         traceback: the traceback, or the Python stack of each thread of a rank that died or hung.
         output: everything that the rank printed, including warnings.
         elapsed_s: seconds from the start of the ranks to this end.
-        place: the order of suspicion; the smallest is the likely culprit.
+        place: the order of suspicion. The smallest is the likely culprit.
     """
 
     rank: int
@@ -113,9 +113,9 @@ def _describe_death(exit_code: int | None) -> str:
 def make_failure(
     reports: list[RankReport], returned: dict[int, str], world_size: int, function: str
 ) -> RankFailure:
-    """Make the error of ``run_ranks``, whose ``ranks`` have the likely culprit first.
+    """Make the error of ``run_ranks``, with the likely culprit first in ``ranks``.
 
-    ``returned`` holds the output of each rank whose function returned.
+    ``returned`` holds the output of each rank that returned.
     """
     ordered = sorted(reports, key=lambda report: (report.place, report.elapsed_s, report.rank))
     culprit = ordered[0]

@@ -26,7 +26,7 @@ _START_S = 300.0  # the first script waits for the server's imports
 # The script is executed at the top level of the server's script, so its process ends like that of
 # any interpreter: with sys.excepthook, atexit and the teardown after them.
 _SERVER = (
-    "import sys; from rank_testing.scripts import next_script; "
+    "import sys\nfrom rank_testing.scripts import next_script\n"
     "exec(next_script(int(sys.argv[1]), sys.argv[2:]))"
 )
 
@@ -82,7 +82,7 @@ class Script:
         while text not in self.printed:
             if time.monotonic() > deadline or not self.is_running:
                 errors = _read_all(self._errors.fileno())
-                raise TimeoutError(f"{text!r} is not in {self.printed!r}; {errors}")
+                raise TimeoutError(f"{text!r} is not in {self.printed!r}. Errors: {errors}")
             time.sleep(0.02)
 
     def wait(self, timeout_s: float = 120.0) -> subprocess.CompletedProcess[str]:

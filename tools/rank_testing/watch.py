@@ -113,7 +113,7 @@ class Rank:
                 os.kill(self._process.pid, STACK_SIGNAL)
 
     def kill(self) -> None:
-        """Kill the rank and its programs; once, since its number may be reused later."""
+        """Kill the rank and its programs, only once, since its number may be reused later."""
         if self._is_killed:
             return
         self._is_killed = True

@@ -271,7 +271,7 @@ def test_ranks_whose_expert_meshes_would_create_other_groups_all_raise() -> None
         kind, text = found["one gives a group"]
         assert kind == "ValueError"
         own = "given" if rank == VICTIM else "None"
-        assert f"expt_device_mesh=given, hybrid_fsdp_expt_group={own}; " in text
+        assert f"expt_device_mesh=given, hybrid_fsdp_expt_group={own}. " in text
         kind, text = found["one gives no mesh"]
         assert kind == "ValueError"
         assert f"expt_device_mesh={'None' if rank == VICTIM else 'given'}, hybrid_" in text

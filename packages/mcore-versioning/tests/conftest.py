@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from mcore.versioning import clear_version_cache, config
-from mcore.versioning.experimental import _owners_of
+from mcore.versioning.experimental import _find_owners
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +26,7 @@ def clean_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     gc.enable()
     clear_version_cache()
-    _owners_of.cache_clear()
+    _find_owners.cache_clear()
 
 
 @pytest.fixture

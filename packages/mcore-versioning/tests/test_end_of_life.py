@@ -13,7 +13,7 @@ from packaging.version import Version
 
 from mcore.versioning import __version__, experimental, experimental_fn
 from mcore.versioning.experimental import (
-    _owners_of,
+    _find_owners,
     has_expired,
     owner_version,
     warn_if_expired,
@@ -150,7 +150,7 @@ def test_owners_of_packages_that_are_really_installed(package: str, distribution
 def test_owners_are_those_that_the_standard_library_finds() -> None:
     found = packages_distributions()
     for name in ("_pytest", "pytest", "packaging", "hypothesis", "pluggy", "not_there"):
-        assert _owners_of(name) == frozenset(found.get(name, ()))
+        assert _find_owners(name) == frozenset(found.get(name, ()))
 
 
 @pytest.mark.parametrize(

@@ -145,7 +145,7 @@ def test_an_unknown_revision_or_package_cannot_be_checked(
     assert main([*root, "--baseline", "nowhere"]) == 2
     assert "'nowhere' is not a revision" in capsys.readouterr().out
     assert main([*root, "--package", "mcore-nothing"]) == 2
-    assert "there are: mcore-tensor" in capsys.readouterr().err
+    assert "Packages: mcore-tensor" in capsys.readouterr().err
     assert main(root) == 0
     assert "no release tag yet" in capsys.readouterr().out
     with pytest.raises(SystemExit) as refused:
@@ -265,6 +265,21 @@ def test_moving_code_behind_a_reexport_is_no_break(repository: SampleRepository)
     repository.write({f"{folder}/two.py": "def f(a): ...\n", f"{folder}/one.py": ""})
     assert check_package(repository.root, "mcore-tensor").findings == []
     repository.write({f"{folder}/two.py": "def f(): ...\n"})
+    assert _kinds(check_package(repository.root, "mcore-tensor")) == [("PARAMETER_REMOVED", "f")]
+
+
+def test_names_that_are_imported_when_used_are_public(repository: SampleRepository) -> None:
+    folder = "packages/mcore-tensor/src/mcore/tensor"
+    repository.write({f"{folder}/one.py": "def f(a): ...\n"})
+    before = '__all__ = ["f"]\nfrom mcore.tensor.one import f\n'
+    after = (
+        "from typing import TYPE_CHECKING\n"
+        "if TYPE_CHECKING:\n    from mcore.tensor.one import f\n"
+        '__all__ = ["f"]\n'
+        "if not TYPE_CHECKING:\n    def __getattr__(name): ...\n"
+    )
+    assert _after(repository, before, after).findings == []
+    repository.write({f"{folder}/one.py": "def f(): ...\n"})
     assert _kinds(check_package(repository.root, "mcore-tensor")) == [("PARAMETER_REMOVED", "f")]
 
 

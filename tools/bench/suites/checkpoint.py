@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from bench.measure import Row, alternate, compare
-from bench.replicas import replica_rows
+from bench.replicas import compare_replicas
 from mcore.parallel.checkpoint import (
     ShardedTensor,
     load_sharded_state_dict,
@@ -60,13 +60,13 @@ Work = Callable[[int], object]
 
 def run() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
-    yield from _checkpoint_rows()
-    yield from _small_rows()
-    yield _manifest_row()
-    yield from replica_rows()
+    yield from _compare_checkpoints()
+    yield from _compare_small_tensors()
+    yield _compare_manifest()
+    yield from compare_replicas()
 
 
-def _checkpoint_rows() -> Iterator[Row]:
+def _compare_checkpoints() -> Iterator[Row]:
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         measured = run_ranks(_measure, 2, folder, timeout_s=600)
     if not all(agrees for agrees, _ in measured):
@@ -98,7 +98,7 @@ def _make_rows(case: str, seconds: Mapping[str, float]) -> Iterator[Row]:
     yield Row(name, ours, _RAW, seconds["raw"], None, agreement, f"raw: {rate:.2f} GB/s")
 
 
-def _small_rows() -> Iterator[Row]:
+def _compare_small_tensors() -> Iterator[Row]:
     """Many small tensors on one rank: the cost of a key."""
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         [seconds] = run_ranks(_measure_small, 1, folder, timeout_s=600)
@@ -117,7 +117,7 @@ def _measure_small(folder: str) -> dict[str, dict[str, float]]:
             state, storage_writer=FileSystemWriter(root / f"save-{turn}", sync_files=True)
         ),
     }
-    seconds = {"save": _rounds(saves, _clean_before(root))}
+    seconds = {"save": _time_rounds(saves, _make_cleaner(root))}
     save_sharded_state_dict(state, root / "ours")
     saves["stock"](0)
     loads: dict[str, Work] = {
@@ -125,12 +125,12 @@ def _measure_small(folder: str) -> dict[str, dict[str, float]]:
         "stock": lambda _: load(state, checkpoint_id=root / "save-0"),
     }
     for work in loads.values():
-        if not _restores(list(state.values()), lambda work=work: work(0)):  # type: ignore[misc]
+        if not _check_load(list(state.values()), lambda work=work: work(0)):  # type: ignore[misc]
             raise RuntimeError("a load did not restore the values")
-    return {**seconds, "load": _rounds(loads, lambda: None)}
+    return {**seconds, "load": _time_rounds(loads, lambda: None)}
 
 
-def _manifest_row() -> Row:
+def _compare_manifest() -> Row:
     """A manifest of very many pieces, against the parsing of its JSON alone."""
     with tempfile.TemporaryDirectory(prefix="mcore-bench-") as folder:
         root = Path(folder)
@@ -182,10 +182,10 @@ def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
         "stock, not synced": saved_by_stock(sync=False),
         "raw": lambda turn: _write_raw(root / f"save-{turn}-{rank}", tensors),
     }
-    seconds = {"save": _rounds(saves, _clean_before(root))}
+    seconds = {"save": _time_rounds(saves, _make_cleaner(root))}
     save_sharded_state_dict(ours, root / "ours")
     saved_by_stock(sync=True)(0)
-    _on_first_rank(lambda: (root / "save-0").rename(root / "stock"))
+    _run_on_first_rank(lambda: (root / "save-0").rename(root / "stock"))
     _write_raw(root / f"raw-{rank}", tensors)
     loads: dict[str, Work] = {
         "ours": lambda _: load_sharded_state_dict(ours, root / "ours"),
@@ -199,15 +199,17 @@ def _measure(folder: str) -> tuple[bool, dict[str, dict[str, float]]]:
         lambda: load(stock, checkpoint_id=root / "ours"),
     ]
     agrees = all(
-        _restores(tensors, work)
+        _check_load(tensors, work)
         for work in [*crossed, *(lambda work=work: work(0) for work in loads.values())]
     )
-    seconds["load, files in memory"] = _rounds(loads, lambda: None)
-    seconds["load, files on disk"] = _rounds(loads, lambda: _on_first_rank(lambda: _forget(root)))
+    seconds["load, files in memory"] = _time_rounds(loads, lambda: None)
+    seconds["load, files on disk"] = _time_rounds(
+        loads, lambda: _run_on_first_rank(lambda: _forget(root))
+    )
     return agrees, seconds
 
 
-def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
+def _check_load(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
     """Whether a load restores the values, which it leaves in the tensors."""
     sums = [tensor.view(torch.int32).sum() for tensor in tensors]
     first = [tensor[:, ::97].clone() for tensor in tensors]
@@ -220,7 +222,7 @@ def _restores(tensors: list[torch.Tensor], load: Callable[[], object]) -> bool:
     )
 
 
-def _rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[str, float]:
+def _time_rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[str, float]:
     """The shortest time of each side until all ranks are done."""
     turns = itertools.count(1)
 
@@ -236,7 +238,7 @@ def _rounds(sides: Mapping[str, Work], prepare: Callable[[], object]) -> dict[st
     return dict(zip(sides, map(min, times), strict=True))
 
 
-def _clean_before(root: Path) -> Callable[[], None]:
+def _make_cleaner(root: Path) -> Callable[[], None]:
     """Delete earlier saves and wait until the disk is idle."""
 
     def clean() -> None:
@@ -244,10 +246,10 @@ def _clean_before(root: Path) -> Callable[[], None]:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         os.sync()
 
-    return lambda: _on_first_rank(clean)
+    return lambda: _run_on_first_rank(clean)
 
 
-def _on_first_rank(work: Callable[[], object]) -> None:
+def _run_on_first_rank(work: Callable[[], object]) -> None:
     """Do something on the first rank, while the others wait."""
     dist.barrier()
     if dist.get_rank() == 0:

@@ -47,12 +47,12 @@ _PEER = "the same steps with --no-straggler"
 
 def run() -> Iterable[Row]:
     """Yield the rows. Steps of both kinds alternate in one process group."""
-    yield _against_plain(starts=6, rounds=3)
+    yield _compare_with_plain(starts=6, rounds=3)
     cases = (("the default model", Settings(), 12, 0.99), ("a small model", _SMALL, 100, None))
     for model, settings, rounds, target in cases:
         ranks = settings.world_size
         case = f"step of {model} on {ranks} ranks, detector on, a report every {_STEPS}"
-        losses, on_s, off_s = run_ranks(_rank, ranks, settings, rounds, timeout_s=600)[0]
+        losses, on_s, off_s = run_ranks(_time_detector, ranks, settings, rounds, timeout_s=600)[0]
         if losses[True] != losses[False]:
             yield Row.disagreement(case, _PEER, f"losses {losses[True]} against {losses[False]}")
             continue
@@ -61,12 +61,12 @@ def run() -> Iterable[Row]:
         yield Row(case, on_s, _PEER, off_s, target, agreement, note)
 
 
-def _against_plain(starts: int, rounds: int) -> Row:
+def _compare_with_plain(starts: int, rounds: int) -> Row:
     settings = Settings(dp=1, mlflow=False, train_iters=100_000)
     case = "step of the default model on 1 rank with log, TensorBoard, JSONL and detector"
     peer = f"plain PyTorch {torch.__version__}: SDPA, fused AdamW, no log"
     measured = [
-        run_ranks(_plain_rank, 1, settings, rounds, timeout_s=600)[0] for _ in range(starts)
+        run_ranks(_time_plain, 1, settings, rounds, timeout_s=600)[0] for _ in range(starts)
     ]
     losses = [pair for one, _, _ in measured for pair in one]
     if not max(abs(one / other - 1) for one, other in losses) < _LOSSES_NEAR:
@@ -78,7 +78,7 @@ def _against_plain(starts: int, rounds: int) -> Row:
     )  # fmt: skip
 
 
-def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, float]], float, float]:
+def _time_plain(settings: Settings, rounds: int) -> tuple[list[tuple[float, float]], float, float]:
     """The rank: losses of both sides, and seconds of a step of each."""
     with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):
         loop = build_loop(
@@ -106,7 +106,7 @@ def _plain_rank(settings: Settings, rounds: int) -> tuple[list[tuple[float, floa
         return losses, ours_s / _STEPS, peer_s / _STEPS
 
 
-def _rank(settings: Settings, rounds: int) -> tuple[dict[bool, list[float]], float, float]:
+def _time_detector(settings: Settings, rounds: int) -> tuple[dict[bool, list[float]], float, float]:
     """One rank: losses by whether the detector is on, and seconds of a step with and without it."""
     losses: dict[bool, list[float]] = {}
     with tempfile.TemporaryDirectory() as path, contextlib.redirect_stdout(io.StringIO()):

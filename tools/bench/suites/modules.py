@@ -43,17 +43,17 @@ _REPEATS = 21
 def run() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
     peer, name = megatron("transformer.module"), name_of()
-    yield from _casts(peer, name)
+    yield from _compare_casts(peer, name)
     for number in _SUBMODULES:
-        yield _first_microbatch(peer, name, number)
-    yield _replay()
-    with _world_of_one() as groups:
-        yield from _wrapper_calls(peer, name)
+        yield _compare_marks(peer, name, number)
+    yield _compare_replay()
+    with _make_world() as groups:
+        yield from _compare_calls(peer, name)
         for number in _LAYERS:
-            yield _sharding(peer, name, number, groups)
+            yield _compare_sharding(peer, name, number, groups)
 
 
-def _casts(peer: Any, name: str) -> Iterator[Row]:
+def _compare_casts(peer: Any, name: str) -> Iterator[Row]:
     leaves = [torch.randn(16) for _ in range(_LEAVES)]
     nested = tuple(tuple(leaves[at : at + 10]) for at in range(0, _LEAVES, 10))
     half = [leaf.half() for leaf in leaves]
@@ -79,23 +79,18 @@ def _is_equal(ours: Any, theirs: Any) -> bool:
     return same and all(map(_is_equal, ours, theirs))
 
 
-def _first_microbatch(peer: Any, name: str, number: int) -> Row:
+def _compare_marks(peer: Any, name: str, number: int) -> Row:
     """A root with layers of eight children each. Every second child has the attribute."""
     ours, theirs = (_make_tree(kind, number) for kind in (MegatronModule, peer.MegatronModule))
     ours.set_is_first_microbatch()
     theirs.set_is_first_microbatch()
     marks = _list_marks(ours)
     return compare(
-        f"set_is_first_microbatch, {number} submodules",
-        ours.set_is_first_microbatch,
-        name,
-        theirs.set_is_first_microbatch,
-        1.0,
-        agreement=f"{marks.count(True)} modules marked",
+        f"set_is_first_microbatch, {number} submodules", ours.set_is_first_microbatch, name,
+        theirs.set_is_first_microbatch, 1.0, agreement=f"{marks.count(True)} modules marked",
         difference="" if marks == _list_marks(theirs) else "other modules were marked",
-        number=max(1, 9000 // number),
-        repeats=_REPEATS,
-    )
+        number=max(1, 9000 // number), repeats=_REPEATS,
+    )  # fmt: skip
 
 
 def _make_tree(kind: Any, number: int) -> Any:
@@ -122,7 +117,7 @@ class _Same(nn.Module):
         return args[0]
 
 
-def _wrapper_calls(peer: Any, name: str) -> Iterator[Row]:
+def _compare_calls(peer: Any, name: str) -> Iterator[Row]:
     peer_config = megatron("transformer").TransformerConfig
     ours = Float16Module(TransformerConfig(**_SMALL, bf16=True), _Same())
     theirs = peer.Float16Module(peer_config(**_SMALL, bf16=True), _Same())
@@ -139,7 +134,7 @@ def _wrapper_calls(peer: Any, name: str) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
+def _compare_sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
     peer_config = megatron("transformer").TransformerConfig
     ours = _make_layers(MegatronModule, TransformerConfig(**_SMALL), number)
     theirs = _make_layers(peer.MegatronModule, peer_config(**_SMALL), number)
@@ -148,15 +143,12 @@ def _sharding(peer: Any, name: str, number: int, groups: dict[str, Any]) -> Row:
     entry_us = 1e6 / len(places)
     return compare(
         f"sharded_state_dict, {number} layers on meta",
-        lambda: ours.sharded_state_dict(metadata=groups),
-        name,
-        lambda: theirs.sharded_state_dict(metadata=groups),
-        1.0,
-        agreement=f"{len(places)} entries",
+        lambda: ours.sharded_state_dict(metadata=groups), name,
+        lambda: theirs.sharded_state_dict(metadata=groups), 1.0, agreement=f"{len(places)} entries",
         difference="" if is_same else "keys, shapes, offsets or replica ids differ",
         number=max(1, 1000 // number),
         note=lambda a, b: f"{a * entry_us:.3g} us an entry against {b * entry_us:.3g}",
-    )
+    )  # fmt: skip
 
 
 def _make_layers(kind: Any, config: Any, number: int) -> Any:
@@ -177,7 +169,7 @@ def _list_places(sharded: dict[str, Any]) -> dict[str, tuple[Any, ...]]:
 
 
 @contextmanager
-def _world_of_one() -> Iterator[dict[str, Any]]:
+def _make_world() -> Iterator[dict[str, Any]]:
     """A process group of this process alone, registered with the peer. Yields its metadata."""
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
     try:
@@ -209,7 +201,7 @@ class _NoDevice:
         return nullcontext()
 
 
-def _replay() -> Row:
+def _compare_replay() -> Row:
     """A checked replay against a bare autograd node over the same memory, without a device."""
     layer = nn.Sequential(*(nn.Linear(4, 4) for _ in range(8)))
     sample = torch.ones(2, 4, requires_grad=True)

@@ -52,16 +52,16 @@ _FORK_TARGET = 5.0
 
 def run() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
-    with _quiet():
+    with _suppress_output():
         core = name_of()
-        yield from _slices(core)
-        yield from _rng_fork(core)
-        yield from _groups(core)
-        yield from _index(name_of("megatron-fsdp"))
+        yield from _compare_slices(core)
+        yield from _compare_forks(core)
+        yield from _compare_groups(core)
+        yield from _compare_index(name_of("megatron-fsdp"))
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _suppress_output() -> Iterator[None]:
     """Suppress warnings and the peers' log lines between the rows."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
@@ -76,16 +76,18 @@ def _quiet() -> Iterator[None]:
 # Context-parallel slices
 
 
-def _slices(name: str) -> Iterator[Row]:
+def _compare_slices(name: str) -> Iterator[Row]:
     peer = megatron("utils").get_batch_on_this_cp_rank
     for rows, length, cp_size in ((1, 4096, 4), (4, 4096, 8), (1, 131072, 8)):
         case = f"cp slice, 4 tensors [{rows}, {length}], cp {cp_size}"
-        yield _slice(case, _make_batch(rows, length), cp_size, peer, name, target=1.5, number=50)
+        yield _compare_slice(
+            case, _make_batch(rows, length), cp_size, peer, name, target=1.5, number=50
+        )
     length, cp_size = 4096, 4
     mask = torch.ones(1, 1, length, length, dtype=torch.bool).triu(1)
     batch = {**_make_batch(1, length), "attention_mask": mask}
     case = f"cp slice, the same and a mask [1, 1, {length}, {length}], cp {cp_size}"
-    yield _slice(case, batch, cp_size, peer, name, target=1.0, number=10)
+    yield _compare_slice(case, batch, cp_size, peer, name, target=1.0, number=10)
 
 
 def _make_batch(rows: int, length: int) -> dict[str, Any]:
@@ -98,16 +100,10 @@ def _make_batch(rows: int, length: int) -> dict[str, Any]:
     }
 
 
-def _slice(
-    case: str,
-    batch: dict[str, Any],
-    cp_size: int,
-    peer: Callable[..., Any],
-    name: str,
-    *,
-    target: float,
-    number: int,
-) -> Row:
+def _compare_slice(
+    case: str, batch: dict[str, Any], cp_size: int, peer: Callable[..., Any], name: str, *,
+    target: float, number: int,
+) -> Row:  # fmt: skip
     differing = []
     for rank in range(cp_size):
         with simulated_world(cp_size, rank):
@@ -136,11 +132,11 @@ def _slice(
 # Random streams
 
 
-def _rng_fork(name: str) -> Iterator[Row]:
+def _compare_forks(name: str) -> Iterator[Row]:
     peer = megatron("tensor_parallel.random")
     if torch.cuda.is_available():
         tracker = peer.CudaRNGStatesTracker()
-        yield _fork("rng fork, CUDA", tracker, name, "cuda", _FORK_TARGET, "")
+        yield _compare_fork("rng fork, CUDA", tracker, name, "cuda", _FORK_TARGET, "")
         return
     generator = torch.default_generator
     state = generator.get_state()
@@ -154,11 +150,13 @@ def _rng_fork(name: str) -> Iterator[Row]:
     note = (
         f"{bare_s / 1e-6:.1f} us of both are the generator's, on CUDA the aim is {_FORK_TARGET:g}"
     )
-    with _cuda_state_on_the_cpu(peer):
-        yield _fork("rng fork, CPU", peer.CudaRNGStatesTracker(), name, "cpu", None, note)
+    with _redirect_cuda_state(peer):
+        yield _compare_fork("rng fork, CPU", peer.CudaRNGStatesTracker(), name, "cpu", None, note)
 
 
-def _fork(case: str, peer: Any, name: str, device: str, target: float | None, note: str) -> Row:
+def _compare_fork(
+    case: str, peer: Any, name: str, device: str, target: float | None, note: str
+) -> Row:
     ours = CudaRNGStatesTracker(device=device)
     for tracker in (ours, peer):
         tracker.add("first", 1234)
@@ -185,7 +183,7 @@ def _fork_once(tracker: Any) -> None:
 
 
 @contextmanager
-def _cuda_state_on_the_cpu(peer: Any) -> Iterator[None]:
+def _redirect_cuda_state(peer: Any) -> Iterator[None]:
     """Have code for CUDA read, write and seed the CPU's default generator instead."""
     generator = torch.default_generator
     before = generator.get_state()
@@ -210,7 +208,7 @@ def _cuda_state_on_the_cpu(peer: Any) -> Iterator[None]:
 # Process groups
 
 
-def _groups(name: str) -> Iterator[Row]:
+def _compare_groups(name: str) -> Iterator[Row]:
     state, collection = megatron("parallel_state"), megatron("process_groups_config")
 
     def ours() -> ProcessGroups:
@@ -283,7 +281,7 @@ class _Growth:
 # The FSDP index
 
 
-def _index(name: str) -> Iterator[Row]:
+def _compare_index(name: str) -> Iterator[Row]:
     peer: Any = import_module("megatron_fsdp.utils").FSDPDistributedIndex
     growth = _Growth()
     for world in _WORLDS:
@@ -296,7 +294,7 @@ def _index(name: str) -> Iterator[Row]:
             yield compare(
                 f"FSDPDistributedIndex and its submeshes, {world} ranks", ours, name, theirs, 1.0,
                 agreement=f"{len(_SUBMESHES)} submeshes, 3 groups, logical rank",
-                difference=_compare_indices(ours(), theirs()),
+                difference=_describe_difference(ours(), theirs()),
                 number=5, repeats=25, note=partial(growth.describe, world),
             )  # fmt: skip
 
@@ -309,7 +307,7 @@ def _make_index(
     return index, [index.get_submesh(names) for names in _SUBMESHES]
 
 
-def _compare_indices(
+def _describe_difference(
     ours: tuple[Any, Sequence[DeviceMesh]], theirs: tuple[Any, Sequence[DeviceMesh]]
 ) -> str:
     facts = []

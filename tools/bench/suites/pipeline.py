@@ -45,15 +45,15 @@ def run() -> Iterable[Row]:
     """Yield the rows."""
     for ranks, chunks, batches in ((2, 1, 2), (2, 1, 8), (2, 2, 4), (4, 1, 8)):
         step_s, busy_s = run_ranks(_time_naps, ranks, chunks, batches, timeout_s=300)[0]
-        yield _idle("passes that sleep", ranks, chunks, batches, step_s, busy_s, 1 / 1.15)
+        yield _make_idle_row("passes that sleep", ranks, chunks, batches, step_s, busy_s, 1 / 1.15)
     for batches in (2, 4):
         settings = dataclasses.replace(_MODEL, global_batch_size=2 * batches)
         step_s, busy_s = run_ranks(_time_training, 2, settings, timeout_s=600)[0]
-        yield _idle("a model of 3 M parameters", 2, 1, batches, step_s, busy_s)
-    yield _against_torch(dataclasses.replace(_MODEL, global_batch_size=16))
+        yield _make_idle_row("a model of 3 M parameters", 2, 1, batches, step_s, busy_s)
+    yield _compare_with_torch(dataclasses.replace(_MODEL, global_batch_size=16))
 
 
-def _idle(
+def _make_idle_row(
     passes: str, ranks: int, chunks: int, batches: int, step_s: float, busy_s: float,
     target: float | None = None,
 ) -> Row:  # fmt: skip
@@ -186,9 +186,9 @@ class _Torch:
             input_args=self.numbers[:1] if self.is_first else hidden.requires_grad_(),
             output_args=logits if self.is_last else hidden.requires_grad_(),
         )  # fmt: skip
-        self.schedule = Schedule1F1B(stage, count, loss_fn=self._loss, scale_grads=False)
+        self.schedule = Schedule1F1B(stage, count, loss_fn=self._compute_loss, scale_grads=False)
 
-    def _loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
+    def _compute_loss(self, output: torch.Tensor, number: torch.Tensor) -> torch.Tensor:
         return self.steps._average_loss(output, self.batches[int(number)])
 
     def passes(self) -> torch.Tensor:
@@ -219,7 +219,7 @@ class _Numbered(torch.nn.Module):
         return output
 
 
-def _against_torch(settings: Settings) -> Row:
+def _compare_with_torch(settings: Settings) -> Row:
     case = f"passes of a step of 2 stages, {settings.num_microbatches} micro-batches"
     peer = f"torch {torch.__version__.partition('+')[0]} Schedule1F1B"
     losses, ours_s, peer_s = run_ranks(_time_both, 2, settings, timeout_s=600)[-1]

@@ -45,14 +45,14 @@ _SENSORS = (60.0, 400.0, 97.0, 1980.0)  # C, W, %, MHz
 def run() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
     ours, peer = _make_ours(1, 0), _make_peer(1, 0)
-    yield _range_off(ours, peer)
-    yield _range_on(ours, peer, HostRanges(), "on the CPU", 6.0)
+    yield _compare_range_off(ours, peer)
+    yield _compare_range_on(ours, peer, HostRanges(), "on the CPU", 6.0)
     events = EventRanges(make_event=_Event, is_capturing=lambda: False, prefill=2 * _NUM_RANGES)
-    yield _range_on(ours, peer, events, "with stand-in events on both sides", None)
-    yield _report_of_rank_0()
+    yield _compare_range_on(ours, peer, events, "with stand-in events on both sides", None)
+    yield _compare_rank_0()
     for world in (2, 4, 8):
-        yield from _report(world)
-    yield from _nvtx()
+        yield from _compare_reports(world)
+    yield from _compare_nvtx()
 
 
 class _Event:
@@ -106,7 +106,7 @@ def _repeat_range(detector: Any) -> None:
             pass
 
 
-def _range_off(ours: StragglerDetector, peer: Any) -> Row:
+def _compare_range_off(ours: StragglerDetector, peer: Any) -> Row:
     ours._set_enabled(False)
     _switch_peer(peer, False)
     return compare(
@@ -116,7 +116,7 @@ def _range_off(ours: StragglerDetector, peer: Any) -> Row:
     )  # fmt: skip
 
 
-def _range_on(
+def _compare_range_on(
     ours: StragglerDetector, peer: Any, ranges: HostRanges, kind: str, target: float | None
 ) -> Row:
     ours._use_ranges(ranges)
@@ -164,7 +164,7 @@ def _report_once(detector: Any) -> None:
     detector.report(_FLOPS, _INTERVAL)
 
 
-def _report(world: int) -> Iterator[Row]:
+def _compare_reports(world: int) -> Iterator[Row]:
     measured = run_ranks(_time_reports, world, timeout_s=600)
     case = f"report with its line, {world} ranks"
     ours_line, peer_line, against_peer, against_torch = measured[0]
@@ -205,13 +205,13 @@ def _time_reports() -> tuple[str, str, tuple[float, float], tuple[float, float]]
     return texts[0], texts[1], against_peer, paired(report_ours, bare, number=10, repeats=31)
 
 
-def _report_of_rank_0() -> Row:
+def _compare_rank_0() -> Row:
     """A report of one process that plays rank 0. The other ranks' messages are prepared."""
     values = _make_values(_MANY_RANKS)
     lines = _LastLine("mcore.observe.straggler"), _LastLine("megatron.core.utils")
     with simulated_world(_MANY_RANKS):
         ours, peer = _make_ours(_MANY_RANKS, 0), _make_peer(_MANY_RANKS, 0)
-        with _received(_make_matrix(values, ours), _pickle_rows(values)):
+        with _deliver(_make_matrix(values, ours), _pickle_rows(values)):
             _report_once(ours)
             _report_once(peer)
             ours_line, peer_line = (handler.line for handler in lines)
@@ -264,7 +264,7 @@ def _pickle_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 @contextmanager
-def _received(matrix: torch.Tensor, pickles: torch.Tensor) -> Iterator[None]:
+def _deliver(matrix: torch.Tensor, pickles: torch.Tensor) -> Iterator[None]:
     """Have the collectives of both sides deliver all ranks' messages, at the cost of a copy."""
     flat, ranks = matrix.flatten(), torch.arange(len(matrix)).view(torch.uint8).view(-1, 8)
 
@@ -296,7 +296,7 @@ def _find_base(view: torch.Tensor) -> torch.Tensor:
     return view if view._base is None else view._base
 
 
-def _nvtx() -> Iterator[Row]:
+def _compare_nvtx() -> Iterator[Row]:
     """Ranges named after the caller, and their cost while off."""
     utils = megatron("utils")
     names: list[str] = []
@@ -319,7 +319,7 @@ def _nvtx() -> Iterator[Row]:
         nvtx_range_pop()
         utils.nvtx_range_push()
         utils.nvtx_range_pop()
-        is_same = names == [f"{__name__}._nvtx"] * 2
+        is_same = names == [f"{__name__}._compare_nvtx"] * 2
         stand_in.range_push = lambda message: None
         yield compare(
             "nvtx_range_push() and _pop(), automatic message", ours, name_of(), peer, 50.0,

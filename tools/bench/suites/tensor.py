@@ -53,17 +53,17 @@ def run() -> Iterable[Row]:
     """Yield the rows. Results are compared before each timing."""
     peer, name = megatron("utils"), name_of()
     torch.manual_seed(0)
-    yield _buffer_reuse(peer, name)
-    yield from _viewless(peer, name)
-    read, moved = _bandwidth_limits()
-    yield from _norms(read)
-    yield from _scalings(peer, name, moved)
+    yield _compare_buffers(peer, name)
+    yield from _compare_viewless(peer, name)
+    read, moved = _measure_bandwidth()
+    yield from _compare_norms(read)
+    yield from _compare_scalings(peer, name, moved)
     yield compare_imports(
         "mcore.tensor", "torch", f"import torch {torch.__version__}", 1 / 1.15, repeats=12
     )
 
 
-def _buffer_reuse(peer: Any, name: str) -> Row:
+def _compare_buffers(peer: Any, name: str) -> Row:
     shape = (128, 64)
     buffers = GlobalMemoryBuffer(), peer.GlobalMemoryBuffer()
     # Its first request needs a CUDA device, so the memory is put into its store here.
@@ -79,7 +79,7 @@ def _buffer_reuse(peer: Any, name: str) -> Row:
     )  # fmt: skip
 
 
-def _viewless(peer: Any, name: str) -> Iterator[Row]:
+def _compare_viewless(peer: Any, name: str) -> Iterator[Row]:
     plain = torch.randn(12).view(3, 4)
     in_graph = (torch.randn(3, 4, requires_grad=True) * 2).view(4, 3)
     for case, view, keep_graph, target in (
@@ -97,7 +97,7 @@ def _viewless(peer: Any, name: str) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _bandwidth_limits() -> tuple[str, str]:
+def _measure_bandwidth() -> tuple[str, str]:
     """The memory's speed in this run, which no pass over long data exceeds."""
     source, destination = torch.zeros(_LARGE), torch.zeros(_LARGE)
     read_s = single(source.sum, number=1, repeats=15)
@@ -110,19 +110,19 @@ def _make_tensors(kind: str, dtype: torch.dtype) -> list[Tensor]:
     return [torch.randn(length).to(dtype) for length in _LENGTHS[kind]]
 
 
-def _our_norm(tensors: list[Tensor]) -> Tensor:
+def _compute_our_norm(tensors: list[Tensor]) -> Tensor:
     flag = torch.zeros(1, dtype=torch.int)
     return local_multi_tensor_applier(local_multi_tensor_l2_norm, flag, [tensors], False)[0]
 
 
-def _loop_norm(tensors: Iterable[Tensor]) -> Tensor:
+def _compute_loop_norm(tensors: Iterable[Tensor]) -> Tensor:
     """One norm per tensor, in its dtype. megatron-core puts the list on a CUDA device."""
     norms = [[torch.norm(tensor) for tensor in tensors]]
     total: Tensor = torch.tensor(norms, dtype=torch.float32).norm()
     return total
 
 
-def _fused_norm(tensors: list[Tensor]) -> Tensor:
+def _compute_fused_norm(tensors: list[Tensor]) -> Tensor:
     total: Tensor = torch.stack(torch._foreach_norm(tensors, 2, dtype=torch.float32)).norm()
     return total
 
@@ -130,15 +130,15 @@ def _fused_norm(tensors: list[Tensor]) -> Tensor:
 _LOOP, _FUSED, _EXACT = "Megatron-LM's loop retyped", "torch._foreach_norm", "float64 sum, as exact"
 _COPIED, _WIDENED = "fp32 copy of all, one fused norm", "loop over t.float()"
 _NORMS: dict[str, Callable[[list[Tensor]], Tensor]] = {
-    _LOOP: _loop_norm,
-    _FUSED: _fused_norm,
+    _LOOP: _compute_loop_norm,
+    _FUSED: _compute_fused_norm,
     _EXACT: lambda ts: torch.stack([t.norm(dtype=torch.float64) for t in ts]).norm(),
-    _COPIED: lambda tensors: _fused_norm([tensor.float() for tensor in tensors]),
-    _WIDENED: lambda tensors: _loop_norm(tensor.float() for tensor in tensors),
+    _COPIED: lambda tensors: _compute_fused_norm([tensor.float() for tensor in tensors]),
+    _WIDENED: lambda tensors: _compute_loop_norm(tensor.float() for tensor in tensors),
 }
 
 
-def _norms(limit: str) -> Iterator[Row]:
+def _compare_norms(limit: str) -> Iterator[Row]:
     """For long float32 tensors all sides wait for the memory, so the aim against a loop is 1."""
     fp32, bf16 = torch.float32, torch.bfloat16
     for dtype, kind, peer, target in (
@@ -151,7 +151,7 @@ def _norms(limit: str) -> Iterator[Row]:
     ):  # fmt: skip
         tensors = _make_tensors(kind, dtype)
         exact = math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
-        ours, theirs = (partial(norm, tensors) for norm in (_our_norm, _NORMS[peer]))
+        ours, theirs = (partial(norm, tensors) for norm in (_compute_our_norm, _NORMS[peer]))
         errors = [abs(norm().item() - exact) / exact for norm in (ours, theirs)]
         is_wrong = errors[0] > (1e-6 if dtype is fp32 else 1e-5) or errors[1] > 1e-2
         gigabytes = sum(tensor.nbytes for tensor in tensors) / 1e9
@@ -161,11 +161,11 @@ def _norms(limit: str) -> Iterator[Row]:
             agreement=f"off by {errors[0]:.0e}, peer by {errors[1]:.0e}",
             difference=f"off by {errors[0]:.1e} against {errors[1]:.1e}" if is_wrong else "",
             repeats=15,
-            note=partial(_rate, "reads", gigabytes, f"{limit}, CPU time {cpu_ratio:.1f}"),
+            note=partial(_format_rate, "reads", gigabytes, f"{limit}, CPU time {cpu_ratio:.1f}"),
         )  # fmt: skip
 
 
-def _rate(verb: str, gigabytes: float, limit: str, ours_s: float, peer_s: float) -> str:
+def _format_rate(verb: str, gigabytes: float, limit: str, ours_s: float, peer_s: float) -> str:
     return f"{verb} {gigabytes / ours_s:.0f} GB/s, {limit}"
 
 
@@ -184,7 +184,7 @@ def _make_scale(applier: Callable[..., Any], kernel: Callable[..., Any]) -> _Sca
     return scale
 
 
-def _scalings(peer: Any, name: str, limit: str) -> Iterator[Row]:
+def _compare_scalings(peer: Any, name: str, limit: str) -> Iterator[Row]:
     """In place, then into other tensors."""
     fp32, bf16 = torch.float32, torch.bfloat16
     unchecked = "mul(out=), unchecked"
@@ -222,5 +222,5 @@ def _scalings(peer: Any, name: str, limit: str) -> Iterator[Row]:
         yield compare(
             f"{verb} {str(dtype)[6:]} {place}, {kind}", ours, peer_name, theirs, target,
             agreement="bitwise equal", difference="" if is_equal else "different products",
-            repeats=15, note=partial(_rate, "moves", gigabytes, limit),
+            repeats=15, note=partial(_format_rate, "moves", gigabytes, limit),
         )  # fmt: skip

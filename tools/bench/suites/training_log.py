@@ -42,26 +42,26 @@ _HALF = type("Half", (), {"bf16": True, "fp16": False})()
 def run() -> Iterable[Row]:
     """Yield the rows. The values that arrived are compared before any figure."""
     with tempfile.TemporaryDirectory(prefix="bench-training-log-") as folder:
-        yield from _mlflow(Path(folder), num_losses=4, steps=100, peer_steps=10)
+        yield from _compare_mlflow(Path(folder), num_losses=4, steps=100, peer_steps=10)
         for num_losses in (16, 64):
-            yield from _mlflow(Path(folder), num_losses, steps=50, peer_steps=2)
-    yield from _steps_without_output()
-    yield from _norm("85 M parameters of 12 layers in bf16", _make_layers(12), target=1.8)
+            yield from _compare_mlflow(Path(folder), num_losses, steps=50, peer_steps=2)
+    yield from _compare_quiet_steps()
+    yield from _compare_norm("85 M parameters of 12 layers in bf16", _make_layers(12), target=1.8)
     for num in (100, 1000, 10_000):
-        yield from _norm(f"{num} tensors of 1000 in bf16", _make_tensors(num), target=None)
+        yield from _compare_norm(f"{num} tensors of 1000 in bf16", _make_tensors(num), target=None)
 
 
 # --- MLflow -------------------------------------------------------------------------------------
 
 
-def _mlflow(folder: Path, num_losses: int, steps: int, peer_steps: int) -> Iterator[Row]:
+def _compare_mlflow(folder: Path, num_losses: int, steps: int, peer_steps: int) -> Iterator[Row]:
     """Total work and the training thread's share of it, for one number of metrics."""
     losses = _make_losses(num_losses)
     state = _make_state(folder, f"ours {num_losses}")
     run = state.mlflow_logger
     run.open()
     (sink,) = state.sinks()
-    with _timed_calls(run.client, "log_batch") as sent, _timed_calls(sink, "log") as handed:
+    with _time_calls(run.client, "log_batch") as sent, _time_calls(sink, "log") as handed:
         caller_s = [_log_and_train(state, losses, step) for step in range(1, steps + 1)]
         run.flush()
     work_s = (sum(caller_s) + sum(sent)) / steps
@@ -110,13 +110,10 @@ def _log_one_by_one(folder: Path, ours: Any, losses: dict[str, Tensor], steps: i
 
 def _make_state(folder: Path, name: str) -> GlobalState:
     logger = LoggerConfig(
-        log_interval=1_000_000,
-        tensorboard_log_interval=1,
-        mlflow_experiment="bench",
-        mlflow_run_name=name,
-        mlflow_tracking_uri=f"sqlite:///{folder}/mlflow.db",
+        log_interval=1_000_000, tensorboard_log_interval=1, mlflow_experiment="bench",
+        mlflow_run_name=name, mlflow_tracking_uri=f"sqlite:///{folder}/mlflow.db",
         log_world_size_to_tensorboard=True,
-    )
+    )  # fmt: skip
     train = TrainingConfig(micro_batch_size=1, train_iters=1_000_000)
     return GlobalState(ConfigContainer(logger=logger, train=train), train_state=TrainState())
 
@@ -137,7 +134,7 @@ def _log_and_train(state: GlobalState, losses: dict[str, Tensor], step: int) -> 
 
 
 @contextlib.contextmanager
-def _timed_calls(owner: Any, method: str) -> Iterator[list[float]]:
+def _time_calls(owner: Any, method: str) -> Iterator[list[float]]:
     """Collect the seconds of each call of a method, on any thread."""
     seconds: list[float] = []
     original = getattr(owner, method)
@@ -157,7 +154,7 @@ def _timed_calls(owner: Any, method: str) -> Iterator[list[float]]:
 # --- steps without output -----------------------------------------------------------------------
 
 
-def _steps_without_output() -> Iterator[Row]:
+def _compare_quiet_steps() -> Iterator[Row]:
     """A step at which no interval ends, with few and many losses."""
     for num_losses in (1, 12, 100):
         losses = _make_losses(num_losses)
@@ -202,7 +199,7 @@ def _make_step_of_sums(losses: dict[str, Tensor]) -> tuple[Callable[[], Any], di
 # --- norm of the parameters ---------------------------------------------------------------------
 
 
-def _norm(case: str, model: nn.Module, target: float | None) -> Iterator[Row]:
+def _compare_norm(case: str, model: nn.Module, target: float | None) -> Iterator[Row]:
     """The norm against float32 copies of all parameters, and against one copy at a time."""
     parameters = [parameter.detach() for parameter in model.parameters()]
     ours = functools.partial(calc_params_l2_norm, model, _HALF)
@@ -211,7 +208,7 @@ def _norm(case: str, model: nn.Module, target: float | None) -> Iterator[Row]:
         ("fp32 copies, then their norms", lambda: [p.float() for p in parameters], target),
         ("one fp32 copy at a time", lambda: (p.float() for p in parameters), None),
     ):
-        theirs = functools.partial(_norm_of_copies, copies)
+        theirs = functools.partial(_compute_norm, copies)
         errors = [abs(norm / exact - 1) for norm in (ours(), theirs())]
         # The wider tolerance is for sums of a million squares in float32.
         is_wrong = errors[0] > 1e-6 or errors[1] > 1e-3
@@ -224,7 +221,7 @@ def _norm(case: str, model: nn.Module, target: float | None) -> Iterator[Row]:
         )  # fmt: skip
 
 
-def _norm_of_copies(copies: Callable[[], Iterable[Tensor]]) -> float:
+def _compute_norm(copies: Callable[[], Iterable[Tensor]]) -> float:
     squares = [torch.linalg.vector_norm(copy).square() for copy in copies()]
     return torch.stack(squares).sum().sqrt().item()
 

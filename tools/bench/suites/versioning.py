@@ -29,11 +29,11 @@ def run() -> Iterable[Row]:
     import_module("torch")  # the version checks are about a loaded module
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        yield _minimum_check(peer, name)
-        yield _deprecated_call(peer, name)
-        with _experimental_everywhere(peer_config):
-            yield _experimental_call(peer, peer_config, name)
-            yield from _experimental_class()
+        yield _compare_minimum(peer, name)
+        yield _compare_deprecated(peer, name)
+        with _enable_experimental(peer_config):
+            yield _compare_experimental_fn(peer, peer_config, name)
+            yield from _compare_experimental_cls()
     yield compare_imports(
         "mcore.versioning", "packaging.version", "packaging.version alone", 0.5, repeats=15
     )
@@ -41,33 +41,28 @@ def run() -> Iterable[Row]:
     yield compare_imports("mcore.versioning", module, f"{module} ({name})", repeats=2)
 
 
-def _minimum_check(peer: Any, name: str) -> Row:
+def _compare_minimum(peer: Any, name: str) -> Row:
     pairs = [
         (request, is_torch_min_version(request), peer.is_torch_min_version(request))
         for request in _REQUESTS
     ]
     return compare(
-        "is_torch_min_version, cached",
-        loop(is_torch_min_version, "2.6.0", calls=_CALLS),
-        name,
-        loop(peer.is_torch_min_version, "2.6.0", calls=_CALLS),
-        10.0,
+        "is_torch_min_version, cached", loop(is_torch_min_version, "2.6.0", calls=_CALLS), name,
+        loop(peer.is_torch_min_version, "2.6.0", calls=_CALLS), 10.0,
         agreement=f"{len(_REQUESTS)} requests",
-        difference=[pair for pair in pairs if pair[1] != pair[2]],
-        calls=_CALLS,
-        **_ROUNDS,
-    )
+        difference=[pair for pair in pairs if pair[1] != pair[2]], calls=_CALLS, **_ROUNDS,
+    )  # fmt: skip
 
 
-def _deprecated_call(peer: Any, name: str) -> Row:
+def _compare_deprecated(peer: Any, name: str) -> Row:
     ours = deprecated("1.0.0", "2.0.0", "new", "Slow.")(_make_function())
     theirs = peer.deprecated("1.0.0", "2.0.0", "new", "Slow.")(_make_function())
     seen = [_list_warnings(function) for function in (ours, theirs)]
     agreement = "value and warning category"
-    return _overhead("deprecated, call overhead", ours, theirs, name, 1.25, agreement, seen)
+    return _compare_overhead("deprecated, call overhead", ours, theirs, name, 1.25, agreement, seen)
 
 
-def _experimental_call(peer: Any, peer_config: Any, name: str) -> Row:
+def _compare_experimental_fn(peer: Any, peer_config: Any, name: str) -> Row:
     ours = experimental_fn("0.16.0")(_make_function())
     theirs = peer.experimental_fn("0.16.0")(_make_function())
     values = [ours(4), theirs(4)]
@@ -76,10 +71,12 @@ def _experimental_call(peer: Any, peer_config: Any, name: str) -> Row:
     _set_both_flags(peer_config, True)
     seen = list(zip(values, refusals, strict=True))
     agreement = "value, refusal when off"
-    return _overhead("experimental_fn, call overhead", ours, theirs, name, 1.35, agreement, seen)
+    return _compare_overhead(
+        "experimental_fn, call overhead", ours, theirs, name, 1.35, agreement, seen
+    )
 
 
-def _experimental_class() -> Iterator[Row]:
+def _compare_experimental_cls() -> Iterator[Row]:
     gated, plain = experimental_cls("0.1.0")(_make_class()), _make_class()
     instance, other = gated(3), plain(3)
     is_same = vars(instance) == vars(other) and type(instance) is gated
@@ -88,27 +85,16 @@ def _experimental_class() -> Iterator[Row]:
         ("experimental_cls, 10 reads of an attribute", instance.read, other.read, 1 / 2),
     ):
         yield compare(
-            case,
-            loop(ours, 3, calls=_CALLS),
-            "plain class",
-            loop(theirs, 3, calls=_CALLS),
-            target,
-            agreement="same attributes",
-            difference="" if is_same else "different instances",
-            calls=_CALLS,
-            **_ROUNDS,
-        )
+            case, loop(ours, 3, calls=_CALLS), "plain class", loop(theirs, 3, calls=_CALLS), target,
+            agreement="same attributes", difference="" if is_same else "different instances",
+            calls=_CALLS, **_ROUNDS,
+        )  # fmt: skip
 
 
-def _overhead(
-    case: str,
-    ours: Callable[[int], int],
-    theirs: Callable[[int], int],
-    name: str,
-    target: float,
-    agreement: str,
-    seen: list[Any],
-) -> Row:
+def _compare_overhead(
+    case: str, ours: Callable[[int], int], theirs: Callable[[int], int], name: str, target: float,
+    agreement: str, seen: list[Any],
+) -> Row:  # fmt: skip
     """The time that each wrapper adds to a call of the bare function."""
     if seen[0] != seen[1]:
         return Row.disagreement(case, name, f"{seen[0]} against {seen[1]}")
@@ -156,7 +142,7 @@ def _name_error(function: Callable[[int], int]) -> str:
 
 
 @contextmanager
-def _experimental_everywhere(peer_config: Any) -> Iterator[None]:
+def _enable_experimental(peer_config: Any) -> Iterator[None]:
     _set_both_flags(peer_config, True)
     try:
         yield

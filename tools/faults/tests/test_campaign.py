@@ -11,6 +11,7 @@ import pytest
 
 from faults.dealing import Dealer
 from faults.deck import DAMAGES, FATAL, PHASES, STEPS, VARIANTS, Fault, shuffle_faults
+from faults.inside import find_function
 from faults.journal import Journal, Result
 from faults.report import page
 from faults.trial import Happened, Outcome, Place, Trial, run_undisturbed
@@ -93,6 +94,8 @@ def test_every_kind_of_lost_data_is_found(place: Place, outcome: Outcome, tmp_pa
 
 
 def test_the_deck_has_every_fault_in_every_phase_of_every_rank() -> None:
+    for owner, name in (find_function(place) for phase in PHASES for place in phase.places):
+        assert callable(getattr(owner, name))
     deck = shuffle_faults(7)
     first = [next(deck) for _ in range(1000)]
     found = {(fault.kind, fault.phase, fault.rank) for fault in first}

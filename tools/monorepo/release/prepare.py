@@ -99,7 +99,11 @@ def plan_release(workspace: Workspace, name: str, step: str | None, day: date) -
                 notes.append(_move_range(dependant, requirement, version, broken_since, contents))
     return Plan(
         tag=ReleaseTag(package.name, version),
-        contents={path: text for path, text in contents.items() if _differs(path, text)},
+        contents={
+            path: text
+            for path, text in contents.items()
+            if not path.exists() or path.read_text(encoding="utf-8") != text
+        },
         deleted=tuple(fragments),
         notes=(*notes, *(f"breaks users: {one}" for one in breaks)),
     )
@@ -156,10 +160,6 @@ def _replace_requirement(file: Path, text: str, old: Requirement, new: str) -> s
             if Requirement(literal) == old:
                 return text.replace(literal, new)
     raise ReleaseError(f"{file} does not contain {format_requirement(old)} on one line")
-
-
-def _differs(path: Path, text: str) -> bool:
-    return not path.exists() or path.read_text(encoding="utf-8") != text
 
 
 def write(workspace: Workspace, plan: Plan) -> None:

@@ -84,11 +84,11 @@ def _check_tag(workspace: Workspace, package: Distribution, text: str) -> Iterat
     if main is None:
         yield "there is no branch main to look for the tag in: git fetch origin main"
     elif not is_in(root, "HEAD", main):
-        yield f"HEAD is no commit of {main}; merge it first"
+        yield f"HEAD is no commit of {main}: merge it first"
     at = f"refs/tags/{tag.name}"
     if commit_exists(root, at) and not (is_in(root, at, "HEAD") and is_in(root, "HEAD", at)):
         yield (
-            f"{tag.name} is set at another commit than HEAD; check it out, or "
+            f"{tag.name} is set at another commit than HEAD: check it out, or "
             f"git tag --delete {tag.name}"
         )
 
@@ -130,7 +130,7 @@ def _check_changelog(workspace: Workspace, package: Distribution) -> Iterator[st
 def _list_open_ends(workspace: Workspace, package: Distribution) -> Iterator[str]:
     """Steps left before a tag: fragments, siblings without a release, placeholder links."""
     if left := list_fragments(package):
-        yield f"{package.name} still has {FOLDER}/{left[0].name}; run release prepare"
+        yield f"{package.name} still has {FOLDER}/{left[0].name}: run release prepare"
     for requirement, sibling in sibling_requirements(package, workspace):
         released = release_tags(workspace.root, sibling.name, workspace.names)
         if not any(requirement.specifier.contains(one.version, True) for one in released):

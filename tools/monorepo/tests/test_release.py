@@ -216,8 +216,8 @@ def test_a_tag_beside_main_is_refused(released: SampleRepository) -> None:
     released.git("checkout", "--quiet", "--orphan", "beside")
     released.git("commit", "--quiet", "--message", "Not main's.")
     tag = "mcore-tensor-v0.1.0"
-    other = f"{tag} is set at another commit than HEAD; check it out, or git tag --delete {tag}"
-    beside = "HEAD is no commit of main; merge it first"
+    other = f"{tag} is set at another commit than HEAD: check it out, or git tag --delete {tag}"
+    beside = "HEAD is no commit of main: merge it first"
     assert _refused(released, "mcore-tensor", tag)[:2] == (beside, other)
     released.git("tag", "--force", tag)  # the very files of main, and no commit of it
     assert _refused(released, "mcore-tensor", tag)[:1] == (beside,)
@@ -236,7 +236,7 @@ def test_what_was_pushed_decides_not_the_local_main(
     assert _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0") == ()
     released.commit()
     refused = _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0")
-    assert refused[0] == "HEAD is no commit of origin/main; merge it first"
+    assert refused[0] == "HEAD is no commit of origin/main: merge it first"
 
 
 def test_what_is_left_to_do_is_said_before_the_tag_and_refused_at_it(
@@ -249,7 +249,7 @@ def test_what_is_left_to_do_is_said_before_the_tag_and_refused_at_it(
     released.write({"packages/mcore-late/changelog.d/late.fixed.md": "Late.\n"})
     released.commit()
     left = [
-        "mcore-late still has changelog.d/late.fixed.md; run release prepare",
+        "mcore-late still has changelog.d/late.fixed.md: run release prepare",
         "mcore-late requires mcore-never>=0.1,<0.2; release mcore-never first",
         "[project.urls] of mcore-late have to name the repository, with CITATION.cff",
     ]

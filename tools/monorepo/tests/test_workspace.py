@@ -89,7 +89,7 @@ def test_circles_and_equal_names_are_refused(repository: SampleRepository) -> No
     ("old", "new", "message"),
     [
         ('requires-python = ">=3.10"', "", "no text under project.requires-python"),
-        ("_version.py", "_lost.py", "does not exist; it has to contain __version__"),
+        ("_version.py", "_lost.py", "does not exist: it has to contain __version__"),
         ('path = "src/mcore', 'path = "lib/mcore', "has to be in"),
         ("[project]", "[project", "is not valid TOML"),
         ("_version.py", "__init__.py", "has 0 lines such as __version__"),

@@ -27,7 +27,7 @@ from mcore.parallel.checkpoint import (
     make_tp_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.checksums import checksum_of
+from mcore.parallel.checkpoint.files.pieces import checksum_of
 from rank_testing import run_ranks
 
 

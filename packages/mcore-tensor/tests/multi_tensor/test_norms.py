@@ -344,7 +344,7 @@ def test_the_fused_operation_of_accelerators_gives_the_same():
     """It runs on the CPU as well, where it is less exact."""
     tensors = [torch.randn(length) for length in (3, 5000, 200_000)]
     _, each = local_multi_tensor_l2_norm(CHUNK, None, [tensors], True)
-    torch.testing.assert_close(norms._norms_of_each(tensors), each, rtol=3e-6, atol=0)
+    torch.testing.assert_close(norms._compute_norms(tensors), each, rtol=3e-6, atol=0)
 
 
 def test_in_inference_mode():

@@ -326,7 +326,7 @@ def test_the_path_of_accelerators_gives_the_same(seed, source_dtype, dtype):
     multiply = scaling._CheckedMultiply(0.3, wide, torch.device("cpu"), 0, False)
     cut_sources, cut_destinations = scaling._cut(sources, destinations, 1000)
     assert max(source.numel() for source in cut_sources) <= 1000
-    for batch in scaling._batches(cut_sources, 1000):
+    for batch in scaling._split_into_batches(cut_sources, 1000):
         scaling._scale_batch(cut_sources[batch], cut_destinations[batch], multiply)
     for source, destination in zip(sources, destinations, strict=True):
         assert torch.equal(destination, expected_product(source, 0.3, dtype))

@@ -43,7 +43,7 @@ def untie_embeddings(model: Any) -> ModelList:
     chunks = ensure_model_list(model)
     refuse_data_parallel(chunks)
     for owner in clear_ties(chunks):
-        output, embedding = _output_layer(owner), _word_embedding(owner)
+        output, embedding = _find_output_layer(owner), _find_word_embedding(owner)
         if output is None:
             continue
         weight = getattr(output, "weight", None)
@@ -81,13 +81,13 @@ def _clear_tie(part: Any) -> bool:
 _HAS_OUTPUT = "get_output_embeddings"
 
 
-def _output_layer(owner: Any) -> Any:
+def _find_output_layer(owner: Any) -> Any:
     if hasattr(type(owner), _HAS_OUTPUT):
         return owner.get_output_embeddings()
     return getattr(owner, "output_layer", None)
 
 
-def _word_embedding(owner: Any) -> torch.Tensor | None:
+def _find_word_embedding(owner: Any) -> torch.Tensor | None:
     if hasattr(type(owner), _HAS_OUTPUT):
         embedding = owner.get_input_embeddings()
     else:

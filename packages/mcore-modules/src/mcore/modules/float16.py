@@ -33,11 +33,11 @@ from mcore.versioning.signatures import signature_of
 
 
 # Functions: torch.compile of torch 2.11 cannot trace a method of Tensor in an attribute.
-def _half(tensor: torch.Tensor) -> torch.Tensor:
+def _cast_to_half(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.half()
 
 
-def _bfloat16(tensor: torch.Tensor) -> torch.Tensor:
+def _cast_to_bfloat16(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.bfloat16()
 
 
@@ -101,12 +101,12 @@ class Float16Module(MegatronModule):
                 f"no_cast_kwargs is the string {no_cast_kwargs!r}. Pass a tuple of names"
             )
         super().__init__(config)
-        self.fp16, self.bf16 = _chosen_precision(config)
+        self.fp16, self.bf16 = _choose_precision(config)
         self.no_cast_kwargs = frozenset(no_cast_kwargs)
         self._kept_positions: tuple[int, ...] = ()
         of_module = find_in_wrapped_models(module, "pg_collection")
         self.pg_collection = of_module if pg_collection is None else pg_collection
-        self._pp_rank, self._pp_size = _pipeline_place(
+        self._pp_rank, self._pp_size = _find_pipeline_rank(
             config, pp_group, pg_collection, of_module, get_default_process_groups()
         )
         if vp_stage is None:
@@ -114,7 +114,7 @@ class Float16Module(MegatronModule):
         if vp_size is None:
             vp_size = read_field(config, "virtual_pipeline_model_parallel_size", None)
         self._set_stage(vp_stage, vp_size)
-        self.float16_convertor = _half if self.fp16 else _bfloat16
+        self.float16_convertor = _cast_to_half if self.fp16 else _cast_to_bfloat16
         self.module = convert_module_to_dtype_except_fp32_marked(module, self._dtype)
         self._assigned = False
         self.keep_arguments_in_fp32()
@@ -188,7 +188,7 @@ class Float16Module(MegatronModule):
             if not isinstance(name, str):
                 raise TypeError(f"a name is a {type(name).__name__}. Pass names of arguments")
         self.no_cast_kwargs |= set(names)
-        arguments = _positional_arguments(self.module)
+        arguments = _list_positional_arguments(self.module)
         self._kept_positions = tuple(
             place for place, name in enumerate(arguments) if name in self.no_cast_kwargs
         )
@@ -314,7 +314,7 @@ class Float16Module(MegatronModule):
             recurse: If False, yield none of the wrapped module.
             remove_duplicate: Yield a shared parameter once.
         """
-        named = self._inside(recurse).named_parameters
+        named = self._choose_namer(recurse).named_parameters
         yield from named(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -327,9 +327,9 @@ class Float16Module(MegatronModule):
             recurse: If False, yield none of the wrapped module.
             remove_duplicate: Yield a shared buffer once.
         """
-        yield from self._inside(recurse).named_buffers(prefix, recurse, remove_duplicate)
+        yield from self._choose_namer(recurse).named_buffers(prefix, recurse, remove_duplicate)
 
-    def _inside(self, recurse: bool) -> Any:
+    def _choose_namer(self, recurse: bool) -> Any:
         """Return the module that names tensors: this one if the names inside are ambiguous."""
         return self.module if recurse and "module" not in self.module._modules else super()
 
@@ -358,7 +358,7 @@ class Float16Module(MegatronModule):
         stamp_fp32_marks(self.module)
 
 
-def _positional_arguments(module: torch.nn.Module) -> list[str]:
+def _list_positional_arguments(module: torch.nn.Module) -> list[str]:
     """Return the names of forward's arguments that may be passed by position."""
     try:
         parameters = signature_of(module.forward).parameters.values()
@@ -368,7 +368,7 @@ def _positional_arguments(module: torch.nn.Module) -> list[str]:
     return [parameter.name for parameter in parameters if parameter.kind in by_position]
 
 
-def _chosen_precision(config: object) -> tuple[bool, bool]:
+def _choose_precision(config: object) -> tuple[bool, bool]:
     fp16, bf16 = read_field(config, "fp16", None), read_field(config, "bf16", None)
     if fp16 is None and bf16 is None:
         raise ConfigFieldError(
@@ -380,7 +380,7 @@ def _chosen_precision(config: object) -> tuple[bool, bool]:
     return chosen
 
 
-def _pipeline_place(
+def _find_pipeline_rank(
     config: object, pp_group: Any, *collections: ProcessGroups | None
 ) -> tuple[int, int]:
     for collection in collections:

@@ -66,7 +66,7 @@ def keep_in_fp32(module: _ModuleT, *names: str) -> _ModuleT:
         >>> convert_module_to_dtype_except_fp32_marked(linear, torch.bfloat16).bias.dtype
         torch.float32
     """
-    found = [(name, *_owner_of(module, name)) for name in names]
+    found = [(name, *_find_owner(module, name)) for name in names]
     for name, owner, _ in found:
         if owner is None:
             raise ValueError(f"{type(module).__name__} has no parameter or buffer {name!r}")
@@ -77,7 +77,7 @@ def keep_in_fp32(module: _ModuleT, *names: str) -> _ModuleT:
     return module
 
 
-def _owner_of(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module | None, str]:
+def _find_owner(module: torch.nn.Module, name: str) -> tuple[torch.nn.Module | None, str]:
     path, _, last_name = name.rpartition(".")
     try:
         owner = module.get_submodule(path)
@@ -111,7 +111,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype is {dtype!r}. Pass a floating torch.dtype")
     record_fp32_marks(module)
-    kept = _kept_ids(module)
+    kept = _collect_kept_ids(module)
 
     def cast(tensor: torch.Tensor) -> torch.Tensor:
         is_cast = tensor.dtype in _CASTABLE and id(tensor) not in kept
@@ -125,7 +125,7 @@ def convert_module_to_dtype_except_fp32_marked(module: _ModuleT, dtype: torch.dt
 def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
     """Cast replaced tensors: marked tensors to float32, other floating tensors to ``dtype``."""
     stamp_fp32_marks(module)
-    kept = _kept_ids(module)
+    kept = _collect_kept_ids(module)
 
     def restore(tensor: torch.Tensor) -> torch.Tensor:
         is_downcast = id(tensor) in kept and tensor.dtype in _HALF
@@ -137,7 +137,7 @@ def restore_precision(module: torch.nn.Module, dtype: torch.dtype) -> None:
 
 def keeping_dtype_of_marked(module: torch.nn.Module, fn: Cast) -> Cast:
     """Wrap a function for ``_apply``: marked and float8 tensors change the device only."""
-    kept = _kept_ids(module)
+    kept = _collect_kept_ids(module)
 
     def apply(tensor: torch.Tensor) -> torch.Tensor:
         applied = fn(tensor)
@@ -160,7 +160,7 @@ def record_fp32_marks(module: torch.nn.Module) -> None:
 
 def stamp_fp32_marks(module: torch.nn.Module) -> None:
     """Mark tensors by the stored names, after they may have been replaced."""
-    for tensor in _kept_tensors(module):
+    for tensor in _iterate_kept_tensors(module):
         mark_keep_in_fp32(tensor)
 
 
@@ -168,7 +168,7 @@ def _add_names(owner: torch.nn.Module, name: str) -> None:
     owner.__dict__[_NAMES] = owner.__dict__.get(_NAMES, frozenset()) | {name}
 
 
-def _kept_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
+def _iterate_kept_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
     for owner in iter_modules(module):
         for name in owner.__dict__.get(_NAMES, ()):
             tensor = owner._parameters.get(name, owner._buffers.get(name))
@@ -176,9 +176,9 @@ def _kept_tensors(module: torch.nn.Module) -> Iterator[torch.Tensor]:
                 yield tensor
 
 
-def _kept_ids(module: torch.nn.Module) -> set[int]:
+def _collect_kept_ids(module: torch.nn.Module) -> set[int]:
     kept: set[int] = set()
-    for tensor in _kept_tensors(module):
+    for tensor in _iterate_kept_tensors(module):
         kept.add(id(tensor))
         if tensor.is_leaf and tensor.grad is not None:
             kept.add(id(tensor.grad))

@@ -57,10 +57,10 @@ def freeze_parameters(model: Any, patterns: str | Iterable[str]) -> ModelList:
     for pattern in wanted:
         if not isinstance(pattern, str):
             raise TypeError(f"a pattern is a {type(pattern).__name__}. Pass strings")
-    named = [pair for chunk in chunks for pair in _named_parameters(chunk)]
+    named = [pair for chunk in chunks for pair in _iterate_named_parameters(chunk)]
     for pattern in wanted or ["(no pattern)"]:
         if not any(fnmatchcase(name, pattern) for name, _ in named):
-            _nothing_found(chunks, f"the pattern {pattern!r} matches no parameter")
+            _refuse_nothing_found(chunks, f"the pattern {pattern!r} matches no parameter")
     matched = [p for name, p in named if any(fnmatchcase(name, pattern) for pattern in wanted)]
     _freeze(chunks, matched, "parameters")
     return chunks
@@ -97,10 +97,10 @@ def freeze_moe_router(model: Any) -> ModelList:
         (True, False)
     """
     chunks = ensure_model_list(model)
-    parts = [part for chunk in chunks for part in _parts(chunk)]
-    found = [parameter for part in parts for parameter in _routing_parameters(part)]
+    parts = [part for chunk in chunks for part in _iterate_parts(chunk)]
+    found = [parameter for part in parts for parameter in _find_routing_parameters(part)]
     if not found:
-        _nothing_found(chunks, "no module has a router or a gate_weight")
+        _refuse_nothing_found(chunks, "no module has a router or a gate_weight")
     _freeze(chunks, found, "routing parameters")
     return chunks
 
@@ -108,7 +108,7 @@ def freeze_moe_router(model: Any) -> ModelList:
 @internal_api
 def _freeze_parameter_if_present(module: object, name: str) -> None:
     """Stop the training of a module's parameter, if present. TypeError if it is not a tensor."""
-    for parameter in _parameter_if_present(module, name):
+    for parameter in _find_parameter(module, name):
         parameter.requires_grad_(False)
 
 
@@ -126,7 +126,7 @@ def _freeze(chunks: ModelList, parameters: Iterable[torch.Tensor], kind: str) ->
     logger.info("froze %d %s of %d chunks", len(distinct), kind, len(chunks))
 
 
-def _nothing_found(chunks: ModelList, reason: str) -> None:
+def _refuse_nothing_found(chunks: ModelList, reason: str) -> None:
     """Raise ValueError, unless another pipeline stage may have the missing parameters."""
     if any(pipeline_size(chunk) > 1 for chunk in chunks):
         logger.warning("%s of this pipeline stage", reason)
@@ -138,7 +138,7 @@ def _nothing_found(chunks: ModelList, reason: str) -> None:
     )
 
 
-def _named_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def _iterate_named_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for model in iter_wrapped_models(chunk):
         if isinstance(model, torch.nn.Module):
             for name, parameter in model.named_parameters():
@@ -147,7 +147,7 @@ def _named_parameters(chunk: Any) -> Iterator[tuple[str, torch.Tensor]]:
                 yield name, parameter
 
 
-def _parts(chunk: Any) -> Iterator[Any]:
+def _iterate_parts(chunk: Any) -> Iterator[Any]:
     """Yield a chunk and everything below it, once each, plain namespaces included."""
     seen: set[int] = set()
     pending: list[Any] = list(iter_wrapped_models(chunk))
@@ -167,27 +167,27 @@ def _parts(chunk: Any) -> Iterator[Any]:
             )
 
 
-def _routing_parameters(part: Any) -> Iterator[torch.Tensor]:
+def _find_routing_parameters(part: Any) -> Iterator[torch.Tensor]:
     names = ["router"]
     if getattr(part, "experts", None) is not None:  # the names of transformers
         names += ["gate", "shared_expert_gate"]
     for name in names:
-        yield from _parameters_of_router(getattr(part, name, None))
+        yield from _find_router_parameters(getattr(part, name, None))
     for name in ("gate_weight", "gate_bias"):
-        yield from _parameter_if_present(part, name)
+        yield from _find_parameter(part, name)
 
 
-def _parameters_of_router(router: Any) -> Iterator[torch.Tensor]:
+def _find_router_parameters(router: Any) -> Iterator[torch.Tensor]:
     if isinstance(router, torch.nn.Module):
         for name, parameter in router.named_parameters():
             if name.rpartition(".")[2] != "expert_bias":
                 yield parameter
     else:
         for name in ("weight", "bias"):
-            yield from _parameter_if_present(router, name)
+            yield from _find_parameter(router, name)
 
 
-def _parameter_if_present(module: object, name: str) -> Iterator[torch.Tensor]:
+def _find_parameter(module: object, name: str) -> Iterator[torch.Tensor]:
     parameter = getattr(module, name, None)
     if parameter is None:
         return

@@ -30,7 +30,7 @@ def init_method_normal(sigma: float) -> Callable[[torch.Tensor], torch.Tensor]:
         >>> init_method_normal(0.02)(weight) is weight
         True
     """
-    return _normal(_standard_deviation(sigma))
+    return _fill_from_normal(_check_std(sigma))
 
 
 def scaled_init_method_normal(
@@ -57,7 +57,7 @@ def scaled_init_method_normal(
         >>> scaled_init_method_normal(0.02, 8).keywords["std"]
         0.005
     """
-    return _normal(_scaled(sigma, num_layers, multiplier))
+    return _fill_from_normal(_scale_std(sigma, num_layers, multiplier))
 
 
 def mup_scaled_init_method_normal(
@@ -84,27 +84,27 @@ def mup_scaled_init_method_normal(
         >>> mup_scaled_init_method_normal(0.02, 2, width_mult=4.0).keywords["std"]
         0.005
     """
-    std = _scaled(sigma, num_layers, multiplier)
-    return _normal(std / math.sqrt(_positive("width_mult", width_mult)))
+    std = _scale_std(sigma, num_layers, multiplier)
+    return _fill_from_normal(std / math.sqrt(_check_positive("width_mult", width_mult)))
 
 
-def _normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
+def _fill_from_normal(std: float) -> Callable[[torch.Tensor], torch.Tensor]:
     return functools.partial(torch.nn.init.normal_, mean=0.0, std=std)
 
 
-def _scaled(sigma: float, num_layers: int, multiplier: float) -> float:
+def _scale_std(sigma: float, num_layers: int, multiplier: float) -> float:
     if not isinstance(num_layers, Integral) or isinstance(num_layers, bool) or num_layers < 1:
         raise ValueError(f"num_layers is {num_layers!r}. Pass a whole number >= 1")
-    return _standard_deviation(sigma) / math.sqrt(_positive("multiplier", multiplier) * num_layers)
+    return _check_std(sigma) / math.sqrt(_check_positive("multiplier", multiplier) * num_layers)
 
 
-def _standard_deviation(sigma: float) -> float:
+def _check_std(sigma: float) -> float:
     if not _is_finite_number(sigma) or sigma < 0:
         raise ValueError(f"sigma is {sigma!r}. Pass a finite standard deviation >= 0")
     return float(sigma)
 
 
-def _positive(name: str, value: float) -> float:
+def _check_positive(name: str, value: float) -> float:
     if not _is_finite_number(value) or value <= 0:
         raise ValueError(f"{name} is {value!r}. Pass a finite number > 0")
     return float(value)

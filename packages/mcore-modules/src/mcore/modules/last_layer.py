@@ -96,7 +96,7 @@ class LinearForLastLayer(torch.nn.Linear):
         self.check_shapes = check_shapes
         # Marks the weight as replicated for other tools.
         self.tensor_model_parallel = False
-        self.register_load_state_dict_post_hook(_stamp_after_load)
+        self.register_load_state_dict_post_hook(_stamp_loaded)
 
     def reset_parameters(self) -> None:
         """Fill weight and bias like the constructor, for a module built on the meta device."""
@@ -186,7 +186,7 @@ class LinearForLastLayer(torch.nn.Linear):
         return f"{super().extra_repr()}, sequence_parallel={self.sequence_parallel}"
 
 
-def _stamp_after_load(head: LinearForLastLayer, _: Any) -> None:
+def _stamp_loaded(head: LinearForLastLayer, _: Any) -> None:
     head._stamp()
 
 

@@ -32,7 +32,7 @@ def to_megatron_sharded_state_dict(state_dict: Any) -> Any:
         >>> to_megatron_sharded_state_dict({"step": 3})
         {'step': 3}
     """
-    return _each_entry(state_dict, _to_megatron)
+    return _convert_entries(state_dict, _convert_to_megatron)
 
 
 def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
@@ -56,22 +56,22 @@ def from_megatron_sharded_state_dict(state_dict: Any) -> Any:
         >>> from_megatron_sharded_state_dict({"step": 3})
         {'step': 3}
     """
-    return _each_entry(state_dict, _from_megatron)
+    return _convert_entries(state_dict, _convert_from_megatron)
 
 
 _MEGATRON = "megatron.core.dist_checkpointing.mapping"
 _ENTRY_CLASSES = {kind.__name__: kind for kind in (ShardedTensor, ShardedObject)}
 
 
-def _each_entry(node: Any, convert: Callable[[Any], Any]) -> Any:
+def _convert_entries(node: Any, convert: Callable[[Any], Any]) -> Any:
     if isinstance(node, dict):
-        return {key: _each_entry(value, convert) for key, value in node.items()}
+        return {key: _convert_entries(value, convert) for key, value in node.items()}
     if type(node) in (list, tuple):
-        return type(node)(_each_entry(value, convert) for value in node)
+        return type(node)(_convert_entries(value, convert) for value in node)
     return convert(node)
 
 
-def _to_megatron(leaf: Any) -> Any:
+def _convert_to_megatron(leaf: Any) -> Any:
     if not isinstance(leaf, (ShardedTensor, ShardedObject, LocalNonpersistentObject)):
         return leaf
     try:
@@ -89,7 +89,7 @@ def _to_megatron(leaf: Any) -> Any:
     return kind(**values)
 
 
-def _from_megatron(leaf: Any) -> Any:
+def _convert_from_megatron(leaf: Any) -> Any:
     kinds = {kind.__name__ for kind in type(leaf).__mro__ if kind.__module__ == _MEGATRON}
     if not kinds:
         return leaf

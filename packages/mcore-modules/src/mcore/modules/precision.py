@@ -19,16 +19,16 @@ _FP32_DTYPES = frozenset({torch.float32})
 _HALF_DTYPES = frozenset({torch.float16, torch.bfloat16})
 
 
-def _legacy_types(name: str) -> tuple[type, ...]:
+def _list_legacy_types(name: str) -> tuple[type, ...]:
     """Return the CPU and CUDA tensor types of old torch, as far as this build has them."""
     found = (getattr(namespace, name, None) for namespace in (torch, getattr(torch, "cuda", None)))
     return tuple(kind for kind in found if kind is not None)
 
 
 # Documented names, for importers. This module decides by dtype, which covers all devices.
-_FLOAT_TYPES = _legacy_types("FloatTensor")
-_HALF_TYPES = _legacy_types("HalfTensor")
-_BF16_TYPES = _legacy_types("BFloat16Tensor")
+_FLOAT_TYPES = _list_legacy_types("FloatTensor")
+_HALF_TYPES = _list_legacy_types("HalfTensor")
+_BF16_TYPES = _list_legacy_types("BFloat16Tensor")
 
 
 def conversion_helper(val: Any, conversion: Callable[[Any], Any]) -> Any:
@@ -149,7 +149,7 @@ class _Conversion:
         results = []
         for val in vals:
             if not isinstance(val, _Tensor):
-                results.append(self._other(val))
+                results.append(self._convert_other(val))
                 continue
             if dtypes is not None and (
                 val.dtype not in dtypes or (exempting and getattr(val, exempting, False))
@@ -165,12 +165,12 @@ class _Conversion:
                 self._changes += 1
         return results
 
-    def _other(self, val: Any) -> Any:
+    def _convert_other(self, val: Any) -> Any:
         kind = _KINDS.get(type(val), _UNSEEN)
         if kind is _UNSEEN:
             kind = _find_kind(val)
         if kind is None:
-            return val if self._dtypes is not None else self._leaf(val)
+            return val if self._dtypes is not None else self._convert_leaf(val)
         parts, rebuild = kind
         # Checked here too: after a graph break this code runs in Python.
         is_traced = self._is_traced and _is_traced()
@@ -189,7 +189,7 @@ class _Conversion:
         finally:
             self._inside.discard(key)
 
-    def _leaf(self, val: Any) -> Any:
+    def _convert_leaf(self, val: Any) -> Any:
         converted = self._conversion(val)
         if converted is not val:
             self._changes += 1
@@ -200,19 +200,19 @@ Parts = Callable[[Any], "Collection[Any]"]
 Rebuild = Callable[[Any, list[Any]], Any]
 
 
-def _itself(val: Any) -> Any:
+def _keep_itself(val: Any) -> Any:
     return val
 
 
-def _dict_values(val: dict[Any, Any]) -> Collection[Any]:
+def _list_dict_values(val: dict[Any, Any]) -> Collection[Any]:
     return val.values()  # a function, since torch.compile cannot trace dict.values
 
 
-def _values(val: Mapping[Any, Any]) -> list[Any]:
+def _list_values(val: Mapping[Any, Any]) -> list[Any]:
     return [val[key] for key in val.keys()]  # noqa: SIM118 - a TensorDict iterates over its rows
 
 
-def _attributes(val: Any) -> list[Any]:
+def _list_attributes(val: Any) -> list[Any]:
     return list(vars(val).values())
 
 
@@ -267,12 +267,12 @@ def _rebuild_mapping(val: Any, items: list[Any]) -> Any:
     return rebuilt
 
 
-def _fields_only(val: Any) -> list[str]:
+def _list_fields_only(val: Any) -> list[str]:
     return [f.name for f in fields(val) if f.name in vars(val) and f.name not in val]
 
 
-def _dataclass_mapping_parts(val: Any) -> list[Any]:
-    return [*val.values(), *(vars(val)[name] for name in _fields_only(val))]
+def _list_dataclass_mapping_parts(val: Any) -> list[Any]:
+    return [*val.values(), *(vars(val)[name] for name in _list_fields_only(val))]
 
 
 def _rebuild_dataclass_mapping(val: Any, items: list[Any]) -> Any:
@@ -289,22 +289,22 @@ def _rebuild_dataclass_mapping(val: Any, items: list[Any]) -> Any:
         set_item(rebuilt, key, item)
         if key in attributes:
             attributes[key] = item
-    attributes.update(zip(_fields_only(val), items[len(val) :], strict=True))
+    attributes.update(zip(_list_fields_only(val), items[len(val) :], strict=True))
     return rebuilt
 
 
-def _field_names(val: Any) -> list[str]:
+def _list_field_names(val: Any) -> list[str]:
     return [field.name for field in fields(val) if hasattr(val, field.name)]
 
 
-def _dataclass_parts(val: Any) -> list[Any]:
-    return [getattr(val, name) for name in _field_names(val)]
+def _list_dataclass_parts(val: Any) -> list[Any]:
+    return [getattr(val, name) for name in _list_field_names(val)]
 
 
 def _rebuild_dataclass(val: Any, items: list[Any]) -> Any:
     # Not dataclasses.replace: it fails on init=False fields and calls __post_init__.
     rebuilt = copy.copy(val)
-    for name, item in zip(_field_names(val), items, strict=True):
+    for name, item in zip(_list_field_names(val), items, strict=True):
         object.__setattr__(rebuilt, name, item)
     return rebuilt
 
@@ -323,17 +323,17 @@ class _Kind(NamedTuple):
 
 
 _UNSEEN: Any = object()
-_MAPPING = _Kind(_values, _rebuild_mapping)
-_DEQUE = _Kind(_itself, _rebuild_deque)
-_NAMESPACE = _Kind(_attributes, _rebuild_namespace)
+_MAPPING = _Kind(_list_values, _rebuild_mapping)
+_DEQUE = _Kind(_keep_itself, _rebuild_deque)
+_NAMESPACE = _Kind(_list_attributes, _rebuild_namespace)
 _KINDS: dict[type, _Kind | None] = {
     **dict.fromkeys((type(None), bool, int, float, str, bytes, torch.Size, set, frozenset)),
-    list: _Kind(_itself, _rebuild_list),
-    tuple: _Kind(_itself, _rebuild_tuple),
-    dict: _Kind(_dict_values, _rebuild_dict),
+    list: _Kind(_keep_itself, _rebuild_list),
+    tuple: _Kind(_keep_itself, _rebuild_tuple),
+    dict: _Kind(_list_dict_values, _rebuild_dict),
     OrderedDict: _MAPPING,
     defaultdict: _MAPPING,
-    MappingProxyType: _Kind(_values, _rebuild_proxy),
+    MappingProxyType: _Kind(_list_values, _rebuild_proxy),
     deque: _DEQUE,
     SimpleNamespace: _NAMESPACE,
 }
@@ -343,16 +343,16 @@ def _find_kind(val: Any) -> _Kind | None:
     if isinstance(val, (torch.Size, str, bytes, torch.nn.Module, type)):
         return None
     if isinstance(val, tuple):
-        return _Kind(_itself, _rebuild_tuple_subclass)
+        return _Kind(_keep_itself, _rebuild_tuple_subclass)
     if isinstance(val, list):
-        return _Kind(_itself, _rebuild_list_subclass)
+        return _Kind(_keep_itself, _rebuild_list_subclass)
     if isinstance(val, deque):
         return _DEQUE
     if isinstance(val, Mapping):
         if is_dataclass(val) and isinstance(val, dict):
-            return _Kind(_dataclass_mapping_parts, _rebuild_dataclass_mapping)
+            return _Kind(_list_dataclass_mapping_parts, _rebuild_dataclass_mapping)
         # A mapping without a shallow copy cannot be rebuilt.
         return _MAPPING if isinstance(val, dict) or hasattr(val, "copy") else None
     if is_dataclass(val):
-        return _Kind(_dataclass_parts, _rebuild_dataclass)
+        return _Kind(_list_dataclass_parts, _rebuild_dataclass)
     return _NAMESPACE if isinstance(val, SimpleNamespace) else None

@@ -58,12 +58,12 @@ def sharded_state_dict_of(
         >>> entries["m.weight"].global_shape, entries["m.weight"].global_offset
         ((4, 2, 3), (1, 0, 0))
     """
-    offsets = _checked_offsets(sharded_offsets)
-    module = _not_compiled(module)
-    return _entries(module, prefix, offsets, _with_resolved_groups(module, metadata, tp_group))
+    offsets = _check_offsets(sharded_offsets)
+    module = _strip_compiled(module)
+    return _entries(module, prefix, offsets, _resolve_groups_into(module, metadata, tp_group))
 
 
-def _with_resolved_groups(
+def _resolve_groups_into(
     module: object, metadata: dict[str, Any] | None, tp_group: Any
 ) -> dict[str, Any]:
     """Return a copy of the metadata with the groups ``tp_group`` and ``dp_cp_group`` in it."""
@@ -74,15 +74,15 @@ def _with_resolved_groups(
     if groups is None and module_tp is None and tp_group is None and _is_resolved(metadata):
         return metadata
     resolved = dict(metadata or {})
-    tp = _first_group(
+    tp = _choose_first_group(
         tp_group,
         module_tp,
         getattr(groups, "tp", None),
         resolved.get("tp_group"),
     )
-    dp_cp = _first_group(resolved.get("dp_cp_group"), getattr(groups, "dp_cp", None))
+    dp_cp = _choose_first_group(resolved.get("dp_cp_group"), getattr(groups, "dp_cp", None))
     if tp is None or dp_cp is None:
-        sizes = _model_sizes(attribute_or_none(module, "config"))
+        sizes = _read_model_sizes(attribute_or_none(module, "config"))
         pp_group = getattr(groups, "pp", None)
         tp, dp_cp = resolve_groups(tp, dp_cp, pp_group=pp_group, model_sizes=sizes)
     resolved["tp_group"], resolved["dp_cp_group"] = tp, dp_cp
@@ -98,20 +98,20 @@ def _is_resolved(metadata: dict[str, Any] | None) -> TypeGuard[dict[str, Any]]:
     )
 
 
-def _first_group(*candidates: Any) -> Any:
+def _choose_first_group(*candidates: Any) -> Any:
     for group in candidates:
         if group is not None:
             return group
     return None
 
 
-def _model_sizes(config: object) -> tuple[int, int]:
+def _read_model_sizes(config: object) -> tuple[int, int]:
     names = ("tensor_model_parallel_size", "pipeline_model_parallel_size")
     tp_size, pp_size = (read_field(config, name, None) or 1 for name in names)
     return tp_size, pp_size
 
 
-def _checked_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
+def _check_offsets(offsets: Offsets) -> tuple[tuple[int, int, int], ...]:
     checked = tuple(tuple(offset) for offset in offsets)
     if not checked:
         return ()
@@ -159,41 +159,41 @@ class _Walk:
 
     def visit(self, module: torch.nn.Module, path: str) -> None:
         """Add the state of a module and of all below it."""
-        state = _plain_tensors(module) if _is_plain(module) else _own_state(module)
+        state = _list_plain_tensors(module) if _is_plain(module) else _read_own_state(module)
         self._wait(state, path)
         # named_children() would drop the second name of a shared child.
         for name, child in module._modules.items():
             if child is not None:
-                self._add(_not_compiled(child), f"{path}{name}.")
+                self._add(_strip_compiled(child), f"{path}{name}.")
 
     def entries(self) -> Entries:
         """Describe the waiting tensors, and return all entries."""
         if self._waiting:
-            described = _replicated_entries(
+            described = _describe_replicated(
                 self._waiting, self._prefix, self._offsets, self._metadata
             )
-            _merge(self._entries, described)
+            _merge_entries(self._entries, described)
             self._waiting = {}
         return self._entries
 
     def _add(self, child: torch.nn.Module, path: str) -> None:
-        if _describes_itself(child):
-            if self._walks_on(child):
+        if _is_self_describing(child):
+            if self._is_walked(child):
                 self.visit(child, path)
             else:
                 tp_group = self._metadata["tp_group"]
                 described = sharded_state_dict_default(
                     child, self._prefix + path, self._offsets, self._metadata, tp_group=tp_group
                 )
-                _merge(self.entries(), described)
-        elif child._modules and any(map(_needs_walk, iter_modules(child))):
+                _merge_entries(self.entries(), described)
+        elif child._modules and any(map(_is_walk_needed, iter_modules(child))):
             self.visit(child, path)
         elif not child._modules and _is_plain(child):
-            self._wait(_plain_tensors(child), path)
+            self._wait(_list_plain_tensors(child), path)
         else:
             self._wait(child.state_dict(keep_vars=True), path)
 
-    def _walks_on(self, child: torch.nn.Module) -> bool:
+    def _is_walked(self, child: torch.nn.Module) -> bool:
         """Return whether a child's method would do the same with the same groups."""
         method = getattr(type(child), "sharded_state_dict", None)
         # The method is its own mark, since functools.wraps copies marks to other methods.
@@ -201,7 +201,7 @@ class _Walk:
         if "sharded_state_dict" in vars(child) or not is_ours:
             return False
         metadata = self._metadata
-        resolved = _with_resolved_groups(child, metadata, None)
+        resolved = _resolve_groups_into(child, metadata, None)
         return all(resolved[name] is metadata[name] for name in ("tp_group", "dp_cp_group"))
 
     def _wait(self, state: dict[str, Any], path: str) -> None:
@@ -209,7 +209,7 @@ class _Walk:
         for name, value in state.items():
             key = path + name
             if key in waiting:
-                raise _one_key(self._prefix + key)
+                raise _make_key_error(self._prefix + key)
             waiting[key] = value
 
 
@@ -228,7 +228,7 @@ def _is_plain(module: torch.nn.Module) -> bool:
     )
 
 
-def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
+def _list_plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
     """Return a plain module's part of the state dict, several times faster than torch."""
     tensors: dict[str, Any] = {
         name: tensor for name, tensor in module._parameters.items() if tensor is not None
@@ -243,22 +243,22 @@ def _plain_tensors(module: torch.nn.Module) -> dict[str, Any]:
     return tensors
 
 
-def _needs_walk(module: torch.nn.Module) -> bool:
-    return _describes_itself(module) or _not_compiled(module) is not module
+def _is_walk_needed(module: torch.nn.Module) -> bool:
+    return _is_self_describing(module) or _strip_compiled(module) is not module
 
 
-def _not_compiled(module: torch.nn.Module) -> torch.nn.Module:
+def _strip_compiled(module: torch.nn.Module) -> torch.nn.Module:
     """Return the module inside a wrapper of torch.compile, which is not part of keys."""
     while type(module).__name__ == "OptimizedModule":
         module = module._modules["_orig_mod"] or module
     return module
 
 
-def _describes_itself(module: torch.nn.Module) -> bool:
+def _is_self_describing(module: torch.nn.Module) -> bool:
     return callable(attribute_or_none(module, "sharded_state_dict"))
 
 
-def _replicated_entries(
+def _describe_replicated(
     state: dict[str, Any], prefix: str, offsets: Offsets, metadata: dict[str, Any]
 ) -> Entries:
     entries: Entries = make_sharded_tensors_for_checkpoint(
@@ -271,7 +271,7 @@ def _replicated_entries(
     return entries
 
 
-def _own_state(module: torch.nn.Module) -> dict[str, Any]:
+def _read_own_state(module: torch.nn.Module) -> dict[str, Any]:
     """Return the module's part of its ``state_dict``: live parameters, with its hooks applied."""
     state: Any = OrderedDict()
     local_metadata = {"version": module._version}
@@ -285,11 +285,11 @@ def _own_state(module: torch.nn.Module) -> dict[str, Any]:
     return state  # type: ignore[no-any-return]
 
 
-def _merge(entries: Entries, more: Entries) -> None:
+def _merge_entries(entries: Entries, more: Entries) -> None:
     if not entries.keys().isdisjoint(more):
-        raise _one_key(next(key for key in more if key in entries))
+        raise _make_key_error(next(key for key in more if key in entries))
     entries.update(more)
 
 
-def _one_key(key: str) -> ValueError:
+def _make_key_error(key: str) -> ValueError:
     return ValueError(f"two entries have the key {key!r}. Give one of the modules another prefix")

@@ -70,7 +70,7 @@ def copy_sharing_groups(module: _ModuleT, memo: dict[int, Any]) -> _ModuleT:
     hold them in dicts, namespaces and other objects.
     """
     if _WALKED not in memo:  # the outermost copy finds the groups of all modules below
-        memo.update({id(shared): shared for shared in _shared_objects(module)})
+        memo.update({id(shared): shared for shared in _find_shared_objects(module)})
         memo[_WALKED] = True
     copied = type(module).__new__(type(module))
     memo[id(module)] = copied
@@ -96,7 +96,7 @@ _ATOMS = (
 )
 
 
-def _shared_objects(root: object) -> Iterator[Any]:
+def _find_shared_objects(root: object) -> Iterator[Any]:
     """Yield the groups that a deep copy of an object would copy."""
     seen: set[int] = set()
     pending: list[Any] = [root]
@@ -116,10 +116,10 @@ def _shared_objects(root: object) -> Iterator[Any]:
         elif isinstance(value, MethodType):
             pending.append(value.__self__)
         pending.extend(getattr(value, "__dict__", {}).values())
-        names = (name for kind in type(value).__mro__ for name in _slots_of(kind))
+        names = (name for kind in type(value).__mro__ for name in _list_slots(kind))
         pending.extend(getattr(value, name, None) for name in names)
 
 
-def _slots_of(kind: type) -> tuple[str, ...]:
+def _list_slots(kind: type) -> tuple[str, ...]:
     slots = vars(kind).get("__slots__", ())
     return (slots,) if isinstance(slots, str) else tuple(slots)

@@ -104,11 +104,11 @@ def create_value_head_hook(
     def hook(model: Any) -> ModelList:
         chunks = ensure_model_list(model)
         refuse_data_parallel(chunks)
-        last = _last_chunks(chunks, pp_group, pg_collection, vp_size)
-        groups = [_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
+        last = _choose_last_chunks(chunks, pp_group, pg_collection, vp_size)
+        groups = [_find_tp_group(chunk, tp_group, pg_collection, broadcast_init) for chunk in last]
         clear_ties(chunks)
         for chunk, group in zip(last, groups, strict=True):
-            owner, name = _owner_of(chunk, output_layer_path)
+            owner, name = _find_owner(chunk, output_layer_path)
             head = _make_like(getattr(owner, name, None), chunk, make, group, fp32_head)
             if broadcast_init:
                 _broadcast(head)
@@ -139,7 +139,7 @@ def make_value_model(
     return create_value_head_hook(hidden_size, sequence_parallel, **options)
 
 
-def _last_chunks(
+def _choose_last_chunks(
     chunks: ModelList, pp_group: Any, pg_collection: Any, vp_size: int | None
 ) -> ModelList:
     group = pp_group
@@ -164,7 +164,7 @@ def _last_chunks(
     return chunks if is_last is not False else []
 
 
-def _tp_group(chunk: Any, given: Any, pg_collection: Any, broadcast: bool) -> Any:
+def _find_tp_group(chunk: Any, given: Any, pg_collection: Any, broadcast: bool) -> Any:
     """Return the head's group. ValueError if it is unknown: ranks would make different heads."""
     group = given if given is not None else find_group("tp", chunk, pg_collection)
     ranks = configured_size(chunk, "tensor")
@@ -177,7 +177,7 @@ def _tp_group(chunk: Any, given: Any, pg_collection: Any, broadcast: bool) -> An
     return group
 
 
-def _owner_of(chunk: Any, path: str) -> tuple[Any, str]:
+def _find_owner(chunk: Any, path: str) -> tuple[Any, str]:
     """Return the module inside all wrappers that has or will have the output layer."""
     *parents, name = path.split(".")
     models = list(iter_wrapped_models(chunk))
@@ -202,7 +202,7 @@ def _make_like(
     replaced: Any, chunk: Any, make: Callable[..., LinearForLastLayer], group: Any, in_fp32: bool
 ) -> LinearForLastLayer:
     """Make the head with device, dtype and mode of the replaced layer."""
-    like = _tensor_like(replaced, chunk)
+    like = _find_tensor_like(replaced, chunk)
     place = {} if like is None else {"device": like.device, "dtype": like.dtype}
     if in_fp32:
         place["dtype"] = torch.float32
@@ -211,7 +211,7 @@ def _make_like(
     return keep_in_fp32(head, *dict(head.named_parameters())) if in_fp32 else head
 
 
-def _tensor_like(replaced: Any, chunk: Any) -> torch.Tensor | None:
+def _find_tensor_like(replaced: Any, chunk: Any) -> torch.Tensor | None:
     """Return a tensor with the device and dtype for the head."""
     weight = getattr(replaced, "weight", None)
     if isinstance(weight, torch.Tensor):

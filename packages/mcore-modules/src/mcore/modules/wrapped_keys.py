@@ -17,7 +17,7 @@ def add_wrapper_to_keys(
 ) -> None:
     """Put ``module.`` after the prefix of keys, in place. ``own_keys`` is called only in doubt."""
     keys = [key[len(prefix) :] for key in state_dict if key.startswith(prefix)]
-    if _have_wrapper(keys, own_keys):
+    if _has_wrapper(keys, own_keys):
         return
     moved = {prefix + _CHILD + key: state_dict.pop(prefix + key) for key in keys}
     state_dict.update(moved)
@@ -27,7 +27,7 @@ def without_wrapper_in_keys(
     state_dict: Mapping[str, Any], own_keys: Callable[[], Collection[str]]
 ) -> Mapping[str, Any]:
     """Return a state dict for the wrapped module, without ``module.`` before keys and versions."""
-    if not _have_wrapper(list(state_dict), own_keys):
+    if not _has_wrapper(list(state_dict), own_keys):
         return state_dict
     renamed: OrderedDict[str, Any] = OrderedDict(
         (key.removeprefix(_CHILD), value) for key, value in state_dict.items()
@@ -41,7 +41,7 @@ def without_wrapper_in_keys(
     return renamed
 
 
-def _have_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
+def _has_wrapper(keys: Collection[str], own_keys: Callable[[], Collection[str]]) -> bool:
     """Count matching keys, since the wrapped module may have a child called ``module`` too."""
     if not any(key.startswith(_CHILD) for key in keys):
         return False

@@ -96,7 +96,7 @@ def unwrap_model(model: Any, module_instances: type | tuple[type, ...] | None = 
         >>> unwrap_model([torch.nn.DataParallel(inner), inner]) == [inner, inner]
         True
     """
-    wrappers = _default_wrappers()
+    wrappers = _list_default_wrappers()
     classes = tuple(wrappers) if module_instances is None else module_instances
     if isinstance(model, (list, tuple)):
         unwrapped = [_unwrap(one, classes, wrappers) for one in model]
@@ -142,7 +142,7 @@ def get_attr_wrapped_model(
     visited = []
     for owner in iter_wrapped_models(model):
         visited.append(type(owner).__name__)
-        if has_own_attribute(owner, attr) or (not _forwards(owner) and hasattr(owner, attr)):
+        if has_own_attribute(owner, attr) or (not _is_forwarding(owner) and hasattr(owner, attr)):
             value = getattr(owner, attr)
             if allow_none or value is not None:
                 return owner if return_model_obj else value
@@ -263,7 +263,7 @@ def iter_wrapped_models(model: Any) -> Iterator[Any]:
             )
         visited[id(model)] = model
         yield model
-        model = _inner_model(model)
+        model = _get_inner_model(model)
 
 
 def is_data_parallel_wrapper(model: object) -> bool:
@@ -310,7 +310,7 @@ def find_in_wrapped_models(model: Any, attr: str) -> Any:
         return None
 
 
-def _forwards(owner: Any) -> bool:
+def _is_forwarding(owner: Any) -> bool:
     """Return whether a wrapper forwards missing attributes. The model inside is their owner."""
     return isinstance(owner, torch.nn.Module) and not _FORWARDING.isdisjoint(owner._modules)
 
@@ -326,7 +326,7 @@ def _unwrap(model: Any, classes: Any, wrappers: dict[type, str]) -> Any:
     return model
 
 
-def _default_wrappers() -> dict[type, str]:
+def _list_default_wrappers() -> dict[type, str]:
     known = {
         getattr(sys.modules[module], name): attr
         for module, name, attr in _KNOWN_WRAPPERS
@@ -335,7 +335,7 @@ def _default_wrappers() -> dict[type, str]:
     return known | _registered_wrappers
 
 
-def _inner_model(model: Any) -> Any:
+def _get_inner_model(model: Any) -> Any:
     registered = (attr for cls, attr in _registered_wrappers.items() if isinstance(model, cls))
     for attr in (*registered, "module", "_orig_mod"):
         if has_own_attribute(model, attr):

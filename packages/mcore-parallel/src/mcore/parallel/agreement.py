@@ -63,23 +63,20 @@ def max_or_raise(
     block += [0] * (_BLOCK - len(block))
     first_failed, largest, minus_smallest, *maxima = _reduce_max(block, device, group)
     if first_failed:
-        _raise_error(error, size - first_failed, group)
+        failed = size - first_failed
+        kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
+        message = _encode(f"{kind}\n{error}", _ERROR_BYTES, group)
+        dist.broadcast(message, group=group, group_src=failed)
+        if error is not None:
+            raise error
+        [received] = _decode(message, _ERROR_BYTES)
+        kind, _, text = received.partition("\n")
+        rank = dist.get_global_rank(group, failed)
+        raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
     if largest != -minus_smallest:
         _raise_difference(facts or f"{len(numbers)} numbers to compare", group)
     rest = numbers[len(maxima) :]
     return maxima[: len(numbers)] + (_reduce_max(rest, device, group) if rest else [])
-
-
-def _raise_error(error: Exception | None, failed: int, group: dist.ProcessGroup) -> None:
-    kind = next((name for name, known in _KINDS.items() if isinstance(error, known)), "")
-    message = _encode(f"{kind}\n{error}", _ERROR_BYTES, group)
-    dist.broadcast(message, group=group, group_src=failed)
-    if error is not None:
-        raise error
-    [received] = _decode(message, _ERROR_BYTES)
-    kind, _, text = received.partition("\n")
-    rank = dist.get_global_rank(group, failed)
-    raise _KINDS.get(kind, RuntimeError)(f"rank {rank} of the process group failed: {text}")
 
 
 def _raise_difference(own: str, group: dist.ProcessGroup) -> None:
@@ -121,7 +118,7 @@ def require_equal(
 
 
 @functools.cache
-def checks_tensors() -> bool:
+def is_checking_tensors() -> bool:
     """Return whether ``MCORE_DEBUG_COLLECTIVES=1``, as read at the first call."""
     return os.environ.get("MCORE_DEBUG_COLLECTIVES", "0") not in ("", "0")
 
@@ -130,18 +127,18 @@ def check_tensors(operation: str, tensor: torch.Tensor, group: dist.ProcessGroup
     """With ``MCORE_DEBUG_COLLECTIVES=1``, raise ValueError on all ranks if their tensors differ.
     One all-reduce (MAX of 64 int64). The variable is read at the first call.
     """
-    if checks_tensors():
+    if is_checking_tensors():
         facts = f"{operation} of {tensor.dtype} {tuple(tensor.shape)} on {tensor.device.type}"
         max_or_raise((), None, group, facts)
 
 
-def checked(
+def check_on_all_ranks(
     check: Callable[[], _T], describe: Callable[[_T], str], group: dist.ProcessGroup | None
 ) -> _T:
     """Return the result of a check of arguments. With ``MCORE_DEBUG_COLLECTIVES=1`` its error is
     raised on all ranks, and so is ValueError if the descriptions of the results differ.
     """
-    if group is None or not checks_tensors():
+    if group is None or not is_checking_tensors():
         return check()
     error, result, facts = None, None, ""
     try:

@@ -211,9 +211,16 @@ def cp_unzigzag(
         raise ValueError(f"the shards of all ranks must have one shape, got {shapes}")
     if not -len(shapes[0]) <= dim < len(shapes[0]):
         raise ValueError(f"shards of shape {shapes[0]} have no dim {dim}")
+    size = len(shards)
     if cu_seqlens is not None:
-        return _join_packed(shards, dim, read_borders(cu_seqlens))
-    if len(shards) == 1:
+        borders = read_borders(cu_seqlens)
+        check_length(borders, size * shapes[0][dim], counted(size, "shard"))
+        if size > 1:
+            check_divisible(borders, size)
+            places = torch.cat([zigzag_positions(borders, size, rank) for rank in range(size)])
+            order = places.argsort().to(shards[0].device)  # inverts the permutation
+            return torch.cat(list(shards), dim).index_select(dim, order)
+    if size == 1:
         return shards[0]
     if any(hasattr(shard, _PACKED_MARK) for shard in shards):
         raise ValueError(
@@ -231,16 +238,6 @@ def cp_unzigzag(
     return torch.cat(ascending + descending, dim)
 
 
-def _join_packed(shards: Sequence[Tensor], dim: int, borders: Tensor) -> Tensor:
-    size = len(shards)
-    check_length(borders, size * shards[0].shape[dim], counted(size, "shard"))
-    if size == 1:
-        return shards[0]
-    check_divisible(borders, size)
-    places = torch.cat([zigzag_positions(borders, size, rank) for rank in range(size)])
-    return torch.cat(list(shards), dim).index_select(dim, places.argsort().to(shards[0].device))
-
-
 def _split_per_sequence(
     batch: dict[str, Any], size: int, rank: int, seq_dims: dict[str, int | None]
 ) -> dict[str, Any]:
@@ -256,7 +253,9 @@ def _split_per_sequence(
         tensor = batch[name]
         if numbers is None or tensor.device != device:
             device = tensor.device
-            numbers = _number_chunks(size, rank, device)
+            # The two chunk numbers of this rank, made on the device to avoid a copy to it.
+            last = num_chunks - 1 - rank
+            numbers = torch.arange(rank, last + 1, last - rank, device=device)
         parts[name] = _take_two_chunks(tensor, dim, num_chunks, numbers)
     return parts
 
@@ -305,12 +304,6 @@ def _take_two_chunks(tensor: Tensor, dim: int, num_chunks: int, numbers: Tensor)
     length = tensor.shape[dim] // num_chunks
     chunks: Tensor = tensor.unflatten(dim, (num_chunks, length))  # type: ignore[no-untyped-call]
     return chunks.index_select(dim, numbers).flatten(dim, dim + 1)
-
-
-def _number_chunks(size: int, rank: int, device: torch.device) -> Tensor:
-    """Return the two chunk numbers of a rank, made on the device to avoid a copy to it."""
-    last = 2 * size - 1 - rank
-    return torch.arange(rank, last + 1, last - rank, device=device)
 
 
 def _split_packed(
@@ -386,7 +379,12 @@ def _find_dims_to_split(
     for name in names:
         tensor = batch[name]
         if not isinstance(tensor, Tensor):
-            _check_is_no_sequence(name, tensor, seq_dims)
+            is_sequence = name in (*PACKED_KEYS, *seq_dims) and seq_dims.get(name, 1) is not None
+            if tensor is not None and is_sequence:
+                raise TypeError(
+                    f"{name} is a {type(tensor).__name__}, which every rank would get whole: pass "
+                    f"a tensor, or let it pass with seq_dims={{{name!r}: None}}"
+                )
             continue
         dim = seq_dims.get(name, _USUAL_DIMS.get(name, 1) if tensor.dim() > 2 else 1)
         if dim is None:
@@ -400,18 +398,6 @@ def _find_dims_to_split(
             )
         dims[name] = dim % tensor.dim()
     return dims
-
-
-def _check_is_no_sequence(name: str, value: object, seq_dims: dict[str, int | None]) -> None:
-    if (
-        value is not None
-        and seq_dims.get(name, 1) is not None
-        and name in (*PACKED_KEYS, *seq_dims)
-    ):
-        raise TypeError(
-            f"{name} is a {type(value).__name__}, which every rank would get whole: pass a tensor, "
-            f"or let it pass with seq_dims={{{name!r}: None}}"
-        )
 
 
 def read_borders(cu_seqlens: Tensor | Sequence[int]) -> Tensor:

@@ -32,7 +32,17 @@ def as_process_group(group: GroupLike | None) -> dist.ProcessGroup | None:
     if isinstance(group, dist.ProcessGroup):
         return group
     if isinstance(group, DeviceMesh):
-        return _group_of_mesh(group)
+        if group.ndim != 1:
+            raise TypeError(
+                f"got a {group.ndim}-D DeviceMesh {tuple(group.shape)} as a process group: pass a "
+                '1-D mesh, such as mesh["tp"]'
+            )
+        if group.get_coordinate() is None:
+            raise ValueError(
+                f"rank {dist.get_rank()} is not a member of the DeviceMesh over ranks "
+                f"{group.mesh.tolist()}: call this on its members only"
+            )
+        return group.get_group()
     reject_non_member(group)
     if not (callable(getattr(group, "size", None)) and callable(getattr(group, "rank", None))):
         raise TypeError(
@@ -64,20 +74,6 @@ def reject_non_member(group: object) -> None:
             "torch.distributed.new_group returns to ranks outside the group). Call this on "
             "members only, or pass None if there is no parallelism"
         )
-
-
-def _group_of_mesh(mesh: DeviceMesh) -> dist.ProcessGroup:
-    if mesh.ndim != 1:
-        raise TypeError(
-            f"got a {mesh.ndim}-D DeviceMesh {tuple(mesh.shape)} as a process group: pass a 1-D "
-            'mesh, such as mesh["tp"]'
-        )
-    if mesh.get_coordinate() is None:
-        raise ValueError(
-            f"rank {dist.get_rank()} is not a member of the DeviceMesh over ranks "
-            f"{mesh.mesh.tolist()}: call this on its members only"
-        )
-    return mesh.get_group()
 
 
 def get_pg_size(group: GroupLike | None = None) -> int:

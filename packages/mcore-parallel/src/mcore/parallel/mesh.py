@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 
@@ -114,8 +115,16 @@ def resolve_submesh(device_mesh: DeviceMesh, names: str | Sequence[str]) -> Devi
     _check_names(device_mesh, wanted)
     if device_mesh.get_coordinate() is None:
         raise ValueError(f"this rank is not in {device_mesh}: only its members can slice it")
+    dims = device_mesh.mesh_dim_names or ()
     try:
-        return _slice(device_mesh, wanted)
+        if set(wanted) <= set(dims):
+            with contextlib.suppress(KeyError):  # torch may accept these names in mesh order only
+                return device_mesh[wanted]
+        parts = [
+            device_mesh[(name,)] if name in dims else flattened_meshes(device_mesh)[name]
+            for name in wanted
+        ]
+        return parts[0] if len(parts) == 1 else join_meshes(parts)
     except (KeyError, RuntimeError) as error:
         raise ValueError(f"cannot take the submesh {wanted} of {device_mesh}: {error}") from error
 
@@ -135,23 +144,6 @@ def _check_names(mesh: DeviceMesh, wanted: tuple[str, ...]) -> None:
             )
         if dims.count(name) > 1 or wanted.count(name) > 1:
             raise ValueError(f"the name {name!r} appears twice in {wanted} or in {mesh}")
-
-
-def _slice(mesh: DeviceMesh, wanted: tuple[str, ...]) -> DeviceMesh:
-    if set(wanted) <= set(mesh.mesh_dim_names or ()):
-        try:
-            return mesh[wanted]
-        except KeyError:
-            if len(wanted) == 1:
-                raise  # not a matter of order
-    parts = [_slice_dimension(mesh, name) for name in wanted]
-    return parts[0] if len(parts) == 1 else join_meshes(parts)
-
-
-def _slice_dimension(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    if name in (mesh.mesh_dim_names or ()):
-        return mesh[(name,)]
-    return flattened_meshes(mesh)[name]
 
 
 def _is_inside(flat: DeviceMesh, mesh: DeviceMesh) -> bool:

@@ -102,8 +102,11 @@ class BytePieces:
     def _stage(self, flat: torch.Tensor) -> Iterator[torch.Tensor]:
         """Yield pieces in host memory while the next piece is copied."""
         if not self._buffers:
+            is_pinned = flat.device.type != "cpu"
+            num_bytes = self._staging_bytes
             self._buffers = [
-                _allocate_host_buffer(self._staging_bytes, flat.device) for _ in range(2)
+                torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=is_pinned)
+                for _ in range(2)
             ]
         itemsize = 4 if self._as_float32 else flat.element_size()
         pending: _Copy | None = None
@@ -133,10 +136,6 @@ class _Copy:
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._target
-
-
-def _allocate_host_buffer(num_bytes: int, device: torch.device) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=device.type != "cpu")
 
 
 def _split(flat: torch.Tensor, length: int) -> Iterator[torch.Tensor]:

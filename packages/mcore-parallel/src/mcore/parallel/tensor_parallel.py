@@ -18,7 +18,7 @@ _DIM_OF_MODE: dict[str, int | None] = {"column": 0, "row": 1, "duplicated": None
 _ABSENT = object()
 
 
-def _read_attribute(param: object, name: str, default: Any = _ABSENT) -> Any:
+def _read(param: object, name: str, default: Any = _ABSENT) -> Any:
     """Read an attribute of the parameter, else of its ``_orig_param``."""
     value = getattr(param, name, _ABSENT)
     if value is _ABSENT:
@@ -51,10 +51,15 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
         >>> get_mcore_tensor_parallel_partition_dim(weight)
         1
     """
-    dim = _find_marked_dim(param)
-    mode = _read_attribute(param, "_tensor_parallel_mode", None)
+    dim = None
+    if _read(param, "_mcore_tp", False):
+        dim = _read(param, "_tp_partition_dim", _read(param, "partition_dim", None))
+    elif _read(param, "tensor_model_parallel", False):
+        dim = _read(param, "partition_dim", None)
+    dim = None if dim is None or dim < 0 else int(dim)
+    mode = _read(param, "_tensor_parallel_mode", None)
     if not (isinstance(mode, str) and mode in _DIM_OF_MODE):
-        if not _read_attribute(param, "_tp_duplicated", False):
+        if not _read(param, "_tp_duplicated", False):
             return dim
         mode = "duplicated"
     if mode == "duplicated" and dim is not None:
@@ -63,17 +68,6 @@ def get_mcore_tensor_parallel_partition_dim(param: torch.Tensor) -> int | None:
             dim,
         )
     return _DIM_OF_MODE[mode]
-
-
-def _find_marked_dim(param: object) -> int | None:
-    dim = None
-    if _read_attribute(param, "_mcore_tp", False):
-        dim = _read_attribute(
-            param, "_tp_partition_dim", _read_attribute(param, "partition_dim", None)
-        )
-    elif _read_attribute(param, "tensor_model_parallel", False):
-        dim = _read_attribute(param, "partition_dim", None)
-    return None if dim is None or dim < 0 else int(dim)
 
 
 def is_mcore_tensor_model_parallel(param: torch.Tensor) -> bool:
@@ -141,11 +135,9 @@ def param_is_not_tensor_parallel_duplicate(
         >>> param_is_not_tensor_parallel_duplicate(torch.nn.Parameter(torch.empty(2)))
         True
     """
-    if _read_attribute(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(
-        param
-    ):
+    if _read(param, "tensor_model_parallel", False) or is_mcore_tensor_model_parallel(param):
         return True
-    is_expert = _read_attribute(param, "allreduce", True) is False
+    is_expert = _read(param, "allreduce", True) is False
     group = expert_tp_group if is_expert else tp_group
     return get_pg_rank(group_or_default(group, "expt_tp" if is_expert else "tp")) == 0
 
@@ -213,6 +205,6 @@ def copy_tensor_model_parallel_attributes(dst: torch.Tensor, src: torch.Tensor) 
         0
     """
     for name in _SET_ATTRIBUTES + _OTHER_ATTRIBUTES:
-        value = _read_attribute(src, name)
+        value = _read(src, name)
         if value is not _ABSENT:
             setattr(dst, name, value)

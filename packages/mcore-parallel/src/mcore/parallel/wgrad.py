@@ -191,7 +191,25 @@ def drain_embedding_wgrad_compute(
     else:
         _agree(inputs, grads, weight, gather_group)
     use_fused = bool(getattr(config, "gradient_accumulation_fusion", False))
-    _drain(inputs, grads, weight, gather_group, use_fused=use_fused)
+    pending = _start_gather(inputs[0], 0, gather_group) if inputs else None
+    count = 0
+    try:
+        while pending is not None:
+            count += 1
+            following = None
+            if len(inputs) > 1:
+                following = _start_gather(inputs[1], count % 2, gather_group)
+            full = pending.result()
+            pending = following
+            _add_pair(weight, grads[0], full, use_fused=use_fused)
+            del (
+                full,
+                inputs[0],
+                grads[0],
+            )  # only now, so pairs that were not added stay in the lists
+    finally:
+        if pending is not None:
+            pending.result()  # a later user of the buffer must not see this gather write to it
 
 
 class _Gather(NamedTuple):
@@ -205,30 +223,6 @@ class _Gather(NamedTuple):
         if self.work is not None:
             self.work.wait()
         return self.full
-
-
-def _drain(
-    inputs: list[torch.Tensor],
-    grads: list[torch.Tensor],
-    weight: torch.Tensor,
-    group: dist.ProcessGroup | None,
-    *,
-    use_fused: bool,
-) -> None:
-    """Add pair by pair and remove each from the lists, while the next input is gathered."""
-    pending = _start_gather(inputs[0], 0, group) if inputs else None
-    count = 0
-    try:
-        while pending is not None:
-            count += 1
-            following = _start_gather(inputs[1], count % 2, group) if len(inputs) > 1 else None
-            full = pending.result()
-            pending = following
-            _add_pair(weight, grads[0], full, use_fused=use_fused)
-            del full, inputs[0], grads[0]
-    finally:
-        if pending is not None:
-            pending.result()  # a later user of the buffer must not see this gather write to it
 
 
 def _start_gather(input_: torch.Tensor, slot: int, group: dist.ProcessGroup | None) -> _Gather:

@@ -19,8 +19,7 @@ from mcore.parallel.checkpoint import (
     make_sharded_tensor_for_checkpoint,
     save_sharded_state_dict,
 )
-from mcore.parallel.checkpoint.files.archive import read_slice
-from mcore.parallel.checkpoint.files.checksums import Scratch
+from mcore.parallel.checkpoint.files.pieces import Scratch, read_slice
 
 
 @st.composite

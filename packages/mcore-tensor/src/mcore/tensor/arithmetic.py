@@ -17,7 +17,7 @@ class DivisibilityError(ValueError, AssertionError):
     """
 
 
-def _as_integer(value: SupportsIndex | torch.SymInt, name: str) -> int:
+def _convert_to_integer(value: SupportsIndex | torch.SymInt, name: str) -> int:
     if isinstance(value, (int, torch.SymInt)):  # a SymInt stays symbolic: no guard, no constant
         return value  # type: ignore[return-value]
     if not isinstance(value, Tensor):  # a tensor has __index__ too, but reading it waits for a GPU
@@ -81,8 +81,8 @@ def divide(
         -2
     """
     if not (isinstance(numerator, int) and isinstance(denominator, int)):
-        numerator = _as_integer(numerator, "numerator")
-        denominator = _as_integer(denominator, "denominator")
+        numerator = _convert_to_integer(numerator, "numerator")
+        denominator = _convert_to_integer(denominator, "denominator")
     if numerator % denominator != 0:
         raise DivisibilityError(f"{numerator} is not divisible by {denominator}")
     return numerator // denominator
@@ -110,8 +110,8 @@ def round_up_to_nearest_multiple(
         >>> round_up_to_nearest_multiple(50257, 128)
         50304
     """
-    number = _as_integer(value, "value")
-    step = _as_integer(multiple, "multiple")
+    number = _convert_to_integer(value, "value")
+    step = _convert_to_integer(multiple, "multiple")
     if step <= 0:
         raise ValueError(f"multiple must be positive, got {step}")
     return -(-number // step) * step

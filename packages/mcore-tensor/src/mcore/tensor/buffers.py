@@ -40,7 +40,7 @@ def _check_allocation_context(mem_alloc_context: object) -> None:
         )
 
 
-def _allocation_context(
+def _enter_allocation_context(
     mem_alloc_context: _AllocationContext | None,
 ) -> AbstractContextManager[Any]:
     if mem_alloc_context is None:
@@ -127,7 +127,7 @@ class GlobalMemoryBuffer:
             _check_allocation_context(mem_alloc_context)
         if _is_dynamo_compiling():
             key = (name, dtype, resolve_device(device))
-            return self._new_view(key, shape, mem_alloc_context)
+            return self._make_view(key, shape, mem_alloc_context)
         untracked = traced_device(device)
         if untracked is not None:
             return torch.empty(checked_shape(shape), dtype=dtype, device=untracked)
@@ -139,7 +139,7 @@ class GlobalMemoryBuffer:
                 view = views.by_shape.get(shape)
             if view is None:
                 del views  # it would keep the old buffer alive while a bigger one is allocated
-                view = self._kept_view(key, shape, mem_alloc_context)
+                view = self._make_kept_view(key, shape, mem_alloc_context)
             return view.detach()
 
     def reserve(
@@ -269,11 +269,11 @@ class GlobalMemoryBuffer:
         finally:
             self._frozen = before
 
-    def _kept_view(
+    def _make_kept_view(
         self, key: _Key, shape: tuple[int, ...], mem_alloc_context: _AllocationContext | None
     ) -> Tensor:
         """Return a new view, kept for the next request of its shape."""
-        view = self._new_view(key, shape, mem_alloc_context)
+        view = self._make_view(key, shape, mem_alloc_context)
         backing = self.buffer.get(key)
         if backing is not None and not is_transform_wrapper(view):
             views = self._views.get(key)
@@ -282,15 +282,15 @@ class GlobalMemoryBuffer:
             views.by_shape[shape] = view
         return view
 
-    def _new_view(
+    def _make_view(
         self, key: _Key, shape: tuple[int, ...], mem_alloc_context: _AllocationContext | None
     ) -> Tensor:
         numel = math.prod(checked_shape(shape))
-        backing = self._backing(key, numel, mem_alloc_context)
+        backing = self._get_backing(key, numel, mem_alloc_context)
         with torch.inference_mode(False):
             return backing[:numel].view(shape).detach()
 
-    def _backing(
+    def _get_backing(
         self, key: _Key, numel: int, mem_alloc_context: _AllocationContext | None
     ) -> Tensor:
         name, dtype, device = key
@@ -306,7 +306,7 @@ class GlobalMemoryBuffer:
                 f"{old_bytes} to {numel * dtype.itemsize} bytes: reserve() the largest shape "
                 "before freeze(), or call unfreeze()"
             )
-        context = _allocation_context(mem_alloc_context)
+        context = _enter_allocation_context(mem_alloc_context)
         self._drop(key)
         with context, torch.inference_mode(False):
             fresh = torch.empty(numel, dtype=dtype, device=device)

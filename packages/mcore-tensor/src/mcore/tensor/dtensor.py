@@ -46,7 +46,7 @@ def is_dtensor(value: object) -> TypeIs[DTensor]:
     return _is_instance_if_imported(value, "torch.distributed.tensor", "DTensor")
 
 
-def _ready_local_tensor(tensor: DTensor) -> torch.Tensor:
+def _wait_for_local_tensor(tensor: DTensor) -> torch.Tensor:
     # Not to_local(): it returns a new view of a parameter. The local tensor itself has no base.
     local = tensor._local_tensor
     if _is_instance_if_imported(
@@ -78,7 +78,7 @@ def to_local_if_dtensor(tensor: T) -> T | torch.Tensor:
     if not is_dtensor(tensor):
         return tensor
     with torch.no_grad():
-        return _ready_local_tensor(tensor)
+        return _wait_for_local_tensor(tensor)
 
 
 def get_full_tensor_if_necessary(tensor: T) -> T | torch.Tensor:
@@ -108,11 +108,11 @@ def get_full_tensor_if_necessary(tensor: T) -> T | torch.Tensor:
         if tensor.numel() == 0 or every_rank_has_elements(
             tensor.shape, tensor.device_mesh.shape, tensor.placements
         ):
-            return _ready_local_tensor(tensor)
+            return _wait_for_local_tensor(tensor)
         return tensor.full_tensor()
 
 
-def _mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
+def _get_mesh_group(tensor: DTensor, mesh_dim: int | str | None) -> ProcessGroup:
     mesh = tensor.device_mesh
     if mesh_dim is None and mesh.ndim > 1:
         names = mesh.mesh_dim_names or list(range(mesh.ndim))
@@ -176,7 +176,7 @@ def get_data_parallel_group_if_dtensor(
     """
     if not is_dtensor(tensor):
         return None
-    group = _mesh_group(tensor, mesh_dim)
+    group = _get_mesh_group(tensor, mesh_dim)
     _require_same_ranks(group, data_parallel_group)
     return group
 

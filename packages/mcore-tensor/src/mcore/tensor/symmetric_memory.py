@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 _LARGEST = 1 << 50  # bytes: larger than any memory, and exact in the int64 of the agreement
 
 
-def _num_bytes(size_in_mb: float) -> int | TypeError | ValueError:
+def _compute_num_bytes(size_in_mb: float) -> int | TypeError | ValueError:
     """Return the size in bytes, or an error, which the caller raises after telling all ranks."""
     if not isinstance(size_in_mb, numbers.Real):
         return TypeError(f"size_in_mb must be a number, got {type(size_in_mb).__name__}")
@@ -45,11 +45,11 @@ def _check_alignment(alignment: int) -> None:
         raise ValueError(f"alignment must be positive, got {alignment}")
 
 
-def _cause(error: BaseException) -> str:
+def _describe_cause(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _usable_group(process_group: ProcessGroup | None) -> ProcessGroup | str:
+def _find_usable_group(process_group: ProcessGroup | None) -> ProcessGroup | str:
     """Return the group to share memory in, or the reason why there is none."""
     distributed = torch.distributed
     if not distributed.is_available():
@@ -70,21 +70,21 @@ def _allocate_bytes(num_bytes: int) -> Tensor | str:
     try:
         import torch.distributed._symmetric_memory as symmetric_memory
     except ImportError as error:
-        return _cause(error)
+        return _describe_cause(error)
     try:
         return symmetric_memory.empty(num_bytes, dtype=torch.uint8, device=device)
     except RuntimeError as error:  # NotImplementedError and OutOfMemoryError among them
-        return _cause(error)
+        return _describe_cause(error)
 
 
-def _rendezvous(buffer: Tensor, group: ProcessGroup) -> object:
+def _share_handle(buffer: Tensor, group: ProcessGroup) -> object:
     """Return the handle on the memory of all ranks, or why it failed. A collective."""
     import torch.distributed._symmetric_memory as symmetric_memory
 
     try:
         return symmetric_memory.rendezvous(buffer, group)
     except RuntimeError as error:
-        return _cause(error)
+        return _describe_cause(error)
 
 
 def _all_ranks_agree(succeeded: bool, num_bytes: int, group: ProcessGroup) -> bool:
@@ -149,11 +149,11 @@ class GlobalSymmetricMemoryBuffer:
     """
 
     def __init__(self, size_in_mb: float, process_group: ProcessGroup | None) -> None:
-        num_bytes = _num_bytes(size_in_mb)
+        num_bytes = _compute_num_bytes(size_in_mb)
         self.symm_buffer: Tensor | None = None
         self.symm_mem_hdl: Any = None
         self.init_failure_reason: str | None = None
-        group = _usable_group(process_group)
+        group = _find_usable_group(process_group)
         if isinstance(num_bytes, Exception):
             if not isinstance(group, str):
                 _tell_the_others(group)
@@ -172,7 +172,7 @@ class GlobalSymmetricMemoryBuffer:
         if not _all_ranks_agree(allocated, num_bytes, group) or not isinstance(buffer, Tensor):
             self.init_failure_reason = buffer if isinstance(buffer, str) else failed_elsewhere
             return
-        handle = _rendezvous(buffer, group)
+        handle = _share_handle(buffer, group)
         if not _all_ranks_agree(not isinstance(handle, str), num_bytes, group):
             self.init_failure_reason = handle if isinstance(handle, str) else failed_elsewhere
             return
@@ -199,15 +199,13 @@ class GlobalSymmetricMemoryBuffer:
     def _allocate(self, numel: int, dtype: torch.dtype) -> Tensor:
         """Return the first ``numel`` elements of the buffer as a one-dimensional tensor."""
         if self.symm_buffer is None or not self._can_allocate(numel, dtype):
-            room = "none is available" if not self.available else f"it has {self._room()} bytes"
+            num_bytes = 0 if self.symm_buffer is None else self.symm_buffer.numel()
+            room = f"it has {num_bytes} bytes" if self.available else "none is available"
             raise RuntimeError(
                 f"the symmetric buffer cannot hold {numel} elements of {dtype}: {room}. "
                 "Call maybe_get_tensor(), and use an ordinary collective if it returns no tensor"
             )
         return self.symm_buffer[: numel * dtype.itemsize].view(dtype)
-
-    def _room(self) -> int:
-        return 0 if self.symm_buffer is None else self.symm_buffer.numel()
 
     def maybe_get_tensor(
         self, tensor_shape: Sequence[int] | int, dtype: torch.dtype

@@ -128,7 +128,7 @@ def make_viewless_tensor(inp: Tensor, requires_grad: bool, keep_graph: bool) -> 
     if inp._base is None:
         return inp
     if keep_graph:
-        return _in_graph(inp, requires_grad)
+        return _make_in_graph(inp, requires_grad)
     if requires_grad:
         return inp.detach().requires_grad_()
     return inp.detach()  # not the function above: its call would add a fifth to the time
@@ -139,7 +139,7 @@ def _is_derived() -> bool:
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
-def _in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
+def _make_in_graph(inp: Tensor, requires_grad: bool) -> Tensor:
     if not _is_derived():
         viewless = MakeViewlessTensor.apply(inp, requires_grad)  # type: ignore[no-untyped-call]
     elif torch.compiler.is_compiling():

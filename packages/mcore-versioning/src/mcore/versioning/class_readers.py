@@ -38,32 +38,32 @@ _AUTOGRAD = "torch.autograd.function"
 
 def may_read(frame: FrameType, gated: type[Any], name: str, is_in_use: bool) -> bool:
     """Return whether the code in a frame may read an attribute of a gated class."""
-    if _runs_in(frame, _TOOLS) or _serves_live_object(frame, gated, is_construction=False):
+    if _is_run_by(frame, _TOOLS) or _is_for_live_object(frame, gated, is_construction=False):
         return True
     return is_in_use and name in _READ_AFTER_FORWARD and _is_autograd_function(gated)
 
 
 def may_construct(frame: FrameType, gated: type[Any]) -> bool:
     """Return whether the code in a frame may make another instance of a gated class."""
-    return _runs_in(frame, _COPIERS) or _serves_live_object(frame, gated, is_construction=True)
+    return _is_run_by(frame, _COPIERS) or _is_for_live_object(frame, gated, is_construction=True)
 
 
-def _runs_in(frame: FrameType, modules: tuple[str, ...]) -> bool:
-    named = (caller.f_globals.get("__name__") for caller in _with_callers(frame))
+def _is_run_by(frame: FrameType, modules: tuple[str, ...]) -> bool:
+    named = (caller.f_globals.get("__name__") for caller in _iterate_callers(frame))
     # Code of exec() may have no module name: its caller's name counts.
     module = next((name for name in named if name is not None), "")
     return f"{module}.".startswith(modules)
 
 
-def _serves_live_object(frame: FrameType, gated: type[Any], *, is_construction: bool) -> bool:
+def _is_for_live_object(frame: FrameType, gated: type[Any], *, is_construction: bool) -> bool:
     """Return whether a method of a live object, or a method that only such objects call, runs."""
     return any(
         _has_live_self(caller, gated) or _is_own_code(caller.f_code, gated, is_construction)
-        for caller in _with_callers(frame)
+        for caller in _iterate_callers(frame)
     )
 
 
-def _with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+def _iterate_callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back

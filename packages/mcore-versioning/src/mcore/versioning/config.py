@@ -24,7 +24,7 @@ _ON = ("1", "true", "yes", "on")
 _OFF = ("", "0", "false", "no", "off")
 
 
-def _flag_of_the_environment() -> bool:
+def _read_environment() -> bool:
     text = os.environ.get(_VARIABLE, "").strip().lower()
     if text not in (*_ON, *_OFF):
         import warnings
@@ -38,7 +38,7 @@ def _flag_of_the_environment() -> bool:
     return text in _ON
 
 
-ENABLE_EXPERIMENTAL: bool = _flag_of_the_environment()
+ENABLE_EXPERIMENTAL: bool = _read_environment()
 """Whether experimental code may run. Read at every call. Any value other than ``True`` means no.
 
 It is initially True if the environment has ``MCORE_EXPERIMENTAL=1``, which child processes inherit.
@@ -73,7 +73,7 @@ def set_experimental_flag(flag: bool) -> None:
         >>> set_experimental_flag(False)
     """
     global ENABLE_EXPERIMENTAL
-    ENABLE_EXPERIMENTAL = _checked(flag)
+    ENABLE_EXPERIMENTAL = _check_flag(flag)
 
 
 def is_experimental_enabled() -> bool:
@@ -87,7 +87,7 @@ def is_experimental_enabled() -> bool:
         >>> is_experimental_enabled()
         False
     """
-    override = _override_here()
+    override = _get_override()
     return ENABLE_EXPERIMENTAL is True if override is None else override
 
 
@@ -113,7 +113,7 @@ def experimental_enabled(flag: bool = True) -> AbstractContextManager[None]:
         ...         is_experimental_enabled()
         False
     """
-    return _overriding(_checked(flag))
+    return _override_in_block(_check_flag(flag))
 
 
 def checking_before_calls(
@@ -129,9 +129,9 @@ def checking_before_calls(
     @wraps(func)
     def checked(*args: Any, **kwargs: Any) -> Any:
         nonlocal passed
-        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _override_here() is False):
+        if ENABLE_EXPERIMENTAL is not passed or (_may_be_overridden and _get_override() is False):
             check()
-            passed = _remembered(passed)
+            passed = _remember_passed(passed)
         return func(*args, **kwargs)
 
     return checked
@@ -159,28 +159,28 @@ def _compile_instead(substitute: F) -> Callable[[F], F]:
     return mark
 
 
-def _compiled_override() -> bool | None:
+def _read_guarded_override() -> bool | None:
     override: bool | None = _this_module._guarded_override
     return override
 
 
-@_compile_instead(_compiled_override)
-def _override_here() -> bool | None:
+@_compile_instead(_read_guarded_override)
+def _get_override() -> bool | None:
     return _override.get()
 
 
-def _unchanged(passed: object) -> object:
+def _keep_passed(passed: object) -> object:
     return passed
 
 
 # Compiled code repeats the check: a change of the remembered value would compile it a second time.
-@_compile_instead(_unchanged)
-def _remembered(passed: object) -> object:
+@_compile_instead(_keep_passed)
+def _remember_passed(passed: object) -> object:
     return True
 
 
 @contextmanager
-def _overriding(flag: bool) -> Iterator[None]:
+def _override_in_block(flag: bool) -> Iterator[None]:
     global _may_be_overridden
     _may_be_overridden = True
     # Not ContextVar.reset: its token is refused if a block is left in a different context than it
@@ -193,7 +193,7 @@ def _overriding(flag: bool) -> Iterator[None]:
         _override.set(earlier)
 
 
-def _checked(flag: bool) -> bool:
+def _check_flag(flag: bool) -> bool:
     if not isinstance(flag, bool):
         raise TypeError(f"the experimental flag must be True or False, not {flag!r}")
     return flag

@@ -98,19 +98,19 @@ def deprecate_args(
         if isinstance(target, type):
             _refuse_at_construction(target, texts)
             return target
-        return _refusing(target, target, texts, display_name(target))
+        return _wrap_refusing(target, target, texts, display_name(target))
 
     return lambda target: through_descriptor(target, refuse_arguments)
 
 
-def _refusing(
+def _wrap_refusing(
     func: Callable[..., Any],
     documented: Callable[..., Any],
     texts: Mapping[str, str],
     shown_name: str,
 ) -> Callable[..., Any]:
     """Wrap ``func``, which has the signature of ``documented``."""
-    positions = _positions(documented, texts, shown_name)
+    positions = _find_positions(documented, texts, shown_name)
     inner = blaming_one_further(func)
 
     @wraps(documented)
@@ -124,7 +124,7 @@ def _refusing(
     return refusing
 
 
-def _taking_nothing(self: object) -> None: ...
+def _accept_nothing(self: object) -> None: ...
 
 
 def _refuse_at_construction(cls: type[Any], texts: Mapping[str, str]) -> None:
@@ -133,15 +133,17 @@ def _refuse_at_construction(cls: type[Any], texts: Mapping[str, str]) -> None:
     name = "__new__" if is_made_in_new else "__init__"
     documented: Any = getattr(cls, name)
     if documented is object.__init__:  # its signature seems to accept any argument
-        documented = _taking_nothing
+        documented = _accept_nothing
     own = vars(cls).get(name)
 
     def inherited(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         if is_made_in_new:
             return super(cls, self).__new__(self, *args, **kwargs)
-        return _initialise_as_inherited(cls, self, args, kwargs)
+        return _call_inherited_init(cls, self, args, kwargs)
 
-    wrapped = _refusing(inherited if own is None else documented, documented, texts, cls.__name__)
+    wrapped = _wrap_refusing(
+        inherited if own is None else documented, documented, texts, cls.__name__
+    )
     type.__setattr__(cls, name, staticmethod(wrapped) if is_made_in_new else wrapped)
 
 
@@ -191,7 +193,7 @@ def deprecate_inference_params(
     return inference_context
 
 
-def _positions(
+def _find_positions(
     func: Callable[..., Any], names: Mapping[str, str], shown_name: str
 ) -> dict[str, int]:
     """Return the position of each name that can be passed by position."""
@@ -214,8 +216,8 @@ def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]
 
     An existing wrapper of this kind is replaced, so a call warns once.
     """
-    warned: Callable[..., Any] = func.__wrapped__ if _warns(func) else func  # type: ignore[attr-defined]
-    wrapper = wraps(func)(_warning_wrapper(warned, notice))
+    warned: Callable[..., Any] = func.__wrapped__ if _is_warning_wrapper(func) else func  # type: ignore[attr-defined]
+    wrapper = wraps(func)(_make_warning_wrapper(warned, notice))
     wrapper.__wrapped__ = warned
     if not hasattr(func, "__name__"):
         wrapper.__name__ = wrapper.__qualname__ = display_name(func)
@@ -226,7 +228,7 @@ def warn_on_call(func: Callable[..., Any], notice: Notice) -> Callable[..., Any]
 
 def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
     """Unwrap a wrapper of :func:`warn_on_call` and keep its attributes. Return others as is."""
-    if not _warns(func):
+    if not _is_warning_wrapper(func):
         return func
     bare: Callable[..., Any] = func.__wrapped__  # type: ignore[attr-defined]
     for name, value in vars(func).items():
@@ -237,13 +239,13 @@ def without_warning(func: Callable[..., Any]) -> Callable[..., Any]:
 
 def blaming_one_further(func: Callable[..., Any]) -> Callable[..., Any]:
     """Prepare ``func`` for a further wrapper of this package between it and its callers."""
-    if not _warns(func):
+    if not _is_warning_wrapper(func):
         return func
     notice: Notice = getattr(func, NOTICE_ATTRIBUTE)
     return warn_on_call(func, notice._replace(stacklevel=notice.stacklevel + 1))
 
 
-def _warning_wrapper(warned: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
+def _make_warning_wrapper(warned: Callable[..., Any], notice: Notice) -> Callable[..., Any]:
     message, category, stacklevel = notice.message, notice.category, notice.stacklevel + 1
 
     def warning_wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -254,10 +256,10 @@ def _warning_wrapper(warned: Callable[..., Any], notice: Notice) -> Callable[...
 
 
 # Wrappers are recognised by their code, since other decorators copy attributes to their own.
-_WRAPPER_CODE = getattr(_warning_wrapper(repr, Notice("", None, 1)), "__code__")  # noqa: B009
+_WRAPPER_CODE = getattr(_make_warning_wrapper(repr, Notice("", None, 1)), "__code__")  # noqa: B009
 
 
-def _warns(func: Any) -> bool:
+def _is_warning_wrapper(func: Any) -> bool:
     return getattr(func, "__code__", None) is _WRAPPER_CODE
 
 
@@ -273,18 +275,18 @@ def warn_on_use(cls: type[Any], notice: Notice) -> None:
 def _hook_into_instantiation(cls: type[Any], notice: Notice) -> None:
     """Hook into ``__init__``, since ``__new__`` also runs when an instance is unpickled."""
     own = vars(cls).get("__init__")
-    signature = _signature_with_self(cls) if own is None else None
+    signature = _get_signature_with_self(cls) if own is None else None
     call_own = own if isinstance(own, FunctionType) else None
 
     def initialise(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         used = type(self)
         if vars(used).get(NOTICE_ATTRIBUTE) is notice:
             # A metaclass other than type may have a __call__ between this hook and the user.
-            _warn_user(notice, () if type(used) is type else _code(type(used), "__call__"))
+            _warn_user(notice, () if type(used) is type else _find_code(type(used), "__call__"))
         if call_own is not None:
             return call_own(self, *args, **kwargs)
         if own is None:
-            return _initialise_as_inherited(cls, self, args, kwargs)
+            return _call_inherited_init(cls, self, args, kwargs)
         return own.__get__(self, used)(*args, **kwargs)
 
     hook: Any = wraps(own or cls.__init__)(initialise)
@@ -298,7 +300,10 @@ def _hook_into_subclassing(cls: type[Any], notice: Notice) -> None:
 
     def notice_subclass(subclass: type[Any], /, **kwargs: Any) -> None:
         if any(vars(base).get(NOTICE_ATTRIBUTE) is notice for base in subclass.__bases__):
-            makers = (*_code(type(subclass), "__new__"), *_code(subclass, "__init_subclass__"))
+            makers = (
+                *_find_code(type(subclass), "__new__"),
+                *_find_code(subclass, "__init_subclass__"),
+            )
             _warn_user(notice, makers)
         if own is None:
             super(cls, subclass).__init_subclass__(**kwargs)
@@ -309,7 +314,7 @@ def _hook_into_subclassing(cls: type[Any], notice: Notice) -> None:
     type.__setattr__(cls, "__init_subclass__", classmethod(hook))
 
 
-def _initialise_as_inherited(
+def _call_inherited_init(
     cls: type[Any], instance: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Initialise an instance as if ``cls`` did not define ``__init__``."""
@@ -324,7 +329,7 @@ def _initialise_as_inherited(
     return None
 
 
-def _signature_with_self(cls: type[Any]) -> Any:
+def _get_signature_with_self(cls: type[Any]) -> Any:
     """Return the signature of the class as that of an ``__init__``, None if it has none."""
     import inspect
 
@@ -355,7 +360,7 @@ def _is_machinery(frame: FrameType, machinery: Collection[CodeType]) -> bool:
     )
 
 
-def _code(cls: type[Any], name: str) -> Collection[CodeType]:
+def _find_code(cls: type[Any], name: str) -> Collection[CodeType]:
     """Return the code of a method and of the methods that it may call with super()."""
     methods = (vars(owner).get(name) for owner in cls.__mro__)
     functions = (getattr(method, "__func__", method) for method in methods)

@@ -56,14 +56,14 @@ def package_state(module: str, name: str, watched: Iterable[str] | None = None) 
     try:
         installed = distribution(name)
     except PackageNotFoundError:
-        return _state_without_metadata(module, name, spec)
+        return _judge_without_metadata(module, name, spec)
     version = _field(installed, "Version")
-    for reason in _reasons_against(installed, version, module, spec, watched):
+    for reason in _find_problems(installed, version, module, spec, watched):
         return PackageState(name, reason=reason)
     return PackageState(name, version)
 
 
-def _reasons_against(
+def _find_problems(
     installed: Distribution,
     version: str | None,
     module: str,
@@ -75,25 +75,26 @@ def _reasons_against(
     elif spec is None:
         yield f"version {version} is recorded as installed, but there is no module {module}"
     elif _is_bare_folder(spec):
-        yield f"{module} is only a folder without code: {_location(spec)}"
+        yield f"{module} is only a folder without code: {_get_location(spec)}"
     else:
-        yield from _shadowing(installed, version, module, spec)
-        yield from _wrong_python(installed, version)
-        yield from _wrong_platform(installed, version)
-        yield from _unmet_requirements(installed, version, watched)
+        yield from _find_shadowing(installed, version, module, spec)
+        yield from _check_python(installed, version)
+        yield from _check_platform(installed, version)
+        yield from _check_requirements(installed, version, watched)
 
 
-def _state_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> PackageState:
+def _judge_without_metadata(module: str, name: str, spec: ModuleSpec | None) -> PackageState:
     if spec is None:
         return PackageState(name)
     if _is_bare_folder(spec):
         return PackageState(
-            name, reason=f"{module} is only a folder without code: {_location(spec)}"
+            name, reason=f"{module} is only a folder without code: {_get_location(spec)}"
         )
-    version = _version_in_source(spec)
+    version = _read_version_in_source(spec)
     if version is None:
         return PackageState(
-            name, reason=f"{module} at {_location(spec)} has no metadata and no readable version"
+            name,
+            reason=f"{module} at {_get_location(spec)} has no metadata and no readable version",
         )
     return PackageState(name, version)
 
@@ -119,22 +120,22 @@ def _is_bare_folder(spec: ModuleSpec) -> bool:
     return not spec.has_location and spec.submodule_search_locations is not None
 
 
-def _location(spec: ModuleSpec) -> str:
+def _get_location(spec: ModuleSpec) -> str:
     return spec.origin or ", ".join(spec.submodule_search_locations or ())
 
 
-def _shadowing(
+def _find_shadowing(
     installed: Distribution, version: str, module: str, spec: ModuleSpec
 ) -> Iterator[str]:
-    own_files = _module_files(installed, module)
-    if own_files and spec.has_location and Path(_location(spec)).resolve() not in own_files:
+    own_files = _find_module_files(installed, module)
+    if own_files and spec.has_location and Path(_get_location(spec)).resolve() not in own_files:
         yield (
-            f"{module} is found at {_location(spec)}, in front of the installed version {version} "
-            f"at {min(own_files)}"
+            f"{module} is found at {_get_location(spec)}, in front of the installed version "
+            f"{version} at {min(own_files)}"
         )
 
 
-def _module_files(installed: Distribution, module: str) -> set[Path]:
+def _find_module_files(installed: Distribution, module: str) -> set[Path]:
     """Return the recorded files of a distribution that can be the module, none if editable."""
     path = PurePosixPath(*module.split("."))
     return {
@@ -145,7 +146,7 @@ def _module_files(installed: Distribution, module: str) -> set[Path]:
     }
 
 
-def _wrong_python(installed: Distribution, version: str) -> Iterator[str]:
+def _check_python(installed: Distribution, version: str) -> Iterator[str]:
     required = _field(installed, "Requires-Python")
     running = ".".join(str(part) for part in sys.version_info[:3])
     try:
@@ -156,19 +157,19 @@ def _wrong_python(installed: Distribution, version: str) -> Iterator[str]:
         yield f"version {version} needs Python {required}, but this is {running}"
 
 
-def _wrong_platform(installed: Distribution, version: str) -> Iterator[str]:
+def _check_platform(installed: Distribution, version: str) -> Iterator[str]:
     lines = (installed.read_text("WHEEL") or "").splitlines()
     tags = [line.partition(":")[2].strip() for line in lines if line.startswith("Tag:")]
-    if tags and not any(parse_tag(tag) & _supported_tags() for tag in tags):
+    if tags and not any(parse_tag(tag) & _get_supported_tags() for tag in tags):
         yield (f"version {version} was built for {', '.join(tags)}, which this Python can't load")
 
 
 @lru_cache(maxsize=1)
-def _supported_tags() -> frozenset[Tag]:
+def _get_supported_tags() -> frozenset[Tag]:
     return frozenset(sys_tags())
 
 
-def _unmet_requirements(
+def _check_requirements(
     installed: Distribution, version: str, watched: Iterable[str] | None
 ) -> Iterator[str]:
     names = None if watched is None else {canonicalize_name(name) for name in watched}
@@ -180,13 +181,13 @@ def _unmet_requirements(
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if names is None or canonicalize_name(requirement.name) in names:
-            problem = _problem_with(requirement)
+            problem = _find_problem(requirement)
             if problem is not None:
                 wanted = f"{requirement.name}{requirement.specifier}"
                 yield f"version {version} needs {wanted}, {problem}"
 
 
-def _problem_with(requirement: Requirement) -> str | None:
+def _find_problem(requirement: Requirement) -> str | None:
     try:
         text = _field(distribution(requirement.name), "Version") or ""
         found = Version(text)
@@ -213,15 +214,15 @@ def _is_version(text: str) -> bool:
     return True
 
 
-def _version_in_source(spec: ModuleSpec) -> str | None:
+def _read_version_in_source(spec: ModuleSpec) -> str | None:
     """Return a literal ``__version__`` from the module's file or the usual files next to it."""
-    origin = Path(_location(spec))
+    origin = Path(_get_location(spec))
     is_package = spec.submodule_search_locations is not None
     files = [origin.with_name(name) for name in _FILES_WITH_VERSION] if is_package else [origin]
-    return next((version for file in files if (version := _literal_version(file))), None)
+    return next((version for file in files if (version := _read_literal_version(file))), None)
 
 
-def _literal_version(file: Path) -> str | None:
+def _read_literal_version(file: Path) -> str | None:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):
@@ -255,7 +256,7 @@ class EnvironmentReport(NamedTuple):
         packages = [
             {
                 "name": package.name,
-                "status": _status(package),
+                "status": _get_status(package),
                 "version": package.version,
                 "reason": package.reason,
             }
@@ -277,7 +278,7 @@ def environment_report() -> EnvironmentReport:
     return EnvironmentReport(python, platform.platform(), tuple(states))
 
 
-def _status(package: PackageState) -> str:
+def _get_status(package: PackageState) -> str:
     if package.reason is not None:
         return _UNUSABLE
     return _NOT_INSTALLED if package.version is None else "installed"

@@ -127,7 +127,7 @@ def experimental_fn(
             if isinstance(inner, type):
                 raise TypeError(f"{inner!r} is a class: decorate it with @experimental_cls")
             warn_if_expired(inner, introduced_with_version, max_lifetime, current_version)
-            return _gated(inner, introduced_with_version)
+            return _gate_function(inner, introduced_with_version)
 
         return through_descriptor(func, gate_function)
 
@@ -158,7 +158,7 @@ def check_lifetime(max_lifetime: int) -> None:
         )
 
 
-def _gated(func: Any, introduced: str) -> Any:
+def _gate_function(func: Any, introduced: str) -> Any:
     gate = Gate(full_name(func))
     gated: Any = config.checking_before_calls(blaming_one_further(func), gate.check)
     gated._experimental_api = True
@@ -197,7 +197,7 @@ def warn_if_expired(
 
 def owner_version(module: str) -> Version | None:
     """Return the version of the distribution that owns a module, None if it is unknown."""
-    distribution = _owner(module)
+    distribution = _find_owner(module)
     text = distribution and recorded_version(distribution)
     try:
         return Version(text) if text else None
@@ -205,13 +205,13 @@ def owner_version(module: str) -> Version | None:
         return None
 
 
-def _owner(module: str) -> str | None:
+def _find_owner(module: str) -> str | None:
     top_level, *rest = module.split(".")
     if top_level == _NAMESPACE:
         return f"{_NAMESPACE}-{rest[0]}" if rest else None
     if top_level in ("", "__main__"):
         return None
-    owners = _owners_of(top_level)
+    owners = _find_owners(top_level)
     if len(owners) > 1:
         return None  # a namespace that several distributions share
     # An editable installation lists no packages. It is found if it has its package's name.
@@ -219,6 +219,6 @@ def _owner(module: str) -> str | None:
 
 
 @cache
-def _owners_of(top_level: str) -> frozenset[str]:
+def _find_owners(top_level: str) -> frozenset[str]:
     """Return the distributions with modules in a top-level package, looked up once per process."""
     return frozenset(owners_of(top_level))

@@ -114,7 +114,7 @@ def experimental_cls(
         check_lifetime(max_lifetime)
         _check_can_be_gated(cls)
         warn_if_expired(cls, introduced_with_version, max_lifetime, current_version)
-        return _gated(cls, introduced_with_version)
+        return _gate_class(cls, introduced_with_version)
 
     return validator
 
@@ -152,8 +152,8 @@ class GatedMeta(type):
         ):
             if is_experimental_enabled():
                 _enter(cls)
-            elif not may_construct(sys._getframe(1), _gated_parent(cls)):
-                _gate(cls).refuse()
+            elif not may_construct(sys._getframe(1), _find_gated_parent(cls)):
+                _get_gate(cls).refuse()
         return super().__call__(*args, **kwargs)
 
     def __getattribute__(cls, name: str) -> Any:
@@ -168,18 +168,18 @@ class GatedMeta(type):
         if (
             not (is_open and is_in_use)
             and not _defining_a_class.get()
-            and _comes_from_gated_class(cls, name)
+            and _is_from_gated_class(cls, name)
         ):
             if is_open:
                 _enter(cls)
-            elif not may_read(sys._getframe(1), _gated_parent(cls), name, is_in_use):
-                _gate(cls).refuse()
+            elif not may_read(sys._getframe(1), _find_gated_parent(cls), name, is_in_use):
+                _get_gate(cls).refuse()
         return super().__getattribute__(name)
 
 
 def _enter(cls: type[Any]) -> None:
     """Mark a class as in use: from now on only the flag decides whether instances can be made."""
-    _gate(cls).announce()
+    _get_gate(cls).announce()
     if id(cls) not in _classes_in_use:
         import weakref
 
@@ -187,20 +187,20 @@ def _enter(cls: type[Any]) -> None:
         weakref.finalize(cls, _classes_in_use.discard, id(cls)).atexit = False
 
 
-def _gate(cls: type[Any]) -> Gate:
+def _get_gate(cls: type[Any]) -> Gate:
     gate: Gate = type.__getattribute__(cls, _GATE)
     return gate
 
 
-def _gated_parent(cls: type[Any]) -> type[Any]:
+def _find_gated_parent(cls: type[Any]) -> type[Any]:
     """Return the decorated class that a class is or inherits from."""
     return next(parent for parent in cls.__mro__ if _GATE in vars(parent))
 
 
-def _gated(cls: type[Any], introduced: str) -> type[Any]:
+def _gate_class(cls: type[Any], introduced: str) -> type[Any]:
     root: Any = type(cls)
-    metaclass = _gated_metaclass(root)
-    gated = _stand_in(cls, metaclass) if root is type else _with_metaclass(cls, metaclass)
+    metaclass = _make_gated_metaclass(root)
+    gated = _make_stand_in(cls, metaclass) if root is type else _set_metaclass(cls, metaclass)
     for name, value in {
         "_experimental_api": True,
         "_introduced_with_version": introduced,
@@ -214,7 +214,7 @@ def _gated(cls: type[Any], introduced: str) -> type[Any]:
     return gated
 
 
-def _with_metaclass(cls: type[Any], metaclass: Any) -> type[Any]:
+def _set_metaclass(cls: type[Any], metaclass: Any) -> type[Any]:
     try:
         type.__setattr__(cls, "__class__", metaclass)
     except TypeError as error:
@@ -225,9 +225,9 @@ def _with_metaclass(cls: type[Any], metaclass: Any) -> type[Any]:
     return cls
 
 
-def _stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
+def _make_stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
     """Return a subclass with the same contents, which replaces a class."""
-    with _without_subclass_hook(cls):
+    with _hide_subclass_hook(cls):
         subclass: type[Any] = metaclass(
             cls.__name__, (cls,), {"__slots__": (), "__module__": cls.__module__}
         )
@@ -241,13 +241,15 @@ def _stand_in(cls: type[Any], metaclass: Any) -> type[Any]:
 
 
 @cache
-def _gated_metaclass(root: Any) -> Any:
+def _make_gated_metaclass(root: Any) -> Any:
     """Return a metaclass with the gate. Its parents are those of ``root``, gated."""
     if issubclass(root, GatedMeta):
         return root
     if root is type:
         return new_class("GatedType", (GatedMeta,))
-    parents = tuple(_gated_metaclass(base) for base in root.__bases__ if issubclass(base, type))
+    parents = tuple(
+        _make_gated_metaclass(base) for base in root.__bases__ if issubclass(base, type)
+    )
     return new_class(f"Gated{root.__name__}", (*parents, root))
 
 
@@ -276,7 +278,7 @@ def _open_to_class_hooks() -> Iterator[None]:
 
 
 @contextmanager
-def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
+def _hide_subclass_hook(cls: type[Any]) -> Iterator[None]:
     """Do not call the ``__init_subclass__`` of a class for its gated subclass."""
     defined = vars(cls).get("__init_subclass__")
     type.__setattr__(cls, "__init_subclass__", classmethod(lambda subclass: None))
@@ -289,7 +291,7 @@ def _without_subclass_hook(cls: type[Any]) -> Iterator[None]:
             type.__setattr__(cls, "__init_subclass__", defined)
 
 
-def _comes_from_gated_class(cls: type[Any], name: str) -> bool:
+def _is_from_gated_class(cls: type[Any], name: str) -> bool:
     """Return whether a decorated class defines an attribute, not a subclass or an old parent."""
     for owner in cls.__mro__:
         if name in vars(owner):
@@ -297,36 +299,40 @@ def _comes_from_gated_class(cls: type[Any], name: str) -> bool:
     return False  # an attribute of the metaclass, or none
 
 
-def _presented_metaclass(cls: type[Any]) -> type[Any]:
+def _get_presented_metaclass(cls: type[Any]) -> type[Any]:
     shown: type[Any] = vars(cls).get(_PRESENTED_METACLASS, type(cls))
     return shown
 
 
-def _presented_bases(cls: type[Any]) -> tuple[type[Any], ...]:
+def _get_presented_bases(cls: type[Any]) -> tuple[type[Any], ...]:
     """Return the parents that the user wrote, which documentation shows."""
     shown: tuple[type[Any], ...] | None = vars(cls).get(_PRESENTED_BASES)
     return type.__getattribute__(cls, "__bases__") if shown is None else shown
 
 
-def _presented_signature(cls: type[Any]) -> inspect.Signature:
-    return _class_signature(cls, without=GatedMeta)
+def _get_presented_signature(cls: type[Any]) -> inspect.Signature:
+    return _get_class_signature(cls, without=GatedMeta)
 
 
-def _class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signature:
+def _get_class_signature(cls: type[Any], *, without: type[type]) -> inspect.Signature:
     """Return the result of ``inspect.signature(cls)`` if a metaclass had no ``__call__``."""
     try:
-        return _explicit_signature(cls) or _metaclass_signature(cls, without) or _constructor(cls)
+        return (
+            _get_explicit_signature(cls)
+            or _get_metaclass_signature(cls, without)
+            or _get_constructor_signature(cls)
+        )
     except ValueError as error:
         raise AttributeError(f"{cls.__name__} has no signature") from error
 
 
-def _explicit_signature(cls: type[Any]) -> Any:
+def _get_explicit_signature(cls: type[Any]) -> Any:
     # Read as an attribute, not from vars(): pydantic puts a descriptor there.
     is_given = any("__signature__" in vars(base) for base in cls.__mro__)
     return type.__getattribute__(cls, "__signature__") if is_given else None
 
 
-def _metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signature | None:
+def _get_metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signature | None:
     for meta in type(cls).__mro__:
         call = vars(meta).get("__call__")
         if isinstance(call, FunctionType) and meta is not without:
@@ -334,7 +340,7 @@ def _metaclass_signature(cls: type[Any], without: type[type]) -> inspect.Signatu
     return None
 
 
-def _constructor(cls: type[Any]) -> inspect.Signature:
+def _get_constructor_signature(cls: type[Any]) -> inspect.Signature:
     places = ((base, name) for base in cls.__mro__ for name in ("__new__", "__init__"))
     base, name = next((base, name) for base, name in places if name in vars(base))
     method = vars(base)[name]
@@ -346,7 +352,7 @@ def _constructor(cls: type[Any]) -> inspect.Signature:
 
 
 _PRESENTED: Mapping[str, Callable[[type[Any]], Any]] = {
-    "__bases__": _presented_bases,
-    "__class__": _presented_metaclass,
-    "__signature__": _presented_signature,
+    "__bases__": _get_presented_bases,
+    "__class__": _get_presented_metaclass,
+    "__signature__": _get_presented_signature,
 }

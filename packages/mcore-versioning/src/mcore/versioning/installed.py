@@ -30,7 +30,7 @@ _PACKING_IN_INFERENCE = ((_CAUSAL_CONV1D, "1.5.3.post1"), (_MAMBA_SSM, "2.2.6.po
 _PACKING_IN_TRAINING = ((_CAUSAL_CONV1D, "1.4.0"), (_MAMBA_SSM, "2.0.0"))
 
 
-def _remembering(package: InstalledPackage) -> Callable[[Check], Check]:
+def _cache_answers(package: InstalledPackage) -> Callable[[Check], Check]:
     """Answer a repeated question from a cache while ``__version__`` is the same object."""
     module, modules = package.module, sys.modules
 
@@ -55,7 +55,7 @@ def _remembering(package: InstalledPackage) -> Callable[[Check], Check]:
     return remember
 
 
-def _taking_vers(check: Callable[..., bool]) -> Callable[..., bool]:
+def _accept_vers(check: Callable[..., bool]) -> Callable[..., bool]:
     """Accept ``vers`` as another name of the keyword ``version``."""
 
     @wraps(check)
@@ -119,7 +119,7 @@ def get_fa_version() -> Version:
         ... except ImportError:
         ...     found = "absent"
     """
-    return _present(_FLASH_ATTN)
+    return _require_version(_FLASH_ATTN)
 
 
 def get_mamba_version() -> Version:
@@ -131,7 +131,7 @@ def get_mamba_version() -> Version:
         ... except ImportError:
         ...     found = "absent"
     """
-    return _present(_MAMBA_SSM)
+    return _require_version(_MAMBA_SSM)
 
 
 def get_causal_conv1d_version() -> Version:
@@ -143,10 +143,10 @@ def get_causal_conv1d_version() -> Version:
         ... except ImportError:
         ...     found = "absent"
     """
-    return _present(_CAUSAL_CONV1D)
+    return _require_version(_CAUSAL_CONV1D)
 
 
-@_remembering(_TORCH)
+@_cache_answers(_TORCH)
 def is_torch_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -184,8 +184,8 @@ def is_te_min_version(
 def is_te_min_version(
     *, vers: str | Version, check_equality: bool = True, release_only: bool = False
 ) -> bool: ...
-@_taking_vers
-@_remembering(_TRANSFORMER_ENGINE)
+@_accept_vers
+@_cache_answers(_TRANSFORMER_ENGINE)
 def is_te_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -201,7 +201,7 @@ def is_te_min_version(
     return _TRANSFORMER_ENGINE.is_at_least(version, check_equality, release_only)
 
 
-@_remembering(_FLASH_ATTN)
+@_cache_answers(_FLASH_ATTN)
 def is_fa_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -216,7 +216,7 @@ def is_fa_min_version(
     return _FLASH_ATTN.is_at_least(version, check_equality, release_only)
 
 
-@_remembering(_MAMBA_SSM)
+@_cache_answers(_MAMBA_SSM)
 def is_mamba_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -231,7 +231,7 @@ def is_mamba_min_version(
     return _MAMBA_SSM.is_at_least(version, check_equality, release_only)
 
 
-@_remembering(_CAUSAL_CONV1D)
+@_cache_answers(_CAUSAL_CONV1D)
 def is_causal_conv1d_min_version(
     version: str | Version, check_equality: bool = True, *, release_only: bool = False
 ) -> bool:
@@ -329,7 +329,7 @@ def is_package_min_version(
     return package.is_at_least(version, check_equality, release_only)
 
 
-def _present(package: InstalledPackage) -> Version:
+def _require_version(package: InstalledPackage) -> Version:
     version = package.version()
     if version is None:
         from importlib.metadata import PackageNotFoundError

@@ -84,7 +84,9 @@ Reason: Faster.
     }
 
     def deprecate(target: Any) -> Any:
-        message = _message(display_name(target), version, removal_version, alternative, reason)
+        message = _format_message(
+            display_name(target), version, removal_version, alternative, reason
+        )
         _check_standard_text(target, message)
         notice = Notice(message, category, stacklevel)
         is_class = isinstance(target, type)
@@ -226,7 +228,7 @@ def _check_standard_text(target: Any, message: str) -> None:
         )
 
 
-def _message(
+def _format_message(
     name: str,
     version: str,
     removal_version: str | None,

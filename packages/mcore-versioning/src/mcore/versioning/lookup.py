@@ -67,7 +67,7 @@ class InstalledPackage:
         found = _versions[installed]
         answer = is_at_least(found, wanted, check_equality, release_only=release_only)
         raw, answers = self.loaded
-        if check_equality and not release_only and installed == _readable_text(raw):
+        if check_equality and not release_only and installed == _read_version_text(raw):
             if len(answers) >= _LIMIT:
                 answers.clear()
             answers[version] = answer
@@ -83,19 +83,23 @@ class InstalledPackage:
         if module is None:
             return None
         if module is _NOT_LOADED:
-            return self._recorded_version() or self._version_after_import()
-        text = self._loaded_version(module) or self._recorded_version() or self._owner_version()
+            return self._read_recorded_version() or self._import_for_version()
+        text = (
+            self._read_loaded_version(module)
+            or self._read_recorded_version()
+            or self._read_owner_version()
+        )
         if text is None:
             self._refuse_unreadable(module)
         return text
 
-    def _loaded_version(self, module: object) -> str | None:
+    def _read_loaded_version(self, module: object) -> str | None:
         raw = getattr(module, "__version__", None)
         if raw is not self.loaded[0]:
             self.loaded = (raw, {})
-        return _readable_text(raw)
+        return _read_version_text(raw)
 
-    def _recorded_version(self) -> str | None:
+    def _read_recorded_version(self) -> str | None:
         if self._recorded is not None:
             return self._recorded
         from importlib.metadata import PackageNotFoundError, version
@@ -104,9 +108,9 @@ class InstalledPackage:
             text = version(self.distribution)
         except (PackageNotFoundError, KeyError):
             return None
-        return self._recording(self.distribution, text)
+        return self._record_version(self.distribution, text)
 
-    def _owner_version(self) -> str | None:
+    def _read_owner_version(self) -> str | None:
         """Return the version of the distribution that installed a module of another name."""
         top_level = self.module.partition(".")[0]
         if self.distribution != self.module or top_level in sys.stdlib_module_names:
@@ -114,9 +118,9 @@ class InstalledPackage:
         owners = owners_of(self.module)
         if len(set(owners.values())) != 1:
             return None  # none, or several that disagree
-        return self._recording(*owners.popitem())
+        return self._record_version(*owners.popitem())
 
-    def _recording(self, distribution: str, text: str | None) -> str | None:
+    def _record_version(self, distribution: str, text: str | None) -> str | None:
         if text is None:  # metadata without a Version field. Later Pythons raise KeyError
             return None
         try:
@@ -128,14 +132,14 @@ class InstalledPackage:
         self._recorded = text
         return text
 
-    def _version_after_import(self) -> str | None:
+    def _import_for_version(self) -> str | None:
         import importlib
         from importlib.util import find_spec
 
         try:
             if find_spec(self.module.partition(".")[0]) is None:
                 return None
-            text = self._owner_version()
+            text = self._read_owner_version()
             if text is not None or find_spec(self.module) is None:
                 return text
             module = importlib.import_module(self.module)
@@ -146,7 +150,7 @@ class InstalledPackage:
                 "%s is treated as absent: importing it failed with %r", self.module, error
             )
             return None
-        text = self._loaded_version(module)
+        text = self._read_loaded_version(module)
         if text is None:
             self._refuse_unreadable(module)
         return text
@@ -171,12 +175,12 @@ def known_package(module: str, distribution: str | None = None) -> InstalledPack
 
 def installed_version(module: str, distribution: str | None = None) -> Version | None:
     """Return the version of a package, None if it is absent."""
-    text = _installed_text(module, distribution)
+    text = _find_version_text(module, distribution)
     return None if text is None else _versions[text]
 
 
 @constant_when_compiled
-def _installed_text(module: str, distribution: str | None) -> str | None:
+def _find_version_text(module: str, distribution: str | None) -> str | None:
     return known_package(module, distribution).text()
 
 
@@ -227,7 +231,7 @@ def _parse(version: str) -> Version:
     return Version(version)
 
 
-def _readable_text(raw: object) -> str | None:
+def _read_version_text(raw: object) -> str | None:
     """Return the text of a ``__version__``: a ``str``, a subclass of it or a Version."""
     if not isinstance(raw, (str, Version)):
         return None
@@ -243,7 +247,7 @@ def _readable_text(raw: object) -> str | None:
 # reading 200 records.
 def recorded_version(name: str) -> str | None:
     """Return the version of a distribution, None if it is absent or its metadata has none."""
-    folder = _folder_named(name)
+    folder = _find_folder(name)
     return None if folder is None else _field(folder, b"Version")
 
 
@@ -253,18 +257,21 @@ def owners_of(module: str) -> dict[str, str | None]:
     The distribution of the module's name is read first. If it installed the module's first file,
     no other is read.
     """
-    named = _folder_named(module.partition(".")[0])
-    if named is not None and _brought_first_file(named, module):
+    named = _find_folder(module.partition(".")[0])
+    first_file = rb"(/__init__)?(\.[^/\n]*)?"
+    if named is not None and _has_record(_read(named, "RECORD"), module, first_file):
         folders = [named]
     else:
-        folders = [folder for folder in _metadata_folders() if _brought(folder, module)]
+        folders = [
+            folder for folder in _iterate_metadata_folders() if _has_installed(folder, module)
+        ]
     owners: dict[str, str | None] = {}
     for folder in folders:
         owners.setdefault(_field(folder, b"Name") or "", _field(folder, b"Version"))
     return owners
 
 
-def _metadata_folders() -> Iterator[str]:
+def _iterate_metadata_folders() -> Iterator[str]:
     for place in sys.path:
         try:
             names = os.listdir(place or ".")
@@ -273,17 +280,18 @@ def _metadata_folders() -> Iterator[str]:
         yield from (os.path.join(place, name) for name in names if name.endswith(_SUFFIXES))
 
 
-def _folder_named(distribution: str) -> str | None:
-    wanted = _normalised(distribution)
-    folders = _metadata_folders()
-    return next((folder for folder in folders if _name_of(folder) == wanted), None)
+def _find_folder(distribution: str) -> str | None:
+    wanted = _normalize(distribution)
+    folders = _iterate_metadata_folders()
+    # A folder is called NAME-VERSION.dist-info or NAME.egg-info.
+    for folder in folders:
+        name = os.path.splitext(os.path.basename(folder))[0].partition("-")[0]
+        if _normalize(name) == wanted:
+            return folder
+    return None
 
 
-def _name_of(folder: str) -> str:
-    return _normalised(os.path.splitext(os.path.basename(folder))[0].partition("-")[0])
-
-
-def _normalised(name: str) -> str:
+def _normalize(name: str) -> str:
     return _SEPARATORS.sub("-", name).lower()
 
 
@@ -294,9 +302,9 @@ def _field(folder: str, name: bytes) -> str | None:
     return None if found is None else found[1].decode("utf-8", "replace")
 
 
-def _brought(folder: str, module: str) -> bool:
+def _has_installed(folder: str, module: str) -> bool:
     record = _read(folder, "RECORD")
-    if _records(record, module, rb"(/.*|\.[^/\n]*)?"):
+    if _has_record(record, module, rb"(/.*|\.[^/\n]*)?"):
         return True
     # An editable installation, or an installation by an old tool, lists packages but not files.
     if record and b"__editable__" not in record:
@@ -304,11 +312,7 @@ def _brought(folder: str, module: str) -> bool:
     return module.encode() in _read(folder, "top_level.txt").split()
 
 
-def _brought_first_file(folder: str, module: str) -> bool:
-    return _records(_read(folder, "RECORD"), module, rb"(/__init__)?(\.[^/\n]*)?")
-
-
-def _records(record: bytes, module: str, rest_of_path: bytes) -> bool:
+def _has_record(record: bytes, module: str, rest_of_path: bytes) -> bool:
     path = module.replace(".", "/").encode()
     # A search for the bytes first avoids the slower pattern for most records.
     if not (record.startswith(path) or b"\n" + path in record or b'"' + path in record):

@@ -20,12 +20,12 @@ def process_world_size() -> int:
 
 def known_rank() -> int | None:
     """Return the rank in the world group, else ``RANK``, else ``SLURM_PROCID``, else None."""
-    return _from_process_group("get_rank", ("RANK", "SLURM_PROCID"))
+    return _ask_process_group("get_rank", ("RANK", "SLURM_PROCID"))
 
 
 def known_world_size() -> int | None:
     """Return the size of the world group, else ``WORLD_SIZE``, else ``SLURM_NTASKS``, else None."""
-    return _from_process_group("get_world_size", ("WORLD_SIZE", "SLURM_NTASKS"))
+    return _ask_process_group("get_world_size", ("WORLD_SIZE", "SLURM_NTASKS"))
 
 
 def log_on_rank_zero(level: int, message: str) -> None:
@@ -36,7 +36,7 @@ def log_on_rank_zero(level: int, message: str) -> None:
         logging.getLogger(LOGGER_NAME).log(level, message)
 
 
-def _from_process_group(question: str, variables: tuple[str, ...]) -> int | None:
+def _ask_process_group(question: str, variables: tuple[str, ...]) -> int | None:
     """Return the answer of torch.distributed if initialised, else the first integer variable."""
     distributed = sys.modules.get("torch.distributed")
     # During `import torch` the module exists before its functions do.

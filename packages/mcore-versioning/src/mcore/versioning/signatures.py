@@ -56,7 +56,7 @@ def create_updated_function_signature(
             f"{original_function!r} already has the parameter {', '.join(taken)}. "
             "Choose other names for the new parameters"
         )
-    added = [_keyword_only(name, default) for name, default in extended_kwargs.items()]
+    added = [_make_keyword_only(name, default) for name, default in extended_kwargs.items()]
     end = len(present)
     if present and present[-1].kind is inspect.Parameter.VAR_KEYWORD:
         end -= 1
@@ -101,7 +101,7 @@ def signature_of(target: Callable[..., Any]) -> inspect.Signature:
     return inspect.signature(target)
 
 
-def _keyword_only(name: str, default: Any) -> inspect.Parameter:
+def _make_keyword_only(name: str, default: Any) -> inspect.Parameter:
     import inspect
 
     empty = inspect.Parameter.empty

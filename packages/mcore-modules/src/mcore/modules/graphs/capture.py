@@ -85,7 +85,7 @@ def capture_graphs(
         >>> len(layer.cuda_graphs), layer(torch.ones(2, 1, 4, requires_grad=True)).shape
         (2, torch.Size([2, 1, 4]))
     """
-    checked = _checked_layers(layers)
+    checked = _check_layers(layers)
     if num_graphs < 1:
         raise ValueError(f"num_graphs is {num_graphs}. Pass at least 1")
     if sample_inputs is not None and len(sample_inputs) != len(checked):
@@ -103,12 +103,12 @@ def capture_graphs(
     _log_if_never_replayed(config)
     with graph_capturing(), preserved_state(checked, device):
         specs = [
-            _spec_of(layer, order, slot, _inputs_of(layer, order, sample_inputs, sizes))
+            _make_spec(layer, order, slot, _make_inputs(layer, order, sample_inputs, sizes))
             for slot in range(num_graphs)
             for order, layer in enumerate(checked)
         ]
         graphs = runner.capture(specs, num_warmup_iters=num_warmup_iters, allow_unused_input=True)
-        _hand_out(checked, specs, graphs)
+        _assign_graphs(checked, specs, graphs)
 
 
 def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
@@ -128,7 +128,7 @@ def delete_graphs(layers: Iterable[torch.nn.Module]) -> None:
         >>> layer.cuda_graphs
         []
     """
-    for layer in [_graphable(layer) for layer in layers]:
+    for layer in [_require_graphable(layer) for layer in layers]:
         for graph in layer.cuda_graphs:
             graph.reset()
         layer.cuda_graphs = []
@@ -201,7 +201,7 @@ def num_graphs_needed(
     return min(num_microbatches, pp_size - pp_rank)
 
 
-def _graphable(layer: torch.nn.Module) -> GraphableMegatronModule:
+def _require_graphable(layer: torch.nn.Module) -> GraphableMegatronModule:
     if not isinstance(layer, GraphableMegatronModule):
         raise TypeError(
             f"a layer is a {type(layer).__name__}. Pass GraphableMegatronModule instances"
@@ -209,8 +209,8 @@ def _graphable(layer: torch.nn.Module) -> GraphableMegatronModule:
     return layer
 
 
-def _checked_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatronModule]:
-    checked = [_graphable(layer) for layer in layers]
+def _check_layers(layers: Iterable[torch.nn.Module]) -> list[GraphableMegatronModule]:
+    checked = [_require_graphable(layer) for layer in layers]
     for order, layer in enumerate(checked):
         name = f"layer {order} ({type(layer).__name__})"
         if not layer.training:
@@ -237,7 +237,7 @@ def _log_if_never_replayed(config: object) -> None:
         )
 
 
-def _inputs_of(
+def _make_inputs(
     layer: GraphableMegatronModule,
     order: int,
     sample_inputs: SampleInputs | None,
@@ -253,7 +253,7 @@ def _inputs_of(
     }
 
 
-def _spec_of(
+def _make_spec(
     layer: GraphableMegatronModule, order: int, slot: int, inputs: dict[str, torch.Tensor]
 ) -> GraphSpec:
     hidden_states = inputs.pop("hidden_states", None)
@@ -271,7 +271,7 @@ def _spec_of(
     )
 
 
-def _hand_out(
+def _assign_graphs(
     layers: Sequence[GraphableMegatronModule],
     specs: Sequence[GraphSpec],
     graphs: Sequence[GraphedCallable],

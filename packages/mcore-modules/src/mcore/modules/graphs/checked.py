@@ -65,7 +65,7 @@ class CheckedGraph:
         self.pool = spec.pool
         self.number = 0 if spec.pool is None else spec.pool.add_graph()
         self._place = f"the graph of layer {spec.order}, slot {spec.microbatch}"
-        self._signature = InputSignature(spec.args, _present(spec.kwargs))
+        self._signature = InputSignature(spec.args, _drop_none(spec.kwargs))
         self._tensors = LayerTensors(spec.module)
         self._replay: Callable[[GraphCall], Any] | None = replay
         self._free = free
@@ -88,7 +88,7 @@ class CheckedGraph:
         """Check the inputs, run the graph and watch its outputs."""
         if self._replay is None:
             raise GraphStateError(f"{self._place} was reset. Make a new capture")
-        tensors = _present(kwargs) if kwargs else kwargs
+        tensors = _drop_none(kwargs) if kwargs else kwargs
         with_gradients = self._strict and torch.is_grad_enabled()
         self._signature.check(args, tensors, with_gradients=with_gradients)
         parameters = self._tensors.check(with_gradients=with_gradients)
@@ -126,7 +126,7 @@ class CheckedGraph:
             free()
 
 
-def _present(named: Mapping[str, Any]) -> dict[str, Any]:
+def _drop_none(named: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in named.items() if value is not None}
 
 
@@ -150,11 +150,11 @@ class _Watch(torch.autograd.Function):
 def _watch(outputs: Any, token: FlightToken) -> Any:
     """Return the outputs, with tensors that require grad replaced by watched identities."""
     if isinstance(outputs, torch.Tensor):
-        return _watched((outputs,), token)[0] if outputs.requires_grad else outputs
+        return _apply_watch((outputs,), token)[0] if outputs.requires_grad else outputs
     found = differentiable(outputs)
     if not found:
         return outputs
-    replaced = {id(a): b for a, b in zip(found, _watched(tuple(found), token), strict=True)}
+    replaced = {id(a): b for a, b in zip(found, _apply_watch(tuple(found), token), strict=True)}
     return conversion_helper(outputs, lambda leaf: replaced.get(id(leaf), leaf))
 
 
@@ -171,7 +171,7 @@ def differentiable(outputs: Any) -> list[torch.Tensor]:
     return found
 
 
-def _watched(tensors: tuple[torch.Tensor, ...], token: FlightToken) -> tuple[torch.Tensor, ...]:
+def _apply_watch(tensors: tuple[torch.Tensor, ...], token: FlightToken) -> tuple[torch.Tensor, ...]:
     watched: tuple[torch.Tensor, ...] = _Watch.apply(token, *tensors)  # type: ignore[no-untyped-call]
     return watched
 
@@ -219,15 +219,19 @@ class InputSignature:
             autocast is self._autocast
             and len(args) == len(self._args)
             and kwargs.keys() == self._kwargs.keys()
-            and all(_fits(a, b, with_gradients) for a, b in zip(args, self._args, strict=True))
-            and all(_fits(kwargs[name], self._kwargs[name], with_gradients) for name in kwargs)
+            and all(
+                _is_fitting(a, b, with_gradients) for a, b in zip(args, self._args, strict=True)
+            )
+            and all(
+                _is_fitting(kwargs[name], self._kwargs[name], with_gradients) for name in kwargs
+            )
         ):
             return
         expected: dict[int | str, TensorSignature] = dict(enumerate(self._args))
         given: dict[int | str, torch.Tensor] = dict(enumerate(args))
         expected.update(self._kwargs)
         given.update(kwargs)
-        differences = [*_input_differences(expected, given, with_gradients)]
+        differences = [*_compare_inputs(expected, given, with_gradients)]
         if autocast is not self._autocast:
             differences.append(f"autocast is {autocast}, captured with {self._autocast}")
         raise GraphInputMismatch(
@@ -236,7 +240,7 @@ class InputSignature:
         )
 
 
-def _fits(tensor: torch.Tensor, expected: TensorSignature, with_gradients: bool) -> bool:
+def _is_fitting(tensor: torch.Tensor, expected: TensorSignature, with_gradients: bool) -> bool:
     return (
         tensor.shape == expected.shape
         and tensor.dtype is expected.dtype
@@ -246,7 +250,7 @@ def _fits(tensor: torch.Tensor, expected: TensorSignature, with_gradients: bool)
     )
 
 
-def _input_differences(
+def _compare_inputs(
     expected: Mapping[int | str, TensorSignature],
     given: Mapping[int | str, torch.Tensor],
     with_gradients: bool,
@@ -254,11 +258,11 @@ def _input_differences(
     yield from (f"input {name!r} is missing" for name in expected if name not in given)
     yield from (f"input {name!r} is unexpected" for name in given if name not in expected)
     for name in [name for name in expected if name in given]:
-        for text in _differences(expected[name], given[name], with_gradients):
+        for text in _compare_signatures(expected[name], given[name], with_gradients):
             yield f"input {name!r}: {text}"
 
 
-def _differences(
+def _compare_signatures(
     expected: TensorSignature, tensor: torch.Tensor, with_gradients: bool
 ) -> Iterator[str]:
     given = signature_of(tensor)
@@ -284,8 +288,8 @@ class LayerTensors:
         named = {id(tensor): name for name, tensor in module.named_parameters()}
         named.update({id(tensor): name for name, tensor in module.named_buffers()})
         owners = list(iter_modules(module))
-        parameters = _captured([owner._parameters for owner in owners], named)
-        buffers = _captured([owner._buffers for owner in owners], named)
+        parameters = _list_captured([owner._parameters for owner in owners], named)
+        buffers = _list_captured([owner._buffers for owner in owners], named)
         # Plain tuples with only the fields that each call needs, since calls are frequent.
         self._held = [(entry.held, entry.key, entry.tensor, entry.pointer) for entry in parameters]
         self._frozen = [entry for entry in parameters if not entry.required_grad]
@@ -298,13 +302,13 @@ class LayerTensors:
         for held, key, captured, pointer in self._held:
             tensor = held.get(key)
             if tensor is not captured or (pointer and tensor.data_ptr() != pointer):
-                raise _replaced(self._entries, with_gradients)
+                raise _make_replaced_error(self._entries, with_gradients)
         if with_gradients and any(entry.tensor.requires_grad for entry in self._frozen):
-            raise _replaced(self._entries, with_gradients)
+            raise _make_replaced_error(self._entries, with_gradients)
         for entry in self._buffers:
             tensor = entry.held.get(entry.key)
             if tensor is None or (entry.pointer and tensor.data_ptr() != entry.pointer):
-                raise _replaced([entry], with_gradients)
+                raise _make_replaced_error([entry], with_gradients)
         return self._parameters
 
 
@@ -317,11 +321,11 @@ class _CapturedTensor(NamedTuple):
     name: str
 
 
-def _captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_CapturedTensor]:
+def _list_captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_CapturedTensor]:
     """Return an entry for each distinct tensor, and remove its name."""
     return [
         _CapturedTensor(
-            held, key, tensor, _pointer_of(tensor), tensor.requires_grad, named.pop(id(tensor))
+            held, key, tensor, _get_pointer(tensor), tensor.requires_grad, named.pop(id(tensor))
         )
         for held in dicts
         for key, tensor in held.items()
@@ -329,7 +333,7 @@ def _captured(dicts: Sequence[dict[str, Any]], named: dict[int, str]) -> list[_C
     ]
 
 
-def _pointer_of(tensor: torch.Tensor) -> int:
+def _get_pointer(tensor: torch.Tensor) -> int:
     """Return the address of a tensor, 0 for a tensor without memory, such as a quantised tensor."""
     try:
         return tensor.data_ptr()
@@ -337,12 +341,14 @@ def _pointer_of(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _replaced(entries: list[_CapturedTensor], with_gradients: bool) -> ReplacedTensorError:
-    changes = [text for entry in entries for text in _changes_of(entry, with_gradients)]
+def _make_replaced_error(
+    entries: list[_CapturedTensor], with_gradients: bool
+) -> ReplacedTensorError:
+    changes = [text for entry in entries for text in _describe_changes(entry, with_gradients)]
     return ReplacedTensorError(f"{'; '.join(changes)}. Make a new capture of the layer")
 
 
-def _changes_of(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
+def _describe_changes(entry: _CapturedTensor, with_gradients: bool) -> Iterator[str]:
     tensor = entry.held.get(entry.key)
     what = f"{entry.name!r} of the layer"
     if tensor is None:

@@ -111,21 +111,21 @@ class GraphableMegatronModule(MegatronModule):
             >>> layer.get_layer_static_inputs(16, 2)["hidden_states"].shape
             torch.Size([16, 2, 8])
         """
-        local_length = self._local_sequence_length(seq_length)
+        local_length = self._compute_local_length(seq_length)
         if micro_batch_size < 1:
             raise ValueError(f"micro_batch_size is {micro_batch_size}. Pass at least 1")
         hidden_states = torch.ones(
             (local_length, micro_batch_size, read_field(self.config, "hidden_size")),
-            dtype=self._activation_dtype(),
+            dtype=self._get_activation_dtype(),
             device=device_of(self.parameters()),
             requires_grad=True,
         )
         return {"hidden_states": hidden_states}
 
-    def _local_sequence_length(self, seq_length: int) -> int:
-        ranks = self._parallel_size("context_parallel_size")
+    def _compute_local_length(self, seq_length: int) -> int:
+        ranks = self._get_parallel_size("context_parallel_size")
         if read_field(self.config, "sequence_parallel", False):
-            ranks *= self._parallel_size("tensor_model_parallel_size")
+            ranks *= self._get_parallel_size("tensor_model_parallel_size")
         if seq_length < 1 or seq_length % ranks:
             raise ValueError(
                 f"seq_length is {seq_length}. Pass a positive multiple of {ranks}, the number of "
@@ -134,13 +134,13 @@ class GraphableMegatronModule(MegatronModule):
         length: int = seq_length // ranks
         return length
 
-    def _parallel_size(self, name: str) -> int:
+    def _get_parallel_size(self, name: str) -> int:
         size = read_field(self.config, name, 1)
         if not isinstance(size, int) or size < 1:
             raise ValueError(f"{name} of the configuration is {size!r}. Set a whole number >= 1")
         return size
 
-    def _activation_dtype(self) -> torch.dtype:
+    def _get_activation_dtype(self) -> torch.dtype:
         if read_field(self.config, "bf16", False):
             return torch.bfloat16
         if read_field(self.config, "fp16", False):

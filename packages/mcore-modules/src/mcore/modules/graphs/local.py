@@ -153,7 +153,7 @@ class LocalGraphManager:
             GraphStateError: All ``max_graphs_per_key`` graphs are in flight.
         """
         runs_eagerly = is_graph_capturing() or not module.training or not torch.is_grad_enabled()
-        call = None if runs_eagerly else _graphable_call(module, args, kwargs)
+        call = None if runs_eagerly else _make_local_call(module, args, kwargs)
         if call is None:
             return torch.nn.Module.__call__(module, *args, **kwargs)
         record = self._record_of(module, call)
@@ -169,7 +169,7 @@ class LocalGraphManager:
             return self._replay(module, call, record)
 
     def _replay(self, module: torch.nn.Module, call: LocalCall, record: _Record) -> Any:
-        pool = _pool_of_inputs(call)
+        pool = _find_pool_of_inputs(call)
         graph = next((g for g in record.graphs if _is_free(g, pool)), None)
         if graph is None:
             graph = self._capture(module, call, len(record.graphs), pool or MemoryPool())
@@ -178,7 +178,7 @@ class LocalGraphManager:
         outputs = graph(*call.tensors, **named_tensors)
         # Without a backward it is unknown when the outputs may be overwritten: copy them.
         is_tracked = getattr(graph, "is_busy", False)
-        return outputs if is_tracked else conversion_helper(outputs, _own_memory)
+        return outputs if is_tracked else conversion_helper(outputs, _copy_constant)
 
     def reset(self) -> None:
         """Free all graphs and restart with warm-up calls. Does nothing without graphs."""
@@ -212,7 +212,7 @@ class LocalGraphManager:
             pool=pool,
         )
         # Hooks around the capture, such as those of a checkpoint, must not see its saved tensors.
-        without_hooks = torch.autograd.graph.saved_tensors_hooks(_same, _same)
+        without_hooks = torch.autograd.graph.saved_tensors_hooks(_keep_tensor, _keep_tensor)
         with graph_capturing(), preserved_state([module], device), without_hooks:
             [graph] = self.runner.capture(
                 [spec],
@@ -222,7 +222,7 @@ class LocalGraphManager:
         return graph
 
 
-def _same(tensor: torch.Tensor) -> torch.Tensor:
+def _keep_tensor(tensor: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
@@ -242,7 +242,7 @@ def _is_free(graph: Any, pool: MemoryPool | None) -> bool:
 _MOST_NODES = 32
 
 
-def _pool_of_inputs(call: LocalCall) -> MemoryPool | None:
+def _find_pool_of_inputs(call: LocalCall) -> MemoryPool | None:
     """Return the pool of the graph that produced the inputs, if it may be shared.
 
     It may if the graph's call is the innermost in flight: then backwards run in reverse order.
@@ -261,7 +261,7 @@ def _pool_of_inputs(call: LocalCall) -> MemoryPool | None:
     return None
 
 
-def _graphable_call(
+def _make_local_call(
     module: torch.nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> LocalCall | None:
     if module._forward_hooks or module._forward_pre_hooks:
@@ -282,7 +282,7 @@ def _log_eager(module: str, reason: str) -> None:
     logger.warning("%s runs without a graph: %s", module, reason)
 
 
-def _own_memory(leaf: Any) -> Any:
+def _copy_constant(leaf: Any) -> Any:
     is_constant = isinstance(leaf, torch.Tensor) and not leaf.requires_grad
     return leaf.clone() if is_constant else leaf
 
@@ -320,8 +320,8 @@ class LocalCall:
             name: value for name, value in kwargs.items() if isinstance(value, torch.Tensor)
         }
         self.key: Hashable = (
-            tuple(_key_of(f"argument {index}", value) for index, value in enumerate(args)),
-            tuple((name, _key_of(f"argument {name!r}", kwargs[name])) for name in sorted(kwargs)),
+            tuple(_make_key(f"argument {index}", value) for index, value in enumerate(args)),
+            tuple((name, _make_key(f"argument {name!r}", kwargs[name])) for name in sorted(kwargs)),
         )
 
     def tensors_and(self, module: torch.nn.Module) -> Iterator[torch.Tensor]:
@@ -353,7 +353,7 @@ class LocalCall:
 _SLOT = object()
 
 
-def _key_of(place: str, value: Any) -> Hashable:
+def _make_key(place: str, value: Any) -> Hashable:
     if isinstance(value, torch.Tensor):
         return signature_of(value)
     if isinstance(value, (float, complex)):
@@ -364,4 +364,4 @@ def _key_of(place: str, value: Any) -> Hashable:
         raise TypeError(f"{place} is a {type(value).__name__}, neither a tensor nor a constant")
     if any(isinstance(item, torch.Tensor) for item in value):
         raise TypeError(f"{place} is a tuple with a tensor: only plain tensors are captured")
-    return tuple(_key_of(place, item) for item in value)
+    return tuple(_make_key(place, item) for item in value)

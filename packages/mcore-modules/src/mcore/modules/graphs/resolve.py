@@ -53,7 +53,7 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
     impl = read_field(config, "cuda_graph_impl", "none")
     torch_runner = TorchGraphRunner()
     if impl == "transformer_engine" and TEGraphRunner().is_available(device):
-        return _te_runner(config)
+        return _make_te_runner(config)
     chosen: GraphRunner = torch_runner if torch_runner.is_available(device) else EagerGraphRunner()
     is_below = impl == "transformer_engine" or (impl == "local" and chosen.name == "eager")
     if is_below:
@@ -61,7 +61,7 @@ def resolve_graph_runner(config: object, device: torch.device) -> GraphRunner:
     return chosen
 
 
-def _te_runner(config: object) -> TEGraphRunner:
+def _make_te_runner(config: object) -> TEGraphRunner:
     recipe = recipe_of(config)
     return TEGraphRunner(
         fp8_enabled=recipe is not None,
@@ -118,11 +118,11 @@ class EagerGraphRunner:
         allow_unused_input: bool = False,
     ) -> list[GraphedCallable]:
         """Return one callable for each spec. Runs no warm-ups."""
-        replay_of = _EagerReplay if self.strict else _eagerly
+        replay_of = _EagerReplay if self.strict else _replay_eagerly
         return [CheckedGraph(spec, replay_of(spec), strict=self.strict) for spec in specs]
 
 
-def _eagerly(spec: GraphSpec) -> Callable[[GraphCall], Any]:
+def _replay_eagerly(spec: GraphSpec) -> Callable[[GraphCall], Any]:
     return lambda call: spec.fn(*call.args, **call.kwargs)
 
 
@@ -134,21 +134,21 @@ class _EagerReplay:
         self._outputs: list[torch.Tensor] = []
 
     def __call__(self, call: GraphCall) -> Any:
-        args = [self._input(tensor) for tensor in call.args]
-        kwargs = {name: self._input(tensor) for name, tensor in call.kwargs.items()}
+        args = [self._copy_input(tensor) for tensor in call.args]
+        kwargs = {name: self._copy_input(tensor) for name, tensor in call.kwargs.items()}
         with refusing_plain_forks():
             outputs = self._function(*args, **kwargs)
         for last in self._outputs:
-            _spoil(last)
+            _overwrite(last)
         self._outputs = []
-        return conversion_helper(outputs, self._own)
+        return conversion_helper(outputs, self._copy_output)
 
-    def _input(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _copy_input(self, tensor: torch.Tensor) -> torch.Tensor:
         """Copy an input that is an output of the last call, as a graph does before it runs."""
         storages = {output.untyped_storage().data_ptr() for output in self._outputs}
         return tensor.clone() if tensor.untyped_storage().data_ptr() in storages else tensor
 
-    def _own(self, leaf: Any) -> Any:
+    def _copy_output(self, leaf: Any) -> Any:
         """Copy an output, which may be an input, a parameter or a tensor that the layer keeps."""
         if not isinstance(leaf, torch.Tensor):
             return leaf
@@ -157,7 +157,7 @@ class _EagerReplay:
         return copied
 
 
-def _spoil(tensor: torch.Tensor) -> None:
+def _overwrite(tensor: torch.Tensor) -> None:
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.dtype is torch.bool:
             tensor.logical_not_()

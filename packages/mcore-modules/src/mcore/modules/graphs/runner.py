@@ -225,11 +225,11 @@ def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) ->
 
     Also after an exception. Buffers are restored in place, since captured graphs hold their memory.
     """
-    buffers = _buffers(modules)
+    buffers = _list_buffers(modules)
     saved = [buffer.detach().clone() for buffer in buffers]
     tracker = _TrackerState()
     try:
-        with _preserved_generators(device):
+        with _preserve_generators(device):
             yield
     finally:
         with torch.no_grad():
@@ -238,13 +238,13 @@ def preserved_state(modules: Sequence[torch.nn.Module], device: torch.device) ->
         tracker.restore()
 
 
-def _buffers(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
+def _list_buffers(modules: Sequence[torch.nn.Module]) -> list[torch.Tensor]:
     distinct = {id(buffer): buffer for module in modules for buffer in module.buffers()}
     return list(distinct.values())
 
 
 @contextmanager
-def _preserved_generators(device: torch.device) -> Iterator[None]:
+def _preserve_generators(device: torch.device) -> Iterator[None]:
     if device.type == "cpu":
         with torch.random.fork_rng(devices=[]):
             yield
@@ -290,14 +290,14 @@ def refusing_plain_forks() -> Iterator[None]:
     if is_graph_safe_cuda_rng_tracker(tracker) or tracker.is_inference_rng_tracker:
         yield
         return
-    tracker.fork = _refused_fork
+    tracker.fork = _refuse_fork
     try:
         yield
     finally:
         del tracker.fork
 
 
-def _refused_fork(*_: Any, **__: Any) -> Any:
+def _refuse_fork(*_: Any, **__: Any) -> Any:
     raise GraphStateError(
         "a layer draws from a stream of the random tracker. A graph cannot advance its plain "
         "states, so each replay would repeat its numbers. Pass use_cudagraphable_rng=True to "

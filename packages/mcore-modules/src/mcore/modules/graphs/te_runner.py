@@ -98,12 +98,12 @@ class TEGraphRunner:
             RuntimeError: TransformerEngine is missing, or too old for graphs or keyword inputs.
             GraphStateError: A layer draws from a random tracker with plain states.
         """
-        make = _te_function()
-        _tell_generators()
+        make = _import_te_function()
+        _register_generators()
         known = inspect.signature(make).parameters
 
         def capture_slot(slot: list[GraphSpec]) -> Iterator[GraphedCallable]:
-            options = self._options(slot, known)
+            options = self._choose_options(slot, known)
             with refusing_plain_forks():
                 graphed = make(
                     # Modules, not functions: TransformerEngine looks up their parameters.
@@ -119,7 +119,7 @@ class TEGraphRunner:
 
         return capture_by_slot(specs, capture_slot)
 
-    def _options(self, slot: list[GraphSpec], known: Mapping[str, Any]) -> dict[str, Any]:
+    def _choose_options(self, slot: list[GraphSpec], known: Mapping[str, Any]) -> dict[str, Any]:
         if any(spec.kwargs for spec in slot) and "sample_kwargs" not in known:
             raise RuntimeError(
                 "the installed TransformerEngine captures no keyword inputs. Install a newer one"
@@ -142,7 +142,7 @@ def _is_installed(name: str) -> bool:
     return name in sys.modules or importlib.util.find_spec(name) is not None
 
 
-def _te_function() -> Callable[..., Any]:
+def _import_te_function() -> Callable[..., Any]:
     try:
         module = importlib.import_module("transformer_engine.pytorch")
     except ImportError as error:
@@ -158,7 +158,7 @@ def _te_function() -> Callable[..., Any]:
     return function
 
 
-def _tell_generators() -> None:
+def _register_generators() -> None:
     """Pass the random tracker's generators to TransformerEngine, whose graphs register them."""
     generators = dict(enumerate(tracker_generators()))
     if generators:
@@ -211,7 +211,7 @@ def recipe_of(config: object) -> Any:
             "'local', or pass TEGraphRunner(fp8_enabled=True, fp8_recipe=...)"
         )
     if is_switched_on(fp4):
-        return _recipe(recipes, "NVFP4BlockScaling", f"fp4={fp4!r}", {})
+        return _make_recipe(recipes, "NVFP4BlockScaling", f"fp4={fp4!r}", {})
     kind = read_field(config, "fp8_recipe", "delayed")
     if fp8 not in _FORMATS or kind not in _RECIPES:
         raise ValueError(
@@ -224,10 +224,10 @@ def recipe_of(config: object) -> Any:
             option: read_field(config, name, None) for option, name in _DELAYED_OPTIONS.items()
         }
         options.update({option: value for option, value in found.items() if value is not None})
-    return _recipe(recipes, _RECIPES[kind], f"fp8_recipe={kind!r}", options)
+    return _make_recipe(recipes, _RECIPES[kind], f"fp8_recipe={kind!r}", options)
 
 
-def _recipe(recipes: Any, name: str, setting: str, options: dict[str, Any]) -> Any:
+def _make_recipe(recipes: Any, name: str, setting: str, options: dict[str, Any]) -> Any:
     recipe_class = getattr(recipes, name, None)
     if recipe_class is None:
         raise ValueError(

@@ -102,7 +102,7 @@ class TorchGraphRunner:
 
     def is_available(self, device: torch.device) -> bool:
         """Return whether torch can capture graphs on the device, without initialising it."""
-        return _device_module(device) is not None
+        return _find_device_module(device) is not None
 
     def capture(
         self,
@@ -119,11 +119,11 @@ class TorchGraphRunner:
         """
 
         def capture_slot(slot: list[GraphSpec]) -> Iterator[GraphedCallable]:
-            location = device_of(chain(*map(_tensors_of, slot)))
-            device = self._device or _device_of(location)
+            location = device_of(chain(*map(_iterate_tensors, slot)))
+            device = self._device or _find_graph_device(location)
             generators = [g for g in tracker_generators() if g.device.type == location.type]
             recordings = [_Recording(spec, device, generators, allow_unused_input) for spec in slot]
-            with _autocast_without_cache(location), refusing_plain_forks():
+            with _disable_autocast_cache(location), refusing_plain_forks():
                 _record(recordings, device, num_warmup_iters, slot)
             for spec, recording in zip(slot, recordings, strict=True):
                 replay = _Replay(recording, clone_param_grads=self.clone_param_grads)
@@ -142,7 +142,7 @@ def _record(
                 recording.run_forward()
                 recording.run_backward(keep=False)
             recording.forget()
-    handles = [_pool_handle(spec, device) for spec in slot]
+    handles = [_get_pool_handle(spec, device) for spec in slot]
     separate = device.pool() if None in handles else None
     pools = [separate if handle is None else handle for handle in handles]
     for recording, pool in zip(recordings, pools, strict=True):
@@ -156,7 +156,7 @@ def _record(
                 recording.run_backward(keep=recording.shares_pool)
 
 
-def _pool_handle(spec: GraphSpec, device: GraphDevice) -> Any:
+def _get_pool_handle(spec: GraphSpec, device: GraphDevice) -> Any:
     if spec.pool is None:
         return None
     if spec.pool.handle is None:
@@ -319,26 +319,26 @@ def _sample_of(parameter: torch.nn.Parameter) -> torch.Tensor:
     return sample
 
 
-def _tensors_of(spec: GraphSpec) -> Iterator[torch.Tensor]:
+def _iterate_tensors(spec: GraphSpec) -> Iterator[torch.Tensor]:
     return chain(spec.args, spec.kwargs.values(), spec.module.parameters())
 
 
-def _device_module(device: torch.device) -> Any:
+def _find_device_module(device: torch.device) -> Any:
     """Return torch's module of a device that has graphs, if any, without initialising it."""
     module = getattr(torch, device.type, None)
     has_graphs = hasattr(module, "graph_pool_handle") and hasattr(module, "graph")
     return module if module is not None and has_graphs and module.is_available() else None
 
 
-def _device_of(device: torch.device) -> GraphDevice:
-    module = _device_module(device)
+def _find_graph_device(device: torch.device) -> GraphDevice:
+    module = _find_device_module(device)
     if module is None:
         raise RuntimeError(f"torch captures no graphs on {device}. Use EagerGraphRunner there")
     return _TorchDevice(module)
 
 
 @contextlib.contextmanager
-def _autocast_without_cache(device: torch.device) -> Iterator[None]:
+def _disable_autocast_cache(device: torch.device) -> Iterator[None]:
     """Disable autocast's cache: cached casts would be missing from the captured work."""
     dtype = autocast_dtype(device.type)
     if dtype is None:

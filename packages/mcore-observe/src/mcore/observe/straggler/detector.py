@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import logging
 import math
@@ -13,7 +12,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, Concatenate, Literal, ParamSpec
 
 import torch
 
-from mcore.observe.straggler.detector_settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.exchange import UNKNOWN_METRICS, Exchange, GatheredRows
 from mcore.observe.straggler.outliers import OutlierRule, outlier_lines
 from mcore.observe.straggler.ranges import (
@@ -35,6 +33,7 @@ from mcore.observe.straggler.sections import (
     time_calls,
 )
 from mcore.observe.straggler.server.routes import ControllerState
+from mcore.observe.straggler.settings import OnStraggler, StragglerSettings
 from mcore.observe.straggler.telemetry import guard_telemetry, telemetry_of
 from mcore.tensor.device import current_device
 
@@ -55,14 +54,10 @@ def _take_parameters_of(
     def decorate(
         method: Callable[..., None],
     ) -> Callable[Concatenate[StragglerDetector, _P], None]:
-        @functools.wraps(method)
-        def call(self: StragglerDetector, /, *args: _P.args, **kwargs: _P.kwargs) -> None:
-            method(self, *args, **kwargs)
-
         itself = inspect.Parameter("self", inspect.Parameter.POSITIONAL_OR_KEYWORD)
         parameters = [itself, *inspect.signature(settings).parameters.values()]
-        call.__signature__ = inspect.Signature(parameters, return_annotation="None")  # type: ignore[attr-defined]
-        return call
+        vars(method)["__signature__"] = inspect.Signature(parameters, return_annotation="None")
+        return method
 
     return decorate
 

@@ -164,7 +164,7 @@ def refresh(client: Client, before: JobSnapshot) -> JobSnapshot:
         )
         if not status["reports"]:
             return replace(after, report=None, recent=())
-        # The time tells a restarted job with the same number of reports apart.
+        # A restarted job may have the same number of reports, but not the same time.
         keys = ("reports", "last_report_unix")
         if before.report is not None and all(
             status.get(key) == before.status.get(key) for key in keys

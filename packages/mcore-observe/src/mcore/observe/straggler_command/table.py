@@ -123,18 +123,25 @@ def _describe_controller(job: JobSnapshot, most: int) -> dict[str, Any]:
     return described | {
         "report_age_s": job.report_age_s,
         "metric": job.metric,
-        "slow": [_drop_unknown(vars(one)) for one in job.slow],
-        "slowest": [_describe_row(row) for row in job.rows(most)],
+        "slow": [_replace_nan(vars(one)) for one in job.slow],
+        "slowest": [
+            _replace_nan(
+                {
+                    "rank": row.rank,
+                    "host": row.host,
+                    "device": row.device,
+                    "value": row.value,
+                    "times_median": row.times_median,
+                    "slow_in": list(row.slow_in),
+                    **row.sensors,
+                }
+            )
+            for row in job.rows(most)
+        ],
     }
 
 
-def _describe_row(row: RankRow) -> dict[str, Any]:
-    known = {"rank": row.rank, "host": row.host, "device": row.device, "value": row.value}
-    more = {"times_median": row.times_median, "slow_in": list(row.slow_in)}
-    return _drop_unknown(known | more | row.sensors)
-
-
-def _drop_unknown(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_nan(fields: Mapping[str, Any]) -> dict[str, Any]:
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value
         for name, value in fields.items()

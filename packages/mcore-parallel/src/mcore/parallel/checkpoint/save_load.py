@@ -18,7 +18,6 @@ from mcore.parallel.checkpoint.errors import (
     DamagedCheckpointError,
     describe_error,
 )
-from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.index import (
     file_problems,
     format_keys,
@@ -26,6 +25,7 @@ from mcore.parallel.checkpoint.files.index import (
     read_index_file,
 )
 from mcore.parallel.checkpoint.files.manifest import Index
+from mcore.parallel.checkpoint.files.pieces import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.places import (
     PathLike,
     Place,

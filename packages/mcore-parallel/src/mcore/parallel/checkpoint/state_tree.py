@@ -108,6 +108,7 @@ def _is_entered(node: Any) -> bool:
     """Return whether a node is a dict, a list with a dict or tensor, or a tuple with a shard."""
     if isinstance(node, Mapping):
         return True
+    # As in torch's checkpoints, a list or tuple of plain values is one value, not many leaves.
     if isinstance(node, list):
         return any(
             isinstance(item, _ATOMS) or (isinstance(item, Mapping | list) and _is_entered(item))

@@ -114,6 +114,7 @@ class Team:
         if self.group is None:
             return [payload]
         device = comm_device(self.group)
+        # A gather collects elements of one size, so each is padded to the longest.
         sizes = torch.zeros(self.size, dtype=torch.int64, device=device)
         sizes[self.rank] = len(payload)
         with name_lost_ranks():
@@ -131,6 +132,7 @@ class Team:
         """Return this rank's element of the first rank's ``payloads``, one for each rank."""
         if self.group is None:
             return payloads[0]
+        # A scatter sends elements of one size, so each is padded and preceded by its length.
         [width] = self.max([max(map(len, payloads), default=0)])
         device = comm_device(self.group)
         message = torch.empty(8 + width, dtype=torch.uint8, device=device)

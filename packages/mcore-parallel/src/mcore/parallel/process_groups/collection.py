@@ -314,14 +314,6 @@ class ProcessGroups(_Owner):
         except AttributeError:
             return self._owned.lazy_meshes.get(name)
 
-    def _holds_destroyed_groups(self) -> bool:
-        values = [self._peek(name) for name in _FIELD_NAMES]
-        groups = [*values, *(self._peek("hcp") or ())]
-        return any(
-            has_destroyed_groups(group) if isinstance(group, DeviceMesh) else is_destroyed(group)
-            for group in groups
-        )
-
     def __getattr__(self, name: str) -> Any:
         """Make a mesh at its first use. Python calls this only for attributes that are not set."""
         if name not in _FIELD_NAMES:
@@ -428,7 +420,11 @@ def _drop_at_exit() -> None:
 def _drop_destroyed() -> None:
     # The threads of a group that outlives its world abort the interpreter's exit.
     for pgs in list(_living.values()):
-        if pgs._holds_destroyed_groups():
+        held = [*(pgs._peek(name) for name in _FIELD_NAMES), *(pgs._peek("hcp") or ())]
+        if any(
+            has_destroyed_groups(group) if isinstance(group, DeviceMesh) else is_destroyed(group)
+            for group in held
+        ):
             pgs._drop()
 
 

@@ -32,8 +32,16 @@ class GroupSettings:
             raise TypeError(f"timeout must be a datetime.timedelta or None, got {self.timeout!r}")
         if self.timeout is not None and self.timeout <= timedelta(0):
             raise ValueError(f"timeout must be positive, got {self.timeout}")
-        if self.backend is not None:
-            _check_backend(self.backend)
+        # new_group also refuses a backend, but only on members: then the ranks count later groups
+        # differently.
+        for pair in () if self.backend is None else self.backend.split(","):
+            name = pair.rpartition(":")[2]
+            if not dist.is_backend_available(name):
+                raise ValueError(
+                    f"no backend {name!r} (backend={self.backend!r}): torch has "
+                    f"{', '.join(filter(dist.is_backend_available, dist.Backend.backend_list))} "
+                    "here"
+                )
         for name in self.options:
             if name not in GROUP_FIELDS:
                 raise ValueError(
@@ -44,17 +52,6 @@ class GroupSettings:
         """Return the settings that must be equal on all ranks."""
         options = {name: type(value).__name__ for name, value in sorted(self.options.items())}
         return {"timeout": self.timeout, "backend": self.backend, "pg_options": options}
-
-
-def _check_backend(backend: str) -> None:
-    # new_group also refuses it, but only on members: then the ranks count later groups differently.
-    for pair in backend.split(","):
-        name = pair.rpartition(":")[2]
-        if not dist.is_backend_available(name):
-            raise ValueError(
-                f"no backend {name!r} (backend={backend!r}): torch has "
-                f"{', '.join(filter(dist.is_backend_available, dist.Backend.backend_list))} here"
-            )
 
 
 class SharedGroup:
@@ -151,16 +148,37 @@ class GroupMaker:
 
     def knows(self, rank_lists: Iterable[Sequence[int]], name: str) -> bool:
         """Return whether every list has a group."""
-        return all(self._is_known(tuple(ranks), name) for ranks in rank_lists)
+        options = self._identify_options(name)
+        return all(
+            (ranks, options) in self._own or (not options and self._make_key(ranks) in self._shared)
+            for ranks in map(tuple, rank_lists)
+        )
 
     def group_of(self, rank_lists: Sequence[Sequence[int]], name: str) -> dist.ProcessGroup | None:
         """Return this rank's group among disjoint lists, and create all missing groups."""
+        options_id, options = self._identify_options(name), self._settings.options.get(name)
         mine = None
         for ranks in map(tuple, rank_lists):
-            if not self._is_known(ranks, name):
-                self._create(ranks, name)
-            group = self._find(ranks, name)
-            mine = group if self._rank in ranks else mine
+            if (ranks, options_id) not in self._own:
+                key = self._make_key(ranks)
+                shared = None if options_id else self._shared.get(key)
+                if shared is None:
+                    made = dist.new_group(
+                        list(ranks),
+                        timeout=self.timeout,
+                        backend=self._settings.backend,
+                        pg_options=options,
+                        group_desc=f"mcore_{name}",
+                    )
+                    shared = SharedGroup(made if self._rank in ranks else None)
+                    if options is None:
+                        self._shared[key] = shared
+                if id(shared) not in self.used:
+                    self.used[id(shared)] = shared
+                    shared.users += 1
+                self._own[ranks, options_id] = shared.group
+            if self._rank in ranks:
+                mine = self._own[ranks, options_id]
         return mine
 
     def _make_key(self, ranks: Ranks) -> _Key:
@@ -168,38 +186,3 @@ class GroupMaker:
 
     def _identify_options(self, name: str) -> int:
         return id(self._settings.options[name]) if name in self._settings.options else 0
-
-    def _is_known(self, ranks: Ranks, name: str) -> bool:
-        options = self._identify_options(name)
-        return (ranks, options) in self._own or (
-            not options and self._make_key(ranks) in self._shared
-        )
-
-    def _find(self, ranks: Ranks, name: str) -> dist.ProcessGroup | None:
-        place = ranks, self._identify_options(name)
-        if place not in self._own:
-            shared = self._shared[self._make_key(ranks)]
-            self._use(shared)
-            self._own[place] = shared.group
-        return self._own[place]
-
-    def _create(self, ranks: Ranks, name: str) -> None:
-        options = self._settings.options.get(name)
-        made = dist.new_group(
-            list(ranks),
-            timeout=self.timeout,
-            backend=self._settings.backend,
-            pg_options=options,
-            group_desc=f"mcore_{name}",
-        )
-        group = made if self._rank in ranks else None
-        shared = SharedGroup(group)
-        self._use(shared)
-        self._own[ranks, self._identify_options(name)] = group
-        if options is None:
-            self._shared[self._make_key(ranks)] = shared
-
-    def _use(self, shared: SharedGroup) -> None:
-        if id(shared) not in self.used:
-            self.used[id(shared)] = shared
-            shared.users += 1

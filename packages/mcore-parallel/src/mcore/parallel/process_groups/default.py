@@ -195,28 +195,16 @@ def get_tensor_model_parallel_group_if_none(
     if default is None or tp_group is not None:
         return tp_group
     frame = sys._getframe(1)
-    if dist.get_rank() == 0 and _is_new_site(frame.f_code.co_filename, frame.f_lineno):
+    site = frame.f_code.co_filename, frame.f_lineno
+    sites = _warned.setdefault(cast("dist.ProcessGroup", dist.group.WORLD), set())
+    if dist.get_rank() == 0 and site not in sites:
+        sites.add(site)
         warnings.warn(
             "tp_group is None: using the tensor-parallel group of the default ProcessGroups. "
             "Pass tp_group explicitly",
             DeprecationWarning,
             stacklevel=2,
         )
-    return _find_tensor_parallel_group(default, is_expert, check_initialized)
-
-
-def _is_new_site(filename: str, line: int) -> bool:
-    """Return whether a source line is new in this world group, and record it."""
-    world = cast("dist.ProcessGroup", dist.group.WORLD)
-    sites = _warned.setdefault(world, set())
-    known = (filename, line) in sites
-    sites.add((filename, line))
-    return not known
-
-
-def _find_tensor_parallel_group(
-    default: ProcessGroups, is_expert: bool, check_initialized: bool
-) -> dist.ProcessGroup | None:
     name = "expt_tp" if is_expert else "tp"
     found: dist.ProcessGroup | None = getattr(default, name)
     if found is None and check_initialized:

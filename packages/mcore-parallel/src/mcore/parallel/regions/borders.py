@@ -48,7 +48,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import check_tensors, checked
+from mcore.parallel.agreement import check_on_all_ranks, check_tensors
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.shortened import counted
@@ -276,7 +276,9 @@ def _apply_across(
         return input_
     check, given = sizes or (None, None)
     if check is not None and given is not None:
-        agreed = checked(partial(check, given, input_, resolved), "the sizes {}".format, resolved)
+        agreed = check_on_all_ranks(
+            partial(check, given, input_, resolved), "the sizes {}".format, resolved
+        )
         more = (*more, agreed)
     return apply_function(function, input_, resolved, *more)
 
@@ -308,7 +310,10 @@ class Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _reduce_over(input_, group)
+        check_tensors("all-reduce", input_, group)
+        output = input_.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(output, group=group)
+        return output
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None]:
@@ -323,7 +328,13 @@ class Scatter(torch.autograd.Function):
         ctx: Any, input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes = None
     ) -> Tensor:
         ctx.group, ctx.dim, ctx.sizes = group, dim, sizes
-        return _slice_own_part(input_, group, dim, sizes)
+        if sizes is None:
+            length = _divide_length(input_, group, dim)
+            start = group.rank() * length
+        else:
+            length, start = sizes[group.rank()], sum(sizes[: group.rank()])
+        # A copy, else the slice would keep the whole input alive.
+        return input_.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
@@ -366,27 +377,22 @@ class ReduceScatter(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input_: Tensor, group: dist.ProcessGroup, sizes: Sizes = None) -> Tensor:
         ctx.group, ctx.sizes = group, sizes
-        return _reduce_and_scatter(input_, group, sizes)
+        if sizes is None:
+            check_tensors("reduce-scatter", input_, group)
+            length = longest = _divide_length(input_, group, SEQUENCE_DIM)
+            sent = input_.contiguous()
+        else:  # the collective needs equal parts
+            length, longest = sizes[group.rank()], max(sizes)
+            parts = torch.split(input_, list(sizes))
+            sent = torch.cat([pad_rows(part, longest) for part in parts])
+            check_tensors("reduce-scatter", sent, group)
+        output = input_.new_empty((longest, *input_.shape[1:]))
+        reduce_scatter_single(output, sent, group)
+        return output if length == longest else output[:length]
 
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None]:
         return apply_function(GatherToPartial, grad_output, ctx.group, ctx.sizes), None, None
-
-
-def _reduce_over(input_: Tensor, group: dist.ProcessGroup) -> Tensor:
-    check_tensors("all-reduce", input_, group)
-    output = input_.clone(memory_format=torch.contiguous_format)
-    dist.all_reduce(output, group=group)
-    return output
-
-
-def _slice_own_part(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
-    if sizes is None:
-        length = _divide_length(input_, group, dim)
-        start = group.rank() * length
-    else:
-        length, start = sizes[group.rank()], sum(sizes[: group.rank()])
-    return input_.narrow(dim, start, length).clone(memory_format=torch.contiguous_format)
 
 
 def _gather_along(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Sizes) -> Tensor:
@@ -407,20 +413,6 @@ def _gather_along(input_: Tensor, group: dist.ProcessGroup, dim: int, sizes: Siz
     if dim % input_.dim() == 0:
         return output
     return torch.cat(output.chunk(num_ranks, dim=0), dim=dim)
-
-
-def _reduce_and_scatter(input_: Tensor, group: dist.ProcessGroup, sizes: Sizes) -> Tensor:
-    if sizes is None:
-        check_tensors("reduce-scatter", input_, group)
-        length = longest = _divide_length(input_, group, SEQUENCE_DIM)
-        sent = input_.contiguous()
-    else:
-        length, longest = sizes[group.rank()], max(sizes)
-        sent = torch.cat([pad_rows(part, longest) for part in torch.split(input_, list(sizes))])
-        check_tensors("reduce-scatter", sent, group)
-    output = input_.new_empty((longest, *input_.shape[1:]))
-    reduce_scatter_single(output, sent, group)
-    return output if length == longest else output[:length]
 
 
 def _divide_length(input_: Tensor, group: dist.ProcessGroup, dim: int) -> int:

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import checked
+from mcore.parallel.agreement import check_on_all_ranks
 from mcore.parallel.groups import GroupLike
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.tensor_memory import bytes_of
@@ -69,7 +69,7 @@ def vocab_parallel_cross_entropy(
     vocab_size = most if vocab_size is None else vocab_size
     given = vocab_parallel_logits, target, label_smoothing, vocab_size, ignore_index
     places = partial(_find_targets_without_loss, *given, most)
-    is_ignored, is_outside = checked(places, lambda _: _describe(*given), group)
+    is_ignored, is_outside = check_on_all_ranks(places, lambda _: _describe(*given), group)
     smoothing = _Smoothing(label_smoothing, vocab_size) if label_smoothing else None
     first = 0 if group is None else group.rank() * columns
     num_counted = min(max(vocab_size - first, 0), columns)
@@ -164,26 +164,6 @@ def _find_targets_without_loss(
     most: int,
 ) -> tuple[Tensor, Tensor]:
     """Check the arguments. Return masks of ignored targets and of targets not in the vocabulary."""
-    _check_arguments(logits, target, label_smoothing, vocab_size, most)
-    is_ignored = target == ignore_index
-    is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
-    if target.device.type == "cpu" and is_outside.any():
-        raise ValueError(
-            f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
-            f"{vocab_size}: only {ignore_index} is ignored"
-        )
-    return is_ignored, is_outside
-
-
-def _describe(logits: Tensor, target: Tensor, *settings: float) -> str:
-    """Return the arguments that must be equal on all ranks, with a digest of the targets."""
-    digest = hashlib.sha1(bytes_of(target), usedforsecurity=False).hexdigest()
-    return f"cross entropy of {logits.dtype} {tuple(logits.shape)}, {settings}, targets {digest}"
-
-
-def _check_arguments(
-    logits: Tensor, target: Tensor, label_smoothing: float, vocab_size: int, most: int
-) -> None:
     if target.dtype != torch.int64:
         raise TypeError(f"target must hold int64, got {target.dtype}: pass target.long()")
     if not most or target.shape != logits.shape[:-1]:
@@ -198,3 +178,17 @@ def _check_arguments(
             f"label_smoothing is {label_smoothing} with a vocabulary of {vocab_size}, expected 0 "
             "to below 1, and 0 for a vocabulary of 1"
         )
+    is_ignored = target == ignore_index
+    is_outside = ((target < 0) | (target >= vocab_size)) & ~is_ignored
+    if target.device.type == "cpu" and is_outside.any():
+        raise ValueError(
+            f"target {int(target[is_outside][0])} is not below the vocabulary's size, "
+            f"{vocab_size}: only {ignore_index} is ignored"
+        )
+    return is_ignored, is_outside
+
+
+def _describe(logits: Tensor, target: Tensor, *settings: float) -> str:
+    """Return the arguments that must be equal on all ranks, with a digest of the targets."""
+    digest = hashlib.sha1(bytes_of(target), usedforsecurity=False).hexdigest()
+    return f"cross entropy of {logits.dtype} {tuple(logits.shape)}, {settings}, targets {digest}"

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from mcore.parallel.agreement import checked, checks_tensors
+from mcore.parallel.agreement import check_on_all_ranks, is_checking_tensors
 from mcore.parallel.groups import GroupLike, comm_device
 from mcore.parallel.process_groups.default import group_of_several
 from mcore.parallel.regions.borders import (
@@ -70,11 +70,14 @@ def all_to_all(
     if resolved is None:
         return input_
     sizes = partial(_resolve_sizes, input_, input_split_sizes, output_split_sizes, resolved)
-    received, sent = checked(sizes, partial(_describe, input_), resolved)
-    if received is None or checks_tensors():
-        wanted, received = received, _exchange_sizes(sent, resolved)
+    received, sent = check_on_all_ranks(sizes, partial(_describe, input_), resolved)
+    if received is None or is_checking_tensors():
+        own = torch.tensor(sent, device=comm_device(resolved))
+        theirs = torch.empty_like(own)
+        dist.all_to_all_single(theirs, own, group=resolved)
+        wanted, received = received, tuple(theirs.tolist())
         if wanted is not None:
-            checked(partial(_check_received, wanted, received), str, resolved)
+            check_on_all_ranks(partial(_check_received, wanted, received), str, resolved)
     return apply_function(AllToAll, input_, resolved, received, sent)
 
 
@@ -90,7 +93,13 @@ def _resolve_sizes(
     received = check_sizes("output_split_sizes", output_split_sizes, group)
     if sent is not None:
         return received, sent
-    equal = _divide_equally(input_, group)
+    length, num_ranks = input_.shape[0], group.size()
+    if length % num_ranks:
+        raise ValueError(
+            f"an input of shape {tuple(input_.shape)} cannot be sent in equal parts to the "
+            f"{num_ranks} ranks of the group: pass input_split_sizes"
+        )
+    equal = (length // num_ranks,) * num_ranks
     return equal if received is None else received, equal
 
 
@@ -128,21 +137,3 @@ class AllToAll(torch.autograd.Function):
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, None, None, None]:
         grad = apply_function(AllToAll, grad_output, ctx.group, ctx.sent, ctx.received)
         return grad, None, None, None
-
-
-def _divide_equally(input_: Tensor, group: dist.ProcessGroup) -> tuple[int, ...]:
-    length, num_ranks = input_.shape[0], group.size()
-    if length % num_ranks:
-        raise ValueError(
-            f"an input of shape {tuple(input_.shape)} cannot be sent in equal parts to the "
-            f"{num_ranks} ranks of the group: pass input_split_sizes"
-        )
-    return (length // num_ranks,) * num_ranks
-
-
-def _exchange_sizes(sent: tuple[int, ...], group: dist.ProcessGroup) -> tuple[int, ...]:
-    """Return the number of rows that every rank sends to this rank."""
-    own = torch.tensor(sent, device=comm_device(group))
-    theirs = torch.empty_like(own)
-    dist.all_to_all_single(theirs, own, group=group)
-    return tuple(theirs.tolist())

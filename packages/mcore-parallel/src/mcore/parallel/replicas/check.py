@@ -379,12 +379,9 @@ class _ShardSlotFinder:
         """Return the slots of a tensor's shards, the same on all ranks except for ``own``."""
         if not is_dtensor(tensor):
             return _WHOLE
-        key = (tensor.device_mesh, tuple(tensor.placements))
-        if key not in self._found:
-            self._found[key] = self._find_in_mesh(*key)
-        return self._found[key]
-
-    def _find_in_mesh(self, mesh: DeviceMesh, placements: tuple[Placement, ...]) -> _ShardSlots:
+        mesh, placements = tensor.device_mesh, tuple(tensor.placements)
+        if (mesh, placements) in self._found:
+            return self._found[mesh, placements]
         places = product(*map(range, mesh.shape))
         in_group = {
             _cut_coordinates(place, placements)
@@ -395,12 +392,14 @@ class _ShardSlotFinder:
         coordinate = mesh.get_coordinate()
         own = None if coordinate is None else shards.index(_cut_coordinates(coordinate, placements))
         digest = hashlib.sha1(repr(shards).encode(), usedforsecurity=False).hexdigest()
-        return _ShardSlots(
+        found = _ShardSlots(
             num_shards=len(shards),
             own=own,
             has_replicas=len(shards) < len(self._group_ranks),
             layout=f"mesh {tuple(mesh.shape)} {placements}, shards {digest}",
         )
+        self._found[mesh, placements] = found
+        return found
 
 
 def _cut_coordinates(coordinate: Sequence[int], placements: Sequence[Placement]) -> tuple[int, ...]:

@@ -78,9 +78,9 @@ def model_parallel_cuda_manual_seed(
         1234
     """
     ranks = [
-        _find_own_rank("tp", tp_rank),
-        _find_own_rank("ep", ep_rank),
-        _find_own_rank("expt_tp", etp_rank),
+        _find_rank("tp", tp_rank),
+        _find_rank("ep", ep_rank),
+        _find_rank("expt_tp", etp_rank),
     ]
     seeds = rng_stream_seeds(seed, *ranks)
     wanted = None if device is None else resolve_rng_device(device)
@@ -123,7 +123,7 @@ def rng_stream_seeds(
     return seeds
 
 
-def _find_own_rank(group_name: str, given: int | None) -> int:
+def _find_rank(group_name: str, given: int | None) -> int:
     return get_pg_rank(group_or_default(None, group_name)) if given is None else given
 
 

@@ -144,7 +144,7 @@ def ensure_tracker(flags: TrackerFlags, force_reset: bool, stacklevel: int) -> R
             shared.refused.add(flags)
     if differs:
         warnings.warn(
-            f"rng tracker already initialised with {shared.flags}, requested {flags}: use "
+            f"rng tracker already initialised with {shared.flags}. Requested {flags}: use "
             "force_reset to replace it",
             RuntimeWarning,
             stacklevel=stacklevel,

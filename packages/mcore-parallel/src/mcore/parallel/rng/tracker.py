@@ -399,7 +399,17 @@ class _Fork(ContextDecorator):
     def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
         tracker, siblings = self.tracker, self.siblings
         if siblings[-1] is not self:
-            self._leave_early(is_error=kind is None)
+            # The numbers belong to the inner forks. The next of them restores the outer state.
+            index = siblings.index(self)
+            inner = siblings[index + 1]
+            inner.previous = self.previous
+            del siblings[index]
+            if kind is None:
+                raise RuntimeError(
+                    f"a fork of {self.name} closed while a fork of {inner.name}, opened inside it, "
+                    "is still open: close forks in reverse order, as with blocks do unless a "
+                    "generator is suspended inside a block. No stream was changed"
+                )
             return
         tracker._leave(self)
         state = self._cpu_state
@@ -407,19 +417,6 @@ class _Fork(ContextDecorator):
             tracker._has_warned = True
             warnings.warn(
                 "CPU RNG state changed within GPU RNG context", RuntimeWarning, stacklevel=2
-            )
-
-    def _leave_early(self, is_error: bool) -> None:
-        """Leave the numbers to the inner forks. The next of them restores the outer state."""
-        index = self.siblings.index(self)
-        inner = self.siblings[index + 1]
-        inner.previous = self.previous
-        del self.siblings[index]
-        if is_error:
-            raise RuntimeError(
-                f"a fork of {self.name} closed while a fork of {inner.name}, opened inside it, is "
-                "still open: close forks in reverse order, as with blocks do unless a generator is "
-                "suspended inside a block. No stream was changed"
             )
 
 

@@ -112,18 +112,18 @@ def local_multi_tensor_l2_norm(
     """
     flag = checked_noop_flag(noop_flag)
     tensors = [tensor for tensors in checked_tensor_lists(tensor_lists) for tensor in tensors]
-    device = _device_of_result(tensors, flag)
+    device = _choose_device(tensors, flag)
     lengths = [tensor.numel() for tensor in tensors]
-    groups = _filled_by_kind(tensors, lengths)
+    groups = _group_filled(tensors, lengths)
     check_data([tensors[group[0]] for group in groups], flag)
     norms_of = norms_of_tensors if per_tensor else norms_of_pieces
-    parts = [norms_of(_picked(tensors, group), _picked(lengths, group)) for group in groups]
-    norm = _joint_norm(parts, device)
+    parts = [norms_of(_pick(tensors, group), _pick(lengths, group)) for group in groups]
+    norm = _join_norms(parts, device)
     if flag is not None:
         _raise_unless(norm.le(_LARGEST_FLOAT32), flag)
     if not per_tensor:
         return norm, torch.empty(0, dtype=torch.float32, device=device)
-    return norm, _in_order(parts, groups, len(tensors), device)
+    return norm, _restore_order(parts, groups, len(tensors), device)
 
 
 @torch.no_grad()
@@ -164,8 +164,8 @@ def local_multi_tensor_scale(
         [tensor([0.5000, 1.0000], dtype=torch.bfloat16)]
     """
     flag = checked_noop_flag(noop_flag)
-    factor = _checked_scale(scale)
-    groups = list(_pairs_by_kind(*_checked_pairs(checked_tensor_lists(tensor_lists))))
+    factor = _check_scale(scale)
+    groups = list(_group_pairs(*_check_pairs(checked_tensor_lists(tensor_lists))))
     check_data([tensors[0] for group in groups for tensors in group], flag, scale)
     for sources, destinations in groups:
         all_finite = scaled_copy(sources, destinations, factor)
@@ -204,7 +204,7 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
     if isinstance(tensors, Tensor):
         raise TypeError("tensors must be a list of tensors, got a tensor")
     given = list(tensors)
-    shards = [_shards(tensor, index) for index, tensor in enumerate(given)]
+    shards = [_find_split_dims(tensor, index) for index, tensor in enumerate(given)]
     local = [to_local_if_dtensor(tensor) for tensor in given]
     check_tensors(local, "tensors")
     check_data(local, None)
@@ -215,13 +215,13 @@ def calc_norm(tensors: Iterable[Tensor]) -> Tensor:
     for tensor, key in zip(local, shards, strict=True):
         by_shards.setdefault(key, []).append(tensor)
     squares = [
-        _summed_over_shards(_sum_of_squares(members), key) for key, members in by_shards.items()
+        _sum_over_shards(_sum_of_squares(members), key) for key, members in by_shards.items()
     ]
     total = _sum([moved(square, device) for square in squares])
     return total.sqrt().to(torch.float32).reshape(())
 
 
-def _shards(tensor: Tensor, index: int) -> _Shards | None:
+def _find_split_dims(tensor: Tensor, index: int) -> _Shards | None:
     """Return the mesh and mesh dimensions that split a DTensor, None for a plain tensor."""
     if not is_dtensor(tensor):
         return None
@@ -244,8 +244,8 @@ def _sum_of_squares(tensors: list[Tensor]) -> Tensor:
     device = tensors[0].device
     lengths = [tensor.numel() for tensor in tensors]
     sums = [_zero(device)]
-    for group in _filled_by_kind(tensors, lengths):
-        norms = norms_of_pieces(_picked(tensors, group), _picked(lengths, group))
+    for group in _group_filled(tensors, lengths):
+        norms = norms_of_pieces(_pick(tensors, group), _pick(lengths, group))
         square = norms.to(_zero(norms.device).dtype).square().sum(0, keepdim=True)
         sums.append(moved(square, device))
     return _sum(sums)
@@ -256,7 +256,7 @@ def _zero(device: torch.device) -> Tensor:
     return torch.zeros(1, dtype=dtype, device=device)
 
 
-def _summed_over_shards(squares: Tensor, shards: _Shards | None) -> Tensor:
+def _sum_over_shards(squares: Tensor, shards: _Shards | None) -> Tensor:
     """Return the sum over the ranks that hold the shards, the same on each of them."""
     if shards is not None:
         mesh, dims = shards
@@ -272,13 +272,13 @@ def _raise_unless(all_finite: Tensor, flag: Tensor) -> None:
     flag.masked_fill_(moved(overflow, flag.device), 1)
 
 
-def _device_of_result(tensors: list[Tensor], flag: Tensor | None) -> torch.device:
+def _choose_device(tensors: list[Tensor], flag: Tensor | None) -> torch.device:
     if tensors:
         return tensors[0].device
     return torch.device("cpu") if flag is None else flag.device
 
 
-def _joint_norm(parts: list[Tensor], device: torch.device) -> Tensor:
+def _join_norms(parts: list[Tensor], device: torch.device) -> Tensor:
     """Return the root of the sum of all squares, float32 [1]. Copies one scalar per device."""
     by_device: dict[torch.device, list[Tensor]] = {}
     for part in parts:
@@ -295,7 +295,7 @@ def _sum(scalars: list[Tensor]) -> Tensor:
     return scalars[0] if len(scalars) == 1 else torch.cat(scalars).sum(0, keepdim=True)
 
 
-def _in_order(
+def _restore_order(
     parts: list[Tensor], groups: list[list[int]], num_tensors: int, device: torch.device
 ) -> Tensor:
     """Return norms of groups of tensors, float32, in the tensors' order. Others are zero."""
@@ -309,7 +309,7 @@ def _in_order(
     return torch.stack(norms) if norms else torch.zeros(0, dtype=torch.float32, device=device)
 
 
-def _checked_scale(scale: float | Tensor) -> float | Tensor:
+def _check_scale(scale: float | Tensor) -> float | Tensor:
     if isinstance(scale, Tensor):
         if scale.numel() != 1:
             raise ValueError(
@@ -328,7 +328,7 @@ def _checked_scale(scale: float | Tensor) -> float | Tensor:
         ) from error
 
 
-def _checked_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
+def _check_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
     """Return the sources and destinations that have elements, each pair in one shape."""
     if len(lists) != 2:
         raise ValueError(
@@ -352,11 +352,11 @@ def _checked_pairs(lists: list[list[Tensor]]) -> tuple[list[Tensor], list[Tensor
     return sources, destinations
 
 
-def _picked(items: list[T], indices: list[int]) -> list[T]:
+def _pick(items: list[T], indices: list[int]) -> list[T]:
     return items if len(indices) == len(items) else [items[index] for index in indices]
 
 
-def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]]:
+def _group_filled(tensors: list[Tensor], lengths: list[int]) -> list[list[int]]:
     """Return the indices of non-empty tensors, in groups of the same device and dtype."""
     if 0 not in lengths:
         return indices_by_kind(tensors)
@@ -365,16 +365,16 @@ def _filled_by_kind(tensors: list[Tensor], lengths: list[int]) -> list[list[int]
     return [[filled[index] for index in group] for group in groups]
 
 
-def _pairs_by_kind(
+def _group_pairs(
     sources: list[Tensor], destinations: list[Tensor]
 ) -> Iterator[tuple[list[Tensor], list[Tensor]]]:
     """Group non-empty pairs by dtypes, devices, and whether source and destination are the same."""
     filled = [index for index, tensor in enumerate(destinations) if tensor.numel() > 0]
     in_place = [index for index in filled if sources[index] is destinations[index]]
-    tensors = _picked(destinations, in_place)
+    tensors = _pick(destinations, in_place)
     for group in indices_by_kind(tensors):
-        yield _picked(tensors, group), _picked(tensors, group)
+        yield _pick(tensors, group), _pick(tensors, group)
     others = [index for index in filled if sources[index] is not destinations[index]]
-    sources, destinations = _picked(sources, others), _picked(destinations, others)
+    sources, destinations = _pick(sources, others), _pick(destinations, others)
     for group in indices_by_kind(sources, destinations):
-        yield _picked(sources, group), _picked(destinations, group)
+        yield _pick(sources, group), _pick(destinations, group)

@@ -27,13 +27,13 @@ _NARROW = (torch.float16, torch.bfloat16)
 def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     """Return norms, float32 or wider, of disjoint pieces that together cover the tensors."""
     if are_traced(tensors):
-        return torch.cat([_row_norms_when_traced(tensor) for tensor in tensors])
+        return torch.cat([_trace_row_norms(tensor) for tensor in tensors])
     if tensors[0].device.type != "cpu":
-        return _norms_of_each(tensors)
+        return _compute_norms(tensors)
     rows = _Rows(tensors[0].dtype, sum(lengths))
     short = [index for index, length in enumerate(lengths) if length < _LONG]
     if len(short) < len(tensors):
-        rests = [rows.add_long(tensors[index]) for index in _others(short, len(tensors))]
+        rests = [rows.add_long(tensors[index]) for index in _find_others(short, len(tensors))]
         tensors = [tensors[index] for index in short]
         tensors += [rest for rest in rests if rest is not None]
         lengths = [tensor.numel() for tensor in tensors]
@@ -44,10 +44,10 @@ def norms_of_pieces(tensors: list[Tensor], lengths: list[int]) -> Tensor:
 def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
     """Return the norm of each tensor in their order, float32 or wider."""
     if are_traced(tensors):
-        norms = [_row_norms_when_traced(tensor).square().sum().sqrt() for tensor in tensors]
+        norms = [_trace_row_norms(tensor).square().sum().sqrt() for tensor in tensors]
         return torch.stack(norms)
     if tensors[0].device.type != "cpu":
-        return _norms_of_each(tensors)
+        return _compute_norms(tensors)
     rows = _Rows(tensors[0].dtype, sum(lengths))
     owners: list[int] = []  # for each run of rows, the index of its tensor
     num_rows: list[int] = []
@@ -72,10 +72,12 @@ def norms_of_tensors(tensors: list[Tensor], lengths: list[int]) -> Tensor:
         owners.append(index)
         num_rows.append((length + missing) // _ROW)
     rows.add_packed(pieces, sizes)
-    return _joined(rows.norms(), owners, num_rows, len(tensors))
+    return _join_rows(rows.norms(), owners, num_rows, len(tensors))
 
 
-def _joined(row_norms: Tensor, owners: list[int], num_rows: list[int], num_tensors: int) -> Tensor:
+def _join_rows(
+    row_norms: Tensor, owners: list[int], num_rows: list[int], num_tensors: int
+) -> Tensor:
     """Return the norm of each tensor from those of its rows."""
     owner_of_row = torch.repeat_interleave(
         torch.tensor(owners, device="cpu"),
@@ -87,28 +89,28 @@ def _joined(row_norms: Tensor, owners: list[int], num_rows: list[int], num_tenso
     return squares.to(row_norms.dtype).sqrt_()
 
 
-def _others(indices: list[int], count: int) -> list[int]:
+def _find_others(indices: list[int], count: int) -> list[int]:
     known = set(indices)
     return [index for index in range(count) if index not in known]
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
+def _widen(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def _norms_of_each(tensors: list[Tensor]) -> Tensor:
-    return torch.stack(torch._foreach_norm(tensors, 2, dtype=_wide(tensors[0].dtype)))
+def _compute_norms(tensors: list[Tensor]) -> Tensor:
+    return torch.stack(torch._foreach_norm(tensors, 2, dtype=_widen(tensors[0].dtype)))
 
 
-def _row_norms_when_traced(tensor: Tensor) -> Tensor:
+def _trace_row_norms(tensor: Tensor) -> Tensor:
     """Return the norms of a tensor's short rows by operations that every compiler supports."""
-    flat = tensor.reshape(-1).to(_wide(tensor.dtype))
+    flat = tensor.reshape(-1).to(_widen(tensor.dtype))
     padded = torch.nn.functional.pad(flat, (0, -flat.numel() % _ROW))
     norms: Tensor = torch.linalg.vector_norm(padded.view(-1, _ROW), dim=1)
     return norms
 
 
-def _flattened(tensor: Tensor) -> Tensor:
+def _flatten(tensor: Tensor) -> Tensor:
     """Return the elements in any order in one dimension, without a copy if they are dense."""
     if not tensor.is_contiguous():
         tensor = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -130,7 +132,7 @@ class _Rows:
 
     def add_long(self, tensor: Tensor) -> Tensor | None:
         """Add the full rows of a tensor, from all streams. Return the remaining elements."""
-        flat = tensor if tensor.is_contiguous() else _flattened(tensor).contiguous()
+        flat = tensor if tensor.is_contiguous() else _flatten(tensor).contiguous()
         flat = flat.view(-1)
         rest = None
         num_left = flat.numel() % _STRIDE
@@ -147,7 +149,7 @@ class _Rows:
         pack: list[Tensor] = []
         packed = 0
         for tensor, length in zip(tensors, lengths, strict=True):
-            pack.append(tensor if tensor.dim() == 1 else _flattened(tensor))
+            pack.append(tensor if tensor.dim() == 1 else _flatten(tensor))
             packed += length
             if packed >= _PACK:
                 self._add_pack(pack, packed)

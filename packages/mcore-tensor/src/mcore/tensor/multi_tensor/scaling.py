@@ -40,7 +40,7 @@ def scaled_copy(sources: list[Tensor], destinations: list[Tensor], scale: float 
         _scale_on_cpu(sources, destinations, multiply)
     else:
         sources, destinations = _cut(sources, destinations, _ACCELERATOR_BLOCK)
-        for batch in _batches(sources, _ACCELERATOR_BLOCK):
+        for batch in _split_into_batches(sources, _ACCELERATOR_BLOCK):
             _scale_batch(sources[batch], destinations[batch], multiply)
     return multiply.all_finite()
 
@@ -52,7 +52,7 @@ def moved(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
-def _factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+def _make_factor(scale: float | Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
     if isinstance(scale, Tensor):
         return moved(scale.reshape(()), device).to(dtype)
     if abs(scale) > torch.finfo(dtype).max:
@@ -74,7 +74,7 @@ class _CheckedMultiply:
         self.dtype = dtype
         self.is_traced = is_traced
         self.is_identity = not isinstance(scale, Tensor) and scale == 1
-        self._factor = _factor(scale, dtype, device)
+        self._factor = _make_factor(scale, dtype, device)
         self._found_non_finite = torch.zeros((), dtype=torch.float32, device=device)
         self._extremes: list[Tensor] = []
         self.scratch = Scratch(min(length, _CPU_BLOCK))
@@ -124,7 +124,7 @@ def _scale_on_cpu(
                 _scale_long(source, destination, multiply)
         sources = [sources[index] for index in small]
         destinations = [destinations[index] for index in small]
-    for batch in _batches(sources, _TOGETHER if keeps_source else _PACK):
+    for batch in _split_into_batches(sources, _TOGETHER if keeps_source else _PACK):
         scale_batch(sources[batch], destinations[batch], multiply)
 
 
@@ -193,7 +193,7 @@ def _scale_batch(
         torch._foreach_copy_(destinations, products)
 
 
-def _batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
+def _split_into_batches(tensors: list[Tensor], limit: int) -> Iterator[slice]:
     """Yield slices of the list with at most ``limit`` elements in total, or with one tensor."""
     start = batched = 0
     for index, tensor in enumerate(tensors):

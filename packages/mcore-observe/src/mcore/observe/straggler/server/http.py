@@ -175,7 +175,7 @@ class ControllerRequest(BaseHTTPRequestHandler):
             self.wfile.write(body)
 
     def _wait_for_close(self) -> None:
-        # Up to a time and a size, so that no client can keep the place.
+        # Limited in time and size, else a client could keep the place.
         deadline = time.monotonic() + _GOODBYE_S
         left = _GOODBYE_BYTES
         while left > 0 and (wait_s := deadline - time.monotonic()) > 0:

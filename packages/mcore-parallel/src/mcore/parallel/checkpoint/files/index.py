@@ -68,6 +68,7 @@ _CALLS = {
     ("pathlib._local", "PurePosixPath"),
     ("pathlib._local", "PureWindowsPath"),
 }
+# The instructions that only move plain values. Most of the others call or import something.
 _HARMLESS = (
     pickle.PROTO, pickle.FRAME, pickle.STOP, pickle.MARK, pickle.POP, pickle.POP_MARK,
     pickle.NONE, pickle.NEWTRUE, pickle.NEWFALSE, pickle.INT, pickle.BININT, pickle.BININT1,

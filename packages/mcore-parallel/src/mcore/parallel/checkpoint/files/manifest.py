@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException
-from mcore.parallel.checkpoint.files.checksums import DIGITS, checksum_of
+from mcore.parallel.checkpoint.files.pieces import DIGITS, checksum_of
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.tensor_memory import memory_of
 
@@ -161,7 +161,7 @@ def _parse_lines(raw: bytes, end: int) -> Index:
     if not all(is_plain_name(name) and type(size) is int for name, (size, _) in files.items()):
         raise ValueError("a file has no plain name or no size")
     keys = KeyTable({name: size for name, (size, checksum) in files.items() if not checksum})
-    for line in lines:
+    for line in lines:  # the values of a line are in the order of the parameters
         (keys.add_pieces if "file" in line else keys.add_keys)(*line.values())
     keys.finish()
     return Index(

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Union
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import Seekable
+from mcore.parallel.checkpoint.files.pieces import Seekable
 
 PathLike = str | os.PathLike[str]
 Place = Union[Path, "RemotePath"]

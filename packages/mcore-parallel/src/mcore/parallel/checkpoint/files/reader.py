@@ -23,18 +23,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import (
+from mcore.parallel.checkpoint.files.index import format_keys
+from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
+from mcore.parallel.checkpoint.files.pieces import (
     CheckedStream,
     FileSlice,
     Part,
+    Scratch,
     archive_problem,
+    checksum_in,
     load_archive,
     read_shard,
     read_slice,
 )
-from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
-from mcore.parallel.checkpoint.files.index import format_keys
-from mcore.parallel.checkpoint.files.manifest import Index, Piece, StoredKey
 from mcore.parallel.checkpoint.files.places import Place, open_regular, size_problem
 from mcore.parallel.torch_compat import file_part
 
@@ -139,6 +140,7 @@ class CheckedReader:
         for item in items:
             users.setdefault(item.storage_index, []).append(item)
         wanted = [_Wanted(*self._pieces[index], inside) for index, inside in users.items()]
+        # Each file is read once, forwards, which is fastest on disks and at URLs.
         wanted.sort(key=lambda one: (one.piece.file, one.piece.at))
         for name, pieces in groupby(wanted, lambda one: one.piece.file):
             yield name, list(pieces)

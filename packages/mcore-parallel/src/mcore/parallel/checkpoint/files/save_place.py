@@ -53,7 +53,7 @@ class LocalSave:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
-        sync_directory(self.folder)
+        sync_directory(self.folder)  # the name of the file, which fsync does not include
 
     def write_index(self, write: Callable[[Path], None]) -> bytes:
         """Call ``write`` to write torch's index into the folder, and return its content."""

@@ -20,8 +20,6 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import WriteResult
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import write_tensor
-from mcore.parallel.checkpoint.files.checksums import RunningChecksum, checksum_of
 from mcore.parallel.checkpoint.files.index import OUR_MARK
 from mcore.parallel.checkpoint.files.manifest import (
     ALIGNMENT_BYTES,
@@ -30,6 +28,7 @@ from mcore.parallel.checkpoint.files.manifest import (
     Piece,
     encode_manifest,
 )
+from mcore.parallel.checkpoint.files.pieces import RunningChecksum, checksum_of, write_tensor
 from mcore.parallel.checkpoint.files.places import Place, size_problems
 from mcore.parallel.checkpoint.files.save_place import LocalSave, RemoteSave
 from mcore.parallel.checkpoint.sharded import Shape

@@ -13,16 +13,16 @@ from typing import Any, cast
 import torch
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import (
+from mcore.parallel.checkpoint.files.index import plain_value, read_index
+from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Piece, StoredKey
+from mcore.parallel.checkpoint.files.pieces import (
     FileSlice,
+    Scratch,
     elements_at,
     load_archive,
     read_slice,
     read_small_pickle,
 )
-from mcore.parallel.checkpoint.files.checksums import Scratch
-from mcore.parallel.checkpoint.files.index import plain_value, read_index
-from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Piece, StoredKey
 from mcore.parallel.checkpoint.files.places import PathLike, Place, open_regular, place_of
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.torch_compat import METADATA_FILE

@@ -15,10 +15,9 @@ from concurrent.futures import (
 from typing import Any, NamedTuple
 
 from mcore.parallel.checkpoint.errors import CheckpointingException, describe_error
-from mcore.parallel.checkpoint.files.archive import FileSlice, archive_problem
-from mcore.parallel.checkpoint.files.checksums import Scratch, checksum_in
 from mcore.parallel.checkpoint.files.index import file_problems, read_index
 from mcore.parallel.checkpoint.files.manifest import MANIFEST_FILE, Index, Piece
+from mcore.parallel.checkpoint.files.pieces import FileSlice, Scratch, archive_problem, checksum_in
 from mcore.parallel.checkpoint.files.places import (
     PathLike,
     Place,

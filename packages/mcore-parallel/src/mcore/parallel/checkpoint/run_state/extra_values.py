@@ -108,9 +108,7 @@ class StoredValues(NamedTuple):
 
     targets: dict[str, Any]  # to load on this rank, by name
     keys: list[str]  # of the targets
-    of_other_ranks: dict[
-        str, list[str]
-    ]  # keys by name, of values saved for another number of ranks
+    of_other_ranks: dict[str, list[str]]  # keys by name, saved for another number of ranks
 
 
 def find_stored_values(keys: Iterable[str], team: Team) -> StoredValues:
@@ -144,7 +142,7 @@ def rank_random_state() -> dict[str, Any]:
             name: convert_cuda_rng_state(state) for name, state in get_all_rng_states().items()
         },
     }
-    if "numpy" in sys.modules:
+    if "numpy" in sys.modules:  # otherwise nothing has drawn from its stream
         kind, words, *rest = sys.modules["numpy"].random.get_state()
         found["numpy"] = (kind, words.tolist(), *rest)
     return found

@@ -108,7 +108,7 @@ class OptimizerState:
         for parameter in self._parameters:
             if not _find_known_names(parameter, options):
                 continue
-            made: dict[str, torch.Tensor] = {}
+            made: dict[str, torch.Tensor] = {}  # by field, shared by the names of a tied parameter
             for name in [name for name in parameter.names if name in stored]:
                 fields = stored[name]
                 state[name] = {

@@ -1,4 +1,7 @@
-"""Tensors and objects inside files: archives of ``torch.save``, and slices read out of them."""
+"""Pieces of files: archives of ``torch.save``, slices that are read out of them, and checksums.
+
+A piece has a tensor or an object of a checkpoint, see ``manifest.Piece``.
+"""
 
 from __future__ import annotations
 
@@ -14,26 +17,26 @@ from pathlib import PurePosixPath
 from typing import Any, BinaryIO, NamedTuple, cast
 
 import torch
+import xxhash
 
 from mcore.parallel.checkpoint.errors import describe_error
-from mcore.parallel.checkpoint.files.checksums import (
-    RunningChecksum,
-    Scratch,
-    Unbuffered,
-    read_exactly,
-    read_next,
-)
 from mcore.parallel.checkpoint.sharded import Shape
 from mcore.parallel.tensor_memory import memory_of
 
+DIGITS = 16  # of a checksum
+RunningChecksum = xxhash.xxh3_64
+"""The :func:`checksum_of` bytes that are added one after the other, by its ``hexdigest()``."""
+_SCRATCH_BYTES = 1 << 20  # small enough to stay in the cache until its checksum is computed
 _SMALL_BYTES = 1 << 20  # below, most of the time is spent in torch.save, not in the write
 _SMALL_PICKLE_BYTES = 1 << 12
 _STEP_BYTES = 1 << 19  # read and checked at a time: small enough to stay in the cache of a core
+# Of the zip format: the lengths of name and extra field in a file's header, and the offsets of
+# CRC-32 and name in an entry of the central directory.
 _LOCAL_HEADER = struct.Struct("<26xHH")
 _CRC_IN_DIRECTORY, _NAME_IN_DIRECTORY = 16, 46
 
-
 Readable = BinaryIO | io.RawIOBase
+Unbuffered = io.RawIOBase | io.BytesIO
 
 
 class Seekable(io.RawIOBase):
@@ -203,6 +206,54 @@ def archive_problem(stream: FileSlice) -> str | None:
     except Exception as error:
         return describe_error(error)
     return None if damaged is None else f"checksum of {damaged}"
+
+
+def read_exactly(stream: Unbuffered, offset: int, memory: memoryview) -> None:
+    """Fill memory with the bytes of a file from an offset on. A short file is an EOFError."""
+    stream.seek(offset)
+    read_next(stream, memory)
+
+
+def read_next(stream: Unbuffered, memory: memoryview) -> None:
+    """Fill memory with the next bytes of a file. A short file is an EOFError."""
+    left = memory
+    while left:
+        count = stream.readinto(left)
+        if not count:
+            end = stream.tell()
+            raise EOFError(f"it ends at byte {end}, not {end + len(left)}")
+        left = left[count:]
+
+
+class Scratch:
+    """Memory that pieces of files are read into before they are copied to a target."""
+
+    def __init__(self, num_bytes: int = _SCRATCH_BYTES) -> None:
+        self.tensor = torch.empty(num_bytes, dtype=torch.uint8, device="cpu")
+        self.memory = memory_of(self.tensor)
+
+    def fill(self, stream: Unbuffered, offset: int, length: int) -> None:
+        """Read bytes of a file to the start of the memory. A short file is an EOFError."""
+        read_exactly(stream, offset, self.memory[:length])
+
+
+def checksum_of(content: bytes | bytearray | memoryview) -> str:
+    """Return the checksum of some bytes, XXH3 of 64 bits, as 16 hexadecimal digits.
+
+    An accidental change keeps the checksum once in 2**64 cases. It is no protection against an
+    attacker, who can choose content with a given checksum.
+    """
+    return xxhash.xxh3_64_hexdigest(content)
+
+
+def checksum_in(stream: Unbuffered, offset: int, length: int, scratch: Scratch) -> str:
+    """Return the checksum of some bytes of an unbuffered file."""
+    running, size = RunningChecksum(), len(scratch.memory)
+    for start in range(0, length, size):
+        count = min(size, length - start)
+        scratch.fill(stream, offset + start, count)
+        running.update(scratch.memory[:count])
+    return running.hexdigest()
 
 
 class Part(NamedTuple):

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.checkpoint.files.checksums import (
+from mcore.parallel.checkpoint.files.pieces import (
     RunningChecksum,
     Scratch,
     checksum_in,

@@ -85,7 +85,7 @@ def test_other_flags_than_the_trackers_warn_once_and_change_nothing(ask: Any) ->
     tracker = get_cuda_rng_tracker(inference_rng_tracker=True)
     (warning,) = warned(ask, use_cudagraphable_rng=True)
     assert "already initialised with" in str(warning.message)
-    assert "inference_rng_tracker=True, use_cudagraphable_rng=False; requested" in str(
+    assert "inference_rng_tracker=True, use_cudagraphable_rng=False. Requested" in str(
         warning.message
     )
     assert "force_reset" in str(warning.message)

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from mcore.parallel.checkpoint.files.archive import FileSlice, elements_at
+from mcore.parallel.checkpoint.files.pieces import FileSlice, elements_at
 
 
 @settings(deadline=None)

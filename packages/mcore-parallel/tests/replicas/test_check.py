@@ -217,7 +217,7 @@ def test_other_parameters_on_one_rank_are_an_error_on_all() -> None:
         assert ["nothing", "'w0' of model chunk 1"][rank] in found[5]
         assert f"number 0, here the arguments cross_check={rank == 1}" in found[6]
         assert f"bit_exact={rank == 1}" in found[7]
-        assert f"has {1 - rank}, the group between 0 and 1; the first" in found[8]
+        assert f"has {1 - rank}, the group between 0 and 1. The first" in found[8]
         assert found[9] == "True"  # the group still works
 
 
