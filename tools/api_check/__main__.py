@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -63,21 +62,6 @@ def _format_text(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
             yield f"  {verdict:7} {one} [{place}]"
 
 
-def _format_json(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
-    packages = [
-        {
-            "package": outcome.package,
-            "status": outcome.status,
-            "notice": outcome.notice,
-            "findings": [
-                {**one.as_dict(), "fails": one.fails(strict=strict)} for one in outcome.findings
-            ],
-        }
-        for outcome in outcomes
-    ]
-    yield json.dumps({"strict": strict, "packages": packages}, indent=2)
-
-
 def _format_github(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
     """Workflow commands that GitHub shows at the lines of a change."""
     for outcome in outcomes:
@@ -96,7 +80,6 @@ def _escape(text: str) -> str:
 
 _FORMATS: Mapping[str, Callable[[Sequence[Outcome], bool], Iterator[str]]] = {
     "text": _format_text,
-    "json": _format_json,
     "github": _format_github,
 }
 

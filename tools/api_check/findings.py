@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from enum import Enum
 
 
@@ -54,10 +54,6 @@ class Finding:
     def change(self) -> str:
         """The old and the new text."""
         return f"{self.old or '(nothing)'} -> {self.new or '(nothing)'}"
-
-    def as_dict(self) -> dict[str, str | int | bool]:
-        """For JSON."""
-        return {**asdict(self), "weight": self.weight.value}
 
     def fails(self, *, strict: bool) -> bool:
         """Whether the check fails because of it."""

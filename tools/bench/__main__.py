@@ -32,9 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if error := _find_conflict(options, available):
         print(f"bench: error: {error}", file=sys.stderr)
         return EXIT_NOTHING_RAN
-    print(f"suites: {', '.join(available)}")
-    if options.list:
-        return EXIT_OK
     try:
         # Before anything is measured: a damaged journal or an unusable file ends the run here.
         kept = read_results(options.results) if options.results else {}
@@ -81,7 +78,6 @@ def _build_parser(available: Sequence[str]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help=f"{', '.join(available)} (default: all)")
-    add("--list", action="store_true", help="print the names of the suites")
     add("--results", type=Path, metavar="FILE", help="replace each measured suite's results here")
     add("--output", type=Path, metavar="FILE", help="write the page of all results")
     add("--record", action="store_true", help="use the results and the page of the repository")

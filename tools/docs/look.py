@@ -1,7 +1,6 @@
 """The built site in a real browser: no page may scroll sideways or log an error.
 
-``hatch run docs-look`` opens every page on a phone and on a desktop. With ``--pictures FOLDER`` it
-also saves screenshots there, light and dark.
+``hatch run docs-look`` opens every page at the size of a phone and of a desktop.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "pages", nargs="*", help="such as guides/slow-rank, or . for the start page"
     )
-    parser.add_argument("--pictures", type=Path, metavar="FOLDER", help="save screenshots there")
     options = parser.parse_args(arguments)
     built = [
         file.parent.relative_to(BUILT).as_posix() for file in sorted(BUILT.rglob("index.html"))
@@ -46,11 +44,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         try:
             address = f"http://127.0.0.1:{server.server_port}"
             pages = options.pages or built
-            found = [
-                problem
-                for page in pages
-                for problem in _check_page(browser, address, page, options.pictures)
-            ]
+            found = [problem for page in pages for problem in _check_page(browser, address, page)]
         finally:
             browser.quit()
             server.shutdown()
@@ -67,9 +61,7 @@ def _start_browser() -> webdriver.Chrome:
     return webdriver.Chrome(options=options, service=Service(shutil.which("chromedriver")))
 
 
-def _check_page(
-    browser: webdriver.Chrome, address: str, page: str, pictures: Path | None
-) -> Iterator[str]:
+def _check_page(browser: webdriver.Chrome, address: str, page: str) -> Iterator[str]:
     """The faults of a page at any size, a line each."""
     for width, height in SIZES:
         size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
@@ -78,31 +70,8 @@ def _check_page(
         wide = browser.execute_script("return document.documentElement.scrollWidth")
         if wide > width:
             yield f"{page}: {wide} pixels wide on a screen of {width}"
-        yield from (f"{page}: {one['message']}" for one in _read_log(browser))
-        if pictures is not None:
-            for scheme in ("light", "dark"):
-                _take_picture(
-                    browser, scheme, pictures / f"{page.replace('/', '_')}-{width}-{scheme}.png"
-                )
-
-
-def _read_log(browser: webdriver.Chrome) -> list[dict[str, str]]:
-    entries: list[dict[str, str]] = browser.get_log("browser")  # type: ignore[no-untyped-call]
-    return entries
-
-
-def _take_picture(browser: webdriver.Chrome, scheme: str, file: Path) -> None:
-    """Save a picture of the page in a colour scheme."""
-    scheme_of_the_system = [{"name": "prefers-color-scheme", "value": scheme}]
-    address = browser.current_url
-    browser.get("about:blank")
-    # A page stores its scheme, at any time.
-    kept = {"origin": address, "storageTypes": "local_storage"}
-    browser.execute_cdp_cmd("Storage.clearDataForOrigin", kept)
-    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": scheme_of_the_system})
-    browser.get(address)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    browser.save_screenshot(str(file))
+        log: list[dict[str, str]] = browser.get_log("browser")  # type: ignore[no-untyped-call]
+        yield from (f"{page}: {one['message']}" for one in log)
 
 
 if __name__ == "__main__":

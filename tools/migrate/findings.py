@@ -20,7 +20,7 @@ from libcst.metadata import (
 )
 
 from .differences import differences
-from .imports import aliases_of, module_of
+from .imports import aliases_of, has_comments, module_of
 from .table import Home, Table
 
 _PATCHING = ("patch", "setattr", "delattr")
@@ -160,7 +160,9 @@ class Findings(cst.CSTVisitor):
         homes = {name: self.table.find(f"{module}.{name}") for name in names}
         self.stays |= self.table.without_home(f"{module}.{name}" for name in homes)
         moved = {name: home.module for name, home in homes.items() if home is not None}
-        if moved:
+        if moved and has_comments(node) and len({*map(moved.get, names)}) > 1:
+            self._leave(node, ", ".join(moved), "comments are among the names: move them yourself")
+        elif moved:
             self.moves[node] = moved
             self.packages |= {home.package for home in homes.values() if home is not None}
 
@@ -227,7 +229,7 @@ class Findings(cst.CSTVisitor):
                 text = "its module is something else on another path: change it yourself"
                 self._leave(node, home.name, text)
         for statement in self.added:
-            for alias in aliases_of(statement):
+            for alias in () if has_comments(statement) else aliases_of(statement):
                 if self._is_unused(alias, statement):
                     self.unused.setdefault(statement, []).append(alias)
         there: set[str] = set()

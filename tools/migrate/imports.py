@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from itertools import pairwise
 
 import libcst as cst
+from libcst import matchers
 from libcst.helpers import get_full_name_for_node
 
 
@@ -57,78 +57,15 @@ def without_names(node: cst.ImportFrom, unused: Sequence[cst.ImportAlias]) -> cs
 
 def _keep_names(node: cst.ImportFrom, chosen: Sequence[cst.ImportAlias]) -> cst.ImportFrom:
     """The statement with only some of its names. The list ends as before."""
-    old = node.names
-    if isinstance(old, cst.ImportStar):
+    if isinstance(node.names, cst.ImportStar):
         return node
-    node, (*names, last) = _keep_comments_above(node, old, chosen)
-    end = old[-1].comma
-    if chosen[-1] is old[-1] or node.lpar is None or isinstance(end, cst.Comma):
-        ended = last.with_changes(comma=_move_comment(end, last.comma))
-        return node.with_changes(names=[*names, ended])
-    ended = last.with_changes(comma=_end_list(last.comma))
-    if isinstance(ended.comma, cst.Comma) and node.rpar is not None:
-        bare = node.rpar.with_changes(whitespace_before=cst.SimpleWhitespace(""))
-        return node.with_changes(names=[*names, ended], rpar=bare)
-    if node.rpar is not None:  # a comment before it is about the last of the old names
-        space = node.rpar.whitespace_before
-        if isinstance(space, cst.ParenthesizedWhitespace):
-            space = space.with_changes(first_line=cst.TrailingWhitespace())
-        node = node.with_changes(rpar=node.rpar.with_changes(whitespace_before=space))
-    return node.with_changes(names=[*names, ended])
+    *names, last = chosen
+    return node.with_changes(names=[*names, last.with_changes(comma=node.names[-1].comma)])
 
 
-_Comma = cst.Comma | cst.MaybeSentinel
-
-
-def _keep_comments_above(
-    node: cst.ImportFrom, old: Sequence[cst.ImportAlias], chosen: Sequence[cst.ImportAlias]
-) -> tuple[cst.ImportFrom, list[cst.ImportAlias]]:
-    """The statement's beginning and the names, each with the comments above it."""
-    if node.lpar is None:
-        return node, [*chosen]
-    begin = node.lpar.whitespace_after
-    commas = [one.comma for one in old[:-1]]
-    spaces = [begin, *(one.whitespace_after for one in commas if isinstance(one, cst.Comma))]
-    above = dict(zip(map(id, old), spaces, strict=True))
-    lpar = node.lpar.with_changes(whitespace_after=_place_above(above[id(chosen[0])], begin))
-    names = []
-    for one, following in pairwise(chosen):
-        comma = cst.ensure_type(one.comma, cst.Comma)
-        space = _place_above(above[id(following)], comma.whitespace_after)
-        names.append(one.with_changes(comma=comma.with_changes(whitespace_after=space)))
-    return node.with_changes(lpar=lpar), [*names, chosen[-1]]
-
-
-def _place_above(
-    wanted: cst.BaseParenthesizableWhitespace, own: cst.BaseParenthesizableWhitespace
-) -> cst.BaseParenthesizableWhitespace:
-    """The space after a token, with the comment lines above the name that now follows."""
-    lines = wanted.empty_lines if isinstance(wanted, cst.ParenthesizedWhitespace) else ()
-    if isinstance(own, cst.ParenthesizedWhitespace):
-        return own.with_changes(empty_lines=lines)
-    return wanted.with_changes(first_line=cst.TrailingWhitespace()) if lines else own
-
-
-def _move_comment(end: _Comma, comma: _Comma) -> _Comma:
-    """The end of the list, with the comment of the name that is now the last."""
-    spaces = [one.whitespace_after if isinstance(one, cst.Comma) else None for one in (end, comma)]
-    there, own = spaces
-    if not isinstance(there, cst.ParenthesizedWhitespace):
-        return _end_list(comma, end)
-    if isinstance(end, cst.Comma):
-        plain = cst.TrailingWhitespace()
-        line = own.first_line if isinstance(own, cst.ParenthesizedWhitespace) else plain
-        return end.with_changes(whitespace_after=there.with_changes(first_line=line))
-    return end
-
-
-def _end_list(comma: _Comma, end: _Comma = cst.MaybeSentinel.DEFAULT) -> _Comma:
-    """The end of the list, unless the comma has a comment."""
-    space = comma.whitespace_after if isinstance(comma, cst.Comma) else None
-    if isinstance(space, cst.ParenthesizedWhitespace) and space.first_line.comment is not None:
-        there = space.with_changes(empty_lines=(), last_line=cst.SimpleWhitespace(""))
-        return comma.with_changes(whitespace_after=there)  # type: ignore[union-attr]
-    return end
+def has_comments(node: cst.Import | cst.ImportFrom) -> bool:
+    """Whether there are comments between the names of an import."""
+    return bool(matchers.findall(node, matchers.Comment()))
 
 
 def aliases_of(node: cst.Import | cst.ImportFrom) -> Iterator[cst.ImportAlias]:

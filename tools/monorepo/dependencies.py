@@ -1,4 +1,4 @@
-"""Declared dependencies of each package and its tests, compared with the imports in its source."""
+"""Declared dependencies of each package, compared with the imports in its source."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import ast
 import functools
 import importlib.metadata
 import sys
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping
 from enum import Enum
 from pathlib import Path
 from typing import NamedTuple
 
 from packaging.utils import canonicalize_name
 
-from monorepo.workspace import TEST_TOOL, Distribution, Workspace
+from monorepo.workspace import Distribution, Workspace
 
 # Modules that import a library of another distribution for their caller.
 _FACADES = {"torch.utils.tensorboard": "tensorboard"}
@@ -88,24 +88,6 @@ def check_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
         if name not in used:
             by = f" by {extra}" if extra else ""
             yield f"{pyproject}: {name} is declared{by}, but nothing imports it"
-    yield from _check_tests(workspace, package, declared.keys())
-
-
-def _check_tests(workspace: Workspace, package: Distribution, declared: Set[str]) -> Iterator[str]:
-    """Yield imports of test modules that the dependency group ``test`` does not bring."""
-    folder = package.folder / "tests"
-    siblings = {TEST_TOOL, *(file.stem for file in folder.rglob("*.py"))}
-    brought = declared | {canonicalize_name(one.name) for one in package.test_dependencies}
-    for imported in find_imports(folder):
-        if imported.moment is not Moment.LOADING or imported.name.partition(".")[0] in siblings:
-            continue
-        for providers in find_providers(workspace, package, imported.name):
-            if not providers & brought:
-                yield (
-                    f"{imported.file.relative_to(workspace.root)}:{imported.line}: {imported.name} "
-                    f"needs {' or '.join(sorted(providers))}, which the dependency group test does "
-                    "not bring"
-                )
 
 
 @functools.cache

@@ -35,13 +35,12 @@ def git(root: Path, *arguments: str) -> str:
 
 
 def parse_tag(text: str, packages: Collection[str]) -> ReleaseTag:
-    """Split a tag such as ``mcore-tensor-v0.1.0``. The longest package name that fits wins."""
+    """Split a tag such as ``mcore-tensor-v0.1.0``."""
     tag = text.removeprefix("refs/tags/")
-    package = max((name for name in packages if tag.startswith(f"{name}-v")), key=len, default=None)
-    if package is None:
+    package, _, written = tag.rpartition("-v")
+    if package not in packages:
         known = ", ".join(sorted(packages))
         raise ValueError(f"tag {tag!r} has to be PACKAGE-vVERSION with one of: {known}")
-    written = tag[len(package) + 2 :]
     try:
         version = Version(written)
     except InvalidVersion:

@@ -20,7 +20,6 @@ from monorepo.git_tags import GitError, changed_files, merge_base, parse_tag
 from monorepo.hatch_settings import Cell, read_cells
 from monorepo.workspace import PACKAGES_FOLDER, REPOSITORY, Distribution, Workspace, load_workspace
 
-MOST_JOBS = 256  # GitHub refuses a larger matrix
 _INTEGRATION_FOLDER = "tests-integration"
 _DOCS_FOLDERS = (".", ".github")
 
@@ -73,9 +72,6 @@ def _print_release(workspace: Workspace, text: str) -> int:
 
 def find_fault(made: Mapping[str, Any]) -> str | None:
     """The reason why a plan cannot run, as the beginning of a sentence, or None."""
-    count = len(made["include"])
-    if count > MOST_JOBS:
-        return f"{count} jobs, and a matrix may have {MOST_JOBS}: remove cells of [envs.matrix]"
     tested = {job["package"] for job in made["include"]}
     left_out = [name for name in made["packages"] if name not in tested]
     if left_out:

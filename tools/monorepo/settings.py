@@ -14,7 +14,6 @@ from monorepo.hatch_settings import read_cells, read_torch_pin
 from monorepo.workspace import PACKAGES_FOLDER, Distribution, Workspace, read_toml
 
 WORKFLOWS = ".github/workflows"
-CITATION = "CITATION.cff"
 _PYTHON = "Programming Language :: Python :: "
 _JUDGE = "check"  # the job whose result is the only required status
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -26,33 +25,19 @@ _ELSEWHERE = re.compile(r"[a-z][a-z0-9+.-]*:", re.IGNORECASE)
 
 def problems(workspace: Workspace) -> Iterator[str]:
     """Disagreements, a line each."""
-    citation = YAML(typ="safe", pure=True).load((workspace.root / CITATION).read_text("utf-8"))
     for package in workspace.distributions.values():
-        for problem in _describe_package(workspace, package, citation["url"]):
+        for problem in _describe_package(workspace, package):
             yield f"{package.name}: {problem}"
     yield from _describe_matrix(workspace)
     yield from _describe_workflows(workspace.root)
 
 
-def _describe_package(workspace: Workspace, package: Distribution, address: str) -> Iterator[str]:
+def _describe_package(workspace: Workspace, package: Distribution) -> Iterator[str]:
     """Faults that neither the archives' checks nor the tests of a package would find."""
     licence = (workspace.root / "LICENSE").read_text(encoding="utf-8")
     copy = package.folder / "LICENSE"
     if not copy.is_file() or copy.read_text(encoding="utf-8") != licence:
         yield "LICENSE has to be a copy of the LICENSE at the root"
-    names = [*workspace.closure(package.name), package.name]
-    command = " ".join(["pip install", *(f"{PACKAGES_FOLDER}/{name}" for name in names)])
-    if command not in (package.folder / "README.md").read_text(encoding="utf-8"):
-        yield f"README.md has to show how to install from a clone: {command}"
-    below = f"{PACKAGES_FOLDER}/{package.name}"
-    urls = {
-        "Homepage": address,
-        "Source": f"{address}/tree/main/{below}",
-        "Changelog": f"{address}/blob/main/{below}/CHANGELOG.md",
-        "Issues": f"{address}/issues",
-    }
-    if read_toml(package.folder / "pyproject.toml")["project"].get("urls") != urls:
-        yield f"[project.urls] has to be {urls}, with the url of {CITATION}"
     for one in package.requirements:
         operators = {each.operator for each in one.specifier}
         if operators & {"==", "==="}:
@@ -78,8 +63,6 @@ def _describe_matrix(workspace: Workspace) -> Iterator[str]:
         ]
         if promised != pythons:
             yield f"{package.name}: classifiers promise {promised}, hatch.toml tests {pythons}"
-        if not package.requires_python.contains(pythons[0]):
-            yield f"{package.name}: requires-python leaves out Python {pythons[0]}"
         for one in package.dependencies:
             lowest = [each.version for each in one.specifier if each.operator == ">="]
             if one.name == "torch" and lowest:
@@ -93,17 +76,12 @@ def _describe_matrix(workspace: Workspace) -> Iterator[str]:
 
 
 def _describe_workflows(root: Path) -> Iterator[str]:
-    """Jobs that could fail without a status, and commands that hatch.toml does not have."""
-    scripts = read_toml(root / "hatch.toml")["envs"]["default"]["scripts"]
+    """Jobs that could fail without a status."""
     for file in sorted((root / WORKFLOWS).glob("*.y*ml")):
-        text = file.read_text(encoding="utf-8")
-        jobs = YAML(typ="safe", pure=True).load(text)["jobs"]
+        jobs = YAML(typ="safe", pure=True).load(file.read_text(encoding="utf-8"))["jobs"]
         if _JUDGE in jobs:
             for name in sorted(jobs.keys() - {_JUDGE, *jobs[_JUDGE].get("needs", ())}):
                 yield f"{file.name}: {_JUDGE} does not wait for {name}, which could fail unseen"
-        for script in re.findall(r"hatch run ([\w-]+)(?![\w:.-])", text):
-            if script not in scripts:
-                yield f"{file.name}: hatch.toml has no command {script}"
 
 
 def link_problems(root: Path) -> Iterator[str]:

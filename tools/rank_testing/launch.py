@@ -2,6 +2,7 @@
 
 import math
 import multiprocessing
+import os
 import pickle
 import tempfile
 import time
@@ -10,7 +11,7 @@ from typing import Any, TypeVar
 
 from rank_testing.child import Request
 from rank_testing.report import diagnose, make_failure
-from rank_testing.server import read_variables, start_context
+from rank_testing.server import start_context
 from rank_testing.target import find_target
 from rank_testing.watch import PROCESS_NAME, Rank, watch
 
@@ -82,7 +83,7 @@ def run_ranks(
         raise TypeError(
             f"the arguments of the ranks' function have to be picklable: {error}"
         ) from error
-    merged = {**read_variables(), **(env or {}), "WORLD_SIZE": str(world_size)}
+    merged = {**os.environ, **(env or {}), "WORLD_SIZE": str(world_size)}
     environment = {name: value for name, value in merged.items() if value is not None}
     start_method = multiprocessing.get_start_method(allow_none=True)
     with tempfile.TemporaryDirectory(prefix="rank_testing-", ignore_cleanup_errors=True) as folder:
@@ -124,4 +125,4 @@ def _run(requests: list[Request]) -> list[Any]:
     if reports := diagnose(ranks, started_at, stopped_at):
         outputs = {rank.number: rank.read("output") for rank in ranks if rank.has_returned}
         raise make_failure(reports, outputs, first.world_size, str(first.target))
-    return [rank.value for rank in ranks]
+    return [pickle.loads(rank.outcome.value) for rank in ranks if rank.outcome is not None]

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from rank_testing.server import list_script_modules, make_server_environment, read_variables
+from rank_testing.server import list_script_modules, make_server_environment
 
 _LENGTH = struct.Struct("!Q")
 _NUMBER = struct.Struct("!q")
@@ -55,7 +55,7 @@ class Script:
             "code": code,
             "arguments": arguments,
             "cwd": os.path.abspath(cwd or "."),
-            "env": read_variables() if env is None else dict(env),
+            "env": dict(os.environ if env is None else env),
         }
         payload = json.dumps(request).encode()
         files = [self._output.fileno(), self._errors.fileno(), theirs.fileno()]
@@ -158,7 +158,7 @@ def _ensure_server() -> socket.socket:
                 [sys.executable, "-c", _SERVER, str(theirs.fileno()), *list_script_modules()],
                 stdin=subprocess.DEVNULL,
                 pass_fds=[theirs.fileno()],
-                env={**read_variables(), **make_server_environment()},
+                env={**os.environ, **make_server_environment()},
                 start_new_session=True,
             )
         _server = os.getpid(), ours, process

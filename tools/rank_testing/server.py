@@ -4,7 +4,6 @@ import contextlib
 import multiprocessing
 import os
 import sys
-import threading
 from collections.abc import Iterator
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -24,8 +23,6 @@ _PRELOADED = (
 _PRELOADED_IF_USED = ("hypothesis", "numpy", "torch.distributed.checkpoint")
 _preloaded_for_tests: list[str] = []
 _CPU_NAMES = frozenset({"cpu", "fake", "gloo", "mpi", "ucc"})
-
-_starting = threading.Lock()
 
 
 def preload(*modules: str) -> None:
@@ -48,7 +45,7 @@ def start_context(init: str | None) -> ForkServerContext | SpawnContext:
     context = multiprocessing.get_context("forkserver")
     used = [name for name in _PRELOADED_IF_USED if name in sys.modules]
     context.set_forkserver_preload([*list_script_modules(), *_PRELOADED, *used])
-    with _starting, _set_variables(make_server_environment()):
+    with _set_variables(make_server_environment()):
         forkserver.ensure_running()
     return context
 
@@ -71,12 +68,6 @@ def make_server_environment() -> dict[str, str]:
         "JE_ARROW_MALLOC_CONF": "background_thread:false",
         "PYTHONPATH": folder if not path else os.pathsep.join((folder, path)),
     }
-
-
-def read_variables() -> dict[str, str]:
-    """Return this process's variables, even while another thread has those of a server set."""
-    with _starting:
-        return dict(os.environ)
 
 
 @contextlib.contextmanager

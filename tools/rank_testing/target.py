@@ -121,14 +121,9 @@ def rewrite_code(file: str) -> bytes | None:
     try:
         from _pytest.assertion import rewrite
 
-        path = Path(file)
-        cached = rewrite.get_cache_dir(path) / (path.stem + rewrite.PYC_TAIL)
-        code = rewrite._read_pyc(path, cached)
-        if code is None:
-            source = path.read_bytes()
-            tree = ast.parse(source, filename=file)
-            rewrite.rewrite_asserts(tree, source, file)
-            code = compile(tree, file, "exec", dont_inherit=True)
-        return marshal.dumps(code)
+        source = Path(file).read_bytes()
+        tree = ast.parse(source, filename=file)
+        rewrite.rewrite_asserts(tree, source, file)
+        return marshal.dumps(compile(tree, file, "exec", dont_inherit=True))
     except (ImportError, AttributeError, TypeError, ValueError, OSError, SyntaxError):
         return None

@@ -6,15 +6,12 @@ import multiprocessing.connection
 import os
 import pickle
 import signal
-import threading
 import time
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext, SpawnContext
 from pathlib import Path
-from typing import Any
 
-from rank_testing.child import STACK_SIGNAL, Outcome, Request, describe_error, main
+from rank_testing.child import STACK_SIGNAL, Outcome, Request, main
 
 PROCESS_NAME = "rank_testing rank "
 # How long the other ranks may continue after the first failure: on a busy machine it takes long to
@@ -25,22 +22,17 @@ _LINGER_S = 20.0
 _STACKS_BEFORE_THE_END_S = 5.0
 _JOIN_S = 5.0
 
-# Starting a process polls every other process of the test process. If two threads poll the same
-# process at once, its exit code is lost, so tests that run ranks in several threads take turns.
-_polling = threading.Lock()
-
 
 class Rank:
     """One rank, seen from the test process. It runs once this object exists.
 
-    ``outcome`` stays None for a rank that died or hung, ``value`` is the function's result,
+    ``outcome`` stays None for a rank that died or hung,
     ``exit_code`` belongs to a rank that died, and ``ended_at`` is of ``time.monotonic()``.
     """
 
     def __init__(self, context: ForkServerContext | SpawnContext, request: Request) -> None:
         self.number = request.rank
         self.outcome: Outcome | None = None
-        self.value: Any = None
         self.exit_code: int | None = None
         self.ended_at: float | None = None
         self._request = request
@@ -49,8 +41,7 @@ class Rank:
         name = f"{PROCESS_NAME}{request.rank}"
         self._process = context.Process(target=main, args=(request, theirs), name=name)
         try:
-            with _polling:
-                self._process.start()
+            self._process.start()
         except (EOFError, OSError) as error:
             self._connection.close()
             raise RuntimeError(f"the process of rank {request.rank} did not start") from error
@@ -69,14 +60,15 @@ class Rank:
 
     def look(self) -> None:
         """Read the state of this rank, without waiting."""
-        with _polling:  # before the connection: a dead rank has sent all it will send
-            is_dead = not self._process.is_alive()
+        # Before the connection: a dead rank has sent all it will send.
+        is_dead = not self._process.is_alive()
         if not self._is_closed and self._connection.poll(0):
             try:
                 self._connection.recv_bytes()
-                self._read_outcome()
             except (EOFError, ConnectionError):
                 self._is_closed = True
+            else:
+                self.outcome = pickle.loads(Path(self._request.path("outcome")).read_bytes())
         if self.outcome is not None:
             self.ended_at = self.outcome.moment
         elif is_dead:
@@ -84,15 +76,6 @@ class Rank:
             self.ended_at = time.monotonic()
         if self.has_failed:
             self.kill()
-
-    def _read_outcome(self) -> None:
-        outcome: Outcome = pickle.loads(Path(self._request.path("outcome")).read_bytes())
-        try:
-            self.value = pickle.loads(outcome.value) if outcome.value else None
-        except Exception as error:
-            message = f"the return value cannot be read back from its pickle: {error}"
-            outcome = replace(describe_error(error), kind="raised", message=message)
-        self.outcome = outcome
 
     def read(self, kind: str) -> str:
         """Return the text of a file of this rank, empty if the rank never opened the file."""
@@ -126,7 +109,7 @@ class Rank:
     def join(self) -> None:
         """Wait until the killed rank is gone."""
         self._process.join(_JOIN_S)
-        with _polling, contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError):
             self._process.close()
 
 

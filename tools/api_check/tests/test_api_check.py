@@ -1,14 +1,12 @@
 """The check of public names, on temporary repositories."""
 
-import json
 import sys
 from pathlib import Path
 
 import pytest
-from packaging.version import Version
 
 from api_check.__main__ import main
-from api_check.outcome import Outcome, announces_breakage, check_package
+from api_check.outcome import Outcome, check_package
 from monorepo.tests.sample_repository import SampleRepository
 
 MARKS = "from mcore.versioning import deprecated, experimental_fn, internal_api\n"
@@ -57,7 +55,6 @@ def test_a_removed_parameter_needs_a_major_version(repository: SampleRepository)
 CASES = {
     "a minor bump before 1.0": ("def f(a): ...", "def f(): ...", "0.1.0 0.2.0", 0, "REMOVED f"),
     "a patch before 1.0": ("def f(a): ...", "def f(): ...", "0.1.0 0.1.1", 1, "REMOVED f"),
-    "new parameter": ("def f(a): ...", "def f(a, b): ...", "", 1, "PARAMETER_ADDED_REQUIRED f"),
     "new function": ("def f(a): ...", "def f(a, c=1): ...\ndef g(a, b): ...", "", 0, ""),
     "internal": (f"{MARKS}@internal_api\ndef f(a): ...", "", "", 0, ""),
     "exempt with its members": (
@@ -79,13 +76,6 @@ CASES = {
         "", 1, "PARAMETER_REMOVED f",
     ),
     "deprecated": ("def f(a): ...", f"{MARKS}{DUE}def f(a): ...", "", 0, ""),
-    "no mark of ours": (
-        "from some import undeprecated_thing, foo\n@undeprecated_thing\ndef f(a, b): ...\n"
-        "@foo(reason='deprecated')\ndef g(a): ...",
-        "from some import undeprecated_thing, foo\n@undeprecated_thing\ndef f(a): ...\n"
-        "@foo(reason='deprecated')\ndef g(): ...",
-        "", 1, "PARAMETER_REMOVED f, PARAMETER_REMOVED g",
-    ),
     "still defined": (
         '__all__ = ["f", "g"]\ndef f(): ...\ndef g(): ...',
         '__all__ = ["g"]\ndef f(): ...\ndef g(): ...',
@@ -107,12 +97,6 @@ def test_a_change_and_a_version_make_a_verdict(repository: SampleRepository, cas
     found = ", ".join(f"{kind} {path}" for kind, path in _kinds(outcome))
     assert outcome.status == status
     assert found.endswith(kinds) if kinds else not found
-
-
-def test_a_dropped_implicit_reexport_is_a_break(repository: SampleRepository) -> None:
-    repository.write({"packages/mcore-tensor/src/mcore/tensor/_impl.py": "def f(): ...\n"})
-    outcome = _after(repository, "from mcore.tensor._impl import f\n", "")
-    assert (outcome.status, _kinds(outcome)) == (1, [("EXPORT_REMOVED", "f")])
 
 
 def test_the_tag_of_another_package_is_no_baseline(repository: SampleRepository) -> None:
@@ -148,9 +132,6 @@ def test_an_unknown_revision_or_package_cannot_be_checked(
     assert "Packages: mcore-tensor" in capsys.readouterr().err
     assert main(root) == 0
     assert "no release tag yet" in capsys.readouterr().out
-    with pytest.raises(SystemExit) as refused:
-        main([*root, "--format", "nonsense"])
-    assert refused.value.code == 2
 
 
 def test_unparsable_source_cannot_be_checked(repository: SampleRepository) -> None:
@@ -167,16 +148,11 @@ def test_the_worst_package_decides_and_all_are_checked(
     repository.commit("mcore-parallel-v0.1.0", "mcore-tensor-v0.1.0")
     repository.set_code("mcore-tensor", "def f(): ...\n")
     repository.set_code("mcore-parallel", "def g(: ...\n")
-    arguments = ["--root", str(repository.root), "--format", "json"]
-    assert main(arguments) == 2
-    packages = {one["package"]: one for one in json.loads(capsys.readouterr().out)["packages"]}
-    assert {name: one["status"] for name, one in packages.items()} == {
-        "mcore-parallel": 2,
-        "mcore-tensor": 1,
-    }
-    [finding] = packages["mcore-tensor"]["findings"]
-    assert finding["kind"] == "PARAMETER_REMOVED"
-    assert finding["fails"] is True
+    assert main(["--root", str(repository.root)]) == 2
+    first, second, finding = capsys.readouterr().out.splitlines()
+    assert first.startswith("mcore-tensor: FAILED: ")
+    assert finding.startswith("mcore-parallel: could not check: ")
+    assert second.startswith("  FAIL    PARAMETER_REMOVED mcore.tensor.f: ")
 
 
 def test_output_for_github_names_file_and_line(
@@ -198,14 +174,8 @@ def test_output_for_github_names_file_and_line(
         ("def f(): ...", "async def f(): ...", "ASYNC_CHANGED", 1),
         ("def f() -> int: ...", "def f() -> str: ...", "ANNOTATION_CHANGED", 0),
         ("def f(a: int): ...", "def f(a: str): ...", "ANNOTATION_CHANGED", 0),
-        ("def f() -> int: ...", "def f(): ...", "RETURN_CHANGED_TYPE", 1),
         ("f = 1", "f = 2", "VALUE_CHANGED", 0),
-        ("def f(): ...", "class f: ...", "OBJECT_CHANGED_KIND", 1),
-        ("def f(a, b): ...", "def f(b, a): ...", "PARAMETER_MOVED", 1),
         ("def f(*, a, b): ...", "def f(*, b, a): ...", None, 0),
-        ("def f(a): ...", "def f(*, a): ...", "PARAMETER_CHANGED_KIND", 1),
-        ("def f(a=1): ...", "def f(a=2): ...", "PARAMETER_CHANGED_DEFAULT", 1),
-        ("def f(a=1): ...", "def f(a): ...", "PARAMETER_CHANGED_REQUIRED", 1),
         ("def f(a, b=1): ...", "def f(a, **kw): ...", "PARAMETER_REMOVED", 1),
         ("class B: ...\nclass f(B): ...", "class B: ...\nclass f: ...", "CLASS_REMOVED_BASE", 1),
     ],
@@ -332,30 +302,9 @@ def test_dependants_have_to_look_at_a_break(repository: SampleRepository) -> Non
         assert check_package(repository.root, "mcore-tensor").status == 0
 
 
-def test_two_revisions_can_be_compared(repository: SampleRepository) -> None:
-    repository.add_package("mcore-tensor", code="def f(a): ...\n")
-    first = repository.commit()
-    repository.set_code("mcore-tensor", "def f(): ...\n")
-    second = repository.commit()
-    repository.set_code("mcore-tensor", "")
-    outcome = check_package(repository.root, "mcore-tensor", baseline=first, current=second)
-    assert _kinds(outcome) == [("PARAMETER_REMOVED", "f")]
-
-
 def test_without_griffe_nothing_can_be_checked(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setitem(sys.modules, "griffe", None)
     assert main([]) == 2
     assert "griffe is not installed" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "announced"),
-    [
-        ("0.1.3", "0.2.0", True), ("0.1.3", "0.1.4", False), ("1.1.0", "1.2.0", False),
-        ("1.1.0", "2.0.0", True), ("1.1.0", "0.9.0", False), ("2.0.0", "1.9.0", False),
-    ],
-)  # fmt: skip
-def test_a_version_announces_breakage(old: str, new: str, announced: bool) -> None:
-    assert announces_breakage(Version(old), Version(new)) is announced

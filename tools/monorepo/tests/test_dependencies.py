@@ -46,34 +46,6 @@ def test_undeclared_import_is_named(repository: SampleRepository, code: str) -> 
     assert line.endswith("needs numpy, which is not declared")
 
 
-def test_tests_import_what_their_group_brings(repository: SampleRepository) -> None:
-    folder = "packages/mcore-top/tests"
-    repository.write(
-        {f"{folder}/helper.py": "", f"{folder}/test_top.py": "import helper, pytest\n"}
-    )
-    assert find(repository, "mcore-top") == []
-    undeclared = "import rank_testing\nimport numpy as np\ndef test(): import torch\n"
-    repository.write({f"{folder}/test_other.py": undeclared})
-    (problem,) = find(repository, "mcore-top")
-    assert problem == (
-        f"{folder}/test_other.py:2: numpy needs numpy, which the dependency group test does not "
-        "bring"
-    )
-    file = "packages/mcore-top/pyproject.toml"
-    repository.write({file: repository.read(file).replace('["pytest', '["numpy", "pytest')})
-    assert find(repository, "mcore-top") == []
-
-
-def test_stubs_of_the_type_checker_are_for_type_checkers_only(
-    repository: SampleRepository,
-) -> None:
-    typed = "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import _typeshed\n"
-    repository.set_code("mcore-top", "import mcore.middle\n" + typed)
-    assert find(repository, "mcore-top") == []
-    repository.set_code("mcore-top", "import mcore.middle\nfrom _typeshed import ReadableBuffer\n")
-    assert "_typeshed.ReadableBuffer needs" in find(repository, "mcore-top")[0]
-
-
 @pytest.mark.parametrize(
     ("code", "expected"),
     [

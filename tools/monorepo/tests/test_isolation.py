@@ -10,19 +10,15 @@ from monorepo.isolation import together
 from monorepo.isolation.__main__ import main
 from monorepo.isolation.checks import check_contents, check_siblings
 from monorepo.isolation.run import (
-    IsolationRun,
     build_floor_wheels,
     collect_needed,
     find_floor_tags,
-    list_direct_requirements,
     run_tests,
 )
 from monorepo.isolation.venv import (
     CleanVenv,
     IsolationError,
     build_wheels,
-    clean_environment,
-    find_uv,
     make_venv,
 )
 from monorepo.release.__main__ import main as release
@@ -86,26 +82,6 @@ def test_wheel_is_built_from_the_sdist(repository: SampleRepository, tmp_path: P
     base.version_file.unlink()
     with pytest.raises(IsolationError, match=r"(?s)no sdist of .*_version\.py"):
         build_wheels([base], tmp_path / "again")
-
-
-def test_uv_is_found_and_other_installations_are_hidden(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """uv on the path wins over hatch's uv, and that over the folder of this Python."""
-    monkeypatch.setenv("PYTHONPATH", "/somewhere")
-    assert clean_environment().keys() >= {"PATH"}
-    assert "PYTHONPATH" not in clean_environment()
-    monkeypatch.setenv("PATH", "")
-    monkeypatch.delenv("HATCH_UV", raising=False)
-    monkeypatch.setattr(sys, "executable", str(tmp_path / "beside/python"))
-    assert find_uv() is None
-    for folder, variable in (("beside", ""), ("hatch", "HATCH_UV"), ("path", "PATH")):
-        uv = tmp_path / folder / "uv"
-        uv.parent.mkdir()
-        uv.touch(0o755)
-        if variable:
-            monkeypatch.setenv(variable, str(uv if folder == "hatch" else uv.parent))
-        assert find_uv() == str(uv)
 
 
 @pytest.mark.usefixtures("links")
@@ -174,20 +150,6 @@ def test_lowest_versions_are_those_of_direct_requirements(links: Path, tmp_path:
     assert venv.installed() == {"direct": "1.5", "transitive": "2.0"}
     with pytest.raises(IsolationError, match=r"(?s)raise a floor: .*low==1\.0.*low>=2"):
         venv.install_lowest("high", ["low>=1", "high>=1"])
-
-
-def test_constraints_of_a_run_are_torch_the_wheels_and_the_limits(tmp_path: Path) -> None:
-    workspace = load_workspace(REPOSITORY)
-    wheel = tmp_path / "x.whl"
-    run = IsolationRun(workspace, {"mcore-observe": wheel}, tmp_path, "python", "2.13.0", True)
-    observe = workspace["mcore-observe"]
-    torch, *limits, own = run.list_constraints(observe)
-    assert torch == "torch==2.13.0"
-    assert limits == [str(one) for one in observe.lowest_constraints]
-    assert own == f"mcore-observe @ {wheel.as_uri()}"
-    direct = {one.name for one in list_direct_requirements(observe)}
-    assert not any(name.startswith("mcore-") for name in direct)
-    assert direct >= {"mlflow", "tensorboard", "torch", "wandb"}
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.settings import broken_links, find_anchors, link_problems
+from monorepo.settings import broken_links, link_problems
 from monorepo.tests.sample_repository import SampleRepository
 
 
@@ -13,6 +13,7 @@ from monorepo.tests.sample_repository import SampleRepository
     [
         ("[a](other.md)", None),
         ("[a](other.md#two-words)", None),
+        ("[a](#mcore-whats-in-it)\n\n# `mcore`: what's in it?\n", None),
         ("[a](#here)\n\n# Here\n", None),
         ("[a](/docs/other.md)", None),
         ("[a](../docs)", None),
@@ -31,11 +32,6 @@ def test_links_of_a_page(tmp_path: Path, text: str, problem: str | None) -> None
     (folder / "other.md").write_text("# Two words\n")
     (folder / "page.md").write_text(text)
     assert list(broken_links(tmp_path, folder / "page.md")) == ([problem] if problem else [])
-
-
-def test_anchors_are_those_of_github() -> None:
-    text = "# `mcore`: what's in it?\n\n## Two  words\n### [A link](x.md) -- and more\n"
-    assert find_anchors(text) == {"mcore-whats-in-it", "two--words", "a-link----and-more"}
 
 
 def test_readmes_of_packages_are_read_on_an_index(tmp_path: Path) -> None:

@@ -1,8 +1,6 @@
 """The test matrix of a change, on git repositories in temporary folders."""
 
 import json
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +13,8 @@ from monorepo.hatch_settings import (
     read_cells,
     read_torch_pin,
 )
-from monorepo.plan import MOST_JOBS, main
+from monorepo.plan import main
 from monorepo.tests.sample_repository import SampleRepository
-from monorepo.workspace import REPOSITORY
 
 HATCH = """
 [envs.default]
@@ -184,19 +181,6 @@ def test_floors_and_python_remove_cells(
     assert "no cell that mcore-observe can be installed in" in printed.err
 
 
-@pytest.mark.parametrize(("pythons", "refused"), [(51, False), (52, True)])
-def test_more_jobs_than_a_matrix_may_have_are_refused(
-    repository: SampleRepository, capsys: pytest.CaptureFixture[str], pythons: int, refused: bool
-) -> None:
-    versions = ", ".join(f'"3.{10 + number}"' for number in range(pythons))
-    table = f'[[envs.matrix.matrix]]\npython = [{versions}]\ntorch = ["2.13.0"]\n'
-    repository.write({"hatch.toml": table})
-    assert main(["--root", str(repository.root)]) == int(refused)
-    printed = capsys.readouterr()
-    assert bool(printed.out) is not refused
-    assert (f"{5 * pythons} jobs, and a matrix may have {MOST_JOBS}" in printed.err) is refused
-
-
 @pytest.mark.parametrize(
     ("release", "output"),
     [
@@ -213,21 +197,6 @@ def test_a_release_concerns_a_package_and_its_dependants(
 ) -> None:
     assert main(["--release", release]) == (0 if output else 1)
     assert capsys.readouterr().out == output
-
-
-def test_plan_needs_only_packaging() -> None:
-    """The job that prints it installs nothing else."""
-    code = (
-        "import sys; known = set(sys.modules); import monorepo.plan; "
-        "print(*{name.partition('.')[0] for name in set(sys.modules) - known})"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        cwd=REPOSITORY / "tools", capture_output=True, text=True, check=True,
-    )  # fmt: skip
-    foreign = set(done.stdout.split()) - set(sys.stdlib_module_names)
-    assert "packaging" in foreign
-    assert foreign <= {"monorepo", "packaging", "tomli"}
 
 
 def test_versions_are_read_from_hatch_toml(

@@ -51,14 +51,13 @@ def test_a_missing_cap_is_found_when_users_upgrade(repository: SampleRepository)
     repository.write({file: repository.read(file).replace("base>=0.1,<0.2", "base>=0.1")})
     before, said = repository.files(), []
     with pytest.raises(
-        IsolationError, match=r"requested mcore-base 0\.1\.1.*installed mcore-base 0\.2"
+        IsolationError, match=r"mcore-base 0\.1\.0 upgrades to 0\.2\.0 and not to 0\.1\.1"
     ):
         said.extend(_steps(repository))  # the lines before the error stay
     assert said == [
         "2 wheels and sdists pass twine, check-wheel-contents, pyroma and validate-pyproject",
         "mcore-base alone brings no sibling, and its first example runs",
         "mcore-upper alone brings mcore-base, and its first example runs",
-        "mcore-base and mcore-upper can be pinned to different versions",
     ]
     assert repository.files() == before
 

@@ -130,24 +130,6 @@ def test_the_first_release_takes_the_version_of_the_files(repository: SampleRepo
     assert text == "# C\n\n## 0.1.0 (2026-02-03)\n\n### Added\n\n- All.\n"
 
 
-def test_a_version_that_was_raised_with_the_change_is_released_as_it_is(
-    released: SampleRepository,
-) -> None:
-    _changed(released, "def f(): ...\n", "changed")
-    released.set_version("mcore-versioning", "0.2.0")
-    log = f"{VERSIONING}/CHANGELOG.md"
-    released.write({log: "# C\n\n## 0.1.0 (2026-01-01)\n\n- All.\n"})
-    plan = _plan(released, None)
-    root = released.root.resolve()
-    assert plan.tag.name == "mcore-versioning-v0.2.0"
-    assert plan.contents[root / log] == (
-        "# C\n\n## 0.2.0 (2026-02-03)\n\n### Changed\n\n- About `g`.\n\n"
-        "## 0.1.0 (2026-01-01)\n\n- All.\n"
-    )
-    assert '"mcore-versioning>=0.2,<0.3"' in plan.contents[root / TENSOR / "pyproject.toml"]
-    assert root / VERSIONING / "src/mcore/versioning/_version.py" not in plan.contents
-
-
 def test_nothing_to_release_and_a_bad_fragment_stop_it(
     released: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -225,18 +207,6 @@ def test_a_tag_beside_main_is_refused(released: SampleRepository) -> None:
     assert _refused(released, "mcore-tensor", tag) == (other,)
     released.git("branch", "--delete", "--force", "main")
     assert "there is no branch main" in _refused(released, "mcore-tensor", tag)[0]
-
-
-def test_what_was_pushed_decides_not_the_local_main(
-    released: SampleRepository, tmp_path: Path
-) -> None:
-    released.git("clone", "--quiet", "--bare", ".", str(tmp_path / "remote"))
-    released.git("remote", "add", "origin", str(tmp_path / "remote"))
-    released.git("fetch", "--quiet", "origin")
-    assert _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0") == ()
-    released.commit()
-    refused = _refused(released, "mcore-tensor", "mcore-tensor-v0.1.0")
-    assert refused[0] == "HEAD is no commit of origin/main: merge it first"
 
 
 def test_what_is_left_to_do_is_said_before_the_tag_and_refused_at_it(

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from monorepo.tree import Root, code_lines, module_files, problems
-from monorepo.workspace import REPOSITORY
+from monorepo.tree import Root, code_lines, problems
 
 LONG = "\n".join(f"x{number} = {number}" for number in range(40)) + "\n"
 
@@ -76,9 +75,3 @@ def test_lines_of_code_are_neither_blank_nor_comments_nor_docstrings() -> None:
     text = '"""One.\n\nTwo.\n"""\n\n# no\nx = (\n    1\n)\n\n\n'
     text += 'def f():\n    """Doc."""\n    return "a\\n"\n'
     assert code_lines(text) == 5
-
-
-def test_tests_are_no_modules_of_a_tool() -> None:
-    files = module_files("monorepo", REPOSITORY / "tools")
-    assert files["monorepo"].name == "__init__.py"
-    assert not [name for name in files if "tests" in name]

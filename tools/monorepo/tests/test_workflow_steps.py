@@ -39,11 +39,7 @@ def test_all_jobs_have_to_succeed_or_be_skipped(results: str, status: int) -> No
     assert done.returncode == status
 
 
-@pytest.mark.parametrize("base", ["", "0" * 40])
-def test_a_first_push_and_a_night_test_everything(base: str) -> None:
-    done = run_step("plan", "packages and cells that the change concerns", BASE=base)
+def test_a_night_tests_everything() -> None:
+    done = run_step("plan", "packages and cells that the change concerns", BASE="")
     plan = json.loads(done.stdout.removeprefix("matrix="))
     assert plan["packages"] == [*load_workspace(REPOSITORY).names]
-    jobs = [(job["package"], job["python"], job.get("torch")) for job in plan["include"]]
-    assert {job[0] for job in jobs} == {*plan["packages"]}
-    assert ("mcore-versioning", plan["pythons"][-1], None) in jobs

@@ -9,8 +9,6 @@ from packaging.version import Version
 from monorepo.tests.sample_repository import SampleRepository
 from monorepo.workspace import WorkspaceError, load_workspace
 
-REPOSITORY = Path(__file__).parents[3]
-
 
 @pytest.fixture
 def repository(tmp_path: Path) -> SampleRepository:
@@ -21,19 +19,6 @@ def repository(tmp_path: Path) -> SampleRepository:
     made.add_package("mcore-top", needs=("mcore-middle>=0.1,<0.2",))
     made.add_package("mcore-side", needs=("mcore-base>=1,<2",))
     return made
-
-
-def test_five_packages_of_this_repository() -> None:
-    workspace = load_workspace(REPOSITORY)
-    assert workspace.names == (
-        "mcore-versioning", "mcore-tensor", "mcore-parallel", "mcore-modules", "mcore-observe",
-    )  # fmt: skip
-    observe = workspace["mcore-observe"]
-    assert observe.module == "mcore.observe"
-    assert observe.folder == REPOSITORY / "packages" / "mcore-observe"
-    assert observe.siblings == ("mcore-parallel", "mcore-tensor", "mcore-versioning")
-    assert observe.requires("torch")
-    assert not workspace["mcore-versioning"].requires("torch")
 
 
 def test_fields_are_read_from_the_files(repository: SampleRepository) -> None:

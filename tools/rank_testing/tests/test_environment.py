@@ -4,8 +4,6 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from rank_testing import run_ranks, server
-from rank_testing.server import make_server_environment, uses_accelerator
+from rank_testing.server import uses_accelerator
 
 SEEN_ON_IMPORT = os.environ.get("RANK_TESTING_EXAMPLE")
 LOADED_ON_IMPORT = set(sys.modules)
@@ -74,28 +72,6 @@ def test_env_adds_and_removes_variables_for_the_ranks_only(
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE"):
         with pytest.raises(ValueError, match=f"env may not name {name}"):
             run_ranks(variables, 1, name, env={name: "0"})
-
-
-def test_variables_of_a_server_are_not_seen_by_ranks_of_another_thread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    run_ranks(variables, 1)
-    names, found = list(make_server_environment()), []
-    expected, ensure_running = variables(*names), server.forkserver.ensure_running
-    other = threading.Thread(
-        target=lambda: found.extend(run_ranks(variables, 1, *names, init=None))
-    )
-
-    def start_the_other_first() -> None:
-        monkeypatch.setattr(server.forkserver, "ensure_running", ensure_running)
-        other.start()
-        time.sleep(0.5)  # without the lock, the other thread would read its variables now
-        ensure_running()
-
-    monkeypatch.setattr(server.forkserver, "ensure_running", start_the_other_first)
-    run_ranks(dist.get_rank, 1)
-    other.join()
-    assert found == [expected]
 
 
 def test_a_rank_inherits_path_and_folder_but_no_thread_and_no_device(

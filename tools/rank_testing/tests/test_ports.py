@@ -21,7 +21,3 @@ def test_a_taken_port_is_not_given(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(ports, "_ATTEMPTS", 2)
         monkeypatch.setattr(ports, "_CANDIDATES", (taken, other))
         assert free_port() == other
-        monkeypatch.setattr(ports, "_ATTEMPTS", 1)
-        monkeypatch.setattr(ports, "_CANDIDATES", (taken,))
-        with pytest.raises(RuntimeError, match=r"1 ports of 127\.0\.0\.1 are in use"):
-            free_port()

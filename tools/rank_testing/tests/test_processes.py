@@ -9,8 +9,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
-
 import rank_testing
 
 TOOLS = Path(rank_testing.__file__).parents[1]
@@ -71,7 +69,7 @@ if "RANK" in os.environ:
 """
 
 
-def start_pytest(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
+def start_pytest(folder: Path) -> "subprocess.Popen[bytes]":
     environment = {**os.environ, "RANK_TESTING_FOLDER": str(folder)}
     for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
         environment.pop(name, None)
@@ -80,7 +78,7 @@ def start_pytest(folder: Path, *arguments: str) -> "subprocess.Popen[bytes]":
             [
                 *(sys.executable, "-m", "pytest", "--import-mode=importlib"),
                 *("-o", f"pythonpath={TOOLS}", "--rootdir", str(folder)),
-                *("-p", "no:cacheprovider", *arguments),
+                *("-p", "no:cacheprovider"),
             ],
             cwd=folder,
             env=environment,
@@ -141,22 +139,13 @@ def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
     assert wait_until(lambda: not family & list_living().keys(), MARGIN_S)
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        pytest.param(["--capture=no"], id="serial"),
-        pytest.param(["-n", "1"], id="xdist", marks=pytest.mark.slow),
-    ],
-)
-def test_same_named_files_run_together_and_leave_nothing(
-    tmp_path: Path, arguments: list[str]
-) -> None:
+def test_same_named_files_run_together_and_leave_nothing(tmp_path: Path) -> None:
     for number, package in enumerate(("one", "two-dashed", "three")):
         folder = tmp_path / package / "tests"
         folder.mkdir(parents=True)
         (folder / "test_same.py").write_text(SAME_NAME_TEST.format(factor=number + 1))
         (folder / "conftest.py").write_text(CONFTEST)
-    process = start_pytest(tmp_path, *arguments)
+    process = start_pytest(tmp_path)
     assert process.wait(START_S) == 0, read_log(tmp_path)
     assert "3 passed" in read_log(tmp_path)
     servers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]

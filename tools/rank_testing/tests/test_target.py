@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rank_testing import run_ranks
-from rank_testing.target import Target, find_target, load_target, rewrite_code
+from rank_testing.target import Target, find_target, load_target
 
 SOURCE = """
 def where():
@@ -75,18 +75,3 @@ def test_a_function_without_a_file_is_refused() -> None:
             find_target(module.typed_in)
     finally:
         del sys.modules[module.__name__]
-
-
-def test_a_function_that_is_hidden_by_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    hidden = load_and_call
-    monkeypatch.setitem(globals(), "load_and_call", has_parents)
-    with pytest.raises(TypeError, match="move it to the top level"):
-        find_target(hidden)
-
-
-def test_a_function_of_a_built_in_module_is_loaded_by_name() -> None:
-    assert load_target(Target("math", None, "sqrt"))(9.0) == 3.0
-
-
-def test_a_missing_file_has_no_rewrite_code() -> None:
-    assert rewrite_code("/nonexistent.py") is None
