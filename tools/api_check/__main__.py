@@ -1,4 +1,4 @@
-"""Command line: ``python -m api_check [--package P ...] [--baseline REF] [--current REF] ...``."""
+"""Command line: ``python -m api_check [--package P ...] [--baseline REF] ...``."""
 
 from __future__ import annotations
 
@@ -26,9 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m api_check", description=__doc__)
     parser.add_argument("--package", action="append", default=[], metavar="PACKAGE")
     parser.add_argument("--baseline", metavar="REF", help="default: the package's last tag")
-    parser.add_argument("--current", metavar="REF", help="default: the working tree")
     parser.add_argument("--format", choices=tuple(_FORMATS), default="text")
-    parser.add_argument("--strict", action="store_true", help="fail on overdue removals")
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
@@ -44,31 +42,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except WorkspaceError as error:
         print(error, file=sys.stderr)
         return _COULD_NOT_CHECK
-    revisions = {"baseline": options.baseline, "current": options.current}
     outcomes = [
-        check_package(options.root, package, strict=options.strict, **revisions)
-        for package in packages
+        check_package(options.root, package, baseline=options.baseline) for package in packages
     ]
-    print("\n".join(_FORMATS[options.format](outcomes, options.strict)))
+    print("\n".join(_FORMATS[options.format](outcomes)))
     return max(outcome.status for outcome in outcomes)
 
 
-def _format_text(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
+def _format_text(outcomes: Sequence[Outcome]) -> Iterator[str]:
     for outcome in outcomes:
         yield f"{outcome.package}: {_VERDICTS.get(outcome.status, 'FAILED')}: {outcome.notice}"
         for one in outcome.findings:
-            verdict = "FAIL" if one.fails(strict=strict) else "covered" if one.covered else "note"
+            verdict = "FAIL" if one.fails else "covered" if one.covered else "note"
             place = f"{one.file}:{one.line}" if one.line else one.file
             yield f"  {verdict:7} {one} [{place}]"
 
 
-def _format_github(outcomes: Sequence[Outcome], strict: bool) -> Iterator[str]:
+def _format_github(outcomes: Sequence[Outcome]) -> Iterator[str]:
     """Workflow commands that GitHub shows at the lines of a change."""
     for outcome in outcomes:
         level = "error" if outcome.status else "notice"
         yield f"::{level}::{_escape(f'{outcome.package}: {outcome.notice}')}"
         for one in outcome.findings:
-            fails = one.fails(strict=strict)
+            fails = one.fails
             level = "error" if fails else "notice" if one.covered else "warning"
             place = f" file={one.file},line={max(one.line, 1)},title={one.kind}"
             yield f"::{level}{place}::{_escape(f'{one.path}: {one.change}')}"
@@ -78,7 +74,7 @@ def _escape(text: str) -> str:
     return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
 
 
-_FORMATS: Mapping[str, Callable[[Sequence[Outcome], bool], Iterator[str]]] = {
+_FORMATS: Mapping[str, Callable[[Sequence[Outcome]], Iterator[str]]] = {
     "text": _format_text,
     "github": _format_github,
 }

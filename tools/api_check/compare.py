@@ -94,7 +94,7 @@ class Comparison:
             elif marks.removal_version is not None and self.version >= marks.removal_version:
                 due = f"was to go in {marks.removal_version}"
                 now = f"still present in {self.version}"
-                yield self._make_finding(entry, "OVERDUE", due, now, Weight.OVERDUE)
+                yield self._make_finding(entry, "OVERDUE", due, now, Weight.WARNING)
 
     def _make_finding(self, entry: Entry, kind: str, old: str, new: str, weight: Weight) -> Finding:
         found = entry.found or self.new.module

@@ -10,12 +10,11 @@ from enum import Enum
 class Weight(str, Enum):
     """The effect of a finding on the outcome.
 
-    ``WARNING`` is only shown. ``OVERDUE`` fails in strict mode. ``BREAKAGE`` fails unless the
-    version announces it. ``BROKEN_PROMISE`` always fails.
+    ``WARNING`` is only shown. ``BREAKAGE`` fails unless the version announces it.
+    ``BROKEN_PROMISE`` always fails.
     """
 
     WARNING = "warning"
-    OVERDUE = "overdue"
     BREAKAGE = "breakage"
     BROKEN_PROMISE = "broken promise"
 
@@ -55,10 +54,9 @@ class Finding:
         """The old and the new text."""
         return f"{self.old or '(nothing)'} -> {self.new or '(nothing)'}"
 
-    def fails(self, *, strict: bool) -> bool:
+    @property
+    def fails(self) -> bool:
         """Whether the check fails because of it."""
-        if self.weight is Weight.OVERDUE:
-            return strict
         return self.weight is not Weight.WARNING and not self.covered
 
 

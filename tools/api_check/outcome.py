@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -42,25 +41,23 @@ def check_package(
     package: str,
     *,
     baseline: str | None = None,
-    current: str | None = None,
-    strict: bool = False,
     as_version: Version | None = None,
 ) -> Outcome:
     """Compare the public names of a package with those of a release, by default the last one."""
     try:
-        for revision in (baseline, current):
-            if revision is not None and not commit_exists(root, revision):
-                raise CannotCheckError(f"{revision!r} is not a revision of this repository")
+        now = load_workspace(root)
+        if baseline is None:
+            tag = last_tag(root, package, now.names, up_to=now[package].version)
+            if tag is None:
+                return Outcome(package, PASSED, "no release tag yet, nothing to compare with")
+            baseline = tag.name
+        elif not commit_exists(root, baseline):
+            raise CannotCheckError(f"{baseline!r} is not a revision of this repository")
         # Files, not git objects: griffe reads folders, and the repository must not be checked out.
-        with _tree_at(root, current) as now:
-            if baseline is None:
-                tag = last_tag(root, package, now.names, up_to=now[package].version)
-                if tag is None:
-                    return Outcome(package, PASSED, "no release tag yet, nothing to compare with")
-                baseline = tag.name
-            with _tree_at(root, baseline) as before:
-                version = as_version or now[package].version
-                return _compare(package, baseline, before, now, version, strict)
+        with TemporaryDirectory(prefix="api-check-") as folder:
+            export_tree(root, baseline, Path(folder), PACKAGES_FOLDER)
+            before = load_workspace(Path(folder))
+            return _compare(package, baseline, before, now, as_version or now[package].version)
     except (CannotCheckError, GitError, WorkspaceError) as error:
         return Outcome(package, COULD_NOT_CHECK, str(error))
 
@@ -71,7 +68,6 @@ def _compare(
     before: Workspace,
     now: Workspace,
     version: Version,
-    strict: bool,
 ) -> Outcome:
     if package not in before.distributions:
         return Outcome(package, PASSED, f"not part of {baseline}, nothing to compare with")
@@ -80,20 +76,9 @@ def _compare(
         package, read_surface(old), read_surface(new), version, (now.root, before.root)
     )
     findings = judge(comparison.list_findings(), package, (old.version, version), now)
-    failed = sum(one.fails(strict=strict) for one in findings)
+    failed = sum(one.fails for one in findings)
     notice = f"{version} against {baseline}: {len(findings)} findings, {failed} of them fail"
     return Outcome(package, FAILED if failed else PASSED, notice, findings)
-
-
-@contextmanager
-def _tree_at(root: Path, revision: str | None) -> Iterator[Workspace]:
-    """The packages of a revision in a temporary folder, or of the working tree if it is None."""
-    if revision is None:
-        yield load_workspace(root)
-        return
-    with TemporaryDirectory(prefix="api-check-") as folder:
-        export_tree(root, revision, Path(folder), PACKAGES_FOLDER)
-        yield load_workspace(Path(folder))
 
 
 def announces_breakage(old: Version, new: Version) -> bool:

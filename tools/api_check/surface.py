@@ -8,10 +8,9 @@ from dataclasses import dataclass, field
 
 import griffe
 
-from api_check.lifecycle_marks import DECORATORS, PropertyDecorators
+from api_check.lifecycle_marks import PropertyDecorators
 from monorepo.workspace import Distribution, read_toml
 
-NAMESPACE = "mcore."
 _UNPROMISED = frozenset({"__version__", "__all__"})
 
 
@@ -71,7 +70,7 @@ def read_surface(package: Distribution) -> Surface:
 
     Public are: the names in ``__all__``, subpackages with an ``__all__``, the modules in
     ``[tool.mcore] public-modules``, and members of public classes. In a module without ``__all__``,
-    names without an underscore that it defines or re-exports are public.
+    names without an underscore that it defines are public.
     """
     for file in sorted(package.source.rglob("*.py")):
         try:
@@ -136,18 +135,8 @@ def _list_public_names(module: griffe.Module) -> list[str]:
         if name not in _UNPROMISED
         and not name.startswith("_")
         and not isinstance(member, griffe.Module)
-        and (not member.is_alias or _is_implicit_reexport(module, member))
+        and not member.is_alias
     ]
-
-
-def _is_implicit_reexport(module: griffe.Module, member: griffe.Object | griffe.Alias) -> bool:
-    if not module.is_init_module or not isinstance(member, griffe.Alias):
-        return False
-    target = f"{member.target_path}."
-    if target.startswith(f"{module.path}."):
-        return True
-    # Decorators of the package's functions are imported for use, not for users.
-    return target.startswith(NAMESPACE) and not target.startswith(DECORATORS)
 
 
 def _is_open(member: griffe.Module, parent: griffe.Module) -> bool:

@@ -16,7 +16,6 @@ from results.page import text_table
 
 EXIT_OK, EXIT_FAILED, EXIT_NOTHING_RAN = 0, 1, 2
 RESULTS = RECORDS / "benchmarks.jsonl"
-PAGE = RESULTS.with_suffix(".md")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -28,15 +27,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     available = suite_names()
     options = _build_parser(available).parse_args(arguments)
     if (options.record or options.page) and not options.results:
-        options.results, options.output = RESULTS, options.output or PAGE
+        options.results = RESULTS
     if error := _find_conflict(options, available):
         print(f"bench: error: {error}", file=sys.stderr)
         return EXIT_NOTHING_RAN
     try:
         # Before anything is measured: a damaged journal or an unusable file ends the run here.
         kept = read_results(options.results) if options.results else {}
-        if options.output:
-            write_whole(options.output, page(kept))
+        if options.results:
+            write_whole(options.results.with_suffix(".md"), page(kept))
         return EXIT_OK if options.page else _measure(options, available)
     except (OSError, JournalError) as error:
         print(f"bench: error: {error}", file=sys.stderr)
@@ -46,11 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _find_conflict(options: argparse.Namespace, available: Sequence[str]) -> str:
     if unknown := sorted(set(options.suites) - set(available)):
         return f"no suite {', '.join(unknown)}. Available: {', '.join(available)}"
-    if options.output and not options.results:
-        return "--output writes the page of a results file: name the file with --results"
-    if options.page and (options.suites or not options.output):
-        return "--page measures no suite, and needs --output with --results"
-    return ""
+    return "--page measures no suite" if options.page and options.suites else ""
 
 
 def _measure(options: argparse.Namespace, available: Sequence[str]) -> int:
@@ -64,8 +59,7 @@ def _measure(options: argparse.Namespace, available: Sequence[str]) -> int:
             print(f"{options.results} keeps the earlier results of {result.suite}", file=sys.stderr)
         elif options.results:
             kept = keep(options.results, result)
-            if options.output:
-                write_whole(options.output, page(kept))
+            write_whole(options.results.with_suffix(".md"), page(kept))
     if any(result.failed for result in results):
         return EXIT_FAILED
     return EXIT_OK if any(result.rows for result in results) else EXIT_NOTHING_RAN
@@ -78,8 +72,7 @@ def _build_parser(available: Sequence[str]) -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("suites", nargs="*", metavar="SUITE", help=f"{', '.join(available)} (default: all)")
-    add("--results", type=Path, metavar="FILE", help="replace each measured suite's results here")
-    add("--output", type=Path, metavar="FILE", help="write the page of all results")
+    add("--results", type=Path, metavar="FILE", help="keep the results here, with a page")
     add("--record", action="store_true", help="use the results and the page of the repository")
     add("--page", action="store_true", help="measure nothing, write only the page")
     return parser

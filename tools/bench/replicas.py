@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +21,6 @@ from rank_testing import run_ranks
 
 _MANY_RANKS, _MANY_PARAMS = 4096, 2000
 _REPEATS = 21
-_COLLECTIVES = ("all_gather", "all_reduce", "broadcast")
 
 
 def compare_replicas() -> Iterable[Row]:
@@ -61,20 +59,15 @@ def _compare_hashing(
 
 
 def _compare_exchange(peer: Callable[..., bool], name: str) -> Row:
-    """The cost of the exchange at many ranks: time of one rank, and the bytes of its buffers."""
+    """The cost of the exchange at many ranks, on one of them."""
     model: list[nn.Module] = [
         nn.ParameterList(nn.Parameter(torch.full((), float(i))) for i in range(_MANY_PARAMS))
     ]
-    with _count_bytes() as ours:
-        agreed = _check(model)
-    with _count_bytes() as theirs:
-        agreed = agreed and peer(model, True)
+    agreed = _check(model) and peer(model, True)
     return compare(
         f"check {_MANY_PARAMS} scalars at {_MANY_RANKS} simulated ranks", partial(_check, model),
         name, partial(peer, model, True), agreement="verdict",
         difference="" if agreed else "a replica of the same process differs", repeats=5,
-        note=f"buffers {sum(ours) / 1e6:.3g} MB in {len(ours)} collectives against "
-        f"{sum(theirs) / 1e6:.3g} MB in {len(theirs)}",
     )  # fmt: skip
 
 
@@ -136,26 +129,3 @@ def _record_digests(peer: Callable[..., bool], model: list[nn.Module]) -> list[s
     with patch.multiple(dist, all_gather=record):
         peer(model, True)
     return [bytes(row.tolist()).hex() for digests in sent for row in digests]
-
-
-@contextmanager
-def _count_bytes() -> Iterator[list[int]]:
-    """Record the bytes of the buffers given to each collective."""
-    counts: list[int] = []
-
-    def counted(collective: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            counts.append(sum(map(_measure_bytes, args)))
-            return collective(*args, **kwargs)
-
-        return call
-
-    collectives: dict[str, Any] = {name: counted(getattr(dist, name)) for name in _COLLECTIVES}
-    with patch.multiple(dist, **collectives):
-        yield counts
-
-
-def _measure_bytes(argument: object) -> int:
-    if isinstance(argument, list):
-        return sum(map(_measure_bytes, argument))
-    return argument.nbytes if isinstance(argument, torch.Tensor) else 0

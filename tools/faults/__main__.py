@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         if options.keep is None:
             shutil.rmtree(folder)
         return EXIT_USAGE
-    text = page(result, _format_command(words), disk is not None)
+    text = page(result, shlex.join(["hatch", "run", "faults", *words]), disk is not None)
     print(text)
     if options.table is not None:
         write_whole(options.table, text)
@@ -57,17 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
         shutil.rmtree(folder, ignore_errors=True)
     lost = [one for one in result.happened if one.recovered_s is None]
     return 1 if result.failed or lost else 0
-
-
-def _format_command(words: list[str]) -> str:
-    """The command without its output paths."""
-    kept, rest = [], iter(words)
-    for word in rest:
-        if word in ("--keep", "--table"):
-            next(rest)
-        else:
-            kept.append(shlex.quote(word))
-    return " ".join(["hatch run faults", *kept])
 
 
 def _enter_namespace(words: list[str]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -50,9 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     made = make_plan(workspace, cells, find_change(workspace, options.base))
     print(made["reason"], file=sys.stderr)
-    fault = find_fault(made)
-    if fault:
-        print(f"{fault} in {workspace.root / 'hatch.toml'}", file=sys.stderr)
+    tested = {job["package"] for job in made["include"]}
+    if left_out := [name for name in made["packages"] if name not in tested]:
+        print(
+            f"no cell that {', '.join(left_out)} can be installed in: "
+            f"add one to [envs.matrix] in {workspace.root / 'hatch.toml'}",
+            file=sys.stderr,
+        )
         return 1
     print(json.dumps(made, separators=(",", ":")))
     return 0
@@ -68,15 +72,6 @@ def _print_release(workspace: Workspace, text: str) -> int:
     print(f"package={name}")
     print(f"packages={' '.join([name, *workspace.dependants([name])])}")
     return 0
-
-
-def find_fault(made: Mapping[str, Any]) -> str | None:
-    """The reason why a plan cannot run, as the beginning of a sentence, or None."""
-    tested = {job["package"] for job in made["include"]}
-    left_out = [name for name in made["packages"] if name not in tested]
-    if left_out:
-        return f"no cell that {', '.join(left_out)} can be installed in: add one to [envs.matrix]"
-    return None
 
 
 @dataclass(frozen=True)

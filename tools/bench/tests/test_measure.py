@@ -66,22 +66,8 @@ def test_a_row_of_two_sides(clock: Clock) -> None:
     assert clock.calls == []
 
 
-def test_the_garbage_collector_pauses_while_timing_and_returns_to_its_state() -> None:
-    seen = []
-
-    def fails() -> None:
-        seen.append(gc.isenabled())
-        if len(seen) > 2:
-            raise KeyError
-
+def test_the_garbage_collector_pauses_while_timing() -> None:
+    seen: list[bool] = []
+    single(lambda: seen.append(gc.isenabled()), number=1, repeats=1)
+    assert seen == [True, False]  # the first call warms up
     assert gc.isenabled()
-    with pytest.raises(KeyError):
-        single(fails, number=5)
-    assert seen == [True, False, False]
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        single(lambda: None, number=1)
-        assert not gc.isenabled()
-    finally:
-        gc.enable()

@@ -66,7 +66,6 @@ def suites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         (["broken"], 1, "No module named 'mcore.no_such_part'"),
         ([], 1, "\ngood, 0 s, load average "),
         (["nothing", "good"], 2, "no suite nothing. Available: broken, disagreeing"),
-        (["--output", "page.md"], 2, "name the file with --results"),
         (["--page", "good"], 2, "--page measures no suite"),
     ],
 )
@@ -128,8 +127,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def run(file: Path, *arguments: str) -> int:
-    options = ["--results", str(file), "--output", str(file.with_suffix(".md"))]
-    return program.main([*options, *arguments])
+    return program.main(["--results", str(file), *arguments])
 
 
 def test_page_of_results(file: Path) -> None:

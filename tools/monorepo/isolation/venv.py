@@ -98,13 +98,7 @@ class CleanVenv:
             for one in lowest
             if one.marker is None or one.marker.evaluate()
         ]
-        try:
-            self.install(wheel, *requirements, *pins)
-        except IsolationError as error:
-            raise IsolationError(
-                f"cannot install these lowest versions together, raise a floor: {', '.join(pins)}\n"
-                f"{error}"
-            ) from error
+        self.install(wheel, *requirements, *pins)
 
     def installed(self) -> dict[str, str]:
         """The version of every distribution in it, by canonical name."""

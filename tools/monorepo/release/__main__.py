@@ -13,7 +13,7 @@ from monorepo.git_tags import GitError
 from monorepo.hatch_settings import read_torch_pin
 from monorepo.isolation.run import check_floors
 from monorepo.isolation.venv import IsolationError
-from monorepo.release.prepare import ReleaseError, plan_release, push, unpushed, write
+from monorepo.release.prepare import REMOTE, ReleaseError, plan_release, push, unpushed, write
 from monorepo.release.rehearse import rehearse
 from monorepo.release.verify import show, verify_archives, verify_release
 from monorepo.workspace import REPOSITORY, Workspace, WorkspaceError, load_workspace
@@ -71,11 +71,11 @@ def _verify(workspace: Workspace, options: argparse.Namespace) -> int:
 
 
 def _push(workspace: Workspace, options: argparse.Namespace) -> int:
-    for tag in unpushed(workspace, options.packages, options.remote):
+    for tag in unpushed(workspace, options.packages):
         if not options.apply:
-            print(f"git tag {tag.name}; git push {options.remote} {tag.name}")
+            print(f"git tag {tag.name}; git push {REMOTE} {tag.name}")
             continue
-        push(workspace, tag, options.remote)
+        push(workspace, tag)
         print(f"{tag.name} is pushed", flush=True)
     if not options.apply:
         print("Nothing was pushed; add --apply to push each tag alone.")
@@ -83,15 +83,15 @@ def _push(workspace: Workspace, options: argparse.Namespace) -> int:
 
 
 def _floors(workspace: Workspace, options: argparse.Namespace) -> int:
-    torch = options.torch or read_torch_pin(workspace.root)
+    torch = read_torch_pin(workspace.root)
     return _print_lines(
-        check_floors(workspace, options.package, python=options.python, torch=torch)
+        check_floors(workspace, options.package, python=sys.executable, torch=torch)
     )
 
 
 def _rehearse(workspace: Workspace, options: argparse.Namespace) -> int:
-    torch = options.torch or read_torch_pin(workspace.root)
-    return _print_lines(rehearse(workspace, python=options.python, torch=torch))
+    torch = read_torch_pin(workspace.root)
+    return _print_lines(rehearse(workspace, python=sys.executable, torch=torch))
 
 
 def _notes(workspace: Workspace, options: argparse.Namespace) -> int:
@@ -115,11 +115,9 @@ def _print_lines(lines: Iterable[str]) -> int:
 def _make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m monorepo.release", description=__doc__)
     parser.add_argument("--root", type=Path, default=REPOSITORY, help=argparse.SUPPRESS)
-    one, several, used = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    one, several = (argparse.ArgumentParser(add_help=False) for _ in range(2))
     one.add_argument("package", metavar="PACKAGE")
     several.add_argument("packages", nargs="*", metavar="PACKAGE", help="default: all")
-    used.add_argument("--torch", metavar="VERSION", help="default: the version in hatch.toml")
-    used.add_argument("--python", default=sys.executable, help="default: this interpreter")
     commands = parser.add_subparsers(required=True)
 
     def command(
@@ -141,11 +139,10 @@ def _make_parser() -> argparse.ArgumentParser:
     made = command(_verify, "check a package before it is published", one)
     made.add_argument("--tag", metavar="TAG", help="the pushed tag")
     made.add_argument("--archives", type=Path, metavar="FOLDER", help="default: build them")
-    command(_floors, "test with siblings at the lowest tags allowed", one, used)
+    command(_floors, "test with siblings at the lowest tags allowed", one)
     made = command(_push, "set and push the tags of prepared releases, one by one", several)
-    made.add_argument("--remote", default="origin", help="default: origin")
     made.add_argument("--apply", action="store_true", help="do it; default: only show it")
-    command(_rehearse, "publish all packages on a local index and install them from it", used)
+    command(_rehearse, "publish all packages on a local index and install them from it")
     command(_notes, "print the changelog's section of the current version", one)
     return parser
 

@@ -8,8 +8,6 @@ import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 from packaging.version import Version
 from twine.exceptions import InvalidDistribution
 from twine.package import PackageFile
@@ -44,7 +42,7 @@ def archive_problems(package: Distribution, folder: Path) -> Iterator[str]:
     yield from run_tool("check_wheel_contents", "--no-config", "--src-dir", package.source, wheel)
     yield from _check_wheel(package, wheel)
     for file in found:
-        yield from _check_metadata(package, file)
+        yield from _check_metadata(file)
 
 
 def run_tool(tool: str, *arguments: object) -> Iterator[str]:
@@ -69,23 +67,15 @@ def _check_wheel(package: Distribution, file: Path) -> Iterator[str]:
             yield f"{file.name} has {other}, which is not part of {package.module}"
 
 
-def _check_metadata(package: Distribution, file: Path) -> Iterator[str]:
-    """Compare an archive's metadata with the package's files."""
+def _check_metadata(file: Path) -> Iterator[str]:
+    """Yield a fault of metadata that publishing tools refuse."""
     try:
         metadata = PackageFile.from_filename(str(file), None).metadata
     except InvalidDistribution as error:
         yield f"{file.name} has metadata that an index refuses: {error}"
         return
-    name, version = canonicalize_name(metadata["name"]), metadata["version"]
-    if (name, version) != (package.name, str(package.version)):
-        yield f"{file.name} has the metadata of {name} {version}"
     if Version(metadata["metadata_version"]) > NEWEST_METADATA:
         yield (
             f"{file.name} has metadata {metadata['metadata_version']}, newer than the "
             f"{NEWEST_METADATA} that publishing tools support: set core-metadata-version"
         )
-    required = map(Requirement, metadata.get("requires_dist", ()))
-    plain = {one for one in required if "extra" not in str(one.marker)}
-    if plain != set(package.dependencies):
-        declared = sorted(map(str, package.dependencies))
-        yield f"{file.name} requires {sorted(map(str, plain))}, pyproject.toml {declared}"

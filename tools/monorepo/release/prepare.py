@@ -39,6 +39,8 @@ from monorepo.release.verify import (
 from monorepo.suites import raise_floor
 from monorepo.workspace import PACKAGES_FOLDER, VERSION_LINE, Distribution, Workspace
 
+REMOTE = "origin"
+
 
 class ReleaseError(ValueError):
     """The release cannot be made. The text is the reason."""
@@ -178,14 +180,14 @@ def _refuse_open_work(workspace: Workspace) -> None:
         raise ReleaseError(f"commit or stash your work first, such as {open_work.split()[-1]}")
 
 
-def unpushed(workspace: Workspace, names: Sequence[str], remote: str) -> list[ReleaseTag]:
-    """The tags of the present versions that a remote lacks, siblings first."""
-    existing = git(workspace.root, "ls-remote", "--tags", remote).split()
+def unpushed(workspace: Workspace, names: Sequence[str]) -> list[ReleaseTag]:
+    """The tags of the present versions that the remote lacks, siblings first."""
+    existing = git(workspace.root, "ls-remote", "--tags", REMOTE).split()
     tags = [ReleaseTag(name, workspace[name].version) for name in workspace.choose(names)]
     return [tag for tag in tags if f"refs/tags/{tag.name}" not in existing]
 
 
-def push(workspace: Workspace, tag: ReleaseTag, remote: str) -> None:
+def push(workspace: Workspace, tag: ReleaseTag) -> None:
     """Verify a release, set its tag and push it alone.
 
     GitHub starts no workflow for a push of more than three tags.
@@ -197,4 +199,4 @@ def push(workspace: Workspace, tag: ReleaseTag, remote: str) -> None:
     # The tag may exist already if an earlier push of it failed.
     if not commit_exists(workspace.root, f"refs/tags/{tag.name}"):
         git(workspace.root, "tag", tag.name)
-    git(workspace.root, "push", remote, f"refs/tags/{tag.name}")
+    git(workspace.root, "push", REMOTE, f"refs/tags/{tag.name}")

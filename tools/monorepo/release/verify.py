@@ -170,7 +170,7 @@ def list_refusals(outcome: Outcome, *, dependants: bool = True) -> list[str]:
     """The reasons against a release, a line each, with ranges of ``dependants`` over a break."""
     if outcome.status == COULD_NOT_CHECK:
         return [outcome.notice]
-    failing = (one for one in outcome.findings if one.fails(strict=False))
+    failing = (one for one in outcome.findings if one.fails)
     return [str(one) for one in failing if dependants or one.kind != "DEPENDANT_RANGE"]
 
 

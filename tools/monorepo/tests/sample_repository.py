@@ -120,14 +120,6 @@ class SampleRepository:
             self.git("tag", tag)
         return self.git("rev-parse", "HEAD").strip()
 
-    def branch(self, name: str) -> None:
-        """Go on in a new branch."""
-        self.git("checkout", "--quiet", "-b", name)
-
-    def go_to(self, name: str) -> None:
-        """Go on in a branch that is there."""
-        self.git("checkout", "--quiet", name)
-
     def git(self, *arguments: str) -> str:
         """Run git here, and return what it prints."""
         identity = {

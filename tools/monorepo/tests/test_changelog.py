@@ -19,7 +19,7 @@ def repository(tmp_path: Path) -> SampleRepository:
     repository.add_package("mcore-tensor", code="x = 1\n")
     repository.add_package("mcore-parallel", code="x = 1\n")
     repository.commit()
-    repository.branch("change")
+    repository.git("checkout", "-b", "change")
     return repository
 
 

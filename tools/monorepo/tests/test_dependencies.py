@@ -101,11 +101,9 @@ def test_module_that_no_index_has_is_declared_by_name(repository: SampleReposito
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("json.decoder", []),
         ("annotationlib.Format", []),
         ("mcore.tensor.buffers", []),
         ("mcore.versioning", [{"mcore-versioning"}]),
-        ("torch.nn", [{"torch"}]),
         ("torch.utils.tensorboard.SummaryWriter", [{"torch"}, {"tensorboard"}]),
         ("pynvml", [{"nvidia-ml-py"}]),
         ("some_library.part", [{"some-library"}]),

@@ -47,7 +47,7 @@ def repository(tmp_path: Path) -> SampleRepository:
         made.add_package(name, needs=("torch>=2.11", "mcore-parallel>=0.1,<0.2"))
     made.write({"hatch.toml": HATCH, "README.md": "# All\n", "tests-integration/test_x.py": ""})
     made.commit()
-    made.branch("work")
+    made.git("checkout", "-b", "work")
     return made
 
 
@@ -143,10 +143,10 @@ def test_only_changes_of_the_branch_count_and_a_move_counts_twice(
     repository.git("branch", "--force", "main")
     old.rename(repository.root / "packages/mcore-observe/src/mcore/observe/a thing.py")
     repository.commit()
-    repository.go_to("main")
+    repository.git("checkout", "main")
     repository.set_code("mcore-versioning", "answer = 42\n")
     repository.commit()
-    repository.go_to("work")
+    repository.git("checkout", "work")
     assert plan()["packages"] == ["mcore-modules", "mcore-observe"]
 
 

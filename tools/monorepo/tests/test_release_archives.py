@@ -1,6 +1,5 @@
 """Faults in the archives of a release."""
 
-import shutil
 from pathlib import Path
 
 import pytest
@@ -56,7 +55,7 @@ def test_missing_and_foreign_files_are_refused(
         assert expected in found
 
 
-def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
+def test_names_of_files_have_to_agree_with_the_sources(
     repository: SampleRepository, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = tmp_path / "dist"
@@ -69,21 +68,7 @@ def test_names_of_files_and_metadata_have_to_agree_with_the_sources(
         "mcore-tensor 0.1.0 is in order",
     ]
     repository.set_version("mcore-tensor", "0.1.1")
-    text = repository.read(PYPROJECT)
-    repository.write({PYPROJECT: text.replace("typing_extensions>=4.12", "numpy>=2")})
     package = load_workspace(repository.root)["mcore-tensor"]
     files = ("mcore_tensor-0.1.0-py3-none-any.whl", "mcore_tensor-0.1.0.tar.gz")
     [line] = archive_problems(package, folder)
     assert f"has {[*files]}, and has to have mcore_tensor-0.1.1-py3-none-any.whl and" in line
-    for file in files:
-        shutil.copy(folder / file, folder / file.replace("0.1.0", "0.1.1"))
-        (folder / file).unlink()
-        renamed = file.replace("0.1.0", "0.1.1")
-    found = "\n".join(archive_problems(package, folder))
-    for file in files:
-        renamed = file.replace("0.1.0", "0.1.1")
-        assert f"{renamed} has the metadata of mcore-tensor 0.1.0" in found
-        assert (
-            f"{renamed} requires ['packaging>=23.2', 'typing-extensions>=4.12'], "
-            "pyproject.toml ['numpy>=2', 'packaging>=23.2']"
-        ) in found

@@ -115,7 +115,7 @@ def test_a_planted_fault_is_named(
 def test_fewer_tests_need_another_number_and_a_release_raises_it(
     repository: SampleRepository, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    repository.branch("change")
+    repository.git("checkout", "-b", "change")
     text = repository.read(PYPROJECT)
     raised = raise_floor(repository.root, repository.root / PYPROJECT)
     assert raised == text.replace("tests = 2", "tests = 3")

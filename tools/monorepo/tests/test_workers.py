@@ -62,7 +62,6 @@ def run(
     [
         ([], "gw0"),
         (["folder/test_a.py::test_one"], "none"),
-        (["-n", "0"], "none"),
         (["-p", "no:xdist"], "none"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,

@@ -260,17 +260,3 @@ def test_accelerator_ranks_name_the_lack_of_devices() -> None:
     count = torch.accelerator.device_count()
     failure = fail_with(compare, count + 1, count + 1, init="cuda:nccl", timeout_s=300)
     assert f"needs {count + 1} accelerators, this machine has {count}" in str(failure)
-
-
-def reduce_on_device() -> torch.Tensor:
-    tensor = torch.ones(3, device=torch.accelerator.current_accelerator())
-    dist.all_reduce(tensor)
-    return tensor.cpu()
-
-
-@pytest.mark.cuda
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_nccl_ranks_reduce_each_on_its_device() -> None:
-    count = torch.accelerator.device_count()
-    results = run_ranks(reduce_on_device, count, init="cuda:nccl")
-    assert [result.tolist() for result in results] == [[float(count)] * 3] * count

@@ -1,6 +1,5 @@
 """No process survives pytest, and test files of the same name do not clash."""
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -24,7 +23,9 @@ def wait_forever(folder):
     import torch, torch.distributed as dist
     rank = dist.get_rank()
     program = subprocess.Popen(["sleep", "600"])
-    Path(folder, f"started{rank}").touch()
+    pids = os.getpid(), os.getppid(), program.pid
+    Path(folder, f"new{rank}").write_text(" ".join(map(str, pids)))
+    os.rename(Path(folder, f"new{rank}"), Path(folder, f"started{rank}"))
     if rank == 1:
         time.sleep(600)
     dist.all_reduce(torch.ones(1))
@@ -101,26 +102,12 @@ def wait_until(condition: Callable[[], bool], seconds: float) -> bool:
     return True
 
 
-def list_living() -> dict[tuple[int, str], int]:
-    """Return the parent of each process that is not a zombie, by its number and start time."""
-    found = {}
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-                if fields[0] not in "ZX":
-                    found[int(entry.name), fields[19]] = int(fields[1])
-    return found
-
-
-def list_descendants(pid: int) -> set[tuple[int, str]]:
-    processes = list_living()
-    family, parents = set(), {pid}
-    while parents:
-        children = {child for child, parent in processes.items() if parent in parents}
-        family |= children
-        parents = {number for number, _ in children}
-    return family
+def is_living(pid: int) -> bool:
+    """Whether a process runs, and is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
 
 
 def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
@@ -130,13 +117,12 @@ def test_nothing_survives_when_pytest_is_killed(tmp_path: Path) -> None:
     try:
         have_started = wait_until(lambda: all(path.exists() for path in started), START_S)
         assert have_started, read_log(tmp_path)
-        family = list_descendants(process.pid)
+        family = {int(pid) for path in started for pid in path.read_text().split()}
     finally:
         process.send_signal(signal.SIGKILL)
         process.wait()
-    # The fork server, multiprocessing's resource tracker, two ranks and the program of each.
-    assert len(family) == 6
-    assert wait_until(lambda: not family & list_living().keys(), MARGIN_S)
+    assert len(family) == 5  # the fork server, two ranks and the program of each
+    assert wait_until(lambda: not any(map(is_living, family)), MARGIN_S)
 
 
 def test_same_named_files_run_together_and_leave_nothing(tmp_path: Path) -> None:
@@ -150,4 +136,4 @@ def test_same_named_files_run_together_and_leave_nothing(tmp_path: Path) -> None
     assert "3 passed" in read_log(tmp_path)
     servers = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(servers) == 1
-    assert wait_until(lambda: servers[0] not in {pid for pid, _ in list_living()}, MARGIN_S)
+    assert wait_until(lambda: not is_living(servers[0]), MARGIN_S)

@@ -62,10 +62,6 @@ def nested() -> None:
     run_ranks(rank_and_size, 1)
 
 
-def processes_of_this_rank() -> tuple[int, int]:
-    return os.getpid(), os.getppid()
-
-
 def warn_and_print(path: str) -> None:
     warnings.warn("old name", DeprecationWarning, stacklevel=1)
     print("printed")
@@ -102,15 +98,6 @@ def test_functions_of_installed_modules_and_of_c_code_run() -> None:
     assert run_ranks(dist.is_initialized, 2) == [True, True]
     assert run_ranks(os.path.join, 1, "a", "b", init=None) == ["a/b"]
     assert run_ranks(math.sqrt, 1, 9.0, init=None) == [3.0]
-
-
-def test_every_rank_of_every_call_is_a_separate_process() -> None:
-    calls = [run_ranks(processes_of_this_rank, 2, init=None) for _ in range(2)]
-    pids = [pid for call in calls for pid, _ in call]
-    parents = {parent for call in calls for _, parent in call}
-    assert len({*pids, os.getpid()}) == 5
-    assert len(parents) == 1
-    assert os.getpid() not in parents
 
 
 def test_a_rank_that_returned_stays_until_its_data_has_arrived() -> None:

@@ -22,7 +22,6 @@ TOOLS = Path(rank_testing.__file__).parents[1]
         ("sys.exit(3)", 3),
         ("\nimport torch; torch.ones(2) @ torch.ones(3)", 1),
         ("os.kill(os.getpid(), signal.SIGTERM)", -15),
-        ("os.kill(os.getpid(), signal.SIGINT)", -2),
     ],
 )
 def test_a_script_ends_as_it_does_under_python(ending: str, code: int) -> None:
