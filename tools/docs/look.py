@@ -29,21 +29,17 @@ class _Quiet(SimpleHTTPRequestHandler):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the faults of the pages. Returns 1 if there are any."""
     parser = argparse.ArgumentParser(prog="hatch run docs-look", description=__doc__)
-    parser.add_argument(
-        "pages", nargs="*", help="such as guides/slow-rank, or . for the start page"
-    )
-    options = parser.parse_args(arguments)
-    built = [
+    parser.parse_args(arguments)
+    pages = [
         file.parent.relative_to(BUILT).as_posix() for file in sorted(BUILT.rglob("index.html"))
     ]
-    if not built:
+    if not pages:
         parser.error(f"there is nothing in {BUILT}: hatch run docs-build")
     with ThreadingHTTPServer(("127.0.0.1", 0), partial(_Quiet, directory=str(BUILT))) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         browser = _start_browser()
         try:
             address = f"http://127.0.0.1:{server.server_port}"
-            pages = options.pages or built
             found = [problem for page in pages for problem in _check_page(browser, address, page)]
         finally:
             browser.quit()

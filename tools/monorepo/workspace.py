@@ -152,8 +152,6 @@ def load_workspace(root: Path) -> Workspace:
 def _read_package(file: Path, table: Mapping[str, Any], names: Iterable[str]) -> Distribution:
     project, settings = table["project"], table["tool"].get("monorepo", {})
     version_file = file.parent / _read_text(file, table, "tool", "hatch", "version", "path")
-    if not version_file.is_relative_to(file.parent / "src"):
-        raise WorkspaceError(f"{version_file} has to be in {file.parent / 'src'}")
     dependencies = _parse(project.get("dependencies", ()))
     extras = project.get("optional-dependencies", {})
     groups = table.get("dependency-groups", {})

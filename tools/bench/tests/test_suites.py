@@ -85,37 +85,7 @@ GOOD = {
     "format": 1, "suite": "good", "when": "2026-11-01 12:00 UTC", "seconds": 61.7,
     "load": ["0.1", "1.2"], "machine": MACHINE, "rows": [ROW],
 }  # fmt: skip
-FAILING = {
-    **GOOD, "suite": "failing", "when": "2026-10-01 12:00 UTC",
-    "machine": {**MACHINE, "torch": "2.11"},
-    "rows": [{**ROW, "target": 4.0, "note": "far"}, {**ROW, "target": None}],
-}  # fmt: skip
-SECTIONS = """\
-Python: CPython 3.11
-
-## failing
-
-failing
-
-2026-10-01 12:00 UTC, 62 s, load average 0.1 before and 1.2 after, torch: 2.11.
-
-| case | here | compared with | ratio | aim | checked first | note |
-|---|---|---|---|---|---|---|
-| a\\|b | 2 us | 6 us, numpy 2.1 | 3.00 | 4, missed | equal | far |
-| a\\|b | 2 us | 6 us, numpy 2.1 | 3.00 | | equal | |
-
-## good
-
-Title of ``good``.
-
-2026-11-01 12:00 UTC, 62 s, load average 0.1 before and 1.2 after, torch: 2.13.
-
-| case | here | compared with | ratio | aim | checked first |
-|---|---|---|---|---|---|
-| a\\|b | 2 us | 6 us, numpy 2.1 | 3.00 | 2 | equal |
-
-- A remark.
-"""
+FAILING = {**GOOD, "suite": "failing"}
 
 
 @pytest.fixture
@@ -128,15 +98,6 @@ def file(tmp_path: Path) -> Path:
 
 def run(file: Path, *arguments: str) -> int:
     return program.main(["--results", str(file), *arguments])
-
-
-def test_page_of_results(file: Path) -> None:
-    before = file.read_text()
-    assert run(file, "--page") == 0
-    text = file.with_suffix(".md").read_text()
-    assert text.startswith("# Benchmarks\n\nBoth sides ")
-    assert text.partition("(benchmarks.jsonl).\n\n")[2] == SECTIONS
-    assert file.read_text() == before
 
 
 def test_a_new_measurement_replaces_only_the_rows_of_its_suite(

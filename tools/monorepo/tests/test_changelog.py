@@ -32,7 +32,6 @@ def _problems(repository: SampleRepository, base: str | None = None) -> list[str
     [
         ("more.improved.md", f"more.improved.md; name it {WANTED}"),
         ("added.md", f"added.md; name it {WANTED}"),
-        ("Odd.added.md", WANTED),
         ("a b.added.md", WANTED),
         ("a.fixed.md", "a.fixed.md is no file or empty; describe the change"),
         ("folder/a.fixed.md", "folder is no file or empty; describe the change"),
