@@ -155,13 +155,12 @@ class ShardedSavePlanner(SavePlanner):
         if write_item.type != WriteItemType.BYTE_IO:
             tensor = self._tensors[write_item.index].resolve_conj().resolve_neg().contiguous()
             return tensor.as_subclass(torch.Tensor)
-        name = write_item.index.fqn
-        value = self._values[name]
+        value = self._values[write_item.index.fqn]
         if isinstance(value, StagedValue) and isinstance(value.content, bytes):
             return io.BytesIO(value.content)
         if isinstance(value, ShardedObject):
             return io.BytesIO(value.encode(weights_only=self._weights_only))
-        return io.BytesIO(serialize(name, value, weights_only=self._weights_only))
+        return io.BytesIO(serialize(write_item.index.fqn, value, weights_only=self._weights_only))
 
     def _plan_tensors(self) -> list[WriteItem]:
         items = []
@@ -177,9 +176,8 @@ class ShardedSavePlanner(SavePlanner):
         items = []
         for _, obj in self._entries.objects:
             if is_main_replica(obj.replica_id):
-                self._values[obj.unique_key] = (
-                    obj.data if isinstance(obj.data, StagedValue) else obj
-                )
+                is_staged = isinstance(obj.data, StagedValue)
+                self._values[obj.unique_key] = obj.data if is_staged else obj
                 items.append(WriteItem(MetadataIndex(obj.unique_key), WriteItemType.BYTE_IO))
         return items
 
