@@ -172,7 +172,7 @@ def _check_requirements(
             requirement = Requirement(text)
         except InvalidRequirement:
             continue
-        # Without a value for "extra", a marker that mentions extras cannot be evaluated.
+        # A marker that mentions extras needs a value for "extra": none was requested.
         if requirement.marker is not None and not requirement.marker.evaluate({"extra": ""}):
             continue
         if names is None or canonicalize_name(requirement.name) in names:
