@@ -158,7 +158,7 @@ def _check_interpreter(installed: Distribution, version: str) -> Iterator[str]:
         yield f"version {version} was built for {', '.join(tags)}, which this Python can't load"
 
 
-@lru_cache(maxsize=1)  # building the hundreds of tags takes milliseconds
+@lru_cache(maxsize=1)  # hundreds of tags: milliseconds for each package
 def _get_supported_tags() -> frozenset[Tag]:
     return frozenset(sys_tags())
 
